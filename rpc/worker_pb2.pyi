@@ -1,0 +1,306 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_NONE: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+
+class FailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_CODE_UNSPECIFIED: _ClassVar[FailureCode]
+    FAILURE_CODE_NO_ROOM: _ClassVar[FailureCode]
+    FAILURE_CODE_KV_FAILED: _ClassVar[FailureCode]
+    FAILURE_CODE_HANDED_BACK: _ClassVar[FailureCode]
+    FAILURE_CODE_DRAINING: _ClassVar[FailureCode]
+    FAILURE_CODE_DROPPED: _ClassVar[FailureCode]
+    FAILURE_CODE_INVALID: _ClassVar[FailureCode]
+    FAILURE_CODE_ENGINE: _ClassVar[FailureCode]
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+FINISH_REASON_NONE: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FAILURE_CODE_UNSPECIFIED: FailureCode
+FAILURE_CODE_NO_ROOM: FailureCode
+FAILURE_CODE_KV_FAILED: FailureCode
+FAILURE_CODE_HANDED_BACK: FailureCode
+FAILURE_CODE_DRAINING: FailureCode
+FAILURE_CODE_DROPPED: FailureCode
+FAILURE_CODE_INVALID: FailureCode
+FAILURE_CODE_ENGINE: FailureCode
+
+class RouterMessage(_message.Message):
+    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    RETARGET_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    prefill: SubmitPrefill
+    decode: SubmitDecode
+    retarget: Retarget
+    cancel: Cancel
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router_id",)
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: bytes
+    def __init__(self, router_id: _Optional[bytes] = ...) -> None: ...
+
+class Request(_message.Message):
+    __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    request_id: bytes
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: SamplingParams
+    timeout_ms: int
+    priority: int
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    logit_bias: _containers.ScalarMap[int, float]
+    logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+
+class SubmitPrefill(_message.Message):
+    __slots__ = ("prefill_id", "request", "handover")
+    PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    prefill_id: bytes
+    request: Request
+    handover: bool
+    def __init__(self, prefill_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., handover: _Optional[bool] = ...) -> None: ...
+
+class SubmitDecode(_message.Message):
+    __slots__ = ("decode_id", "request", "source")
+    DECODE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    decode_id: bytes
+    request: Request
+    source: PrefillSource
+    def __init__(self, decode_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., source: _Optional[_Union[PrefillSource, _Mapping]] = ...) -> None: ...
+
+class PrefillSource(_message.Message):
+    __slots__ = ("prefill_id", "kv_address", "incarnation")
+    PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    prefill_id: bytes
+    kv_address: str
+    incarnation: int
+    def __init__(self, prefill_id: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Retarget(_message.Message):
+    __slots__ = ("decode_id", "source", "output_ids")
+    DECODE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    decode_id: bytes
+    source: PrefillSource
+    output_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, decode_id: _Optional[bytes] = ..., source: _Optional[_Union[PrefillSource, _Mapping]] = ..., output_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("attempt_id",)
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: bytes
+    def __init__(self, attempt_id: _Optional[bytes] = ...) -> None: ...
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("step", "reserved", "failed", "status")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    step: StepOutput
+    reserved: Reserved
+    failed: AttemptFailed
+    status: WorkerStatus
+    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ...) -> None: ...
+
+class StepOutput(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[TokenEvent]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ...) -> None: ...
+
+class TokenEvent(_message.Message):
+    __slots__ = ("attempt_id", "output_index", "token_id", "finish_reason", "logprobs", "cached_tokens")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: bytes
+    output_index: int
+    token_id: int
+    finish_reason: FinishReason
+    logprobs: TokenLogprobs
+    cached_tokens: int
+    def __init__(self, attempt_id: _Optional[bytes] = ..., output_index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "top_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Reserved(_message.Message):
+    __slots__ = ("decode_id",)
+    DECODE_ID_FIELD_NUMBER: _ClassVar[int]
+    decode_id: bytes
+    def __init__(self, decode_id: _Optional[bytes] = ...) -> None: ...
+
+class AttemptFailed(_message.Message):
+    __slots__ = ("attempt_id", "code", "message")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: bytes
+    code: FailureCode
+    message: str
+    def __init__(self, attempt_id: _Optional[bytes] = ..., code: _Optional[_Union[FailureCode, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerDescription(_message.Message):
+    __slots__ = ("role", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    index: int
+    incarnation: int
+    model: str
+    model_fingerprint: str
+    layout_fingerprint: str
+    kv_address: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    device: str
+    pid: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "step_seconds")
+    class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        HEALTH_UNSPECIFIED: _ClassVar[WorkerStatus.Health]
+        HEALTH_SERVING: _ClassVar[WorkerStatus.Health]
+        HEALTH_DRAINING: _ClassVar[WorkerStatus.Health]
+    HEALTH_UNSPECIFIED: WorkerStatus.Health
+    HEALTH_SERVING: WorkerStatus.Health
+    HEALTH_DRAINING: WorkerStatus.Health
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HELD_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    ARENA_SLOTS_FREE_FIELD_NUMBER: _ClassVar[int]
+    ARENA_SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    health: WorkerStatus.Health
+    requests_running: int
+    requests_waiting: int
+    tokens_waiting: int
+    blocks_free: int
+    blocks_total: int
+    held_prefills: int
+    reservations: int
+    transfers_open: int
+    arena_slots_free: int
+    arena_slots_total: int
+    prefill_tokens_per_s: float
+    step_seconds: float
+    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_seconds: _Optional[float] = ...) -> None: ...
