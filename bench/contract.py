@@ -1,0 +1,173 @@
+"""What all benches share: their arguments, the report they write, and how a ratio is measured."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+EXIT_CANNOT_MEASURE = 2
+MIN_PAIRS = 5
+_PACKAGES = ("baton", "torch", "triton", "numpy", "pyzmq", "grpcio", "xxhash", "transformers")
+
+
+@dataclass(slots=True)
+class Row:
+    """One result. Names are stable and dotted; `goal` bounds `ratio`, or `value` where there is no ratio."""
+
+    name: str
+    value: float
+    unit: str
+    p99: float | None = None
+    ratio: float | None = None
+    ratio_to: str | None = None
+    spread: float | None = None
+    goal: float | None = None
+    better: Literal["higher", "lower"] | None = None
+    meets_goal: bool | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.goal is None) == (self.better is None), (
+            "a goal needs a direction, and a direction a goal"
+        )
+        if self.goal is not None:
+            measured = self.value if self.ratio is None else self.ratio
+            self.meets_goal = measured >= self.goal if self.better == "higher" else measured <= self.goal
+
+
+@dataclass(slots=True)
+class Report:
+    """The rows of one bench, with all that is needed to judge and repeat them."""
+
+    bench: str
+    parameters: dict[str, Any]
+    json_path: Path | None = None
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "bench": self.bench,
+            "machine": machine(),
+            "versions": versions(),
+            "parameters": self.parameters,
+            "started": self.started,
+            "results": [{k: v for k, v in asdict(row).items() if v is not None} for row in self.rows],
+        }
+
+    def finish(self) -> None:
+        """Print the table; write the JSON file if one was asked for."""
+        table = Table(title=f"bench.{self.bench}  {self.parameters}", title_justify="left")
+        for column in ("name", "value", "p99", "ratio", "to", "spread", "goal"):
+            table.add_column(column, justify="left" if column in ("name", "to") else "right")
+        for row in self.rows:
+            goal = ""
+            if row.goal is not None:
+                sign = "≥" if row.better == "higher" else "≤"
+                goal = f"{sign} {row.goal:g} {'met' if row.meets_goal else 'MISSED'}"
+            table.add_row(
+                row.name,
+                f"{row.value:.4g} {row.unit}",
+                _number(row.p99),
+                _number(row.ratio),
+                row.ratio_to or "",
+                _number(row.spread),
+                goal,
+            )
+        # A pipe has no width to fit into: never wrap the names that people grep for.
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+        if self.json_path is not None:
+            self.json_path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments every bench takes; a bench adds its own to the result."""
+    p = argparse.ArgumentParser(description=description)
+    p.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON to PATH")
+    p.add_argument("--device", choices=("cpu", "cuda"), help="where to measure (default: what is there)")
+    p.add_argument("--short", action="store_true", help="a run under 50 s on 2 cores")
+    return p
+
+
+def interleaved(
+    a: Callable[[], float], b: Callable[[], float], pairs: int
+) -> tuple[list[float], list[float]]:
+    """Run A B A B … so that a machine that drifts favours neither side. Returns both series."""
+    assert pairs >= MIN_PAIRS, f"a ratio takes at least {MIN_PAIRS} pairs, not {pairs}"
+    series_a: list[float] = []
+    series_b: list[float] = []
+    for _ in range(pairs):
+        series_a.append(a())
+        series_b.append(b())
+    return series_a, series_b
+
+
+def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[float, float]:
+    """Median of the ratios pair by pair, and their spread (max − min)."""
+    ratios = [x / y for x, y in zip(series_a, series_b, strict=True)]
+    return statistics.median(ratios), max(ratios) - min(ratios)
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-quantile (0…1) by the nearest-rank rule; of a short series the p99 is its maximum."""
+    assert values, "percentile of nothing"
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1))]
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "gpus": _gpu_names(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # optional, or run from a checkout that is not installed
+    return found
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _gpu_names() -> list[str]:
+    try:
+        out = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return []
+    return [line.strip() for line in out.stdout.splitlines() if line.strip()]
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.4g}"
