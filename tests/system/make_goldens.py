@@ -24,7 +24,8 @@ def facts(n: int) -> str:
     places = ["harbour", "village", "tower", "library", "bridge", "market", "garden", "station"]
     verbs = ["was built", "was painted", "was repaired", "was visited", "was measured"]
     return " ".join(
-        f"In {1400 + 7 * i} the {places[i % 8]} of district {i * 13 % 97} {verbs[i % 5]} by {i * 31 % 211 + 2} people."
+        f"In {1400 + 7 * i} the {places[i % 8]} of district {i * 13 % 97} "
+        f"{verbs[i % 5]} by {i * 31 % 211 + 2} people."
         for i in range(n)
     )
 
@@ -90,7 +91,11 @@ def main() -> None:
     goldens = []
     for prompt in [*TEXT_PROMPTS, *CHAT_PROMPTS]:
         chat = isinstance(prompt, list)
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) if chat else prompt
+        text = (
+            tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            if chat
+            else prompt
+        )
         ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
         out, margin = greedy(model, ids, eos)
         print(f"{len(ids):5d} tokens, margin {margin:.4f}: {tokenizer.decode(out)[:70]!r}", flush=True)

@@ -1,0 +1,111 @@
+"""The official openai client runs unchanged: chat and completions, streaming and not, and its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_models(client: openai.OpenAI, model_id: str) -> None:
+    assert [m.id for m in client.models.list()] == [model_id]
+    assert client.models.retrieve(model_id).id == model_id
+
+
+def test_chat(client: openai.OpenAI, model_id: str) -> None:
+    answer = client.chat.completions.create(model=model_id, messages=QUESTION, temperature=0)
+    choice = answer.choices[0]
+    assert choice.message.content == "The capital of France is Paris."
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_chat_stream(client: openai.OpenAI, model_id: str) -> None:
+    stream = client.chat.completions.create(
+        model=model_id, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == "The capital of France is Paris."
+    )
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
+        "stop"
+    ]
+    assert len({c.id for c in chunks}) == 1
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens == 8
+
+
+def test_completion_stream_equals_answer(client: openai.OpenAI, model_id: str) -> None:
+    request: dict[str, Any] = {"model": model_id, "prompt": "Once upon a time", "max_tokens": 24, "seed": 7}
+    whole = client.completions.create(**request)
+    stream = list(client.completions.create(**request, stream=True))
+    assert "".join(c.choices[0].text for c in stream if c.choices) == whole.choices[0].text
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 24
+
+
+def test_another_seed_is_another_answer(client: openai.OpenAI, model_id: str) -> None:
+    texts = {
+        client.completions.create(model=model_id, prompt="My favourite", max_tokens=16, seed=s)
+        .choices[0]
+        .text
+        for s in range(3)
+    }
+    assert len(texts) == 3
+
+
+def test_one_token(client: openai.OpenAI, model_id: str) -> None:
+    """max_tokens=1 needs no decode worker."""
+    answer = client.completions.create(model=model_id, prompt="1, 2, 3, 4, 5,", max_tokens=1, temperature=0)
+    assert answer.choices[0].text == " "
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_eos_as_first_token(client: openai.OpenAI, model_id: str) -> None:
+    """An answer that is complete already: the model's first token is EOS, and decode is never needed."""
+    prompt = (
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>assistant\nThe capital of France is Paris."
+    )
+    answer = client.completions.create(model=model_id, prompt=prompt, temperature=0, max_tokens=8)
+    assert answer.choices[0].text == ""
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 1
+
+
+def test_stop_string(client: openai.OpenAI, model_id: str) -> None:
+    answer = client.completions.create(
+        model=model_id, prompt="1, 2, 3, 4, 5,", max_tokens=32, temperature=0, stop=["9"]
+    )
+    assert answer.choices[0].text == " 6, 7, 8, "
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_logprobs(client: openai.OpenAI, model_id: str) -> None:
+    answer = client.chat.completions.create(
+        model=model_id, messages=QUESTION, temperature=0, logprobs=True, top_logprobs=3, max_tokens=4
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 4
+    for entry in logprobs.content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == entry.top_logprobs[0].logprob <= 0
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI, model_id: str) -> None:
+    with pytest.raises(openai.NotFoundError, match="no-such-model"):
+        client.completions.create(model="no-such-model", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=model_id, prompt="x", temperature=-1)

@@ -1,0 +1,51 @@
+"""Through the whole cluster, greedy tokens in float32 are those of transformers (see make_goldens.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+
+from .conftest import Server
+
+NUM_TOKENS = 32
+
+
+async def ask(client: openai.AsyncOpenAI, model: str, golden: dict[str, Any]) -> tuple[list[int], int]:
+    """Output token ids and the number of prompt tokens that the server counted."""
+    common: dict[str, Any] = {
+        "model": model, "temperature": 0, "max_tokens": NUM_TOKENS, "extra_body": {"return_token_ids": True},
+    }  # fmt: skip
+    if "messages" in golden:
+        answer: Any = await client.chat.completions.create(messages=golden["messages"], **common)
+    else:
+        answer = await client.completions.create(prompt=golden["prompt"], **common)
+    return answer.choices[0].token_ids, answer.usage.prompt_tokens
+
+
+async def test_one_at_a_time(
+    aclient: openai.AsyncOpenAI, model_id: str, goldens: list[dict[str, Any]]
+) -> None:
+    assert len(goldens) >= 20
+    assert max(len(g["prompt_ids"]) for g in goldens) >= 1500
+    assert min(len(g["prompt_ids"]) for g in goldens) == 1
+    for golden in goldens:
+        got, prompt_tokens = await ask(aclient, model_id, golden)
+        assert prompt_tokens == len(golden["prompt_ids"]), golden
+        assert got == golden["output_ids"], golden
+
+
+async def test_eight_at_a_time(
+    server: Server, aclient: openai.AsyncOpenAI, model_id: str, goldens: list[dict[str, Any]]
+) -> None:
+    gate = asyncio.Semaphore(8)
+
+    async def one(golden: dict[str, Any]) -> list[int]:
+        async with gate:
+            return (await ask(aclient, model_id, golden))[0]
+
+    answers = await asyncio.gather(*(one(g) for g in goldens))
+    for golden, got in zip(goldens, answers, strict=True):
+        assert got == golden["output_ids"], golden
+    server.assert_whole()
