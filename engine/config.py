@@ -1,0 +1,76 @@
+"""What the user decides about an engine: `EngineConfig`. Errors name the flag and the remedy."""
+
+from dataclasses import dataclass
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Configuration of one engine; flags and defaults as vLLM users know them."""
+
+    model: str
+    """Directory in Hugging Face format, GGUF file, or the name of a repository on the Hugging Face hub."""
+    revision: str | None = None
+    dtype: str = "auto"
+    """Of weights and KV. "auto": the checkpoint's; for GGUF float32 on a CPU and bfloat16 on CUDA."""
+    device: str = "cpu"
+    load_format: str = "auto"
+    """"dummy": random weights, a function of `seed`; needs only the model's configuration."""
+    block_size: int | None = None
+    """Positions per KV block. None: 128 on CUDA, 16 on a CPU."""
+    num_blocks: int | None = None
+    """KV blocks in the pool. None: what fits the memory."""
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together. None: the model's context, or less if the pool is smaller."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    """Token budget of a step: a longer prefill is cut into chunks."""
+    enable_prefix_caching: bool = False
+    seed: int = 0
+    num_threads: int | None = None
+    """CPU threads of torch. None: torch's own choice."""
+
+    def __post_init__(self) -> None:
+        def require(flag: str, value: object, holds: bool, remedy: str) -> None:
+            if not holds:
+                raise ValueError(f"--{flag} {value!r}: {remedy}")
+
+        require("model", self.model, bool(self.model), "give a directory, a GGUF file or a hub name")
+        require("dtype", self.dtype, self.dtype in DTYPES, f"choose one of {', '.join(DTYPES)}")
+        require(
+            "device",
+            self.device,
+            self.device in ("cpu", "cuda") or self.device.removeprefix("cuda:").isdecimal(),
+            "choose cpu, cuda or cuda:N",
+        )
+        require(
+            "load-format",
+            self.load_format,
+            self.load_format in LOAD_FORMATS,
+            f"choose one of {', '.join(LOAD_FORMATS)}",
+        )
+        for flag, value in (
+            ("block-size", self.block_size),
+            ("num-blocks", self.num_blocks),
+            ("max-model-len", self.max_model_len),
+            ("max-num-seqs", self.max_num_seqs),
+            ("max-num-batched-tokens", self.max_num_batched_tokens),
+            ("num-threads", self.num_threads),
+        ):
+            require(flag, value, value is None or value >= 1, "must be at least 1")
+        require(
+            "gpu-memory-utilization",
+            self.gpu_memory_utilization,
+            0 < self.gpu_memory_utilization <= 1,
+            "must be above 0 and at most 1",
+        )
+        require(
+            "max-num-batched-tokens",
+            self.max_num_batched_tokens,
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"a step decodes one token of each running request; raise it to at least --max-num-seqs "
+            f"({self.max_num_seqs}) or lower that",
+        )
