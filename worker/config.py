@@ -1,0 +1,144 @@
+"""Everything one worker is told at its start, typed and checked once.
+
+Built by the command line (flags over environment over file) and handed to `prefill_worker.main` or
+`decode_worker.main`. Errors are `ValueError`s that name the flag as a user types it.
+"""
+
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from engine import EngineConfig
+
+Role = Literal["prefill", "decode"]
+
+_WILDCARDS = ("", "0.0.0.0", "::", "[::]")
+# sun_path holds 108 bytes with its terminating zero; what is added to run_dir is "/baton-XXXXXXXX/engine".
+_MAX_RUN_DIR = 107 - len("/baton-XXXXXXXX/engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long each wait of a worker may last, in seconds. Each has one owner; none is ever a time of day."""
+
+    hold: float = 30.0
+    """A prefill held without FETCH or ACK; a FETCH that waits for its prefill id."""
+    transfer: float = 10.0
+    """A transfer without progress."""
+    tombstone: float = 60.0
+    """How long a closed transfer's id is remembered."""
+    peer: float = 5.0
+    """Silence after which the other end of the lanes counts as dead."""
+    engine: float = 10.0
+    """An engine (or a transfer process) without a sign of life."""
+    drain: float = 60.0
+    """From SIGTERM to the exit."""
+
+    def __post_init__(self) -> None:
+        for name in ("hold", "transfer", "tombstone", "peer", "engine", "drain"):
+            value = getattr(self, name)
+            if not 0 < value <= 86_400:
+                raise ValueError(
+                    f"--{name}-timeout: {value} is not a time in seconds (above 0, at most a day)"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker: its place in the cluster, its engine, its ports and its deadlines."""
+
+    role: Role
+    engine: EngineConfig
+    secret: bytes = field(repr=False)
+    """The cluster secret, 16 bytes or more: authenticates routers (gRPC) and peers (KV lanes)."""
+    index: int = 0
+    """Its place in its role, for people: process names, logs, `baton status`."""
+    served_model_name: str | None = None
+    """Label `model_name` of its metrics; None: the model as given to the engine."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """gRPC; 0 chooses a free port, which `ready_fd` tells."""
+    kv_host: str | None = None
+    """The address of the KV lanes, told to decode workers. None: `host`, or where that is a wildcard this
+    machine's own address."""
+    kv_port: int = 0
+    metrics_port: int = 0
+    kv_lanes: int = 4
+    """TCP connections to each prefill worker."""
+    kv_slot_bytes: int = 1 << 20
+    """One slice of KV on the wire and one slot of the staging arena; a few MiB at most."""
+    kv_slots: int = 64
+    """Slots of the arena: it takes kv_slots × kv_slot_bytes of host memory."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    run_dir: str | None = None
+    """Where the directory of the local sockets is made (mode 0700, gone once the worker is up).
+    None: the system's temporary directory."""
+    trace_dir: str | None = None
+    """Where every process writes its trace (Chrome trace events, a line each). None: no trace."""
+    ready_fd: int | None = None
+    """An inherited descriptor that gets progress, then the ready line or the error; see `worker.ready`."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ("prefill", "decode"):
+            raise ValueError(f"role: {self.role!r} is neither 'prefill' nor 'decode'")
+        if len(self.secret) < 16:
+            raise ValueError("--secret-file: the cluster secret must have at least 16 bytes")
+        if self.index < 0:
+            raise ValueError(f"--index: {self.index} is negative")
+        for flag, port in (
+            ("--port", self.port),
+            ("--kv-port", self.kv_port),
+            ("--metrics-port", self.metrics_port),
+        ):
+            if not 0 <= port <= 65_535:
+                raise ValueError(f"{flag}: {port} is not a port (1 to 65535, or 0 to have one chosen)")
+        if not 1 <= self.kv_lanes <= 64:
+            raise ValueError(f"--kv-lanes: {self.kv_lanes} is out of range (1 to 64)")
+        if not 1 << 16 <= self.kv_slot_bytes <= 1 << 26:
+            raise ValueError(f"--kv-slot-bytes: {self.kv_slot_bytes} is out of range (64 KiB to 64 MiB)")
+        if not 2 * self.kv_lanes <= self.kv_slots <= 1 << 16:
+            raise ValueError(
+                f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
+                "lanes, at most 65536)"
+            )
+        if self.kv_host in _WILDCARDS:
+            raise ValueError(
+                f"--kv-host: {self.kv_host!r} cannot be told to decode workers; give the address of the "
+                "network that carries KV"
+            )
+        if self.run_dir is not None and len(str(Path(self.run_dir).absolute()).encode()) > _MAX_RUN_DIR:
+            raise ValueError(
+                f"--run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at most)"
+            )
+
+    @property
+    def name(self) -> str:
+        """What processes and logs call it: `prefill 0`."""
+        return f"{self.role} {self.index}"
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.engine.model
+
+    def reachable_host(self) -> str:
+        """`host`, or this machine's own address where that is a wildcard."""
+        if self.host not in _WILDCARDS:
+            return self.host
+        own = socket.gethostbyname(socket.gethostname())
+        if own.startswith("127."):
+            raise ValueError(
+                f"--kv-host: needed, since --host {self.host} is a wildcard and this machine's name resolves to "
+                f"{own}, which other machines cannot reach"
+            )
+        return own
+
+    def reachable_kv_host(self) -> str:
+        """Where decode workers connect to."""
+        return self.kv_host or self.reachable_host()
+
+    def trace_path(self, process: str) -> str | None:
+        """The trace file of one of its processes ("engine", "transfer")."""
+        if self.trace_dir is None:
+            return None
+        return str(Path(self.trace_dir) / f"{self.role}-{self.index}-{process}.trace")

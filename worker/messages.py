@@ -1,0 +1,210 @@
+"""The typed messages between a service process and its engine process (msgpack over the local socket).
+
+A *stream* is the service's number for one attached router: it never comes back, so what is late for a router
+that went away reaches nobody. Attempt ids are a prefill id or a decode id.
+"""
+
+from enum import IntEnum
+
+import msgspec
+from msgspec import Struct
+
+
+class Code(IntEnum):
+    """Why an attempt ended without a finish; the numbers are those of `FailureCode` in proto/worker.proto."""
+
+    NO_ROOM = 1
+    KV_FAILED = 2
+    HANDED_BACK = 3
+    DRAINING = 4
+    DROPPED = 5
+    INVALID = 6
+    ENGINE = 7
+
+
+class _Message(Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Sampling(_Message, tag=False):
+    """Field for field `engine.SamplingParams`, whose `__post_init__` checks the values in the engine process."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    logit_bias: dict[int, float]
+    logprobs: int | None
+
+
+class Work(_Message, tag=False):
+    """A request as a router sent it: ids in the vocabulary and a length that fits are checked already."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    sampling: Sampling
+    timeout: float  # seconds that remain of the request's deadline
+    priority: int
+
+
+class Source(_Message, tag=False):
+    """Where the KV of a request comes from."""
+
+    prefill_id: bytes
+    kv_address: str
+    incarnation: int
+
+
+# ---------------------------------------------------------------- service to engine
+
+
+class Prefill(_Message):
+    stream: int
+    prefill_id: bytes
+    work: Work
+    handover: bool
+
+
+class Decode(_Message):
+    stream: int
+    decode_id: bytes
+    work: Work
+    source: Source
+
+
+class Retarget(_Message):
+    stream: int
+    decode_id: bytes
+    source: Source
+    output_ids: list[int]
+
+
+class Cancel(_Message):
+    stream: int
+    attempt_id: bytes
+
+
+class CancelStream(_Message):
+    """The router's stream ended: cancel all that was submitted on it."""
+
+    stream: int
+
+
+class AskStatus(_Message):
+    pass
+
+
+class Stop(_Message):
+    """Give up what is left (each attempt fails as DRAINING), release everything, exit with 0."""
+
+
+ToEngine = Prefill | Decode | Retarget | Cancel | CancelStream | AskStatus | Stop
+
+# ---------------------------------------------------------------- engine to service
+
+
+class Progress(_Message):
+    stage: str
+    fraction: float
+
+
+class StartFailed(_Message):
+    """The user's mistake (model, device, sizes), in words for the user. The engine process then exits."""
+
+    message: str
+
+
+class EngineReady(_Message):
+    """What the engine turned out to be; the service needs it for Describe and to start the transfer process."""
+
+    model_fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+
+class Logprobs(_Message, tag=False):
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class Token(_Message, tag=False):
+    attempt_id: bytes
+    output_index: int
+    token_id: int
+    finish_reason: str  # "", "stop" or "length"
+    cached_tokens: int
+    logprobs: Logprobs | None
+
+
+class Tokens(_Message):
+    """All tokens of one engine step that belong to one router."""
+
+    stream: int
+    tokens: list[Token]
+
+
+class Reserved(_Message):
+    stream: int
+    decode_id: bytes
+
+
+class Failed(_Message):
+    stream: int
+    attempt_id: bytes
+    code: Code
+    message: str
+
+
+class EngineStatus(_Message):
+    """Load and pools of the engine, read between two steps."""
+
+    running: int
+    waiting: int
+    tokens_waiting: int
+    blocks_free: int
+    blocks_total: int
+    held: int
+    reservations: int
+    transfers: int  # that the engine's half of the KV channel still knows
+    prefill_tokens_per_s: float
+    step_seconds: float
+    idle: bool  # nothing runs, waits, is held or reserved: a drain may end
+
+
+class Injected(_Message):
+    """One handover as the decode engine saw it, in seconds, for the metrics."""
+
+    kv_bytes: int
+    transfer: float  # from FETCH to the last scatter
+    exposed: float  # of it, what came after prefill's first token
+    hidden_share: float
+
+
+class SecondToken(_Message):
+    """The gap between prefill's first token and decode's second, in seconds."""
+
+    handover: float
+
+
+FromEngine = (
+    Progress | StartFailed | EngineReady | Tokens | Reserved | Failed | EngineStatus | Injected | SecondToken
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

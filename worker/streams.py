@@ -1,0 +1,78 @@
+"""One attached router: what waits to be written to it, bounded, and the messages it is written as."""
+
+import asyncio
+from collections import deque
+
+import grpc.aio
+
+from rpc import worker_pb2 as pb
+from worker import messages
+
+MAX_UNREAD_BYTES = 8 << 20
+
+_FINISH = {
+    "": pb.FINISH_REASON_NONE,
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+}
+
+
+class RouterStream:
+    """Output queue of one Attach call. `put` never waits: the engine must not be held up by a slow router."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.unread_bytes = 0
+        self._queue: deque[pb.WorkerMessage] = deque()
+        self._changed = asyncio.Event()
+        self.overflow = asyncio.Event()
+        """Set once the router has left more than MAX_UNREAD_BYTES unread; nothing is kept for it from then on."""
+
+    def put(self, message: pb.WorkerMessage) -> None:
+        if self.overflow.is_set():
+            return
+        self.unread_bytes += message.ByteSize()
+        self._queue.append(message)
+        if self.unread_bytes > MAX_UNREAD_BYTES:
+            self._queue.clear()
+            self.overflow.set()
+        self._changed.set()
+
+    async def write_to(self, context: grpc.aio.ServicerContext) -> None:
+        while True:
+            while self._queue:
+                message = self._queue.popleft()
+                await context.write(message)
+                self.unread_bytes -= message.ByteSize()
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def step_output(tokens: list[messages.Token]) -> pb.WorkerMessage:
+    """One message for all tokens of an engine step that belong to one router."""
+    return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
+
+
+def failed(attempt_id: bytes, code: messages.Code, message: str) -> pb.WorkerMessage:
+    return pb.WorkerMessage(
+        failed=pb.AttemptFailed(attempt_id=attempt_id, code=pb.FailureCode.Name(code), message=message)
+    )
+
+
+def reserved(decode_id: bytes) -> pb.WorkerMessage:
+    return pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id))
+
+
+def _token(token: messages.Token) -> pb.TokenEvent:
+    event = pb.TokenEvent(
+        attempt_id=token.attempt_id,
+        output_index=token.output_index,
+        token_id=token.token_id,
+        finish_reason=_FINISH[token.finish_reason],
+        cached_tokens=token.cached_tokens,
+    )
+    if token.logprobs is not None:
+        event.logprobs.logprob = token.logprobs.logprob
+        event.logprobs.top_ids.extend(token.logprobs.top_ids)
+        event.logprobs.top_logprobs.extend(token.logprobs.top_logprobs)
+    return event

@@ -1,0 +1,120 @@
+"""What a router sent, checked and turned into messages for the engine process.
+
+Routers are authenticated, but nothing from the network is trusted: sizes are bounded, ids have their length, tokens
+lie in the vocabulary. What is wrong with one request refuses that attempt (`Refused`); what cannot even be answered,
+because its id is malformed, ends the stream (`ProtocolError`). Ranges of sampling parameters are the engine's to
+check (`engine.SamplingParams`), once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rpc import worker_pb2 as pb
+from worker import messages
+from worker.messages import Code
+
+ID_BYTES = 16
+MAX_LISTED = 1024
+"""Entries of logit_bias and of stop_token_ids."""
+MAX_ADDRESS = 256
+
+
+class ProtocolError(Exception):
+    """The stream cannot go on."""
+
+
+class Refused(Exception):
+    """This attempt cannot be served here."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this worker's model allows."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+def attempt_id(value: bytes, name: str) -> bytes:
+    if len(value) != ID_BYTES:
+        raise ProtocolError(f"{name} must have {ID_BYTES} bytes, not {len(value)}")
+    return value
+
+
+def work(request: pb.Request, limits: Limits) -> messages.Work:
+    """Raises Refused(INVALID) naming the field."""
+    if len(request.request_id) != ID_BYTES:
+        raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(request.request_id)}")
+    if not request.prompt_ids:
+        raise _invalid("prompt_ids is empty")
+    if request.timeout_ms == 0:
+        raise _invalid("timeout_ms is 0: the request's deadline has passed")
+    sampling = request.sampling
+    prompt_ids = _tokens("prompt_ids", request.prompt_ids, limits)
+    length = len(prompt_ids) + max(sampling.max_tokens, len(request.output_ids) + 1)
+    if length > limits.max_model_len:
+        raise _invalid(
+            f"{len(prompt_ids)} prompt tokens and {length - len(prompt_ids)} output tokens are more than the "
+            f"context of {limits.max_model_len}"
+        )
+    output_ids = output_tokens(request.output_ids, limits)
+    if sampling.max_tokens <= len(output_ids):
+        raise _invalid(
+            f"max_tokens is {sampling.max_tokens}, but {len(output_ids)} tokens were emitted already"
+        )
+    for name, listed in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+        if len(listed) > MAX_LISTED:
+            raise _invalid(f"{name} has {len(listed)} entries, more than {MAX_LISTED}")
+        _tokens(name, list(listed), limits)
+    return messages.Work(
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
+        sampling=messages.Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=tuple(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            logit_bias=dict(sampling.logit_bias),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        ),
+        timeout=request.timeout_ms / 1000,
+        priority=request.priority,
+    )
+
+
+def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:
+    if len(output_ids) >= limits.max_model_len:
+        raise _invalid(f"{len(output_ids)} output_ids fill the context of {limits.max_model_len}")
+    return _tokens("output_ids", output_ids, limits)
+
+
+def source(value: pb.PrefillSource) -> messages.Source:
+    host, _, port = value.kv_address.rpartition(":")
+    if not host or len(value.kv_address) > MAX_ADDRESS or not port.isascii() or not port.isdigit():
+        raise _invalid(f"kv_address {value.kv_address[:MAX_ADDRESS]!r} is not host:port")
+    if not 1 <= int(port) <= 65_535:
+        raise _invalid(f"kv_address names port {port[:16]}")
+    return messages.Source(attempt_id(value.prefill_id, "prefill_id"), value.kv_address, value.incarnation)
+
+
+def _tokens(name: str, ids: Sequence[int], limits: Limits) -> list[int]:
+    tokens = list(ids)
+    if tokens and max(tokens) >= limits.vocab_size:
+        raise _invalid(f"{name} has token {max(tokens)}, beyond the vocabulary of {limits.vocab_size}")
+    return tokens
+
+
+def _invalid(message: str) -> Refused:
+    return Refused(Code.INVALID, message)
