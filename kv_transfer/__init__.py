@@ -1,0 +1,64 @@
+"""Moves KV caches from prefill to decode workers, layer by layer, while the prefill still computes.
+
+Life of a transfer, and who acts in it::
+
+    prefill engine          prefill transfer process        decode transfer process          decode engine
+    ------------------      ------------------------        -----------------------          -------------
+    KVSender.open           READY                           RESERVED                     KVReceiver.fetch
+                                      <-------------------- FETCH, CREDIT
+    KVSender.ready          STREAMING
+      pump: gather, D2H       KV frames --------------------> RECEIVING
+        into an arena slot    from the slot                     into a slot, verified     poll: H2D, scatter
+    KVSender.commit         COMMITTED ------ COMMIT --------> COMPLETE
+                                                            INJECTED                      poll: Injected
+    poll: Released          RELEASED  <------- ACK ----------
+
+Engine processes touch KV and torch (`sender`, `receiver`, `device`); transfer processes touch sockets (`process`
+and what it imports) and never torch. Between them are an `Arena` and a socketpair. `docs/protocol.md` is the wire.
+"""
+
+from kv_transfer.arena import Arena
+from kv_transfer.config import Deadlines, TransferConfig
+from kv_transfer.layout import KVLayout
+from kv_transfer.messages import FirstToken
+from kv_transfer.receiver import Closed, Failed, Injected, InjectStats, KVReceiver
+from kv_transfer.sender import KVSender, Released
+from kv_transfer.spawn import (
+    Drain,
+    Drained,
+    FromTransfer,
+    Ready,
+    StatsRequest,
+    TransferStats,
+    channel_pair,
+    decode_from_transfer,
+    encode,
+    spawn_transfer,
+)
+from kv_transfer.trace import TraceWriter
+
+__all__ = [
+    "Arena",
+    "Closed",
+    "Deadlines",
+    "Drain",
+    "Drained",
+    "Failed",
+    "FirstToken",
+    "FromTransfer",
+    "InjectStats",
+    "Injected",
+    "KVLayout",
+    "KVReceiver",
+    "KVSender",
+    "Ready",
+    "Released",
+    "StatsRequest",
+    "TraceWriter",
+    "TransferConfig",
+    "TransferStats",
+    "channel_pair",
+    "decode_from_transfer",
+    "encode",
+    "spawn_transfer",
+]

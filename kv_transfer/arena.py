@@ -1,0 +1,72 @@
+"""The staging arena: memory shared by an engine process and its transfer process, and by nobody else.
+
+A memfd has no name: it is inherited, it dies with the last process that maps it, it needs no /dev/shm and no
+resource tracker. Its first page is the control page, whose first u64 counts the engine's ticks; then come the
+slots. A slot belongs to one process at a time: descriptors over the engine channel pass it back and forth.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+from kv_transfer.config import MAX_SLOT_BYTES, PAGE
+
+_F_ADD_SEALS = 1033  # linux/fcntl.h; the fcntl module has no names for these before Python 3.13's
+_SEAL_SHRINK_AND_GROW = 0x0002 | 0x0004
+
+
+class Arena:
+    """`num_slots` × `slot_bytes` behind a control page. `fd` stays open, and is owned by this object."""
+
+    def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
+        self.fd = fd
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        size = PAGE + num_slots * slot_bytes
+        found = os.fstat(fd).st_size
+        if found != size:
+            raise ValueError(
+                f"arena fd {fd} holds {found} bytes, not the {size} of {num_slots} × {slot_bytes}"
+            )
+        self._map = mmap.mmap(fd, size)
+        self.memory = memoryview(self._map)[PAGE:]  # all slots, for pinning
+        self._tick = memoryview(self._map)[:8].cast("Q")
+
+    @classmethod
+    def create(cls, num_slots: int, slot_bytes: int) -> Arena:
+        if slot_bytes % PAGE or not PAGE <= slot_bytes <= MAX_SLOT_BYTES:
+            raise ValueError(
+                f"slot_bytes is {slot_bytes}: must be a multiple of {PAGE} up to {MAX_SLOT_BYTES}"
+            )
+        fd = os.memfd_create("baton-kv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, PAGE + num_slots * slot_bytes)
+        # Neither side can pull the memory away under the other.
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)
+        return cls(fd, num_slots, slot_bytes)
+
+    @classmethod
+    def attach(cls, fd: int, num_slots: int, slot_bytes: int) -> Arena:
+        """Map an inherited arena; ValueError if it is not of this size."""
+        return cls(fd, num_slots, slot_bytes)
+
+    def slot(self, index: int) -> memoryview:
+        assert 0 <= index < self.num_slots, f"slot {index} of {self.num_slots}"
+        return self.memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def tick(self) -> None:
+        """Engine thread only: once per layer and start-up stage, and at least once a second when idle."""
+        self._tick[0] = (self._tick[0] + 1) & 0xFFFF_FFFF_FFFF_FFFF
+
+    @property
+    def ticks(self) -> int:
+        """0: the engine has not ticked yet."""
+        return self._tick[0]
+
+    def close(self) -> None:
+        """Unmap. Arrays over slots must be gone before; what the kernel frees waits for the last mapping."""
+        self._tick.release()
+        self.memory.release()
+        self._map.close()
+        os.close(self.fd)

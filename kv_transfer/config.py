@@ -1,0 +1,70 @@
+"""What a transfer process is told at its start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kv_transfer.layout import KVLayout
+
+MAX_SLOT_BYTES = 64 << 20
+PAGE = 4096
+
+
+class Deadlines(msgspec.Struct, frozen=True):
+    """Seconds. Each wait has exactly one owner, always a transfer process; see docs/protocol.md."""
+
+    handshake: float = (
+        5.0  # from accept (or connect) to an authenticated lane; also for all lanes of a session
+    )
+    fetch_wait: float = 30.0  # prefill: a FETCH whose prefill id has not been seen
+    hold: float = 30.0  # prefill: a finished prefill with no FETCH, or no ACK
+    progress: float = 10.0  # each side: a transfer whose bytes are due and do not come
+    ping: float = 1.0
+    peer_dead: float = 5.0  # nothing heard from a peer
+    engine_dead: float = 10.0  # the peer's engine does not tick
+    unreachable: float = 5.0  # decode: no session with the prefill worker came up
+    idle_close: float = 60.0  # decode: lanes without a transfer
+    tombstone: float = 60.0
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of JSON on stdin of `python -m kv_transfer.process`."""
+
+    role: Literal["prefill", "decode"]
+    name: str  # "prefill 0": for the process title, logs and the peer's logs
+    incarnation: int  # u64, drawn by the service process at its start
+    model_fingerprint: str
+    layout: KVLayout
+    num_slots: int  # of the arena
+    slot_bytes: int  # of the arena: the largest payload of one frame
+    host: str = "127.0.0.1"  # prefill listens here; decode listens nowhere
+    port: int = 0  # 0: chosen, and told in Ready
+    lanes: int = 4  # decode opens this many to each prefill worker (fewer when there are many peers)
+    max_lanes: int = 64  # decode: over all peers
+    max_sessions: int = 256  # prefill: authenticated peers
+    max_handshakes: int = 64  # prefill: connections that have not yet proved the secret
+    max_waiting: int = 4096  # prefill: FETCHes for prefill ids not yet seen
+    io_threads: int = 4
+    deadlines: Deadlines = Deadlines()
+    trace_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes % PAGE or not PAGE <= self.slot_bytes <= MAX_SLOT_BYTES:
+            raise ValueError(
+                f"slot_bytes is {self.slot_bytes}: must be a multiple of {PAGE} up to {MAX_SLOT_BYTES}"
+            )
+        if self.slot_bytes < self.layout.bytes_per_token_layer:
+            raise ValueError(
+                f"slot_bytes is {self.slot_bytes}, less than one position of one layer "
+                f"({self.layout.bytes_per_token_layer} bytes): use larger slots"
+            )
+        if self.num_slots < 4:
+            raise ValueError(f"num_slots is {self.num_slots}: an arena needs at least 4 slots")
+        if not 1 <= self.lanes <= 64:
+            raise ValueError(f"lanes is {self.lanes}: must be between 1 and 64")
+        if self.io_threads < 1:
+            raise ValueError(f"io_threads is {self.io_threads}: must be at least 1")
+        if not 0 <= self.incarnation < 1 << 64:
+            raise ValueError(f"incarnation is {self.incarnation}: must fit in 64 bits")

@@ -1,0 +1,88 @@
+"""The 64-byte frame header: packing, parsing, and both checksums. docs/protocol.md has the table.
+
+The header's own checksum is verified before any field is believed: a damaged length would make everything
+after it on the lane unreadable, so a bad header ends the lane. The payload's checksum is the reader's to verify.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+from kv_transfer.layout import WIRE_VERSION
+
+MAGIC = b"BtKV"
+HEADER_BYTES = 64
+NO_TRANSFER = bytes(16)
+KIND_KV = 0
+
+_BODY = struct.Struct("<4sBBH16sHHHHIIIIQBBH")  # the 60 bytes that the last field covers
+_CHECK = struct.Struct("<I")
+assert _BODY.size + _CHECK.size == HEADER_BYTES
+
+payload_hash = xxhash.xxh3_64_intdigest  # releases the GIL on large buffers
+
+
+class FrameType(enum.IntEnum):
+    HELLO = 1
+    FETCH = 2
+    CREDIT = 3
+    KV = 4
+    COMMIT = 5
+    ACK = 6
+    ABORT = 7
+    ABORTED = 8
+    PING = 9
+
+
+_TYPES = {int(t): t for t in FrameType}
+
+
+class FrameError(Exception):
+    """The lane can no longer be read. `kind` names the counter."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Header(NamedTuple):
+    type: FrameType
+    transfer_id: bytes = NO_TRANSFER
+    layer: int = 0
+    kind: int = KIND_KV
+    head_start: int = 0
+    head_count: int = 0
+    token_start: int = 0
+    token_count: int = 0
+    seq: int = 0
+    length: int = 0
+    payload_hash: int = 0
+    sender_rank: int = 0
+    receiver_rank: int = 0
+
+
+def pack(h: Header) -> bytes:
+    body = _BODY.pack(
+        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, h.layer, h.kind, h.head_start, h.head_count,
+        h.token_start, h.token_count, h.seq, h.length, h.payload_hash, h.sender_rank, h.receiver_rank, 0,
+    )  # fmt: skip
+    return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body) & 0xFFFF_FFFF)
+
+
+def parse(buffer: bytearray | bytes | memoryview) -> Header:
+    """Parse 64 bytes; FrameError if they are not a header of this version, whole and undamaged."""
+    view = memoryview(buffer)
+    if xxhash.xxh3_64_intdigest(view[: _BODY.size]) & 0xFFFF_FFFF != _CHECK.unpack_from(view, _BODY.size)[0]:
+        raise FrameError("header", "header checksum does not match")
+    magic, version, kind, flags, *fields, zero = _BODY.unpack_from(view)
+    if magic != MAGIC:
+        raise FrameError("magic", f"magic is {magic!r}, not {MAGIC!r}")
+    if version != WIRE_VERSION:
+        raise FrameError("version", f"wire version {version}, here {WIRE_VERSION}")
+    if kind not in _TYPES or flags or zero:
+        raise FrameError("type", f"unknown frame type {kind}, flags {flags:#x} or reserved bits {zero:#x}")
+    return Header(_TYPES[kind], *fields)

@@ -1,0 +1,117 @@
+"""The canonical layout: how KV is cut into slices, whatever the block size and tensor parallelism of either side.
+
+On the wire a slice is a dense ``[2 (K, V), tokens, heads, head_dim]`` of one layer, for one range of positions
+and one range of KV heads. Both sides map positions to their own block tables; nothing here knows a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+WIRE_VERSION = 1
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """What both sides must agree on before a byte of KV travels: the shape of a model's whole KV cache.
+
+    Never the block size, nor how many ranks share the heads: these may differ.
+    """
+
+    num_layers: int
+    num_kv_heads: int  # of the model, over all ranks
+    head_dim: int
+    dtype: str  # "float32" | "bfloat16" | "float16"
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not 0 < value < 1 << 16:
+                raise ValueError(f"{name} is {value}: must be between 1 and 65535")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype is {self.dtype!r}: KV is moved as one of {', '.join(ITEM_BYTES)}")
+
+    @property
+    def fingerprint(self) -> str:
+        """Readable on purpose: a mismatch is refused with both sides' fingerprints in the message."""
+        shape = f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim}"
+        return f"kv{WIRE_VERSION} {shape} dtype={self.dtype}"
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of K and V of one position and one head in one layer."""
+        return 2 * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token_layer(self) -> int:
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.bytes_per_token_layer
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One payload: `[2, token_count, head_count, head_dim]` of one layer."""
+
+    layer: int
+    head_start: int
+    head_count: int
+    token_start: int
+    token_count: int
+
+
+Range = tuple[int, int]  # [start, stop) of positions
+
+
+def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]:
+    """The parts of [start, stop) that `ranges` contain, in the order of `ranges`."""
+    for a, b in ranges:
+        if max(a, start) < min(b, stop):
+            yield max(a, start), min(b, stop)
+
+
+def cut(layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: int) -> Iterator[Slice]:
+    """Cut a token range × head range of one layer into as few slices of at most `slot_bytes` as it takes.
+
+    They are as even as they can be, so that no lane carries a crumb at the end.
+    """
+    start, stop = tokens
+    head_start, head_count = heads[0], heads[1] - heads[0]
+    most = slot_bytes // (head_count * layout.head_bytes)
+    if most < 1:
+        raise ValueError(
+            f"slot_bytes is {slot_bytes}, less than one position of {head_count} heads "
+            f"({head_count * layout.head_bytes} bytes): use larger slots"
+        )
+    pieces = -(-(stop - start) // most)
+    for i in range(pieces, 0, -1):
+        count = -(-(stop - start) // i)
+        yield Slice(layer, head_start, head_count, start, count)
+        start += count
+
+
+def slice_bytes(layout: KVLayout, piece: Slice) -> int:
+    return piece.token_count * piece.head_count * layout.head_bytes
+
+
+def rows(
+    block_table: Sequence[int], block_size: int, start: int, stop: int
+) -> Iterator[tuple[int, int, int]]:
+    """Where positions [start, stop) lie in a pool of `[blocks × block_size]` rows.
+
+    Yields (position, row, count) runs, as long as the table allows: blocks that follow each other are one run.
+    """
+    position = start
+    while position < stop:
+        index, offset = divmod(position, block_size)
+        row = block_table[index] * block_size + offset
+        end = min(stop, (index + 1) * block_size)
+        while end < stop and block_table[end // block_size] == block_table[end // block_size - 1] + 1:
+            end = min(stop, end + block_size)
+        yield position, row, end - position
+        position = end

@@ -1,0 +1,89 @@
+"""Starting a transfer process: what it inherits, and the messages it exchanges with the process that started it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import msgspec
+
+from kv_transfer.arena import Arena
+from kv_transfer.config import TransferConfig
+
+SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Transfer process → service, once: lanes are accepted (prefill) or can be opened (decode)."""
+
+    port: int  # 0 on decode, which listens nowhere
+
+
+class TransferStats(msgspec.Struct, frozen=True, tag=True):
+    """Transfer process → service, every second and on StatsRequest. Counts are since the start."""
+
+    transfers_open: int
+    prefills_held: int  # prefill: offered and not released
+    fetches_waiting: int  # prefill: for an id not seen yet
+    sessions: int
+    lanes: int
+    slots_total: int
+    slots_free: int  # decode: free or granted as credit; prefill: not on their way
+    kv_bytes: int  # payload of KV frames sent (prefill) or verified (decode)
+    kv_frames: int
+    transfers: dict[str, int]  # ended, by reason ("injected" or "acked" is the good one)
+    checksum_failures: dict[str, int]  # by kind: header, payload, control
+    refused: dict[str, int]  # peers and frames refused, by reason
+    deadlines: dict[str, int]  # expired, by name in Deadlines
+
+
+class StatsRequest(msgspec.Struct, frozen=True, tag=True):
+    """Service → transfer process."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Service → transfer process: take no new transfer, let the open ones end, then close the lanes."""
+
+    timeout: float
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """Transfer process → service: answers Drain; `open` transfers were cut off."""
+
+    open: int
+
+
+FromTransfer = Ready | TransferStats | Drained
+ToTransfer = StatsRequest | Drain
+encode = msgspec.msgpack.Encoder().encode
+decode_from_transfer = msgspec.msgpack.Decoder(FromTransfer).decode
+decode_to_transfer = msgspec.msgpack.Decoder(ToTransfer).decode
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """For engine ↔ transfer and for service ↔ transfer: message boundaries kept, and an end that is gone is seen."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def spawn_transfer(
+    config: TransferConfig, *, channel: socket.socket, arena: Arena, service: socket.socket, secret: bytes
+) -> subprocess.Popen[bytes]:
+    """Start `python -m kv_transfer.process`. Call it from a thread that lives as long as this process.
+
+    `channel` and `service` are the transfer process's ends: close them here afterwards, so that their end is
+    seen when it dies. It ends when this process does, when `service` is closed here, or on SIGTERM.
+    """
+    fds = {"--channel-fd": channel.fileno(), "--arena-fd": arena.fd, "--service-fd": service.fileno()}
+    arguments = [x for name, fd in fds.items() for x in (name, str(fd))]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kv_transfer.process", *arguments],
+        stdin=subprocess.PIPE,
+        pass_fds=tuple(fds.values()),
+        env={**os.environ, SECRET_VARIABLE: secret.decode("latin-1")},
+    )
+    assert child.stdin is not None
+    child.stdin.write(msgspec.json.encode(config) + b"\n")
+    child.stdin.close()
+    return child
