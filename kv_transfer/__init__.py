@@ -13,8 +13,9 @@ Life of a transfer, and who acts in it::
                                                             INJECTED                      poll: Injected
     poll: Released          RELEASED  <------- ACK ----------
 
-Engine processes touch KV and torch (`sender`, `receiver`, `device`); transfer processes touch sockets (`process`
-and what it imports) and never torch. Between them are an `Arena` and a socketpair. `docs/protocol.md` is the wire.
+Engine processes touch KV and torch (`sender`, `receiver`, `device`); transfer processes touch sockets
+(`process` and what it imports) and never torch. Between them are an `Arena` and a socketpair. The wire is in
+`docs/protocol.md`.
 """
 
 from kv_transfer.arena import Arena

@@ -27,9 +27,7 @@ class Arena:
         size = PAGE + num_slots * slot_bytes
         found = os.fstat(fd).st_size
         if found != size:
-            raise ValueError(
-                f"arena fd {fd} holds {found} bytes, not the {size} of {num_slots} × {slot_bytes}"
-            )
+            raise ValueError(f"arena fd {fd} has {found} bytes, not {size} ({num_slots} × {slot_bytes})")
         self._map = mmap.mmap(fd, size)
         self.memory = memoryview(self._map)[PAGE:]  # all slots, for pinning
         self._tick = memoryview(self._map)[:8].cast("Q")
@@ -38,7 +36,7 @@ class Arena:
     def create(cls, num_slots: int, slot_bytes: int) -> Arena:
         if slot_bytes % PAGE or not PAGE <= slot_bytes <= MAX_SLOT_BYTES:
             raise ValueError(
-                f"slot_bytes is {slot_bytes}: must be a multiple of {PAGE} up to {MAX_SLOT_BYTES}"
+                f"slot_bytes is {slot_bytes}: must be a multiple of {PAGE}, at most {MAX_SLOT_BYTES}"
             )
         fd = os.memfd_create("baton-kv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, PAGE + num_slots * slot_bytes)

@@ -15,9 +15,7 @@ PAGE = 4096
 class Deadlines(msgspec.Struct, frozen=True):
     """Seconds. Each wait has exactly one owner, always a transfer process; see docs/protocol.md."""
 
-    handshake: float = (
-        5.0  # from accept (or connect) to an authenticated lane; also for all lanes of a session
-    )
+    handshake: float = 5.0  # from accept or connect to an authenticated lane, and to a whole session
     fetch_wait: float = 30.0  # prefill: a FETCH whose prefill id has not been seen
     hold: float = 30.0  # prefill: a finished prefill with no FETCH, or no ACK
     progress: float = 10.0  # each side: a transfer whose bytes are due and do not come

@@ -1,7 +1,7 @@
 """The 64-byte frame header: packing, parsing, and both checksums. docs/protocol.md has the table.
 
-The header's own checksum is verified before any field is believed: a damaged length would make everything
-after it on the lane unreadable, so a bad header ends the lane. The payload's checksum is the reader's to verify.
+The header's own checksum is verified before any field is believed: a damaged length would make all that
+follows on the lane unreadable, so a bad header ends the lane. The payload's is verified by who reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The canonical layout: how KV is cut into slices, whatever the block size and tensor parallelism of either side.
+"""The canonical layout: how KV is cut into slices, whatever block size and tensor parallelism either side has.
 
-On the wire a slice is a dense ``[2 (K, V), tokens, heads, head_dim]`` of one layer, for one range of positions
-and one range of KV heads. Both sides map positions to their own block tables; nothing here knows a block.
+On the wire a slice is a dense ``[2 (K, V), tokens, heads, head_dim]`` of one layer, for one range of
+positions and one range of KV heads. Both sides map positions to their own block tables; nothing here knows a block.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ def slice_bytes(layout: KVLayout, piece: Slice) -> int:
     return piece.token_count * piece.head_count * layout.head_bytes
 
 
-def rows(
+def runs(
     block_table: Sequence[int], block_size: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
     """Where positions [start, stop) lie in a pool of `[blocks × block_size]` rows.
 
-    Yields (position, row, count) runs, as long as the table allows: blocks that follow each other are one run.
+    Yields (position, row, count) runs, as long as the table allows: neighbouring blocks are one run.
     """
     position = start
     while position < stop:

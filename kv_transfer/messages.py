@@ -1,7 +1,7 @@
 """Control messages between transfer processes: what a lane carries beside KV. docs/protocol.md lists them.
 
-Every payload is the msgpack of one fixed type (an array of its fields in this order), bounded in size before it
-is read and validated field by field while it is decoded. Nothing else is ever decoded from the network.
+Every payload is the msgpack of one fixed type (an array of its fields in this order), bounded in size before
+it is read and validated field by field while it is decoded. Nothing else is ever decoded from the network.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U8 = Annotated[int, Meta(ge=0, lt=1 << 8)]
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
-U63 = Annotated[int, Meta(ge=0, lt=1 << 63)]
-U64 = Annotated[int, Meta(ge=0, lt=1 << 64)]
+U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+U64 = Annotated[int, Meta(ge=0)]  # msgpack has nothing larger
 Text = Annotated[str, Meta(max_length=512)]
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -31,7 +31,7 @@ Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Reason = Literal["finished", "cancelled", "superseded", "gone", "busy", "deadline", "integrity"]
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Base of all that is packed as an array of its fields."""
 
 
@@ -76,7 +76,7 @@ class HelloProof(Message, tag="proof"):
 
 
 class HelloRefused(Message, tag="refused"):
-    """Says why before closing, so that both sides can log it. It proves nothing and is trusted for nothing."""
+    """Says why before closing, so that both sides can log it. It proves nothing."""
 
     reason: Text
     detail: Text
@@ -103,14 +103,14 @@ class Credit(Message):
 
 
 class CreditReturned(Message):
-    """prefill → decode: answer to a recall of `total`: `sent` frames have left or are leaving, no more will."""
+    """prefill → decode: answers the recall of `total`: `sent` frames left or are leaving, no more will."""
 
     total: U63
     sent: U63
 
 
 class Commit(Message):
-    """prefill → decode: the transfer is these many frames and bytes from this sender rank; the first token."""
+    """prefill → decode: the transfer is this many frames and bytes from this sender rank; the first token."""
 
     first_token: FirstToken
     frames: U32
@@ -176,7 +176,7 @@ def frame_type(message: Control) -> FrameType:
 
 
 def decode(role: Literal["prefill", "decode"], kind: FrameType, payload: memoryview) -> Control:
-    """Decode what came to a process of `role`; MessageError for anything but one valid message of that type."""
+    """Decode what came to a process of `role`; MessageError for anything but one valid message of `kind`."""
     decoder = _decoders[role].get(kind)
     if decoder is None:
         raise MessageError(f"{kind.name} is never sent to a {role} worker")
@@ -186,10 +186,10 @@ def decode(role: Literal["prefill", "decode"], kind: FrameType, payload: memoryv
         raise MessageError(f"{kind.name}: {e}") from None
     if isinstance(message, Fetch):
         _check_fetch(message)
-    elif isinstance(message, Commit) and len(message.first_token.top_ids) != len(
-        message.first_token.top_logprobs
-    ):
-        raise MessageError("COMMIT: as many top ids as top logprobs")
+    elif isinstance(message, Commit):
+        first = message.first_token
+        if len(first.top_ids) != len(first.top_logprobs):
+            raise MessageError(f"COMMIT: {len(first.top_ids)} top ids, {len(first.top_logprobs)} logprobs")
     return message
 
 

@@ -42,7 +42,7 @@ class Injected:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The KV will not come from this prefill. The blocks are untouched from here on; fetch() may be called again."""
+    """The KV will not come from this prefill. Nothing writes into the blocks; fetch() may be called again."""
 
     decode_id: bytes
     reason: str
@@ -81,7 +81,7 @@ class KVReceiver:
         num_tokens: int,
         start: int = 0,
     ) -> None:
-        """FETCH positions [start, num_tokens) into `block_ids`. A live fetch of the same decode id is replaced."""
+        """FETCH positions [start, num_tokens) into `block_ids`; replaces a live fetch of the same decode id."""
         raise NotImplementedError
 
     def cancel(self, decode_id: bytes) -> None:
@@ -89,7 +89,7 @@ class KVReceiver:
         raise NotImplementedError
 
     def poll(self) -> list[Injected | Failed | Closed]:
-        """Take what arrived, write it into its blocks, and report what ended. Call once per step, or when readable."""
+        """Take what arrived, write it into its blocks, report what ended. Call once per step, or when readable."""
         raise NotImplementedError
 
     def fileno(self) -> int:
@@ -98,7 +98,7 @@ class KVReceiver:
 
     @property
     def poll_within(self) -> float | None:
-        """Seconds after which to poll() again although fileno() stays silent (scatters under way); None: no need."""
+        """Poll again after this many seconds although fileno() is silent: scatters are under way. None: no need."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""Starting a transfer process: what it inherits, and the messages it exchanges with the process that started it."""
+"""Starting a transfer process: what it inherits, and what it and the process that started it tell each other."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ decode_to_transfer = msgspec.msgpack.Decoder(ToTransfer).decode
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
-    """For engine ↔ transfer and for service ↔ transfer: message boundaries kept, and an end that is gone is seen."""
+    """For engine ↔ transfer and service ↔ transfer: keeps message boundaries, shows when the other end is gone."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
