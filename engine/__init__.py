@@ -6,11 +6,11 @@ The life of a request in here:
                               (handover=True)              └──▶ held until release
     reserve ──▶ reserved (KV arrives from outside) ──▶ join ──▶ running: decode … ──▶ finished
 
-Each `Engine.step` is schedule → run → postprocess: the *scheduler* chooses which tokens of which requests to
-compute and gives them blocks of the *block pool*; the *model* computes them, layer by layer, reading and writing
-KV through *paged attention*; the *sampler* picks a token for each request whose tokens are now all computed.
-A request ends in exactly one way (finished, released, cancelled, handed back, failed) and its blocks go back to
-the pool at that moment: an idle engine has a whole pool.
+Each `Engine.step` is schedule → run → postprocess: the *scheduler* chooses which tokens of which requests
+to compute and gives them blocks of the *block pool*; the *model* computes them, layer by layer, reading and
+writing KV through *paged attention*; the *sampler* picks a token for each request whose tokens are now all
+computed. A request ends in exactly one way (finished, released, cancelled, handed back, failed) and its
+blocks go back to the pool at that moment: an idle engine has a whole pool.
 
 No sockets, processes or threads in here, and nothing that pickles.
 """

@@ -14,17 +14,17 @@ class EngineConfig:
     """Directory in Hugging Face format, GGUF file, or the name of a repository on the Hugging Face hub."""
     revision: str | None = None
     dtype: str = "auto"
-    """Of weights and KV. "auto": the checkpoint's; for GGUF float32 on a CPU and bfloat16 on CUDA."""
+    """Of weights and KV. `auto`: the checkpoint's; for GGUF float32 on a CPU and bfloat16 on CUDA."""
     device: str = "cpu"
     load_format: str = "auto"
-    """"dummy": random weights, a function of `seed`; needs only the model's configuration."""
+    """`dummy`: random weights, a function of `seed`; needs only the model's configuration."""
     block_size: int | None = None
     """Positions per KV block. None: 128 on CUDA, 16 on a CPU."""
     num_blocks: int | None = None
     """KV blocks in the pool. None: what fits the memory."""
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
-    """Most tokens of prompt and output together. None: the model's context, or less if the pool is smaller."""
+    """Most tokens of prompt and output together. None: the model's context, or all of a smaller pool."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """Token budget of a step: a longer prefill is cut into chunks."""

@@ -1,68 +1,251 @@
 """The engine: one visible step, schedule → run → postprocess."""
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 
+from engine.attention import paged_attention
+from engine.batch import StepBatch, build_batch
+from engine.block_pool import BlockPool
 from engine.config import EngineConfig
-from engine.request import EngineRequest, EngineStats, KVSink, Logprobs, Output, StepResult
+from engine.live_request import LiveRequest, Phase
+from engine.loader import load_model, open_checkpoint
+from engine.memory import plan_memory
+from engine.meters import Meters
+from engine.request import EngineRequest, EngineStats, KVSink, Logprobs, Output, PrefillChunk, StepResult
+from engine.sampler import sample
+from engine.scheduler import Schedule, Scheduler
 
 
-def nothing(*_: object) -> None:
-    """The default of a callback."""
+def _nothing(*_: object) -> None:
+    pass
 
 
 class Engine:
-    model_config: Any
-    dtype: torch.dtype
-    model_fingerprint: str
-    kv_cache: list[torch.Tensor]
-    block_size: int
-    num_blocks: int
+    """One model and its KV cache. All calls come from one thread; nothing happens between them.
+
+    Attributes for the one who moves KV: `kv_cache`, one tensor [2 (K, V), num_blocks, block_size,
+    num_kv_heads, head_dim] per layer, owned by the engine; a request's blocks may be read while it is held and
+    written while it is reserved. `model_config`, `dtype`, `model_fingerprint`, `block_size`, `num_blocks`.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
         *,
         kv_sink: KVSink | None = None,
-        tick: Callable[[], None] = nothing,
-        progress: Callable[[str, float], None] = nothing,
+        tick: Callable[[], None] = _nothing,
+        progress: Callable[[str, float], None] = _nothing,
     ) -> None:
-        raise NotImplementedError
+        """Loads the model. `tick` is called at least once per layer and tensor loaded: a sign of life.
+        `progress(stage, fraction)` tells how far starting is. Raises `ValueError` on what the user can mend."""
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self.device = torch.device(config.device)
+        self._kv_sink = kv_sink
+        self._tick = tick
+
+        def loading(stage: str, fraction: float) -> None:
+            tick()
+            progress(stage, fraction)
+
+        checkpoint = open_checkpoint(config, self.device)
+        memory = plan_memory(config, checkpoint.config, self.device)
+        self.dtype = memory.dtype
+        self.block_size = memory.block_size
+        self.num_blocks = memory.num_blocks
+        self.model_config = replace(checkpoint.config, max_model_len=memory.max_model_len)
+        self._model, self.model_fingerprint = load_model(
+            checkpoint, memory.max_model_len, memory.dtype, self.device, loading
+        )
+        shape = (
+            2,
+            self.num_blocks,
+            self.block_size,
+            self.model_config.num_kv_heads,
+            self.model_config.head_dim,
+        )
+        self.kv_cache = [
+            torch.zeros(shape, dtype=self.dtype, device=self.device)
+            for _ in range(self.model_config.num_layers)
+        ]
+        self._scheduler = Scheduler(
+            BlockPool(self.num_blocks),
+            block_size=self.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefix_cache_root=self.model_fingerprint.encode() if config.enable_prefix_caching else None,
+        )
+        self._meters = Meters()
+
+    # One step
+
+    @torch.inference_mode()
+    def step(self) -> StepResult:
+        """Computes the next tokens of as many requests as the budgets allow."""
+        started = time.perf_counter()
+        plan = self._scheduler.schedule()
+        result = StepResult(preempted=[live.id for live in plan.handed_back])
+        if plan.chunks:
+            batch = build_batch(plan.chunks, self.block_size, self.dtype, self.device)
+            logits = self._run(plan, batch)
+            self._postprocess(plan, batch, logits, result)
+        self._meters.record(plan, time.perf_counter() - started)
+        return result
+
+    def _run(self, plan: Schedule, batch: StepBatch) -> torch.Tensor:
+        """The forward pass: KV of all chunks, logits of the requests that are complete."""
+        moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
+        if self._kv_sink is not None:
+            for live in plan.started:
+                if live.handover:
+                    self._kv_sink.prefill_started(live.id, live.blocks, len(live.token_ids), live.num_cached)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return paged_attention(q, k, v, self.kv_cache[layer], batch.attention)
+
+        def layer_done(layer: int) -> None:
+            self._tick()
+            if moved and self._kv_sink is not None:
+                self._kv_sink.layer_done(layer, moved)
+
+        hidden = self._model(batch.token_ids, batch.positions, attend, layer_done)
+        return self._model.logits(hidden[batch.sampled_rows])
+
+    def _postprocess(
+        self, plan: Schedule, batch: StepBatch, logits: torch.Tensor, result: StepResult
+    ) -> None:
+        """Samples, and sees every request on: to its next token, to its handover, to its end."""
+        for chunk in plan.chunks:
+            self._scheduler.computed(chunk)
+        choices = sample(logits, batch.sampled, self.model_config.eos_ids) if batch.sampled else []
+        for live, choice in zip(batch.sampled, choices, strict=True):
+            if choice is None:
+                result.failed.append((live.id, "the model's logits are not finite numbers"))
+                self._scheduler.drop(live)
+                continue
+            self._scheduler.verified(live)
+            result.outputs.append(self._emit(live, choice.token, choice.logprobs))
+
+    def _emit(self, live: LiveRequest, token: int, logprobs: Logprobs | None) -> Output:
+        """The token is part of the request; what that means for it."""
+        live.token_ids.append(token)
+        finish_reason = live.finish_reason(self.model_config.eos_ids, self.model_config.max_model_len)
+        output = Output(
+            id=live.id,
+            output_index=live.num_generated - 1,
+            token=token,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            cached_tokens=live.num_cached,
+            held=live.handover and not finish_reason,
+        )
+        if finish_reason:
+            self._scheduler.drop(live)
+        elif live.handover:
+            self._scheduler.hold(live)
+        return output
+
+    # The life of a request
+
+    def add(self, request: EngineRequest, *, handover: bool = False) -> None:
+        """Queues a request for prefill. With `handover` it is held after its first token, unless that ends it:
+        its blocks keep the KV of prompt and given output until `release`. Raises `ValueError` if the request
+        can never be served."""
+        self._validate(request)
+        self._scheduler.add(request, handover=handover)
+
+    def reserve(self, request: EngineRequest) -> Sequence[int] | None:
+        """Sets aside blocks for prompt + output + 1 positions, whose KV the caller will write into `kv_cache`:
+        returns the block table. None: no room now. Raises `ValueError` if there can never be room."""
+        self._validate(request)
+        live = self._scheduler.reserve(request)
+        return None if live is None else tuple(live.blocks)
+
+    def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
+        """The reservation shall be for a longer output: returns its block table, which begins with the old one.
+        None: no room, the reservation is unchanged."""
+        live = self._scheduler.requests[request_id]
+        extended = self._scheduler.extend_reservation(live, list(output_ids))
+        return tuple(live.blocks) if extended else None
+
+    def join(self, request_id: bytes, token: int, logprobs: Logprobs | None = None) -> Output:
+        """All KV of a reservation is in its blocks: it takes part in the next step, with `token`, the first
+        that was sampled from this KV, as input. Returns the output for that token, which may be the last."""
+        live = self._scheduler.requests[request_id]
+        self._scheduler.join(live)
+        return self._emit(live, token, logprobs)
+
+    def release(self, request_id: bytes) -> None:
+        """A held request was handed over (or will not be): its blocks are free. Unknown ids are ignored."""
+        live = self._scheduler.requests.get(request_id)
+        if live is not None:
+            assert live.phase is Phase.HELD, f"only a held request is released, this one is {live.phase.name}"
+            self._scheduler.drop(live)
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ends a request in any phase, its blocks are free at once. Unknown ids are ignored."""
+        live = self._scheduler.requests.get(request_id)
+        if live is not None:
+            self._scheduler.drop(live)
+
+    def _validate(self, request: EngineRequest) -> None:
+        vocabulary, longest = self.model_config.vocab_size, self.model_config.max_model_len
+        sampling = request.sampling
+        if request.id in self._scheduler.requests:
+            raise ValueError(f"request {request.id.hex()} is in the engine already")
+        if not request.prompt_ids:
+            raise ValueError("prompt_ids must not be empty")
+        for name in ("prompt_ids", "output_ids"):
+            if any(not 0 <= token < vocabulary for token in getattr(request, name)):
+                raise ValueError(f"{name} must be token ids, 0 to {vocabulary - 1}")
+        for name in ("stop_token_ids", "logit_bias"):
+            if any(token >= vocabulary for token in getattr(sampling, name)):
+                raise ValueError(f"{name} must be about token ids, 0 to {vocabulary - 1}")
+        if len(request.output_ids) >= sampling.max_tokens:
+            raise ValueError(f"max_tokens is {sampling.max_tokens}, output_ids has {len(request.output_ids)}")
+        if len(request.prompt_ids) + len(request.output_ids) >= longest:
+            raise ValueError(
+                f"prompt_ids and output_ids have {len(request.prompt_ids) + len(request.output_ids)} tokens; "
+                f"with at least one more, the limit is {longest} (max_model_len)"
+            )
+
+    # How it stands
 
     @property
     def blocks_free(self) -> int:
-        raise NotImplementedError
+        return self._scheduler.pool.free
 
     @property
     def has_work(self) -> bool:
-        raise NotImplementedError
+        """Whether `step` would compute anything: False also while all that waits, waits for blocks."""
+        return bool(self._scheduler.running) or self._scheduler.can_admit
 
     @property
     def idle(self) -> bool:
-        raise NotImplementedError
+        """No request in any phase: nothing waits, runs, is held or reserved."""
+        return not self._scheduler.requests
 
-    def add(self, request: EngineRequest, *, handover: bool = False) -> None:
-        raise NotImplementedError
-
-    def reserve(self, request: EngineRequest) -> Sequence[int] | None:
-        raise NotImplementedError
-
-    def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
-        raise NotImplementedError
-
-    def join(self, request_id: bytes, token: int, logprobs: Logprobs | None = None) -> Output:
-        raise NotImplementedError
-
-    def release(self, request_id: bytes) -> None:
-        raise NotImplementedError
-
-    def cancel(self, request_id: bytes) -> None:
-        raise NotImplementedError
-
-    def step(self) -> StepResult:
-        raise NotImplementedError
+    def assert_whole(self) -> None:
+        """To be called when idle: proves that no block, and nothing of any request, was left behind."""
+        self._scheduler.assert_whole()
 
     def stats(self) -> EngineStats:
-        raise NotImplementedError
+        scheduler = self._scheduler
+        prefilling = [live for live in scheduler.running if live.num_left > 1]
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            tokens_waiting=sum(live.num_left for live in [*scheduler.waiting, *prefilling]),
+            blocks_free=scheduler.pool.free,
+            blocks_total=scheduler.pool.num_blocks,
+            held=len(scheduler.held),
+            reservations=len(scheduler.reserved),
+            preemptions=self._meters.preemptions,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+            prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
+            step_seconds=self._meters.step_seconds,
+        )

@@ -37,11 +37,11 @@ class Output:
 
     id: bytes
     output_index: int
-    """0 is the first token ever generated for the request: with `output_ids` given it starts at their number."""
+    """0 is the first token ever generated for the request; counting goes on where given `output_ids` end."""
     token: int
     logprobs: Logprobs | None = None
     finish_reason: str = ""
-    """"" (goes on), "stop" (EOS or stop token, which is this one) or "length" (max_tokens or max_model_len)."""
+    """Empty: goes on. "stop": this is an EOS or stop token. "length": max_tokens or max_model_len reached."""
     cached_tokens: int = 0
     """Prompt positions that came from the prefix cache."""
     held: bool = False

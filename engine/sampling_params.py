@@ -25,7 +25,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Only tokens at least min_p times as likely as the most likely one."""
     repetition_penalty: float = 1.0
-    """Divides positive logits (multiplies negative ones) of tokens in prompt or output. CTRL (Keskar 2019)."""
+    """Divides positive logits (multiplies negative ones) of tokens in prompt or output (CTRL, 2019)."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that is in the output."""
     frequency_penalty: float = 0.0

@@ -1,0 +1,92 @@
+"""What the models are built of. Weights come from a `Weights` by their Hugging Face names."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.loader.weights import Weights
+from engine.model_config import ModelConfig
+
+
+class Linear:
+    """y = x Wᵀ + b; W is [out, in]. Several projections of one input are fused into one: their rows stacked."""
+
+    def __init__(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
+    ) -> None:
+        self.weight = torch.cat(
+            [weights.take(f"{name}.weight", (n, columns)) for name, n in zip(names, rows, strict=True)]
+        )
+        self.bias = None
+        if bias:
+            self.bias = torch.cat(
+                [weights.take(f"{name}.bias", (n,)) for name, n in zip(names, rows, strict=True)]
+            )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm:
+    """Over the last dimension (Zhang & Sennrich 2019)."""
+
+    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+        self.weight = weights.take(f"{name}.weight", (size,))
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = Linear(weights, [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
+        self.down = Linear(weights, [f"{name}.down_proj"], [hidden], inner)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))
+
+
+class Rotary:
+    """Rotary position embedding (Su 2021), in the half-split order of Hugging Face checkpoints."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        frequencies = 1.0 / config.rope_theta**exponents
+        frequencies = self._scaled(frequencies, config, weights)
+        angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * frequencies
+        self.cos = angles.cos().repeat(1, 2).to(weights.device, weights.dtype)
+        # The sign of "rotate half" sits in the table.
+        self.sin = torch.cat((-angles.sin(), angles.sin()), dim=1).to(weights.device, weights.dtype)
+
+    @staticmethod
+    def _scaled(frequencies: Tensor, config: ModelConfig, weights: Weights) -> Tensor:
+        scaling = config.rope_scaling
+        if scaling is None:
+            return frequencies
+        if scaling.kind == "linear":
+            return frequencies / scaling.factor
+        if scaling.kind == "tensor":
+            return frequencies / weights.take("rope_freqs.weight", frequencies.shape).float().cpu()
+        turns = scaling.original_context * frequencies / (2 * math.pi)  # over the original context
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = keep.clamp(0, 1)
+        return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for these positions, [tokens, 1, head_dim] each: for `rotate`."""
+        return self.cos[positions, None], self.sin[positions, None]
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns x [tokens, heads, head_dim] by its positions' angles."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)

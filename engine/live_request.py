@@ -1,0 +1,75 @@
+"""What the engine remembers about a request from `add` or `reserve` until its end."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.request import EngineRequest
+
+
+class Phase(Enum):
+    WAITING = auto()
+    """Queued for prefill; has no blocks."""
+    RUNNING = auto()
+    """In prefill or decode; has blocks for the whole prompt from the start."""
+    HELD = auto()
+    """Prefilled for a handover; its blocks wait to be fetched."""
+    RESERVED = auto()
+    """Has blocks whose KV is on its way from a prefill worker."""
+    GONE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    request: EngineRequest
+    phase: Phase
+    arrival: int
+    """Ticket number: the engine's n-th request."""
+    handover: bool = False
+    joined: bool = False
+    """Its prompt was computed elsewhere, so it cannot be recomputed from here: it is handed back instead."""
+    token_ids: list[int] = field(init=False)
+    """Prompt and output; positions index this list."""
+    blocks: list[int] = field(default_factory=list)
+    """Block table: position p lives in slot blocks[p // block_size] * block_size + p % block_size."""
+    num_computed: int = 0
+    """KV of positions [0, num_computed) is in the cache."""
+    num_cached: int = 0
+    """Of these, how many the prefix cache had."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hash chain over the full blocks of `token_ids`; empty without a prefix cache."""
+    num_published: int = 0
+    """The first so many blocks were offered to the prefix cache."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
+
+    @property
+    def id(self) -> bytes:
+        return self.request.id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who is served first: priority, then arrival."""
+        return self.request.priority, self.arrival
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to compute before the next one can be sampled: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    def finish_reason(self, eos_ids: Collection[int], max_model_len: int) -> str:
+        """Whether the last token ends the request, in the words of `Output.finish_reason`."""
+        sampling = self.request.sampling
+        token = self.token_ids[-1]
+        if self.num_generated >= sampling.min_tokens and (
+            token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
+        ):
+            return "stop"
+        if self.num_generated >= sampling.max_tokens or len(self.token_ids) >= max_model_len:
+            return "length"
+        return ""

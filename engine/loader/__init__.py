@@ -1,0 +1,72 @@
+"""From what the user calls a model to a model: find the checkpoint, read its shape, hand over its tensors."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+
+from engine.config import EngineConfig
+from engine.loader.dummy import DummyCheckpoint
+from engine.loader.gguf_file import GGUFCheckpoint
+from engine.loader.hf import HFCheckpoint, read_config
+from engine.loader.weights import Checkpoint, Weights
+from engine.models import MODELS
+from engine.models.llama import Llama
+
+__all__ = ["load_model", "open_checkpoint"]
+
+
+def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
+    """Reads the model's configuration, no weights yet. Raises `ValueError` saying what is wrong with it."""
+    path = _locate(config)
+    checkpoint: Checkpoint
+    if path.is_file():
+        checkpoint = GGUFCheckpoint(path)
+        if config.load_format == "dummy":
+            checkpoint = DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
+    elif config.load_format == "dummy":
+        checkpoint = DummyCheckpoint(read_config(path), str(path), config.seed, device)
+    else:
+        checkpoint = HFCheckpoint(path)
+    if checkpoint.config.architecture not in MODELS:
+        raise ValueError(
+            f"{checkpoint.source}: architecture {checkpoint.config.architecture} is not supported "
+            f"({', '.join(MODELS)} are)"
+        )
+    return checkpoint
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str, float], None],
+) -> tuple[Llama, str]:
+    """The model and its fingerprint: equal for equal configuration and weights, wherever they are stored.
+    It covers neither dtype nor limits, which may differ between the two ends of a transfer or are checked
+    otherwise."""
+    weights = Weights(checkpoint, dtype, device, progress)
+    config = replace(checkpoint.config, max_model_len=max_model_len)
+    model = MODELS[config.architecture](config, weights)
+    identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
+    return model, hashlib.sha256(f"{identity} {weights.finish()}".encode()).hexdigest()[:32]
+
+
+def _locate(config: EngineConfig) -> Path:
+    path = Path(config.model).expanduser()
+    if path.exists():
+        return path
+    if path.suffix == ".gguf" or config.model.startswith(("/", ".", "~")):
+        raise ValueError(f"--model {config.model}: no such file or directory")
+    patterns = ["*.json"] if config.load_format == "dummy" else ["*.json", "*.safetensors"]
+    try:
+        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--model {config.model}: neither a file or directory here nor to be had from the "
+            f"Hugging Face hub: {error}"
+        ) from error

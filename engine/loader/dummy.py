@@ -1,0 +1,29 @@
+"""Random weights in a model's shape: for benchmarks of models that nobody has downloaded."""
+
+import hashlib
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from engine.model_config import ModelConfig
+
+
+class DummyCheckpoint:
+    """Each tensor is a function of seed, name and kind of device alone."""
+
+    def __init__(self, config: ModelConfig, source: str, seed: int, device: torch.device) -> None:
+        self.config = config
+        self.source = source
+        self._seed = seed
+        self._device = device
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight") or name == "rope_freqs.weight":
+            return torch.ones(shape, device=self._device)
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.empty(shape, device=self._device).normal_(std=0.02, generator=generator)

@@ -1,0 +1,213 @@
+"""GGUF files: metadata and tensors of llama.cpp's format, dequantized when read.
+
+The layout is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the arithmetic of the quantization
+types is the `gguf` package's. Its reader, which makes an object of every token of the vocabulary, is not used:
+it takes longer than all the weights.
+"""
+
+import mmap
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from engine.model_config import ModelConfig, RopeScaling
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+TENSOR_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "rope_freqs": "rope_freqs",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    shape: tuple[int, ...]  # outermost dimension first, as torch has it
+    kind: GGMLQuantizationType
+    offset: int  # from the beginning of the data section
+
+    @property
+    def bytes_shape(self) -> tuple[int, ...]:
+        block, size = GGML_QUANT_SIZES[self.kind]
+        return *self.shape[:-1], self.shape[-1] // block * size
+
+
+class GGUFFile:
+    """The parsed header of a file, and its mapped data. Raises `ValueError` if the file is not whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = 0
+        try:
+            self._parse()
+        except (struct.error, UnicodeDecodeError, KeyError) as error:
+            raise ValueError(f"{path}: corrupt or cut short at byte {self._at}: {error}") from error
+        alignment = self.metadata.get("general.alignment", 32)
+        self._data_start = -(-self._at // alignment) * alignment
+        for name, info in self.tensors.items():
+            if self._data_start + info.offset + int(np.prod(info.bytes_shape)) > len(self._data):
+                raise ValueError(f"{path}: cut short, tensor {name} is not all there; download it again")
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as float32."""
+        info = self.tensors[name]
+        raw = np.frombuffer(
+            self._data,
+            dtype=np.uint8,
+            count=int(np.prod(info.bytes_shape)),
+            offset=self._data_start + info.offset,
+        )
+        if info.kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            return raw.view(np.dtype(info.kind.name.replace("F", "float"))).reshape(info.shape)
+        return dequantize(raw.reshape(info.bytes_shape), info.kind)
+
+    def _parse(self) -> None:
+        magic, version, num_tensors, num_entries = self._unpack("4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"{self.path}: no GGUF file of version 2 or 3")
+        for _ in range(num_entries):
+            key = self._string()
+            (kind,) = self._unpack("I")
+            self.metadata[key] = self._value(kind)
+        for _ in range(num_tensors):
+            name = self._string()
+            (dimensions,) = self._unpack("I")
+            shape = self._unpack(f"{dimensions}Q")[::-1]
+            kind, offset = self._unpack("IQ")
+            self.tensors[name] = TensorInfo(shape, GGMLQuantizationType(kind), offset)
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            return self._unpack(SCALARS[kind])[0]
+        kind, count = self._unpack("IQ")
+        if kind != STRING:
+            return self._unpack(f"{count}{SCALARS[kind]}")
+        for _ in range(count):  # the vocabulary: the engine knows tokens by number only
+            (length,) = self._unpack("Q")
+            self._at += length
+        return None
+
+    def _string(self) -> str:
+        (length,) = self._unpack("Q")
+        (value,) = self._unpack(f"{length}s")
+        return value.decode("utf-8")
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + layout, self._data, self._at)
+        self._at += struct.calcsize("<" + layout)
+        return values
+
+
+class GGUFCheckpoint:
+    def __init__(self, path: Path) -> None:
+        self.source = str(path)
+        self._file = GGUFFile(path)
+        self._name_of = {_hf_name(name): name for name in self._file.tensors}
+        self.config = self._config()
+
+    def names(self) -> Collection[str]:
+        return self._name_of.keys()
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.from_numpy(np.array(self._file.read(self._name_of[name])))
+        if self.config.architecture == "LlamaForCausalLM":
+            if ".q_proj." in name:
+                return _unpermute(tensor, self.config.num_heads)
+            if ".k_proj." in name:
+                return _unpermute(tensor, self.config.num_kv_heads)
+        return tensor
+
+    def _config(self) -> ModelConfig:
+        metadata = self._file.metadata
+        kind = metadata.get("general.architecture", "(none named)")
+        if kind not in ARCHITECTURES:
+            raise ValueError(
+                f"{self.source}: architecture {kind} is not supported ({', '.join(ARCHITECTURES)} are)"
+            )
+        if metadata.get("split.count", 1) > 1:
+            raise ValueError(f"{self.source}: one part of several; merge them with llama-gguf-split --merge")
+
+        def get(key: str, default: Any = None) -> Any:
+            value = metadata.get(f"{kind}.{key}", default)
+            if value is None:
+                raise ValueError(f"{self.source}: metadata {kind}.{key} is missing")
+            return value
+
+        num_heads, hidden_size = get("attention.head_count"), get("embedding_length")
+        eos = {metadata[key] for key in EOS_KEYS if key in metadata}
+        return ModelConfig(
+            architecture=ARCHITECTURES[kind],
+            num_layers=get("block_count"),
+            hidden_size=hidden_size,
+            intermediate_size=get("feed_forward_length"),
+            num_heads=num_heads,
+            num_kv_heads=get("attention.head_count_kv", num_heads),
+            head_dim=get("attention.key_length", hidden_size // num_heads),
+            vocab_size=self._file.tensors["token_embd.weight"].shape[0],
+            max_model_len=get("context_length"),
+            rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+            rope_theta=get("rope.freq_base", 10000.0),
+            rope_scaling=self._rope_scaling(
+                get("rope.scaling.type", "none"), get("rope.scaling.factor", 1.0)
+            ),
+            tie_embeddings="output.weight" not in self._file.tensors,
+            attention_bias="blk.0.attn_output.bias" in self._file.tensors,
+            eos_ids=tuple(sorted(eos)),
+            dtype=None,
+        )
+
+    def _rope_scaling(self, kind: str, factor: float) -> RopeScaling | None:
+        if "rope_freqs.weight" in self._file.tensors:
+            return RopeScaling("tensor")
+        if kind == "none":
+            return None
+        if kind == "linear":
+            return RopeScaling("linear", factor)
+        raise ValueError(f"{self.source}: rope scaling {kind!r} is not supported (none, linear are)")
+
+
+EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+
+
+def _hf_name(name: str) -> str:
+    """blk.7.attn_q.weight → model.layers.7.self_attn.q_proj.weight; unknown names stay, to be reported."""
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("blk."):
+        _, layer, part = stem.split(".", 2)
+        return f"model.layers.{layer}.{TENSOR_NAMES.get(part, part)}.{kind}"
+    return f"{TENSOR_NAMES.get(stem, stem)}.{kind}"
+
+
+def _unpermute(tensor: Tensor, num_heads: int) -> Tensor:
+    """llama.cpp interleaves the two halves of each rotated head; this puts them one after the other again."""
+    return tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,32 @@
+"""Running averages of what steps cost, for those who plan by them."""
+
+from engine.scheduler import Schedule
+
+DECAY = 0.9
+"""What a step's weight shrinks by with each step after it."""
+
+
+class Meters:
+    def __init__(self) -> None:
+        self.preemptions = 0
+        self._prefilled = self._prefill_seconds = 0.0
+        self._steps = self._seconds = 0.0
+
+    def record(self, plan: Schedule, seconds: float) -> None:
+        self.preemptions += len(plan.recomputed) + len(plan.handed_back)
+        if not plan.chunks:
+            return
+        self._steps = DECAY * self._steps + 1
+        self._seconds = DECAY * self._seconds + seconds
+        prefilled = sum(c.stop - c.start for c in plan.chunks if c.stop - c.start > 1)
+        if prefilled:
+            self._prefilled = DECAY * self._prefilled + prefilled
+            self._prefill_seconds = DECAY * self._prefill_seconds + seconds
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._prefilled / self._prefill_seconds if self._prefilled else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        return self._seconds / self._steps if self._steps else 0.0

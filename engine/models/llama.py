@@ -1,0 +1,86 @@
+"""Llama (2, 3.x), and what is built like it: SmolLM2, Mistral."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers import GatedMLP, Linear, RMSNorm, Rotary, rotate
+from engine.loader.weights import Weights
+from engine.model_config import ModelConfig
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q, k, v) → attention output: `engine.attention.paged_attention` on this step's plan."""
+
+
+class LlamaAttention:
+    qkv_bias: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(
+            weights,
+            [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
+            [q_rows, kv_rows, kv_rows],
+            config.hidden_size,
+            bias=self.qkv_bias or config.attention_bias,
+        )
+        self.out = Linear(
+            weights, [f"{name}.o_proj"], [config.hidden_size], q_rows, bias=config.attention_bias
+        )
+
+    def __call__(self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        q, k = rotate(self.normalise(qk), rotary).split((self.num_heads, self.num_kv_heads), dim=1)
+        return self.out(attend(layer, q, k, v).flatten(1))
+
+    def normalise(self, qk: Tensor) -> Tensor:
+        """Query and key heads [tokens, num_heads + num_kv_heads, head_dim] before they are rotated."""
+        return qk
+
+
+class LlamaLayer:
+    def __init__(self, config: ModelConfig, weights: Weights, name: str, attention: LlamaAttention) -> None:
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attention_norm = RMSNorm(weights, f"{name}.input_layernorm", size, eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
+        self.mlp = GatedMLP(config, weights, f"{name}.mlp")
+
+    def __call__(self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.attention(layer, self.attention_norm(x), rotary, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama:
+    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self.embedding = weights.take("model.embed_tokens.weight", vocabulary)
+        self.rotary = Rotary(config, weights)
+        self.layers = [
+            LlamaLayer(config, weights, name, self.attention(config, weights, f"{name}.self_attn"))
+            for name in (f"model.layers.{i}" for i in range(config.num_layers))
+        ]
+        self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.head = self.embedding if config.tie_embeddings else weights.take("lm_head.weight", vocabulary)
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, layer_done: Callable[[int], None]
+    ) -> Tensor:
+        """Hidden states [tokens, hidden_size] of a step's tokens."""
+        x = F.embedding(token_ids, self.embedding)
+        rotary = self.rotary.at(positions)
+        for i, layer in enumerate(self.layers):
+            x = layer(i, x, rotary, attend)
+            layer_done(i)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden_size] → [rows, vocab_size], float32."""
+        return F.linear(hidden, self.head).float()

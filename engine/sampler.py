@@ -1,0 +1,156 @@
+"""From logits to tokens, for all requests of a step at once.
+
+A row's result depends on that row alone: its random number is a function of (seed, position), so a request gets
+the same tokens in whatever batch, and on whichever worker, it happens to be.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.live_request import LiveRequest
+from engine.request import Logprobs
+from engine.sampling_params import SamplingParams
+
+SMALLEST_TEMPERATURE = 1e-5  # below, logits / temperature might overflow
+CANDIDATES = 256  # of a sorted distribution, tried before all of it is sorted
+MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token: int
+    logprobs: Logprobs | None
+
+
+def sample(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> list[Sampled | None]:
+    """Chooses the next token of each request from logits [requests, vocabulary], float32. None: that row is
+    not finite, and nothing can be sampled from it."""
+    params = [live.request.sampling for live in requests]
+    finite = logits.isfinite().all(dim=-1)
+    adjusted = _penalised(_biased(logits, requests, eos_ids), requests)
+    tokens = adjusted.argmax(dim=-1)
+    drawn = [row for row, p in enumerate(params) if p.temperature > 0]
+    if drawn:
+        numbers = [uniform(params[row].seed, len(requests[row].token_ids)) for row in drawn]
+        tokens[drawn] = _draw(adjusted[drawn], [params[row] for row in drawn], numbers)
+    logprobs = _logprobs(logits, tokens, params)
+    return [
+        Sampled(token, logprobs.get(row)) if ok else None
+        for row, (token, ok) in enumerate(zip(tokens.tolist(), finite.tolist(), strict=True))
+    ]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for the token at `position`: two rounds of splitmix64 (Steele 2014)."""
+
+    def mix(z: int) -> int:
+        z = (z + 0x9E3779B97F4A7C15) & MASK64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+        return z ^ (z >> 31)
+
+    return (mix(mix(seed & MASK64) ^ position) >> 11) * 2.0**-53
+
+
+def _biased(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> Tensor:
+    """With logit_bias, and without the tokens that min_tokens forbids for now. Copies if it changes anything."""
+    edits: list[tuple[int, int, float]] = []  # row, token, what is added
+    for row, live in enumerate(requests):
+        p = live.request.sampling
+        edits += [(row, token, bias) for token, bias in p.logit_bias.items()]
+        if live.num_generated < p.min_tokens:
+            edits += [(row, token, -torch.inf) for token in {*eos_ids, *p.stop_token_ids}]
+    if not edits:
+        return logits
+    rows, tokens, values = zip(*edits, strict=True)
+    index = torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
+    return logits.index_put(index, torch.tensor(values, device=logits.device), accumulate=True)
+
+
+def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
+    """With repetition, presence and frequency penalty. Copies if it changes anything."""
+    rows = [
+        row
+        for row, live in enumerate(requests)
+        for p in [live.request.sampling]
+        if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
+    ]
+    if not rows:
+        return logits
+
+    def counts(tokens: Sequence[Sequence[int]]) -> Tensor:  # [rows, vocabulary]
+        flat = [i * vocabulary + token for i, row in enumerate(tokens) for token in row]
+        index = torch.tensor(flat, dtype=torch.int64, device=logits.device)
+        return torch.bincount(index, minlength=len(rows) * vocabulary).view(len(rows), vocabulary)
+
+    def column(name: str) -> Tensor:  # [rows, 1]
+        values = [getattr(requests[row].request.sampling, name) for row in rows]
+        return torch.tensor(values, device=logits.device)[:, None]
+
+    vocabulary = logits.shape[1]
+    live = [requests[row] for row in rows]
+    generated = counts([r.token_ids[len(r.request.prompt_ids) :] for r in live])
+    seen = counts([r.token_ids for r in live]) > 0
+    chosen = logits[rows]
+    repetition = column("repetition_penalty")
+    chosen = torch.where(seen, torch.where(chosen > 0, chosen / repetition, chosen * repetition), chosen)
+    chosen = chosen - column("frequency_penalty") * generated - column("presence_penalty") * (generated > 0)
+    logits = logits.clone()
+    logits[rows] = chosen
+    return logits
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
+    """Inverse transform sampling over the vocabulary in its own order: unlike the sorted order it does not
+    change when two nearly equal logits are rounded differently. Float64, or the sum would drift."""
+    temperatures = [max(p.temperature, SMALLEST_TEMPERATURE) for p in params]
+    probs = torch.softmax(logits / torch.tensor(temperatures, device=logits.device)[:, None], dim=-1)
+    if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
+        probs = torch.where(probs < _thresholds(probs, params)[:, None], 0.0, probs)
+    cumulative = probs.double().cumsum(dim=-1)
+    targets = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return drawn.clamp_max(logits.shape[1] - 1)  # past the end only in a row of NaN, which is thrown away
+
+
+def _thresholds(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """[rows]: the probability of the least likely token that top_k, then top_p, and min_p leave in each row."""
+    vocabulary = probs.shape[1]
+    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=probs.device)[:, None]
+    # Rounded sums may pass 1, so what is no limit must be above it.
+    top_p = torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], device=probs.device)[:, None]
+    min_p = torch.tensor([p.min_p for p in params], device=probs.device)
+    width = min(vocabulary, max([CANDIDATES, *(p.top_k for p in params)]))
+    while True:
+        best = probs.topk(width, dim=-1).values
+        allowed = best.masked_fill(torch.arange(width, device=probs.device) >= top_k, 0.0)
+        total = torch.where(top_k <= width, allowed.sum(dim=-1, keepdim=True), 1.0)
+        kept = (allowed > 0) & (allowed.cumsum(dim=-1) - allowed < top_p * total)
+        count = kept.sum(dim=-1, keepdim=True).clamp_min(1)
+        undecided = (count == width) & (top_k > width) & (top_p < 1)
+        if width == vocabulary or not undecided.any():
+            break
+        width = vocabulary
+    least = best.gather(1, count - 1)
+    unlimited = (top_k >= vocabulary) & (top_p > 1)
+    return torch.maximum(torch.where(unlimited, 0.0, least)[:, 0], min_p * best[:, 0])
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> dict[int, Logprobs]:
+    """By row, for the rows that asked."""
+    rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+    if not rows:
+        return {}
+    logs = torch.log_softmax(logits[rows], dim=-1)
+    chosen = logs.gather(1, tokens[rows, None])[:, 0].tolist()
+    top = logs.topk(max(params[row].logprobs or 0 for row in rows), dim=-1)
+    result = {}
+    for row, logprob, ids, values in zip(
+        rows, chosen, top.indices.tolist(), top.values.tolist(), strict=True
+    ):
+        wanted = params[row].logprobs or 0
+        result[row] = Logprobs(logprob, tuple(ids[:wanted]), tuple(values[:wanted]))
+    return result

@@ -1,0 +1,244 @@
+"""Which tokens of which requests the next step computes, and who gets blocks. Pure; knows no tensor.
+
+Continuous batching (Orca, Yu 2022) with chunked prefill (Sarathi, Agrawal 2023): each step takes one token of
+every request that decodes, and fills the rest of its token budget with pieces of prefills, in order of
+(priority, arrival). A request gets blocks for its whole prompt when it is first scheduled, so a prefill never
+stops for lack of blocks. Only decoding grows; when the pool is empty the youngest request makes room.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from engine.block_pool import BlockPool, extend_hash_chain
+from engine.live_request import LiveRequest, Phase
+from engine.request import EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions [start, stop) of one request, to be computed in this step."""
+
+    live: LiveRequest
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Schedule:
+    chunks: list[Chunk] = field(default_factory=list)
+    """Decodes (one token each) before prefills."""
+    started: list[LiveRequest] = field(default_factory=list)
+    """Requests that got their blocks just now."""
+    handed_back: list[LiveRequest] = field(default_factory=list)
+    """Joined requests that had to go for lack of blocks; their blocks are free already."""
+    recomputed: list[LiveRequest] = field(default_factory=list)
+    """Requests sent back to the queue, to be prefilled again, for lack of blocks."""
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_cache_root: bytes | None = None,
+    ) -> None:
+        """`prefix_cache_root`: what the hash chains of the prefix cache start from; None turns it off."""
+        assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefix_cache_root = prefix_cache_root
+        self.watermark = max(1, pool.num_blocks // 100)
+        """Blocks that a request that will grow must leave free when it comes in, so that those who run can."""
+        self.requests: dict[bytes, LiveRequest] = {}
+        self.waiting: list[LiveRequest] = []  # sorted by order
+        self.running: list[LiveRequest] = []  # sorted by order
+        self.held: set[LiveRequest] = set()
+        self.reserved: set[LiveRequest] = set()
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._arrivals = 0
+
+    # Coming in
+
+    def add(self, request: EngineRequest, *, handover: bool) -> None:
+        """Queues a request for prefill."""
+        live = self._register(request, Phase.WAITING)
+        live.handover = handover
+        insort(self.waiting, live, key=lambda r: r.order)
+
+    def reserve(self, request: EngineRequest) -> LiveRequest | None:
+        """Blocks for a request whose KV comes from elsewhere, and for its first token; None: no room."""
+        need = self._blocks_for(len(request.prompt_ids) + len(request.output_ids) + 1)
+        if not self._has_seat or need + self._headroom > self.pool.free:
+            return None
+        live = self._register(request, Phase.RESERVED)
+        live.joined = True
+        live.blocks = self.pool.allocate(need)
+        self.reserved.add(live)
+        return live
+
+    def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:
+        """The reservation shall hold a longer output; False: no room, and it stays as it was."""
+        assert live.phase is Phase.RESERVED
+        tokens = [*live.request.prompt_ids, *output_ids]
+        assert len(tokens) >= len(live.token_ids), "an emitted token is never taken back"
+        need = self._blocks_for(len(tokens) + 1) - len(live.blocks)
+        if need > self.pool.free:
+            return False
+        live.token_ids = tokens
+        live.blocks += self.pool.allocate(max(0, need))
+        return True
+
+    def join(self, live: LiveRequest) -> None:
+        """All KV of a reservation has come: with its first token it decodes."""
+        assert live.phase is Phase.RESERVED
+        self.reserved.remove(live)
+        live.num_computed = len(live.token_ids)
+        live.phase = Phase.RUNNING
+        insort(self.running, live, key=lambda r: r.order)
+
+    def _register(self, request: EngineRequest, phase: Phase) -> LiveRequest:
+        self._arrivals += 1
+        live = self.requests[request.id] = LiveRequest(request, phase, self._arrivals)
+        return live
+
+    # The step
+
+    def schedule(self) -> Schedule:
+        plan = Schedule()
+        budget = self.max_num_batched_tokens
+        # Decodes go first, so that no prefill delays them, and the oldest goes first of all: the victim of a
+        # preemption is younger than whoever was scheduled before.
+        for live in sorted(self.running, key=lambda r: (r.num_left > 1, r.order)):
+            count = min(live.num_left, budget)
+            if count and live.phase is Phase.RUNNING and self._grow(live, plan):
+                plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
+                budget -= count
+        while budget and not plan.recomputed and not plan.handed_back and self.can_admit:
+            live = self._admit()
+            count = min(live.num_left, budget)
+            plan.started.append(live)
+            plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
+            budget -= count
+        return plan
+
+    def computed(self, chunk: Chunk) -> None:
+        """The chunk's KV is written."""
+        chunk.live.num_computed = chunk.stop
+
+    def verified(self, live: LiveRequest) -> None:
+        """Logits that depend on all KV of `live` were finite: its full blocks may be shared from now on."""
+        if self.prefix_cache_root is not None:
+            extend_hash_chain(live.block_hashes, live.token_ids, self.block_size, self.prefix_cache_root)
+            full = live.num_computed // self.block_size
+            for index in range(live.num_published, full):
+                self.pool.publish(live.blocks[index], live.block_hashes[index])
+            live.num_published = full
+
+    def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
+        """Makes sure of a block for the token to compute; False: `live` itself had to make room."""
+        while len(live.blocks) * self.block_size <= live.num_computed:
+            if self.pool.free:
+                live.blocks += self.pool.allocate(1)
+                break
+            victim = max((r for r in self.running if not r.handover), key=lambda r: r.order)
+            self._preempt(victim, plan)
+            if victim is live:
+                return False
+        return True
+
+    def _preempt(self, victim: LiveRequest, plan: Schedule) -> None:
+        if victim.joined:
+            self.drop(victim)
+            plan.handed_back.append(victim)
+            return
+        self.running.remove(victim)
+        self.pool.release(victim.blocks)
+        victim.blocks = []
+        victim.num_computed = victim.num_published = 0
+        victim.phase = Phase.WAITING
+        insort(self.waiting, victim, key=lambda r: r.order)
+        plan.recomputed.append(victim)
+
+    # Admission
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether the first in the queue could start now. Nobody overtakes it."""
+        if not self.waiting or not self._has_seat:
+            return False
+        live = self.waiting[0]
+        hits = self._prefix_hits(live)
+        need = self._blocks_for(len(live.token_ids)) - len(hits) + self.pool.unreferenced(hits)
+        # What is prefilled for a handover leaves without growing.
+        return need + (0 if live.handover else self._headroom) <= self.pool.free
+
+    def _admit(self) -> LiveRequest:
+        live = self.waiting.pop(0)
+        hits = self._prefix_hits(live)
+        self.pool.share(hits)
+        live.blocks = hits + self.pool.allocate(self._blocks_for(len(live.token_ids)) - len(hits))
+        live.num_computed = live.num_cached = len(hits) * self.block_size
+        live.num_published = len(hits)
+        live.phase = Phase.RUNNING
+        insort(self.running, live, key=lambda r: r.order)
+        if self.prefix_cache_root is not None:
+            self.prefix_queries += len(live.token_ids)
+            self.prefix_hits += live.num_cached
+        return live
+
+    def _prefix_hits(self, live: LiveRequest) -> list[int]:
+        """Cached blocks for the beginning of `live`. The last position is always computed: it yields logits."""
+        if self.prefix_cache_root is None:
+            return []
+        usable = (len(live.token_ids) - 1) // self.block_size
+        extend_hash_chain(live.block_hashes, live.token_ids, self.block_size, self.prefix_cache_root)
+        return self.pool.lookup(live.block_hashes[:usable])
+
+    @property
+    def _headroom(self) -> int:
+        """The watermark; a request alone in the pool may have all of it, else a long one could never run."""
+        return 0 if self.pool.free == self.pool.num_blocks else self.watermark
+
+    @property
+    def _has_seat(self) -> bool:
+        return len(self.running) + len(self.reserved) < self.max_num_seqs
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # Going out
+
+    def hold(self, live: LiveRequest) -> None:
+        """Prefill is over: the request leaves the batch and keeps its blocks."""
+        self.running.remove(live)
+        live.phase = Phase.HELD
+        self.held.add(live)
+
+    def drop(self, live: LiveRequest) -> None:
+        """The end of a request, in any phase: its blocks are free at once."""
+        match live.phase:
+            case Phase.WAITING:
+                self.waiting.remove(live)
+            case Phase.RUNNING:
+                self.running.remove(live)
+            case Phase.HELD:
+                self.held.remove(live)
+            case Phase.RESERVED:
+                self.reserved.remove(live)
+            case Phase.GONE:
+                raise AssertionError("a request ends once")
+        self.pool.release(live.blocks)
+        live.blocks = []
+        live.phase = Phase.GONE
+        del self.requests[live.id]
+
+    def assert_whole(self) -> None:
+        """Without requests nothing is left of any."""
+        assert not (self.requests or self.waiting or self.running or self.held or self.reserved)
+        self.pool.assert_whole()
