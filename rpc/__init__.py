@@ -1,0 +1,15 @@
+"""What routers and workers speak: stubs generated from proto/, channels, authentication, the routing hash.
+
+Life of a call: `connect` opens a channel with keepalive and message bounds; each call made on it carries an
+HMAC of its method, the time and a nonce under the cluster secret (`rpc.auth`); the server made by
+`create_server` verifies it before any message is read, refuses replays, and answers. Health checks alone need
+no secret.
+
+The stubs `worker_pb2*` are written by `make proto` and checked in.
+"""
+
+from rpc.auth import load_secret
+from rpc.channel import HealthServicer, connect, create_server
+from rpc.chunk_hash import CHUNK_TOKENS, chunk_hashes
+
+__all__ = ["CHUNK_TOKENS", "HealthServicer", "chunk_hashes", "connect", "create_server", "load_secret"]

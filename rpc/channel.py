@@ -1,0 +1,61 @@
+"""Channels and servers with the bounds that both ends rely on."""
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2_grpc
+
+from rpc.auth import ServerAuth, client_interceptors
+
+HealthServicer = health.aio.HealthServicer  # pyrefly: ignore[missing-attribute]
+
+MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million tokens is 3 MiB
+
+# A ping after 2 s of silence, answered within 3 s: a peer that stalls or vanishes ends its calls within 5 s.
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    (
+        "grpc.http2.ping_timeout_ms",
+        3_000,
+    ),  # of a bandwidth probe, which a keepalive ping waits behind: else 60 s
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_BOUNDS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+
+
+def connect(address: str, secret: bytes) -> grpc.aio.Channel:
+    """A channel to "host:port" that signs its calls. The caller closes it."""
+    options = [
+        *_KEEPALIVE,
+        *_BOUNDS,
+        ("grpc.enable_http_proxy", 0),
+        (
+            "grpc.use_local_subchannel_pool",
+            1,
+        ),  # a new channel inherits no connection, no back-off
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+    return grpc.aio.insecure_channel(address, options=options, interceptors=client_interceptors(secret))
+
+
+def create_server(secret: bytes, health_servicer: HealthServicer | None = None) -> grpc.aio.Server:
+    """A server that verifies every call, with the standard health service, which is open to all.
+
+    Give `health_servicer` to report a state other than SERVING (`await servicer.set("", status)`). The caller
+    adds its services and its port (`add_insecure_port`: two servers never share one), starts and stops it.
+    """
+    options = [
+        *_KEEPALIVE,
+        *_BOUNDS,
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+    server = grpc.aio.server(interceptors=[ServerAuth(secret)], options=options)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer or HealthServicer(), server)
+    return server

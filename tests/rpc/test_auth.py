@@ -1,0 +1,146 @@
+"""Calls over a real socket: what is signed passes, everything else is refused before a message is read."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rpc import HealthServicer, connect, create_server, load_secret
+from rpc.auth import WINDOW_SECONDS, Verifier, sign
+from rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage
+from rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
+
+SECRET = b"a secret of the cluster"
+DESCRIBE = "/baton.v1.Worker/Describe"
+
+
+class Echo(WorkerServicer):
+    """Answers each message with an empty one."""
+
+    async def Describe(self, request, context):
+        return WorkerDescription(index=7)
+
+    async def Attach(self, request_iterator, context):
+        async for _ in request_iterator:
+            yield WorkerMessage()
+
+
+@contextlib.asynccontextmanager
+async def serving(health_servicer: HealthServicer | None = None) -> AsyncIterator[str]:
+    server = create_server(SECRET, health_servicer)
+    add_WorkerServicer_to_server(Echo(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def test_signed_unary_and_stream_calls_pass():
+    async with serving() as address, connect(address, SECRET) as channel:
+        stub = WorkerStub(channel)
+        assert (await stub.Describe(DescribeRequest(), timeout=5)).index == 7
+        call = stub.Attach(None)
+        for _ in range(3):
+            await call.write(RouterMessage(hello=RouterHello(router_id=bytes(16))))
+            assert await asyncio.wait_for(call.read(), 5) == WorkerMessage()
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF  # pyrefly: ignore[missing-attribute]
+
+
+@pytest.mark.parametrize("secret", [b"another secret, as long", None])
+async def test_wrong_or_no_secret_is_refused(secret):
+    async with serving() as address:
+        channel = connect(address, secret) if secret else grpc.aio.insecure_channel(address)
+        async with channel:
+            stub = WorkerStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as unary:
+                await stub.Describe(DescribeRequest(), timeout=5)
+            assert unary.value.code() == grpc.StatusCode.UNAUTHENTICATED
+            assert "cluster secret" in (unary.value.details() or "")
+            # Nothing is written: the refusal must not wait for a message.
+            with pytest.raises(grpc.aio.AioRpcError) as stream:
+                await asyncio.wait_for(stub.Attach(None).read(), 5)
+            assert stream.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_replayed_header_is_refused():
+    async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+        header = (("x-baton-auth", sign(SECRET, DESCRIBE)),)
+        stub = WorkerStub(channel)
+        assert (await stub.Describe(DescribeRequest(), metadata=header, timeout=5)).index == 7
+        with pytest.raises(grpc.aio.AioRpcError) as replay:
+            await stub.Describe(DescribeRequest(), metadata=header, timeout=5)
+        assert replay.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_is_open_and_reports_what_it_was_told():
+    servicer = HealthServicer()
+    async with serving(servicer) as address, grpc.aio.insecure_channel(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check  # pyrefly: ignore[missing-attribute]
+        status = await check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert status.status == health_pb2.HealthCheckResponse.SERVING
+        await servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        status = await check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_a_port_is_never_shared():
+    async with serving() as address:
+        with pytest.raises(RuntimeError):
+            create_server(SECRET).add_insecure_port(address)
+
+
+def test_verifier_binds_method_and_time():
+    header = sign(SECRET, DESCRIBE, now=1000.0)
+    assert Verifier(SECRET).refusal(DESCRIBE, header, now=1000.0) is None
+    assert Verifier(SECRET).refusal("/baton.v1.Worker/Attach", header, now=1000.0)
+    for shift in (WINDOW_SECONDS - 0.01, -WINDOW_SECONDS + 0.01):
+        assert Verifier(SECRET).refusal(DESCRIBE, header, now=1000.0 + shift) is None
+    for shift in (WINDOW_SECONDS + 0.01, -WINDOW_SECONDS - 0.01):
+        refusal = Verifier(SECRET).refusal(DESCRIBE, header, now=1000.0 + shift)
+        assert refusal is not None
+        assert "clock" in refusal
+
+
+def test_a_header_is_never_accepted_twice_while_its_time_is_valid():
+    verifier = Verifier(SECRET)
+    header = sign(SECRET, DESCRIBE, now=1000.0 + WINDOW_SECONDS)
+    assert verifier.refusal(DESCRIBE, header, now=1000.0) is None
+    for later in range(int(2 * WINDOW_SECONDS) + 2):
+        assert verifier.refusal(DESCRIBE, header, now=1000.0 + later)
+
+
+def test_the_nonce_cache_is_bounded_and_empties_with_time():
+    verifier = Verifier(SECRET, max_nonces=4)
+    for _ in range(4):
+        assert verifier.refusal(DESCRIBE, sign(SECRET, DESCRIBE, now=1000.0), now=1000.0) is None
+    assert verifier.refusal(DESCRIBE, sign(SECRET, DESCRIBE, now=1000.0), now=1000.0)
+    later = 1000.0 + 2 * WINDOW_SECONDS + 1
+    assert verifier.refusal(DESCRIBE, sign(SECRET, DESCRIBE, now=later), now=later) is None
+
+
+@pytest.mark.parametrize("header", ["", ".", "..", "x.y.z", "1.2.é", "9" * 5000, "\udcff.\udcff.\udcff"])
+def test_malformed_headers_are_refused(header):
+    assert Verifier(SECRET).refusal(DESCRIBE, header)
+
+
+def test_load_secret(tmp_path, monkeypatch):
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    assert load_secret(path) == SECRET
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "from the environment")
+    assert load_secret() == b"from the environment"
+    path.write_bytes(b"short")
+    with pytest.raises(ValueError, match="5 bytes"):
+        load_secret(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_secret(tmp_path / "absent")
+    monkeypatch.delenv("BATON_CLUSTER_SECRET")
+    with pytest.raises(ValueError, match="BATON_CLUSTER_SECRET"):
+        load_secret()

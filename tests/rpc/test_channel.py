@@ -1,0 +1,77 @@
+"""Bounds of a channel: a peer that stalls ends the call, a message that is too large is refused."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from rpc import connect, create_server
+from rpc.channel import MAX_MESSAGE_BYTES
+from rpc.worker_pb2 import DescribeRequest, WorkerDescription, WorkerMessage
+from rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
+
+SECRET = b"a secret of the cluster"
+
+
+class Silent(WorkerServicer):
+    """Greets each stream once, then says nothing more; describes itself at too great length."""
+
+    async def Attach(self, request_iterator, context):
+        yield WorkerMessage()
+        await asyncio.Event().wait()
+
+    async def Describe(self, request, context):
+        return WorkerDescription(model="m" * (MAX_MESSAGE_BYTES + 1))
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[int]:
+    server = create_server(SECRET)
+    add_WorkerServicer_to_server(Silent(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+async def test_a_stalled_peer_ends_the_stream_within_its_deadline():
+    stalled = asyncio.Event()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                if not stalled.is_set():
+                    writer.write(data)
+        writer.close()
+
+    async with serving() as port:
+
+        async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(forward(reader, upstream_writer), forward(upstream_reader, writer))
+
+        listener = await asyncio.start_server(proxy, "127.0.0.1", 0)
+        address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        async with connect(address, SECRET) as channel:
+            call = WorkerStub(channel).Attach(None)
+            assert await asyncio.wait_for(call.read(), 5) == WorkerMessage()
+            stalled.set()
+            began = time.monotonic()
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await asyncio.wait_for(call.read(), 15)
+            assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert 2 < time.monotonic() - began < 9
+        listener.close()
+
+
+async def test_an_oversized_message_is_refused():
+    async with serving() as port, connect(f"127.0.0.1:{port}", SECRET) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await WorkerStub(channel).Describe(DescribeRequest(), timeout=10)
+        assert failure.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

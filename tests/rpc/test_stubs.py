@@ -1,0 +1,30 @@
+"""The stubs that are checked in are what proto/ says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rpc import worker_pb2
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path.name for path in (ROOT / "proto").glob("*.proto"))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_checked_in_stubs_are_current(source, tmp_path):
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Irpc=proto"]
+    command += [f"--{kind}={tmp_path}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
+    subprocess.run([*command, f"rpc/{source}"], cwd=ROOT, check=True, timeout=60)
+    generated = {path.name: path.read_text() for path in (tmp_path / "rpc").iterdir()}
+    assert len(generated) == 3
+    for name, text in generated.items():
+        assert (ROOT / "rpc" / name).read_text() == text, f"{name} is stale: run `make proto`"
+
+
+def test_the_written_types_name_every_method():
+    types = (ROOT / "rpc" / "worker_pb2_grpc.pyi").read_text()
+    for method in worker_pb2.DESCRIPTOR.services_by_name["Worker"].methods:
+        assert f"    {method.name}: grpc.aio." in types
+        assert f"def {method.name}(" in types
