@@ -40,7 +40,9 @@ def connect(address: str, secret: bytes) -> grpc.aio.Channel:
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    return grpc.aio.insecure_channel(address, options=options, interceptors=client_interceptors(secret))
+    interceptors = client_interceptors(secret)
+    # pyrefly: ignore[bad-argument-type]  (the stubs leave this type out)
+    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
 
 
 def create_server(secret: bytes, health_servicer: HealthServicer | None = None) -> grpc.aio.Server:
