@@ -1,4 +1,5 @@
-"""What a child of the service process does before anything else: it names itself and ties its life to the parent's."""
+"""What a child of the service process does before anything else: it names itself and ties its life to the
+parent's."""
 
 import ctypes
 import logging
@@ -14,10 +15,10 @@ _PR_SET_PDEATHSIG = 1
 def begin(title: str, parent_pid: int) -> None:
     """Die with the parent, leave signals to it, carry a name. To be called before slow imports.
 
-    SIGKILL, because an engine deep in a kernel would not notice anything milder. The signal follows the thread that
-    spawned us, so the service spawns from its main thread. A parent that died before the call is noticed by its pid.
-    A Ctrl-C reaches the whole foreground group and `kill -- -PGID` all of it, but how a worker stops is ordered by
-    its service process alone; children hear of it by message.
+    SIGKILL, because an engine deep in a kernel would not notice anything milder. The signal follows the
+    thread that spawned us, so the service spawns from its main thread. A parent that died before the call
+    is noticed by its pid. A Ctrl-C reaches the whole foreground group and `kill -- -PGID` all of it, but
+    how a worker stops is ordered by its service process alone; children hear of it by message.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

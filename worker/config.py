@@ -95,8 +95,10 @@ class WorkerConfig:
                 raise ValueError(f"{flag}: {port} is not a port (1 to 65535, or 0 to have one chosen)")
         if not 1 <= self.kv_lanes <= 64:
             raise ValueError(f"--kv-lanes: {self.kv_lanes} is out of range (1 to 64)")
-        if not 1 << 16 <= self.kv_slot_bytes <= 1 << 26:
-            raise ValueError(f"--kv-slot-bytes: {self.kv_slot_bytes} is out of range (64 KiB to 64 MiB)")
+        if self.kv_slot_bytes % 4096 or not 1 << 16 <= self.kv_slot_bytes <= 1 << 26:
+            raise ValueError(
+                f"--kv-slot-bytes: {self.kv_slot_bytes} must be a multiple of 4096 from 64 KiB to 64 MiB"
+            )
         if not 2 * self.kv_lanes <= self.kv_slots <= 1 << 16:
             raise ValueError(
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
@@ -122,15 +124,19 @@ class WorkerConfig:
         return self.served_model_name or self.engine.model
 
     def reachable_host(self) -> str:
-        """`host`, or this machine's own address where that is a wildcard."""
+        """`host`, or where that is a wildcard this machine's own address. Raises ValueError if it has
+        none."""
         if self.host not in _WILDCARDS:
             return self.host
-        own = socket.gethostbyname(socket.gethostname())
-        if own.startswith("127."):
+        name = socket.gethostname()
+        try:
+            own = socket.gethostbyname(name)
+        except OSError as error:
             raise ValueError(
-                f"--kv-host: needed, since --host {self.host} is a wildcard and this machine's name resolves to "
-                f"{own}, which other machines cannot reach"
-            )
+                f"--host {self.host}: give an address, since {name} has none ({error})"
+            ) from error
+        if own.startswith("127."):
+            raise ValueError(f"--host {self.host}: give an address, since {name} is only known as {own}")
         return own
 
     def reachable_kv_host(self) -> str:

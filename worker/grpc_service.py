@@ -1,13 +1,13 @@
 """The gRPC face of a worker: Attach, Describe, GetStatus.
 
-A router's stream owns what is submitted on it. It ends when the router ends it, when gRPC's keepalive finds the
-router gone, when the router breaks the protocol, or when it leaves too much unread; each way the engine is told to
-cancel all of it.
+A router's stream owns what is submitted on it. It ends when the router ends it, when gRPC's keepalive finds
+the router gone, when the router breaks the protocol, or when it leaves too much unread; each way the engine
+is told to cancel all of it.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 import grpc.aio
@@ -59,42 +59,38 @@ class AttachService(WorkerServicer):
 
     # ------------------------------------------------------------ the calls
 
-    async def Attach(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+    # Writes instead of yielding: a generator that waits for a slow router cannot be cut.
+    async def Attach(  # pyrefly: ignore[bad-override]
+        self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
+    ) -> None:
         try:
-            hello = await asyncio.wait_for(context.read(), HELLO_TIMEOUT)
-        except TimeoutError:
-            hello = grpc.aio.EOF
-        if hello is grpc.aio.EOF or hello.WhichOneof("kind") != "hello":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with a RouterHello")
-        if len(hello.hello.router_id) != validation.ID_BYTES:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "router_id must have 16 bytes")
+            router = await _hello(request_iterator)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         self._opened += 1
         stream = RouterStream(self._opened)
         self._streams[stream.number] = stream
-        log.info("router %s attached", hello.hello.router_id.hex()[:8])
-        tasks = [
-            asyncio.create_task(self._read(stream, context)),
-            asyncio.create_task(stream.write_to(context)),
-            asyncio.create_task(stream.overflow.wait()),
-        ]
+        log.info("router %s attached", router)
+        reading = asyncio.create_task(self._read(stream, request_iterator))
+        writing = asyncio.create_task(stream.write_to(context))
+        overflow = asyncio.create_task(stream.overflow.wait())
         try:
-            stream.put(pb.WorkerMessage(status=await self._backend.status()))
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading, writing, overflow}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._streams[stream.number]
             self._cancel_all(stream)
-            for task in tasks:
+            for task in (reading, writing, overflow):
                 task.cancel()
-            reading, *_ = await asyncio.gather(*tasks, return_exceptions=True)
-            log.info("router %s detached", hello.hello.router_id.hex()[:8])
+            broken, *_ = await asyncio.gather(reading, writing, overflow, return_exceptions=True)
+            log.info("router %s detached", router)
         if stream.overflow.is_set():
-            log.warning("router %s left more than 8 MiB unread and was cut", hello.hello.router_id.hex()[:8])
+            log.warning("router %s left more than 8 MiB unread and was cut", router)
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "more than 8 MiB of output was left unread"
             )
-        if isinstance(reading, ProtocolError):
-            log.warning("router %s broke the protocol: %s", hello.hello.router_id.hex()[:8], reading)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(reading))
+        if isinstance(broken, ProtocolError):
+            log.warning("router %s broke the protocol: %s", router, broken)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(broken))
 
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
@@ -118,13 +114,15 @@ class AttachService(WorkerServicer):
         for stream in self._streams.values():
             stream.put(message)
 
+    def finish(self) -> None:
+        """Ends every stream once what is queued for its router is written."""
+        for stream in self._streams.values():
+            stream.finish()
+
     # ------------------------------------------------------------ router to worker
 
-    async def _read(self, stream: RouterStream, context: grpc.aio.ServicerContext) -> None:
-        while True:
-            message = await context.read()
-            if message is grpc.aio.EOF:
-                return
+    async def _read(self, stream: RouterStream, request_iterator: AsyncIterator[pb.RouterMessage]) -> None:
+        async for message in request_iterator:
             kind = message.WhichOneof("kind")
             handler = self._handlers.get(kind or "")
             if handler is None:
@@ -181,3 +179,14 @@ class AttachService(WorkerServicer):
         task = asyncio.create_task(self._backend.send(messages.CancelStream(stream.number)))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
+
+
+async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> str:
+    """Takes the message that every stream begins with; returns the router's name for logs."""
+    try:
+        first = await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT)
+    except (TimeoutError, StopAsyncIteration) as error:
+        raise ProtocolError("a stream begins with a RouterHello") from error
+    if first.WhichOneof("kind") != "hello":
+        raise ProtocolError("a stream begins with a RouterHello")
+    return validation.attempt_id(first.hello.router_id, "router_id").hex()[:8]

@@ -1,8 +1,9 @@
 """The socket between the service process and its engine process: ZMQ PAIR over a Unix socket, typed messages.
 
-The socket lives in a directory of mode 0700 for as long as it takes the engine to connect; then both are removed, so
-that not even `kill -9` leaves a file. Both directions are bounded. A service that sends faster than the engine reads
-waits, and with it the routers; an engine whose service does not read for `SEND_TIMEOUT` gives up.
+The socket lives in a directory of mode 0700 for as long as it takes the engine to connect; then both are
+removed, so that not even `kill -9` leaves a file. Both directions are bounded. A service that sends faster
+than the engine reads waits, and with it the routers; an engine whose service does not read for
+`SEND_TIMEOUT` gives up.
 """
 
 import shutil
@@ -69,7 +70,8 @@ class ServiceLink:
         self.socket.send(messages.encode(message))
 
     def receive_all(self) -> list[ToEngine]:
-        """What has arrived, in order; at most MAX_QUEUED, so that a flood cannot keep the engine from its steps."""
+        """What has arrived, in order; at most MAX_QUEUED, so that a flood cannot keep the engine from its
+        steps."""
         arrived: list[ToEngine] = []
         while len(arrived) < MAX_QUEUED:
             try:

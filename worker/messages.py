@@ -22,12 +22,13 @@ class Code(IntEnum):
     ENGINE = 7
 
 
-class _Message(Struct, frozen=True, tag=True, array_like=True):
+class _Message(Struct, tag=True, array_like=True):
     pass
 
 
 class Sampling(_Message, tag=False):
-    """Field for field `engine.SamplingParams`, whose `__post_init__` checks the values in the engine process."""
+    """Field for field `engine.SamplingParams`, whose `__post_init__` checks the values in the engine
+    process."""
 
     temperature: float
     top_k: int
@@ -99,7 +100,7 @@ class CancelStream(_Message):
 
 
 class AskStatus(_Message):
-    pass
+    question: int  # comes back in the answer
 
 
 class Stop(_Message):
@@ -123,7 +124,8 @@ class StartFailed(_Message):
 
 
 class EngineReady(_Message):
-    """What the engine turned out to be; the service needs it for Describe and to start the transfer process."""
+    """What the engine turned out to be; the service needs it for Describe and to start the transfer
+    process."""
 
     model_fingerprint: str
     num_layers: int
@@ -171,8 +173,9 @@ class Failed(_Message):
 
 
 class EngineStatus(_Message):
-    """Load and pools of the engine, read between two steps."""
+    """Load, pools and counters of the engine, read between two steps. Counters count since its start."""
 
+    question: int
     running: int
     waiting: int
     tokens_waiting: int
@@ -180,19 +183,31 @@ class EngineStatus(_Message):
     blocks_total: int
     held: int
     reservations: int
-    transfers: int  # that the engine's half of the KV channel still knows
     prefill_tokens_per_s: float
     step_seconds: float
-    idle: bool  # nothing runs, waits, is held or reserved: a drain may end
+    idle: bool  # nothing runs, waits, is held, reserved or still being read by the lanes: a drain may end
+    prompt_tokens: int
+    generation_tokens: int
+    finished_stop: int
+    finished_length: int
+    preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+
+
+class Stopped(_Message):
+    """Answers Stop; the engine's last message."""
 
 
 class Injected(_Message):
-    """One handover as the decode engine saw it, in seconds, for the metrics."""
+    """One transfer as the decode engine saw it, in seconds, for the metrics."""
 
-    kv_bytes: int
-    transfer: float  # from FETCH to the last scatter
-    exposed: float  # of it, what came after prefill's first token
-    hidden_share: float
+    transfer: float  # from its first frame to its last
+    exposed: (
+        float  # from prefill's first token to the injection of the last layer: what the forward did not hide
+    )
+    fetch: float  # from FETCH to the injection
+    hidden_share: float  # 1 − exposed ÷ transfer
 
 
 class SecondToken(_Message):
@@ -202,7 +217,16 @@ class SecondToken(_Message):
 
 
 FromEngine = (
-    Progress | StartFailed | EngineReady | Tokens | Reserved | Failed | EngineStatus | Injected | SecondToken
+    Progress
+    | StartFailed
+    | EngineReady
+    | Tokens
+    | Reserved
+    | Failed
+    | EngineStatus
+    | Injected
+    | SecondToken
+    | Stopped
 )
 
 encode = msgspec.msgpack.Encoder().encode

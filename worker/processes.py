@@ -1,41 +1,41 @@
 """A child process of the service: a fresh interpreter, watched through a pidfd."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+
+from kv_transfer.spawn import SECRET_VARIABLE
+
+
+def spawn(module: str, config: bytes, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Runs `module` with `-m` in a fresh interpreter (never a fork of a process with threads), with its
+    configuration on stdin, and without the cluster secret in its environment.
+
+    To be called in the main thread: the child's life hangs on the thread that spawned it (see
+    `worker.child`).
+    """
+    environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
+    popen = subprocess.Popen(
+        [sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=pass_fds, env=environment
+    )
+    assert popen.stdin is not None
+    # Where it is dead already, whoever waits for it will see.
+    with contextlib.suppress(BrokenPipeError), popen.stdin:
+        popen.stdin.write(config + b"\n")
+    return popen
 
 
 class ChildProcess:
-    """Started by the constructor, which must run in the main thread (see `worker.child.begin`).
+    """A child, watched by the running event loop."""
 
-    `module` is run with `-m` in a fresh interpreter (never a fork of a process with threads); `config` reaches it on
-    stdin, never in argv, where every user of the machine could read it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        config: bytes,
-        *,
-        pass_fds: Sequence[int],
-        env: Mapping[str, str],
-        args: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
         self.name = name
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", module, *args], stdin=subprocess.PIPE, pass_fds=pass_fds, env=env
-        )
-        assert self._popen.stdin is not None
-        try:
-            self._popen.stdin.write(config + b"\n")
-            self._popen.stdin.close()
-        except BrokenPipeError:
-            pass  # it is dead already, as whoever waits for it will see
-        self._pidfd = os.pidfd_open(self._popen.pid)
+        self._popen = popen
+        self._pidfd = os.pidfd_open(popen.pid)
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
 

@@ -1,7 +1,7 @@
 """How a worker tells whoever started it that it came up: JSON lines on an inherited descriptor.
 
-Any number of `{"stage": "loading weights", "fraction": 0.4}`, then exactly one `{"ready": {...}}` or, before a
-non-zero exit, one `{"error": "message for the user"}`; after either the descriptor is closed.
+Any number of `{"stage": "loading weights", "fraction": 0.4}`, then exactly one `{"ready": {...}}` or,
+before a non-zero exit, one `{"error": "message for the user"}`; after either the descriptor is closed.
 """
 
 import json

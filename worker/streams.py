@@ -25,8 +25,10 @@ class RouterStream:
         self.unread_bytes = 0
         self._queue: deque[pb.WorkerMessage] = deque()
         self._changed = asyncio.Event()
+        self._finishing = False
         self.overflow = asyncio.Event()
-        """Set once the router has left more than MAX_UNREAD_BYTES unread; nothing is kept for it from then on."""
+        """Set once the router has left more than MAX_UNREAD_BYTES unread; nothing is kept for it from then
+        on."""
 
     def put(self, message: pb.WorkerMessage) -> None:
         if self.overflow.is_set():
@@ -38,14 +40,19 @@ class RouterStream:
             self.overflow.set()
         self._changed.set()
 
+    def finish(self) -> None:
+        """What is queued is still written, then `write_to` returns."""
+        self._finishing = True
+        self._changed.set()
+
     async def write_to(self, context: grpc.aio.ServicerContext) -> None:
-        while True:
+        while not (self._finishing and not self._queue):
+            await self._changed.wait()
+            self._changed.clear()
             while self._queue:
                 message = self._queue.popleft()
                 await context.write(message)
                 self.unread_bytes -= message.ByteSize()
-            self._changed.clear()
-            await self._changed.wait()
 
 
 def step_output(tokens: list[messages.Token]) -> pb.WorkerMessage:

@@ -1,9 +1,9 @@
 """What a router sent, checked and turned into messages for the engine process.
 
-Routers are authenticated, but nothing from the network is trusted: sizes are bounded, ids have their length, tokens
-lie in the vocabulary. What is wrong with one request refuses that attempt (`Refused`); what cannot even be answered,
-because its id is malformed, ends the stream (`ProtocolError`). Ranges of sampling parameters are the engine's to
-check (`engine.SamplingParams`), once.
+Routers are authenticated, but nothing from the network is trusted: sizes are bounded, ids have their
+length, tokens lie in the vocabulary. What is wrong with one request refuses that attempt (`Refused`); what
+cannot even be answered, because its id is malformed, ends the stream (`ProtocolError`). Ranges of sampling
+parameters are the engine's to check (`engine.SamplingParams`), once.
 """
 
 from collections.abc import Sequence

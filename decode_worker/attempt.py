@@ -1,0 +1,26 @@
+"""One request on a decode worker, from its reservation to its end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from worker.messages import Source
+
+
+class Phase(Enum):
+    FETCHING = auto()  # the receiver may be writing into its blocks
+    FAILED = auto()  # the KV did not come: the blocks wait for a Retarget, a Cancel or the deadline
+    CLOSING = auto()  # ended; its blocks go once the receiver is through with them
+    RUNNING = auto()  # in the running batch
+
+
+@dataclass(slots=True)
+class Attempt:
+    prompt_tokens: int
+    output_tokens: int  # emitted before this attempt
+    max_tokens: int
+    block_ids: Sequence[int]
+    source: Source
+    deadline: float  # time.monotonic(); until then its KV must have come
+    phase: Phase = Phase.FETCHING
+    first_token_at: float | None = None  # when prefill's token was known here; None once decode's followed

@@ -1,0 +1,17 @@
+"""The engine process of a decode worker: `python -m decode_worker.engine_process`, started by its service."""
+
+import sys
+
+from worker.engine_start import EngineProcessConfig, start
+
+
+def run(config: EngineProcessConfig) -> int:
+    # Late, because these import torch and the process must be tied to its parent before.
+    from decode_worker.role import DecodeRole
+    from worker import engine_loop
+
+    return engine_loop.run(config, DecodeRole)
+
+
+if __name__ == "__main__":
+    sys.exit(start(run))

@@ -1,0 +1,224 @@
+"""What the engine process of a decode worker does with messages, KV reports and the outputs of a step."""
+
+import logging
+import time
+
+from decode_worker.attempt import Attempt, Phase
+from engine import Logprobs, StepResult
+from kv_transfer import Closed, Failed, Injected, KVReceiver
+from worker import messages
+from worker.engine_loop import Parts, device, engine_request, kv_layout
+from worker.messages import Code, ToEngine
+
+log = logging.getLogger(__name__)
+
+
+class DecodeRole:
+    """Owns the engine and the KV receiver. Reserved blocks go back only when the receiver, which may be
+    writing into them, has reported that it is through with them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._attempts = parts.attempts
+        self._counters = parts.counters
+        self._link = parts.link
+        self._trace = parts.trace
+        self.engine = parts.start_engine()
+        self._receiver = KVReceiver(
+            parts.channel,
+            parts.arena,
+            self.engine.kv_cache,
+            self.engine.block_size,
+            kv_layout(self.engine),
+            device(self.engine),
+            parts.config.kv_trace_path,
+        )
+        self._table: dict[bytes, Attempt] = {}  # by decode id
+
+    @property
+    def kv_fd(self) -> int:
+        return self._receiver.fileno()
+
+    @property
+    def poll_within(self) -> float | None:
+        return self._receiver.poll_within
+
+    @property
+    def empty(self) -> bool:
+        return not self._table and self._receiver.idle
+
+    # ------------------------------------------------------------ messages
+
+    def handle(self, message: ToEngine) -> None:
+        match message:
+            case messages.Decode():
+                self._submit(message)
+            case messages.Retarget():
+                if self._attempts.owned(message.stream, message.decode_id):
+                    self._retarget(message)
+            case messages.Cancel():
+                if self._attempts.owned(message.stream, message.attempt_id):
+                    self._cancel(message.attempt_id)
+            case messages.CancelStream():
+                for decode_id in self._attempts.of(message.stream):
+                    self._cancel(decode_id)
+            case _:
+                raise AssertionError(f"not for a decode engine: {message}")
+
+    def give_up(self) -> None:
+        for decode_id in self._attempts.all():
+            self._attempts.fail(decode_id, Code.DRAINING, "the worker shuts down")
+        self._receiver.shutdown()
+
+    def _submit(self, message: messages.Decode) -> None:
+        decode_id, work = message.decode_id, message.work
+        if decode_id in self._table:
+            self._attempts.refuse_reused(message.stream, decode_id)
+            return
+        self._attempts.open(message.stream, decode_id)
+        try:
+            block_ids = self.engine.reserve(engine_request(decode_id, work))
+        except ValueError as error:
+            self._attempts.fail(decode_id, Code.INVALID, str(error))
+            return
+        if block_ids is None:
+            self._attempts.fail(decode_id, Code.NO_ROOM, self._no_room())
+            return
+        self._attempts.reserved(decode_id)
+        self._table[decode_id] = Attempt(
+            prompt_tokens=len(work.prompt_ids),
+            output_tokens=len(work.output_ids),
+            max_tokens=work.sampling.max_tokens,
+            block_ids=block_ids,
+            source=message.source,
+            deadline=time.monotonic() + work.timeout,
+        )
+        self._fetch(decode_id)
+
+    def _retarget(self, message: messages.Retarget) -> None:
+        """Only before it joined: a request that runs has its KV, whatever became of its prefill worker."""
+        attempt = self._table[message.decode_id]
+        if attempt.phase is Phase.RUNNING:
+            return
+        emitted = len(message.output_ids)
+        longest = min(attempt.max_tokens, self.engine.model_config.max_model_len - attempt.prompt_tokens)
+        if not attempt.output_tokens <= emitted < longest:
+            text = f"{emitted} output_ids, but {attempt.output_tokens} to {longest - 1} are possible"
+            self._end(message.decode_id, Code.INVALID, text)
+            return
+        block_ids = self.engine.extend_reservation(message.decode_id, message.output_ids)
+        if block_ids is None:
+            self._end(message.decode_id, Code.NO_ROOM, self._no_room())
+            return
+        attempt.block_ids = block_ids
+        attempt.output_tokens = emitted
+        attempt.source = message.source
+        self._fetch(message.decode_id)
+
+    def _no_room(self) -> str:
+        return f"{self.engine.blocks_free} of {self.engine.num_blocks} blocks are free"
+
+    def _fetch(self, decode_id: bytes) -> None:
+        """A fetch that is under way for it is replaced."""
+        attempt = self._table[decode_id]
+        attempt.phase = Phase.FETCHING
+        self._receiver.fetch(
+            decode_id,
+            prefill_id=attempt.source.prefill_id,
+            kv_address=attempt.source.kv_address,
+            incarnation=attempt.source.incarnation,
+            block_ids=attempt.block_ids,
+            num_tokens=attempt.prompt_tokens + attempt.output_tokens,
+        )
+
+    # ------------------------------------------------------------ ends
+
+    def _end(self, decode_id: bytes, code: Code, message: str) -> None:
+        """From this side, with word to the router."""
+        self._attempts.fail(decode_id, code, message)
+        self._cancel(decode_id)
+
+    def _cancel(self, decode_id: bytes) -> None:
+        self._attempts.end(decode_id)
+        attempt = self._table[decode_id]
+        if attempt.phase is Phase.FETCHING:
+            attempt.phase = Phase.CLOSING
+            self._receiver.cancel(decode_id)
+        elif attempt.phase is not Phase.CLOSING:
+            self._forget(decode_id)
+
+    def _forget(self, decode_id: bytes) -> None:
+        """Nothing writes into its blocks any more."""
+        del self._table[decode_id]
+        self.engine.cancel(decode_id)
+
+    # ------------------------------------------------------------ KV
+
+    def move_kv(self) -> None:
+        for event in self._receiver.poll():
+            match event:
+                case Injected():
+                    self._join(event)
+                case Failed():
+                    self._table[event.decode_id].phase = Phase.FAILED
+                    self._attempts.kv_failed(event.decode_id, event.reason)
+                case Closed():
+                    self._forget(event.decode_id)
+        self._expire()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [
+            decode_id
+            for decode_id, attempt in self._table.items()
+            if attempt.phase in (Phase.FETCHING, Phase.FAILED) and attempt.deadline < now
+        ]
+        for decode_id in late:
+            self._end(decode_id, Code.HANDED_BACK, "its KV did not come within the request's time")
+
+    def _join(self, event: Injected) -> None:
+        attempt = self._table[event.decode_id]
+        attempt.phase = Phase.RUNNING
+        attempt.first_token_at = time.monotonic() - event.stats.exposed_seconds
+        self._counters.prompt_tokens += attempt.prompt_tokens
+        self._trace.instant("joined", decode=event.decode_id.hex())
+        self._link.send(
+            messages.Injected(
+                event.stats.transfer_seconds,
+                event.stats.exposed_seconds,
+                event.stats.fetch_seconds,
+                event.stats.hidden_share,
+            )
+        )
+        first = event.first_token
+        logprobs = None
+        if first.logprob is not None:
+            logprobs = Logprobs(first.logprob, first.top_ids, first.top_logprobs)
+        output = self.engine.join(event.decode_id, first.token_id, logprobs)
+        # Prefill's token again: the router takes each index from whoever brings it first.
+        self._attempts.token(output)
+        if output.finish_reason:
+            self._finished(event.decode_id)
+
+    # ------------------------------------------------------------ steps
+
+    def after_step(self, result: StepResult) -> None:
+        for output in result.outputs:
+            attempt = self._table[output.id]
+            if attempt.first_token_at is not None:
+                self._link.send(messages.SecondToken(time.monotonic() - attempt.first_token_at))
+                attempt.first_token_at = None
+            self._counters.count(output)
+            self._attempts.token(output)
+            if output.finish_reason:
+                self._finished(output.id)
+        for decode_id in result.preempted:
+            self._attempts.fail(decode_id, Code.HANDED_BACK, "its blocks were needed")
+            del self._table[decode_id]
+        for decode_id, message in result.failed:
+            self._attempts.fail(decode_id, Code.ENGINE, message)
+            del self._table[decode_id]
+
+    def _finished(self, decode_id: bytes) -> None:
+        """The engine has freed its blocks with its last token."""
+        self._attempts.end(decode_id)
+        del self._table[decode_id]

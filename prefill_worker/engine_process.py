@@ -1,0 +1,18 @@
+"""The engine process of a prefill worker: `python -m prefill_worker.engine_process`, started by its
+service."""
+
+import sys
+
+from worker.engine_start import EngineProcessConfig, start
+
+
+def run(config: EngineProcessConfig) -> int:
+    # Late, because these import torch and the process must be tied to its parent before.
+    from prefill_worker.role import PrefillRole
+    from worker import engine_loop
+
+    return engine_loop.run(config, PrefillRole)
+
+
+if __name__ == "__main__":
+    sys.exit(start(run))

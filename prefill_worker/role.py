@@ -1,0 +1,175 @@
+"""What the engine process of a prefill worker does with messages, KV reports and the outputs of a step."""
+
+import logging
+from dataclasses import dataclass
+
+from engine import Output, StepResult
+from kv_transfer import FirstToken, KVSender, Released
+from prefill_worker.room import prefills_to_drop
+from prefill_worker.sink import SenderSink
+from worker import messages
+from worker.engine_loop import Parts, device, engine_request, kv_layout
+from worker.messages import Code, ToEngine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Prefill:
+    """One prefill, from its submission until nobody needs its blocks. In the table in order of arrival."""
+
+    tokens: int  # prompt and output so far
+    priority: int
+    handover: bool
+    held: bool = False  # computed, first token out: blocks stay for the decode worker
+    closed: bool = False  # it ended here: its blocks go as soon as the lanes have let go of them
+
+
+class PrefillRole:
+    """Owns the engine and the KV sender. The engine releases a prefill's blocks only when the sender, which
+    may be reading them, has reported it released."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._attempts = parts.attempts
+        self._counters = parts.counters
+        self._sink = SenderSink(parts.trace)
+        self.engine = parts.start_engine(self._sink)
+        self._sender = self._sink.sender = KVSender(
+            parts.channel,
+            parts.arena,
+            self.engine.kv_cache,
+            self.engine.block_size,
+            kv_layout(self.engine),
+            device(self.engine),
+            parts.config.kv_trace_path,
+        )
+        self._prefills: dict[bytes, Prefill] = {}
+
+    @property
+    def kv_fd(self) -> int:
+        return self._sender.fileno()
+
+    @property
+    def poll_within(self) -> float | None:
+        return None
+
+    @property
+    def empty(self) -> bool:
+        return not self._prefills and self._sender.idle
+
+    # ------------------------------------------------------------ messages
+
+    def handle(self, message: ToEngine) -> None:
+        match message:
+            case messages.Prefill():
+                self._submit(message)
+            case messages.Cancel():
+                if self._attempts.owned(message.stream, message.attempt_id):
+                    self._cancel(message.attempt_id)
+            case messages.CancelStream():
+                for prefill_id in self._attempts.of(message.stream):
+                    self._cancel(prefill_id)
+            case _:
+                raise AssertionError(f"not for a prefill engine: {message}")
+
+    def give_up(self) -> None:
+        for prefill_id in self._attempts.all():
+            self._attempts.fail(prefill_id, Code.DRAINING, "the worker shuts down")
+        self._sender.shutdown()
+
+    def _submit(self, message: messages.Prefill) -> None:
+        prefill_id, work = message.prefill_id, message.work
+        if prefill_id in self._prefills:
+            self._attempts.refuse_reused(message.stream, prefill_id)
+            return
+        self._attempts.open(message.stream, prefill_id)
+        try:
+            self.engine.add(engine_request(prefill_id, work), handover=message.handover)
+        except ValueError as error:
+            self._attempts.fail(prefill_id, Code.INVALID, str(error))
+            return
+        if message.handover:
+            self._sender.expect(prefill_id)
+        self._prefills[prefill_id] = Prefill(
+            len(work.prompt_ids) + len(work.output_ids), work.priority, message.handover
+        )
+
+    def _cancel(self, prefill_id: bytes) -> None:
+        self._attempts.end(prefill_id)
+        self._close(prefill_id, "cancelled")
+
+    def _close(self, prefill_id: bytes, reason: str) -> None:
+        """It ends here. Where the lanes know it, blocks follow with their report."""
+        prefill = self._prefills[prefill_id]
+        if prefill.closed:
+            return
+        prefill.closed = True
+        if prefill.handover:
+            self._sender.close(
+                prefill_id, reason
+            )  # also where it was not offered yet: a FETCH may be waiting
+        if prefill_id not in self._sink.opened:
+            self._forget(prefill_id)
+
+    def _forget(self, prefill_id: bytes) -> None:
+        """Nothing reads its blocks any more."""
+        if self._prefills.pop(prefill_id).held:
+            self.engine.release(prefill_id)
+        else:
+            self.engine.cancel(prefill_id)
+
+    # ------------------------------------------------------------ KV
+
+    def move_kv(self) -> None:
+        for released in self._sender.poll():
+            self._released(released)
+        for prefill_id in prefills_to_drop(
+            self.engine, self._prefills, self._sink.opened, self._sender.has_fetch
+        ):
+            log.warning("prefill %s is dropped unfetched: its blocks are needed", prefill_id.hex()[:8])
+            self._attempts.fail(prefill_id, Code.DROPPED, "not fetched, and its blocks were needed")
+            self._close(prefill_id, "gone")
+
+    def _released(self, released: Released) -> None:
+        self._sink.opened.discard(released.prefill_id)
+        if released.reason == "deadline":
+            self._attempts.fail(released.prefill_id, Code.DROPPED, "not fetched before the hold deadline")
+        self._attempts.end(released.prefill_id)
+        self._forget(released.prefill_id)
+
+    # ------------------------------------------------------------ steps
+
+    def after_step(self, result: StepResult) -> None:
+        for output in result.outputs:
+            self._first_token(output)
+        for prefill_id, message in result.failed:
+            self._attempts.fail(prefill_id, Code.ENGINE, message)
+            self._close(prefill_id, "gone")
+        assert not result.preempted, "a prefill worker never preempts"
+
+    def _first_token(self, output: Output) -> None:
+        prefill = self._prefills[output.id]
+        self._counters.prompt_tokens += prefill.tokens
+        self._counters.count(output)
+        self._attempts.token(output)
+        if not prefill.handover:
+            del self._prefills[output.id]
+            self._attempts.end(output.id)
+            return
+        prefill.held = output.held
+        if prefill.closed:
+            return
+        if output.finish_reason:
+            self._attempts.end(output.id)
+            self._close(output.id, "finished")
+            return
+        logprobs = output.logprobs
+        self._sender.commit(
+            output.id,
+            FirstToken(
+                output.token,
+                logprobs.logprob if logprobs else None,
+                logprobs.top_ids if logprobs else (),
+                logprobs.top_logprobs if logprobs else (),
+            ),
+        )

@@ -1,0 +1,35 @@
+"""Between the layer loop and the lanes: what the engine reports becomes ready for the pump, and nothing
+waits."""
+
+from collections.abc import Sequence
+
+from engine import PrefillChunk
+from kv_transfer import KVSender, TraceWriter
+
+
+class SenderSink:
+    """The engine's KVSink. `sender` is set once the engine, whose cache it reads, exists."""
+
+    sender: KVSender
+
+    def __init__(self, trace: TraceWriter) -> None:
+        self._trace = trace
+        self.opened: set[bytes] = set()
+        """Prefills whose blocks the lanes may be reading: until the sender reports them released."""
+
+    def prefill_started(
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+    ) -> None:
+        self.opened.add(request_id)
+        self.sender.open(request_id, block_ids, num_tokens)
+        if num_cached:
+            self.sender.ready(request_id, None, 0, num_cached)
+
+    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+        for chunk in chunks:
+            self.sender.ready(chunk.request_id, layer, chunk.start, chunk.stop)
+        if self._trace.enabled:
+            for chunk in chunks:
+                self._trace.instant(
+                    "layer", prefill=chunk.request_id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
+                )

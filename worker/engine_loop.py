@@ -1,0 +1,205 @@
+"""The engine process of either role: start-up, then one loop until the service says stop.
+
+    wait for work, messages or KV → take messages → move KV → step the engine → send tokens → tick
+
+The loop waits only when the engine has nothing to compute, so nothing spins when idle. The arena's tick
+counter says that this thread is alive: once a layer, once a start-up stage and `IDLE_TICK` seconds apart
+when idle. The service reads it, and so does the transfer process, which tells its peers.
+"""
+
+import logging
+import math
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from engine import Engine, EngineConfig, EngineRequest, KVSink, Output, SamplingParams, StepResult
+from kv_transfer import Arena, KVLayout, TraceWriter
+from worker import messages
+from worker.attempts import Attempts
+from worker.child import log_to_stderr
+from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
+from worker.ipc import ServiceLink
+from worker.messages import AskStatus, Stop, ToEngine
+
+log = logging.getLogger(__name__)
+
+IDLE_TICK = 0.5
+
+
+class Role(Protocol):
+    """What makes an engine process a prefill or a decode one. Everything runs in the loop's thread."""
+
+    engine: Engine
+
+    @property
+    def kv_fd(self) -> int:
+        """Readable when `move_kv` has something to do."""
+
+    @property
+    def poll_within(self) -> float | None:
+        """Seconds after which `move_kv` is due although `kv_fd` stays silent; None: no need."""
+
+    @property
+    def empty(self) -> bool:
+        """No attempt is known, and nothing of the pool is being read or written by the lanes."""
+
+    def handle(self, message: ToEngine) -> None: ...
+
+    def move_kv(self) -> None:
+        """Takes what the KV channel reported. Never waits."""
+
+    def after_step(self, result: StepResult) -> None: ...
+
+    def give_up(self) -> None:
+        """The worker stops now: fails what is left and shuts the KV half down."""
+
+
+@dataclass(slots=True)
+class Counters:
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished_stop: int = 0
+    finished_length: int = 0
+
+    def count(self, output: Output) -> None:
+        self.generation_tokens += 1
+        self.finished_stop += output.finish_reason == "stop"
+        self.finished_length += output.finish_reason == "length"
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a role is built from. Everything in it lives as long as the process."""
+
+    config: EngineProcessConfig
+    link: ServiceLink
+    arena: Arena
+    channel: socket.socket
+    trace: TraceWriter
+    attempts: Attempts
+    counters: Counters = field(default_factory=Counters)
+
+    def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
+        """Raises ValueError for what the user got wrong."""
+        config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
+        return Engine(
+            config,
+            kv_sink=kv_sink,
+            tick=self.arena.tick,
+            progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
+        )
+
+
+def engine_request(attempt_id: bytes, work: messages.Work) -> EngineRequest:
+    """Raises ValueError naming the field when a sampling parameter is out of its range."""
+    sampling = SamplingParams(**msgspec.structs.asdict(work.sampling))
+    return EngineRequest(attempt_id, work.prompt_ids, work.output_ids, sampling, work.priority)
+
+
+def device(engine: Engine) -> str:
+    return str(engine.kv_cache[0].device)
+
+
+def kv_layout(engine: Engine) -> KVLayout:
+    model = engine.model_config
+    dtype = str(engine.dtype).removeprefix("torch.")
+    return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
+
+
+def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
+    """Exit code of the engine process. An exception of a step is not caught: the worker starts anew."""
+    log_to_stderr(config.name)
+    link = ServiceLink(config.address)
+    parts = Parts(
+        config,
+        link,
+        Arena.attach(config.arena_fd, config.kv_slots, config.kv_slot_bytes),
+        socket.socket(fileno=config.channel_fd),
+        TraceWriter(config.trace_path, config.name),
+        Attempts(link.send),
+    )
+    parts.arena.tick()
+    try:
+        role = build(parts)
+    except ValueError as error:
+        link.send(messages.StartFailed(str(error)))
+        link.close()
+        return EXIT_START_FAILED
+    link.send(_ready(role.engine))
+    loop(role, parts)
+    parts.trace.close()
+    link.close()
+    return 0
+
+
+def loop(role: Role, parts: Parts) -> None:
+    engine, link = role.engine, parts.link
+    poller = zmq.Poller()
+    poller.register(link.socket, zmq.POLLIN)
+    poller.register(role.kv_fd, zmq.POLLIN)
+    while True:
+        poller.poll(0 if engine.has_work else _milliseconds(role.poll_within))
+        for message in link.receive_all():
+            if isinstance(message, Stop):
+                role.give_up()
+                link.send(messages.Stopped())
+                return
+            if isinstance(message, AskStatus):
+                link.send(_status(role, parts.counters, message.question))
+            else:
+                role.handle(message)
+        role.move_kv()
+        if engine.has_work:
+            with parts.trace.measure("step"):
+                result = engine.step()
+            role.after_step(result)
+        parts.attempts.flush()
+        parts.arena.tick()
+
+
+def _milliseconds(poll_within: float | None) -> int:
+    return math.ceil(1000 * (IDLE_TICK if poll_within is None else min(IDLE_TICK, poll_within)))
+
+
+def _ready(engine: Engine) -> messages.EngineReady:
+    layout = kv_layout(engine)
+    return messages.EngineReady(
+        model_fingerprint=engine.model_fingerprint,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        vocab_size=engine.model_config.vocab_size,
+        max_model_len=engine.model_config.max_model_len,
+        block_size=engine.block_size,
+        num_blocks=engine.num_blocks,
+    )
+
+
+def _status(role: Role, counters: Counters, question: int) -> messages.EngineStatus:
+    stats = role.engine.stats()
+    return messages.EngineStatus(
+        question=question,
+        running=stats.running,
+        waiting=stats.waiting,
+        tokens_waiting=stats.tokens_waiting,
+        blocks_free=stats.blocks_free,
+        blocks_total=stats.blocks_total,
+        held=stats.held,
+        reservations=stats.reservations,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        step_seconds=stats.step_seconds,
+        idle=role.engine.idle and role.empty,
+        prompt_tokens=counters.prompt_tokens,
+        generation_tokens=counters.generation_tokens,
+        finished_stop=counters.finished_stop,
+        finished_length=counters.finished_length,
+        preemptions=stats.preemptions,
+        prefix_cache_queries=stats.prefix_cache_queries,
+        prefix_cache_hits=stats.prefix_cache_hits,
+    )

@@ -1,0 +1,35 @@
+"""How an engine process begins: its configuration from stdin, its tie to the parent, only then the slow
+imports."""
+
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from worker.child import begin
+
+EXIT_START_FAILED = 2
+"""Exit code of an engine process that has said why in a StartFailed."""
+
+
+class EngineProcessConfig(msgspec.Struct, frozen=True):
+    """One JSON line on stdin. `engine` stays encoded until the engine package, and torch with it, is
+    imported."""
+
+    name: str  # "prefill 0 engine"
+    parent_pid: int
+    address: str  # of the service's socket
+    channel_fd: int  # inherited; the engine's end of the KV channel
+    arena_fd: int  # inherited
+    kv_slots: int
+    kv_slot_bytes: int
+    trace_path: str | None
+    kv_trace_path: str | None
+    engine: msgspec.Raw  # engine.EngineConfig
+
+
+def start(run: Callable[[EngineProcessConfig], int]) -> int:
+    """`run` may import torch; it returns the exit code."""
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
+    begin(f"baton: {config.name}", config.parent_pid)
+    return run(config)

@@ -1,0 +1,153 @@
+"""What a worker exports on its metrics port. Names and meanings are vLLM's where vLLM has them, else
+`baton:*`.
+
+Counters and pools are kept by the processes that own them; here the last report of each is turned into
+metrics when somebody scrapes. Only the distributions of the KV handover live here.
+"""
+
+from collections.abc import Iterable, Iterator
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kv_transfer import TransferStats
+from worker.messages import EngineReady, EngineStatus, Injected
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+
+
+class Metrics(Collector):
+    """Owns the registry and, once `listen` was called, the HTTP server (a thread of its own, off the event
+    loop)."""
+
+    def __init__(self, role: str, model_name: str) -> None:
+        self._labels = {"model_name": model_name}
+        self._cache_config: dict[str, str] = {}
+        self.engine_status: EngineStatus | None = None
+        self.transfer_stats: TransferStats | None = None
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._server: tuple[WSGIServer, Thread] | None = None
+        if role == "decode":
+            self._transfer = self._histogram("baton:kv_transfer_seconds", "First KV frame to last.", _SECONDS)
+            self._exposed = self._histogram(
+                "baton:kv_exposed_seconds", "Prefill's first token to the last injection.", _SECONDS
+            )
+            self._fetch = self._histogram("baton:kv_fetch_seconds", "FETCH to the last injection.", _SECONDS)
+            self._hidden = self._histogram(
+                "baton:kv_hidden_share", "1 - exposed / transfer seconds, for each transfer.", _SHARES
+            )
+            self._handover = self._histogram(
+                "baton:handover_seconds", "Prefill's first token to decode's second.", _SECONDS
+            )
+
+    def listen(self, host: str, port: int) -> int:
+        """Returns the port. Raises OSError when it is taken."""
+        server, thread = start_http_server(port, host, self.registry)
+        self._server = (server, thread)
+        return server.server_port
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def describe(self, engine: EngineReady, prefix_caching: bool) -> None:
+        self._cache_config = {
+            "block_size": str(engine.block_size),
+            "num_gpu_blocks": str(engine.num_blocks),
+            "cache_dtype": engine.dtype,
+            "enable_prefix_caching": str(prefix_caching),
+        }
+
+    def injected(self, message: Injected) -> None:
+        self._transfer.observe(message.transfer)
+        self._exposed.observe(message.exposed)
+        self._fetch.observe(message.fetch)
+        self._hidden.observe(message.hidden_share)
+
+    def handover(self, seconds: float) -> None:
+        self._handover.observe(seconds)
+
+    def collect(self) -> Iterable[Metric]:
+        yield self._info()
+        if self.engine_status is not None:
+            yield from self._of_engine(self.engine_status)
+        if self.transfer_stats is not None:
+            yield from self._of_transfer(self.transfer_stats)
+
+    # ------------------------------------------------------------ families
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
+        return family.labels(**self._labels)
+
+    def _info(self) -> Metric:
+        value = self._labels | self._cache_config
+        return InfoMetricFamily("vllm:cache_config", "KV cache of the engine.", value=value)
+
+    def _of_engine(self, status: EngineStatus) -> Iterator[Metric]:
+        used = 1.0 - status.blocks_free / status.blocks_total
+        yield self._gauge("vllm:num_requests_running", "In the running batch.", status.running)
+        yield self._gauge("vllm:num_requests_waiting", "Waiting to be scheduled.", status.waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
+        yield self._gauge(
+            "baton:tokens_waiting", "Prompt tokens accepted and not yet computed.", status.tokens_waiting
+        )
+        yield self._gauge(
+            "baton:held_prefills", "Finished prefills whose KV is not acknowledged.", status.held
+        )
+        yield self._gauge("baton:reservations", "Requests that wait for their KV.", status.reservations)
+        yield self._gauge(
+            "baton:prefill_tokens_per_second", "Recent prefill speed.", status.prefill_tokens_per_s
+        )
+        yield self._gauge("baton:step_seconds", "Mean of recent engine steps.", status.step_seconds)
+        yield self._counter(
+            "vllm:prompt_tokens", "Prompt tokens prefilled or taken over.", status.prompt_tokens
+        )
+        yield self._counter("vllm:generation_tokens", "Tokens sampled.", status.generation_tokens)
+        yield self._counter("vllm:num_preemptions", "Requests that had to make room.", status.preemptions)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", status.prefix_cache_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found.", status.prefix_cache_hits)
+        yield self._by_label(
+            "vllm:request_success",
+            "Requests that ended with their last token here.",
+            "finished_reason",
+            {"stop": status.finished_stop, "length": status.finished_length},
+        )
+
+    def _of_transfer(self, stats: TransferStats) -> Iterator[Metric]:
+        yield self._gauge("baton:kv_transfers_open", "Transfers under way.", stats.transfers_open)
+        yield self._gauge("baton:kv_sessions", "Peers with open lanes.", stats.sessions)
+        yield self._gauge("baton:kv_lanes", "Open lanes.", stats.lanes)
+        yield self._gauge("baton:kv_arena_slots", "Slots of the staging arena.", stats.slots_total)
+        yield self._gauge("baton:kv_arena_slots_free", "Free slots of the staging arena.", stats.slots_free)
+        yield self._by_label("baton:kv_bytes", "KV moved.", "connector", {"tcp": stats.kv_bytes})
+        yield self._by_label("baton:kv_transfers", "Transfers ended.", "reason", stats.transfers)
+        yield self._by_label("baton:kv_checksum_failures", "Bad frames.", "kind", stats.checksum_failures)
+        yield self._by_label("baton:kv_refused", "Peers and frames refused.", "reason", stats.refused)
+        yield self._by_label(
+            "baton:deadlines_expired", "Waits that were given up.", "deadline", stats.deadlines
+        )
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name",))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _by_label(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name", label))
+        for value, count in values.items():
+            family.add_metric([*self._labels.values(), value], count)
+        return family

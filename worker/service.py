@@ -1,0 +1,275 @@
+"""The service process of a worker: brings the tree up, serves routers, drains, takes the tree down. `run`
+is its life."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from itertools import count
+
+import setproctitle
+from grpc_health.v1 import health_pb2
+
+import rpc
+from rpc import worker_pb2 as pb
+from rpc.channel import HealthServicer
+from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
+from worker import messages, streams
+from worker.child import log_to_stderr
+from worker.config import WorkerConfig
+from worker.failure import StartError, TreeError
+from worker.grpc_service import AttachService
+from worker.messages import EngineReady, EngineStatus, FromEngine, ToEngine
+from worker.metrics import Metrics
+from worker.ready import ReadyPipe
+from worker.tree import WorkerTree, kv_layout
+from worker.validation import Limits
+
+log = logging.getLogger(__name__)
+
+STATUS_INTERVAL = 1.0
+DRAIN_CHECK = 0.05
+SERVER_STOP = 1.0
+ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+
+
+def run(config: WorkerConfig, engine_module: str) -> int:
+    """Runs a worker to its end. 0: it was told to stop; 1: it could not start, or one of its processes
+    ended."""
+    setproctitle.setproctitle(f"baton: {config.name}")
+    log_to_stderr(config.name)
+
+    async def life() -> int:
+        return await Service(config, engine_module).run()
+
+    return asyncio.run(life())
+
+
+class Interrupted(Exception):
+    """Told to stop at once."""
+
+
+class Service:
+    """Everything of the service process; `Backend` of the gRPC service. Made and used inside the event
+    loop."""
+
+    def __init__(self, config: WorkerConfig, engine_module: str) -> None:
+        self._config = config
+        self._ready = ReadyPipe(config.ready_fd)
+        self._incarnation = int.from_bytes(os.urandom(8))
+        self._interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._drain_asked = asyncio.Event()
+        self._serving = False
+        self.draining = False
+        self._health = HealthServicer()
+        self._server = rpc.create_server(config.secret, self._health)
+        self._metrics = Metrics(config.role, config.model_name)
+        self._tree = WorkerTree(config, engine_module, self._incarnation)
+        self._routers: AttachService
+        self._questions = count()
+        self._asked: dict[int, asyncio.Future[EngineStatus]] = {}
+
+    async def run(self) -> int:
+        """The whole life; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        # Explicitly, since a program started with & has SIGINT ignored.
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        try:
+            await self._unless_it_ends(self._live())
+            await self._tree.stop()
+        except Interrupted:
+            log.info("interrupted: stopping")
+            await self._tree.stop()
+        except (StartError, TreeError) as error:
+            log.error("%s", error)
+            self._ready.error(str(error))
+            return 1
+        finally:
+            await self._tree.kill()
+            await self._leave()
+        log.info("stopped")
+        return 0
+
+    # ------------------------------------------------------------ life
+
+    async def _live(self) -> None:
+        config = self._config
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        # Ports first: who has the wrong one wants to know before a model is loaded.
+        port, metrics_port, host = self._open_ports()
+        self._ready.stage("starting the engine process", 0.0)
+        engine = await self._tree.start_engine(self._ready.stage)
+        self._ready.stage("starting the transfer process", 0.0)
+        kv_address = await self._tree.start_transfer(engine)
+        self._metrics.describe(engine, config.engine.enable_prefix_caching)
+        self._routers = AttachService(
+            self,
+            config.role,
+            Limits(engine.vocab_size, engine.max_model_len),
+            self._description(engine, kv_address),
+        )
+        add_WorkerServicer_to_server(self._routers, self._server)
+        self._tree.follow(self._deliver)
+        self._tree.watch(self._report())
+        await self._server.start()
+        self._serving = True
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        log.info("ready at %s:%d%s", host, port, f", KV lanes at {kv_address}" if kv_address else "")
+        self._ready.ready(
+            role=config.role,
+            index=config.index,
+            address=f"{host}:{port}",
+            kv_address=kv_address,
+            metrics_address=f"{host}:{metrics_port}",
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+        )
+        await self._drain_asked.wait()
+        await self._drain()
+
+    def _open_ports(self) -> tuple[int, int, str]:
+        config = self._config
+        try:
+            host = config.reachable_host()
+        except ValueError as error:
+            raise StartError(str(error)) from error
+        try:
+            port = self._server.add_insecure_port(f"{config.host}:{config.port}")
+        except RuntimeError as error:
+            raise StartError(f"--port {config.port}: cannot listen on {config.host}") from error
+        try:
+            metrics_port = self._metrics.listen(config.host, config.metrics_port)
+        except OSError as error:
+            raise StartError(f"--metrics-port {config.metrics_port}: {error.strerror}") from error
+        return port, metrics_port, host
+
+    async def _drain(self) -> None:
+        """Takes nothing new; returns when all that runs has ended, or when its time is up."""
+        timeout = self._config.deadlines.drain
+        log.info("draining, for %.0f s at most", timeout)
+        self.draining = True
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        end = time.monotonic() + timeout
+        self._routers.broadcast(pb.WorkerMessage(status=await self.status()))
+        while not (await self._engine_status()).idle:
+            if time.monotonic() > end:
+                log.warning("still busy after %.0f s: what is left is handed back", timeout)
+                return
+            await asyncio.sleep(DRAIN_CHECK)
+
+    async def _leave(self) -> None:
+        """After the processes: the last words reach the routers, then everything is closed."""
+        if self._serving:
+            self._routers.finish()
+        await self._server.stop(SERVER_STOP)
+        self._metrics.close()
+        await self._tree.close()
+        self._ready.close()
+
+    async def _unless_it_ends(self, work: Coroutine[None, None, None]) -> None:
+        """Runs `work` until it is done, a process of the tree ends, or somebody interrupts."""
+        task = asyncio.create_task(work)
+        await asyncio.wait({task, self._tree.failure, self._interrupted}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            if self._tree.failure.done():
+                self._tree.failure.result()
+            raise Interrupted
+        task.result()
+
+    def _interrupt(self) -> None:
+        if not self._interrupted.done():
+            self._interrupted.set_result(None)
+
+    def _terminate(self) -> None:
+        if self._serving:
+            self._drain_asked.set()
+        else:
+            self._interrupt()
+
+    # ------------------------------------------------------------ Backend
+
+    async def send(self, message: ToEngine) -> None:
+        await self._tree.engine_link.send(message)
+
+    async def status(self) -> pb.WorkerStatus:
+        engine, transfer = await asyncio.gather(self._engine_status(), self._tree.transfer_link.stats())
+        self._metrics.engine_status = engine
+        self._metrics.transfer_stats = transfer
+        return pb.WorkerStatus(
+            health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
+            requests_running=engine.running,
+            requests_waiting=engine.waiting,
+            tokens_waiting=engine.tokens_waiting,
+            blocks_free=engine.blocks_free,
+            blocks_total=engine.blocks_total,
+            held_prefills=engine.held,
+            reservations=engine.reservations,
+            transfers_open=transfer.transfers_open,
+            arena_slots_free=transfer.slots_free,
+            arena_slots_total=transfer.slots_total,
+            prefill_tokens_per_s=engine.prefill_tokens_per_s,
+            step_seconds=engine.step_seconds,
+        )
+
+    async def _engine_status(self) -> EngineStatus:
+        question = next(self._questions)
+        asked = self._asked[question] = asyncio.get_running_loop().create_future()
+        try:
+            await self.send(messages.AskStatus(question))
+            return await asked
+        finally:
+            del self._asked[question]
+
+    async def _report(self) -> None:
+        """About once a second, to every router."""
+        while True:
+            await asyncio.sleep(STATUS_INTERVAL)
+            self._routers.broadcast(pb.WorkerMessage(status=await self.status()))
+
+    # ------------------------------------------------------------ from the engine
+
+    def _deliver(self, message: FromEngine) -> None:
+        match message:
+            case messages.Tokens():
+                self._routers.deliver(message.stream, streams.step_output(message.tokens))
+            case messages.Reserved():
+                self._routers.deliver(message.stream, streams.reserved(message.decode_id))
+            case messages.Failed():
+                self._routers.deliver(
+                    message.stream, streams.failed(message.attempt_id, message.code, message.message)
+                )
+            case EngineStatus():
+                asked = self._asked.get(message.question)
+                if asked is not None and not asked.done():
+                    asked.set_result(message)
+            case messages.Injected():
+                self._metrics.injected(message)
+            case messages.SecondToken():
+                self._metrics.handover(message.handover)
+            case _:
+                raise AssertionError(f"out of place: {message}")
+
+    def _description(self, engine: EngineReady, kv_address: str) -> pb.WorkerDescription:
+        config = self._config
+        return pb.WorkerDescription(
+            role=ROLES[config.role],
+            index=config.index,
+            incarnation=self._incarnation,
+            model=config.engine.model,
+            model_fingerprint=engine.model_fingerprint,
+            layout_fingerprint=kv_layout(engine).fingerprint,
+            kv_address=kv_address,
+            block_size=engine.block_size,
+            num_blocks=engine.num_blocks,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=config.engine.max_num_seqs,
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            dtype=engine.dtype,
+            device=config.engine.device,
+            pid=os.getpid(),
+        )

@@ -1,0 +1,221 @@
+"""The process tree of one worker: what its processes share, their start in order, their watch, their end in
+order.
+
+    arena, socket pairs, local socket → engine process (loads the model) → transfer process (needs the KV
+    layout)
+
+`failure` completes with a TreeError as soon as a process dies or falls silent.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Coroutine
+
+import msgspec
+
+from kv_transfer import Arena, KVLayout, TransferConfig, channel_pair, spawn_transfer
+from kv_transfer import Deadlines as TransferDeadlines
+from worker import messages
+from worker.config import WorkerConfig
+from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
+from worker.failure import StartError, TreeError
+from worker.ipc import EngineLink
+from worker.messages import EngineReady, FromEngine
+from worker.processes import ChildProcess, describe_exit, spawn
+from worker.transfer_link import TransferLink
+from worker.watchdog import START_SILENCE, Watchdog
+
+STOP_TIMEOUT = 5.0
+"""For a process that was told to stop, before it is killed."""
+
+
+class WorkerTree:
+    """Owned by the service process; to be used in its main thread."""
+
+    def __init__(self, config: WorkerConfig, engine_module: str, incarnation: int) -> None:
+        self._config = config
+        self._engine_module = engine_module
+        self._incarnation = incarnation
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._engine_stopped = asyncio.Event()
+        self._started = False
+        self._engine: ChildProcess | None = None
+        self._transfer: ChildProcess | None = None
+        self.engine_link = EngineLink(config.run_dir)
+        self._arena = Arena.create(config.kv_slots, config.kv_slot_bytes)
+        self._engine_end, self._transfer_end = channel_pair()
+        service_end, self._transfer_service_end = channel_pair()
+        self.transfer_link = TransferLink(service_end)
+
+    # ------------------------------------------------------------ start
+
+    async def start_engine(self, progress: Callable[[str, float], None]) -> EngineReady:
+        """Raises StartError for what the user can change."""
+        config = self._config
+        name = f"{config.name} engine"
+        start = EngineProcessConfig(
+            name=name,
+            parent_pid=os.getpid(),
+            address=self.engine_link.address,
+            channel_fd=self._engine_end.fileno(),
+            arena_fd=self._arena.fd,
+            kv_slots=config.kv_slots,
+            kv_slot_bytes=config.kv_slot_bytes,
+            trace_path=config.trace_path("engine"),
+            kv_trace_path=config.trace_path("engine-kv"),
+            engine=msgspec.Raw(msgspec.json.encode(config.engine)),
+        )
+        fds = (start.channel_fd, start.arena_fd)
+        self._engine = ChildProcess(
+            name, spawn(self._engine_module, msgspec.json.encode(start), pass_fds=fds)
+        )
+        self._engine_end.close()
+        dog = Watchdog(name, lambda: self._arena.ticks, START_SILENCE)
+        self.watch(dog.watch())
+        self.watch(self._watch_exit(self._engine))
+        while True:
+            message = await self.engine_link.receive()
+            self.engine_link.remove_directory()
+            match message:
+                case messages.Progress(stage, fraction):
+                    progress(stage, fraction)
+                case messages.StartFailed(reason):
+                    raise StartError(reason)
+                case EngineReady():
+                    dog.limit = config.deadlines.engine
+                    self._started = True
+                    return message
+                case _:
+                    raise AssertionError(f"too early: {message}")
+
+    async def start_transfer(self, engine: EngineReady) -> str:
+        """Returns the address of the KV lanes; empty where this role listens for none."""
+        config = self._config
+        name = f"{config.name} transfer"
+        try:
+            start = self._transfer_config(engine)
+        except ValueError as error:
+            raise StartError(f"--kv-slot-bytes, --kv-slots, --kv-lanes: {error}") from error
+        popen = spawn_transfer(
+            start,
+            channel=self._transfer_end,
+            arena=self._arena,
+            service=self._transfer_service_end,
+            secret=config.secret,
+        )
+        self._transfer = ChildProcess(name, popen)
+        self._transfer_end.close()
+        self._transfer_service_end.close()
+        self.watch(self._watch_exit(self._transfer))
+        port = await self.transfer_link.ready()
+        self.watch(Watchdog(name, lambda: self.transfer_link.reports, config.deadlines.engine).watch())
+        return f"{config.reachable_kv_host()}:{port}" if config.role == "prefill" else ""
+
+    def _transfer_config(self, engine: EngineReady) -> TransferConfig:
+        config, deadlines = self._config, self._config.deadlines
+        return TransferConfig(
+            role=config.role,
+            name=config.name,
+            incarnation=self._incarnation,
+            model_fingerprint=engine.model_fingerprint,
+            layout=kv_layout(engine),
+            num_slots=config.kv_slots,
+            slot_bytes=config.kv_slot_bytes,
+            host=config.kv_host or config.host,
+            port=config.kv_port,
+            lanes=config.kv_lanes,
+            deadlines=TransferDeadlines(
+                fetch_wait=deadlines.hold,
+                hold=deadlines.hold,
+                progress=deadlines.transfer,
+                peer_dead=deadlines.peer,
+                engine_dead=deadlines.engine,
+                tombstone=deadlines.tombstone,
+            ),
+            trace_path=config.trace_path("transfer"),
+        )
+
+    def follow(self, deliver: Callable[[FromEngine], None]) -> None:
+        """Gives every further message of the engine to `deliver`, and takes the reports of the transfer
+        process."""
+
+        async def receive() -> None:
+            while True:
+                message = await self.engine_link.receive()
+                if isinstance(message, messages.Stopped):
+                    self._engine_stopped.set()
+                else:
+                    deliver(message)
+
+        self.watch(receive())
+        self.watch(self.transfer_link.receive())
+
+    # ------------------------------------------------------------ watch
+
+    def watch(self, watcher: Coroutine[None, None, None]) -> None:
+        """What ends it unasked ends the tree."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and not self.failure.done():
+                error = task.exception()
+                if error is not None:
+                    self.failure.set_exception(error)
+
+        task = asyncio.create_task(watcher)
+        task.add_done_callback(ended)
+        self._watchers.append(task)
+
+    async def _watch_exit(self, child: ChildProcess) -> None:
+        code = await child.wait()
+        if self._stopping:
+            return
+        if code == EXIT_START_FAILED and not self._started:
+            return  # its StartFailed is on the way
+        raise TreeError(f"{child.name} (pid {child.pid}) {describe_exit(code)}")
+
+    # ------------------------------------------------------------ end
+
+    async def stop(self) -> None:
+        """The engine lets go of what is left, then the transfer process closes its lanes. What does not
+        obey is killed. Nothing for a process that does not run yet."""
+        self._stopping = True
+        if self._engine is not None and self._started:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_engine(), STOP_TIMEOUT)
+            await self._engine.end(STOP_TIMEOUT)
+        if self._transfer is not None:
+            await self.transfer_link.drain(0.0)
+            self.transfer_link.close()
+            await self._transfer.end(STOP_TIMEOUT)
+
+    async def _stop_engine(self) -> None:
+        await self.engine_link.send(messages.Stop())
+        await self._engine_stopped.wait()
+
+    async def kill(self) -> None:
+        """At once, whatever they are doing. Nothing if they have ended."""
+        self._stopping = True
+        for child in (self._engine, self._transfer):
+            if child is not None:
+                child.kill()
+                await child.wait()
+
+    async def close(self) -> None:
+        """After the processes: gives back everything they shared."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        if self.failure.done():
+            self.failure.exception()  # retrieved: it was raised where it was waited for
+        self.engine_link.close()
+        self.transfer_link.close()
+        for end in (self._engine_end, self._transfer_end, self._transfer_service_end):
+            end.close()
+        self._arena.close()
+
+
+def kv_layout(engine: EngineReady) -> KVLayout:
+    return KVLayout(engine.num_layers, engine.num_kv_heads, engine.head_dim, engine.dtype)
