@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.loader.weights import Weights
 from engine.model_config import ModelConfig
+from engine.weights import Weights
 
 
 class Linear:

@@ -1,8 +1,6 @@
-"""The shape of a model, as its `config.json` (or a GGUF's metadata) tells it."""
+"""The shape of a model, in whichever format its checkpoint tells it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,79 +54,3 @@ class ModelConfig:
         mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * (attention + mlp) + embeddings
-
-
-def model_config_from_hf(
-    config: Mapping[str, Any], generation: Mapping[str, Any], source: str
-) -> ModelConfig:
-    """From the parsed `config.json` and `generation_config.json`. Raises `ValueError` naming `source`."""
-    architecture = (config.get("architectures") or ["(none named)"])[0]
-
-    def refuse(what: str) -> None:
-        raise ValueError(f"{source}: {what} is not supported")
-
-    if config.get("quantization_config") is not None:
-        refuse("quantization_config (a quantized checkpoint)")
-    if config.get("hidden_act", "silu") != "silu":
-        refuse(f"hidden_act {config['hidden_act']!r}")
-    if config.get("mlp_bias"):
-        refuse("mlp_bias")
-
-    def integer(name: str, default: int | None = None) -> int:
-        value = config.get(name)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{source}: {name} must be a positive integer, not {value!r}")
-        return value
-
-    num_heads = integer("num_attention_heads")
-    hidden_size = integer("hidden_size")
-    context = integer("max_position_embeddings", 2048)
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        context = min(context, integer("sliding_window"))  # within the window, attention is plain attention
-    # transformers 5 keeps both rope settings in one dictionary, older ones beside each other.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        refuse("partial_rotary_factor")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    shape = ModelConfig(
-        architecture=architecture,
-        num_layers=integer("num_hidden_layers"),
-        hidden_size=hidden_size,
-        intermediate_size=integer("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=integer("num_key_value_heads", num_heads),
-        head_dim=integer("head_dim", hidden_size // num_heads),
-        vocab_size=integer("vocab_size"),
-        max_model_len=context,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_scaling=_rope_scaling(rope, source),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        dtype=config.get("dtype") or config.get("torch_dtype"),
-    )
-    if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
-        refuse(f"{num_heads} heads of {shape.head_dim} on {shape.num_kv_heads} KV heads")
-    return shape
-
-
-def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
-    match rope.get("rope_type", rope.get("type", "default")):
-        case "default":
-            return None
-        case "linear":
-            return RopeScaling("linear", float(rope["factor"]))
-        case "llama3":
-            return RopeScaling(
-                "llama3",
-                float(rope["factor"]),
-                float(rope["low_freq_factor"]),
-                float(rope["high_freq_factor"]),
-                int(rope["original_max_position_embeddings"]),
-            )
-        case other:
-            raise ValueError(
-                f"{source}: rope scaling {other!r} is not supported (default, linear, llama3 are)"
-            )

@@ -12,9 +12,9 @@ from engine.config import EngineConfig
 from engine.loader.dummy import DummyCheckpoint
 from engine.loader.gguf_file import GGUFCheckpoint
 from engine.loader.hf import HFCheckpoint, read_config
-from engine.loader.weights import Checkpoint, Weights
-from engine.models import MODELS
+from engine.models import model_class
 from engine.models.llama import Llama
+from engine.weights import Checkpoint, Weights
 
 __all__ = ["load_model", "open_checkpoint"]
 
@@ -22,21 +22,14 @@ __all__ = ["load_model", "open_checkpoint"]
 def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
     """Reads the model's configuration, no weights yet. Raises `ValueError` saying what is wrong with it."""
     path = _locate(config)
-    checkpoint: Checkpoint
     if path.is_file():
         checkpoint = GGUFCheckpoint(path)
-        if config.load_format == "dummy":
-            checkpoint = DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
-    elif config.load_format == "dummy":
-        checkpoint = DummyCheckpoint(read_config(path), str(path), config.seed, device)
-    else:
-        checkpoint = HFCheckpoint(path)
-    if checkpoint.config.architecture not in MODELS:
-        raise ValueError(
-            f"{checkpoint.source}: architecture {checkpoint.config.architecture} is not supported "
-            f"({', '.join(MODELS)} are)"
-        )
-    return checkpoint
+        if config.load_format == "auto":
+            return checkpoint
+        return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
+    if config.load_format == "auto":
+        return HFCheckpoint(path)
+    return DummyCheckpoint(read_config(path), str(path), config.seed, device)
 
 
 def load_model(
@@ -51,7 +44,7 @@ def load_model(
     otherwise."""
     weights = Weights(checkpoint, dtype, device, progress)
     config = replace(checkpoint.config, max_model_len=max_model_len)
-    model = MODELS[config.architecture](config, weights)
+    model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
     return model, hashlib.sha256(f"{identity} {weights.finish()}".encode()).hexdigest()[:32]
 

@@ -8,7 +8,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.model_config import ModelConfig, model_config_from_hf
+from engine.loader.hf_config import model_config_from_hf
+from engine.model_config import ModelConfig
 
 INDEX = "model.safetensors.index.json"
 

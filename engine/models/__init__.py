@@ -10,3 +10,10 @@ MODELS: dict[str, type[Llama]] = {
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
 }
+
+
+def model_class(architecture: str, source: str) -> type[Llama]:
+    """Raises `ValueError` naming `source`, the checkpoint, if there is none."""
+    if architecture not in MODELS:
+        raise ValueError(f"{source}: architecture {architecture} is not supported ({', '.join(MODELS)} are)")
+    return MODELS[architecture]

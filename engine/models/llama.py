@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers import GatedMLP, Linear, RMSNorm, Rotary, rotate
-from engine.loader.weights import Weights
 from engine.model_config import ModelConfig
+from engine.weights import Weights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q, k, v) → attention output: `engine.attention.paged_attention` on this step's plan."""

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.loader.weights import Weights
 from engine.model_config import ModelConfig
 from engine.models.llama import Llama, LlamaAttention
+from engine.weights import Weights
 
 
 class Qwen3Attention(LlamaAttention):

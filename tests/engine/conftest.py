@@ -1,0 +1,124 @@
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams
+
+torch.set_num_threads(1)
+
+
+@dataclass
+class Result:
+    """All that an engine said about one request."""
+
+    outputs: list[Output] = field(default_factory=list)
+    failed: str | None = None
+    handed_back: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return [output.token for output in self.outputs]
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[-1].finish_reason
+
+
+def run(engine: Engine, requests: Iterable[EngineRequest] = (), **add: Any) -> dict[bytes, Result]:
+    """Adds the requests, steps until nothing can be computed, and sorts what came out by request id."""
+    results: dict[bytes, Result] = {}
+    for request in requests:
+        engine.add(request, **add)
+        results[request.id] = Result()
+    while engine.has_work:
+        step = engine.step()
+        for output in step.outputs:
+            result = results.setdefault(output.id, Result())
+            result.outputs.append(output)
+        for request_id, message in step.failed:
+            results.setdefault(request_id, Result()).failed = message
+        for request_id in step.preempted:
+            results.setdefault(request_id, Result()).handed_back = True
+    return results
+
+
+@pytest.fixture(name="run", scope="session")
+def run_fixture() -> Callable[..., dict[bytes, Result]]:
+    return run
+
+
+def request(
+    number: int, prompt_ids: Iterable[int], output_ids: Iterable[int] = (), **sampling: Any
+) -> EngineRequest:
+    """Greedy unless told otherwise."""
+    priority = sampling.pop("priority", 0)
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    return EngineRequest(number.to_bytes(16), list(prompt_ids), list(output_ids), params, priority)
+
+
+@pytest.fixture(name="request_of", scope="session")
+def request_fixture() -> Callable[..., EngineRequest]:
+    return request
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.4,
+}
+"""Weights this large make the logits of a random model differ enough for greedy decoding to be stable."""
+
+
+def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
+    """Writes a tiny random model in Hugging Face format and returns transformers' own instance of it."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(
+            (".bias", "norm.weight")
+        ):  # transformers begins with zeros and ones, which prove nothing
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(name="save_tiny", scope="session")
+def save_tiny_fixture() -> Callable[..., Any]:
+    return save_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with grouped queries."""
+    directory = tmp_path_factory.mktemp("tiny")
+    save_tiny(directory, "Llama")
+    return directory
+
+
+@pytest.fixture
+def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
+    def make(*, kv_sink: Any = None, tick: Callable[[], None] | None = None, **config: Any) -> Engine:
+        settings: dict[str, Any] = {
+            "model": str(tiny_path),
+            "dtype": "float32",
+            "block_size": 4,
+            "num_blocks": 64,
+        }
+        callbacks = {} if tick is None else {"tick": tick}
+        return Engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, **callbacks)
+
+    return make

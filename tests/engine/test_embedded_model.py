@@ -1,0 +1,37 @@
+"""The real model: tokens equal to transformers', alone, in a crowd, and split over two engines."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig, EngineRequest
+
+GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").read_text())
+"""Made by tests/system/make_goldens.py from transformers, greedily, in float32."""
+
+
+@pytest.fixture(scope="module")
+def engine(embedded_model_path: Path) -> Engine:
+    return Engine(EngineConfig(model=str(embedded_model_path), dtype="float32", num_threads=1))
+
+
+def test_greedy_tokens_equal_transformers(engine: Engine, run: Any, request_of: Any) -> None:
+    """All at once, so chunks of the long prompts share steps with decodes of the others."""
+    requests = [request_of(i, golden["prompt_ids"], max_tokens=32) for i, golden in enumerate(GOLDENS)]
+    results = run(engine, requests)
+    engine.assert_whole()
+    for request, golden in zip(requests, GOLDENS, strict=True):
+        assert results[request.id].tokens == golden["output_ids"], golden.get("prompt", "")[:60]
+
+
+@pytest.mark.parametrize("index", [0, 1, 8, 21])
+def test_greedy_tokens_equal_transformers_alone(
+    engine: Engine, run: Any, request_of: Any, index: int
+) -> None:
+    golden = GOLDENS[index]
+    request = request_of(1, golden["prompt_ids"], max_tokens=32)
+    assert run(engine, [request])[request.id].tokens == golden["output_ids"]
+    engine.assert_whole()
