@@ -1,0 +1,19 @@
+"""One command runs the whole cluster, and each role alone.
+
+Life of a cluster (`baton serve`):
+
+1. `cli` turns flags, `BATON_*` variables and a TOML file into option groups (`options`, `parameters`);
+   `model` finds and verifies the model before anything starts.
+2. `rundir` makes a private directory that holds everything the cluster leaves on disk.
+3. `local_ray` starts Ray inside that directory (or `serve` joins the one at `--ray-address`), and
+   `actors` places one actor per worker and router.
+4. Each actor runs one `role_process`: exactly the command that a user would type (`baton prefill …`),
+   as a child that reports its progress and its addresses over a pipe, and is started again, as a new
+   incarnation, when it dies (`backoff` says when).
+5. `supervisor` follows all of them, keeps the registry, and gives every router the list of workers.
+6. On Ctrl-C or SIGTERM `serve` stops routers, then workers, then Ray, waits until the last process of the
+   tree is gone (`processes`), and removes the run directory.
+
+Tokens and KV never pass through here. `ray` is imported only where it is used, so that `baton router`,
+`baton prefill` and `baton decode` run without it.
+"""

@@ -1,0 +1,127 @@
+"""`baton chat`: a chat in the terminal with anything that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from cluster.http import checked, session
+from cluster.options import ChatOptions, EndpointOptions
+
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
+
+
+def run(endpoint: EndpointOptions, options: ChatOptions) -> int:
+    model = options.chat_model or asyncio.run(first_model(endpoint))
+    chat = Chat(endpoint, options, model)
+    if options.message is not None:
+        chat.turn(options.message)
+        return 0
+    print(f"{model} at {endpoint.url}. Ctrl-C interrupts an answer, Ctrl-D ends the chat.")
+    try:
+        while True:
+            if question := input("\n> ").strip():
+                try:
+                    chat.turn(question)
+                except ValueError as error:
+                    print(f"Error: {error}", file=sys.stderr)
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return 0
+
+
+class Chat:
+    """One conversation: its messages so far."""
+
+    def __init__(self, endpoint: EndpointOptions, options: ChatOptions, model: str) -> None:
+        self._endpoint = endpoint
+        self._options = options
+        self._model = model
+        self._messages: list[dict[str, str]] = []
+        if options.system is not None:
+            self._messages.append({"role": "system", "content": options.system})
+
+    def turn(self, question: str) -> None:
+        """One question and its streamed answer. An interrupted answer stays as far as it got."""
+        answer = Answer()
+        asked = {"role": "user", "content": question}
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(answer.stream(self._endpoint, self._request([*self._messages, asked])))
+        self._messages += [asked, {"role": "assistant", "content": answer.text}]
+        print(f"\n{answer.figures()}", file=sys.stderr)
+
+    def _request(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        request: dict[str, Any] = {
+            "model": self._model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for name in ("max_tokens", "temperature"):
+            if (value := getattr(self._options, name)) is not None:
+                request[name] = value
+        return request
+
+
+class Answer:
+    """A streamed answer: its text, and when its tokens came."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._asked = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._asked
+        self._tokens: int | None = None  # as the server counts, once it said
+
+    async def stream(self, endpoint: EndpointOptions, request: dict[str, Any]) -> None:
+        """Prints the answer as it comes. Raises ValueError when there is none."""
+        async with (
+            session(endpoint, TIMEOUT) as client,
+            client.post("v1/chat/completions", json=request) as response,
+        ):
+            async for event in events(await checked(response)):
+                self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            raise ValueError(event["error"]["message"])
+        if usage := event.get("usage"):
+            self._tokens = usage["completion_tokens"]
+        for choice in event.get("choices", ()):
+            if piece := choice["delta"].get("content"):
+                self._last = time.perf_counter()
+                self._first = self._first or self._last
+                self.text += piece
+                print(piece, end="", flush=True)
+
+    def figures(self) -> str:
+        """Time to the first token, and tokens per second after it."""
+        if self._first is None:
+            return "(no answer)"
+        shown = f"(first token after {(self._first - self._asked) * 1000:.0f} ms"
+        if self._tokens is not None and self._tokens > 1 and self._last > self._first:
+            rate = (self._tokens - 1) / (self._last - self._first)
+            shown += f", {self._tokens} tokens, then {rate:.1f} tokens/s"
+        return shown + ")"
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON bodies of a stream of server-sent events, up to [DONE]."""
+    async for line in response.content:
+        if line.startswith(b"data:"):
+            body = line.removeprefix(b"data:").strip()
+            if body == b"[DONE]":
+                return
+            yield json.loads(body)
+
+
+async def first_model(endpoint: EndpointOptions) -> str:
+    async with session(endpoint, TIMEOUT) as client, client.get("v1/models") as response:
+        return (await (await checked(response)).json())["data"][0]["id"]

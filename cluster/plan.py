@@ -1,0 +1,108 @@
+"""From the options of `baton serve` to the exact command of every process it starts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from cluster import model, options
+from cluster.parameters import to_argv
+
+RoleName = Literal["prefill", "decode", "router"]
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One role to keep running: `baton ROLE ARGS…`, plus what only its own machine can tell."""
+
+    role: RoleName
+    index: int
+    args: tuple[str, ...]
+    environment: Mapping[str, str] = field(repr=False)  # secrets: never in argv
+    gpus: int = 0
+    cpus: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `baton serve` was asked for."""
+
+    model: options.ModelOptions
+    pool: options.PoolOptions
+    front: options.FrontOptions
+    engine: options.EngineOptions
+    transfer: options.TransferOptions
+    deadlines: options.DeadlineOptions
+    secret: options.SecretOptions
+    run_dir: options.RunDirOptions
+    logs: options.LogOptions
+    traces: options.TraceOptions
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine reach the router."""
+        host = "127.0.0.1" if self.front.host in ("", "0.0.0.0", "::") else self.front.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.front.port}"
+
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.model.served_model_name or model.resolve(self.model.model).name
+
+    def roles(self) -> list[RoleSpec]:
+        """The workers, then the router. Raises ValueError for a model or a secret that cannot be used."""
+        found = model.resolve(self.model.model)
+        named = replace(
+            self.model,
+            model=found.location,
+            served_model_name=self.served_name(),
+        )
+        device = self.engine.device or default_device()
+        engine = replace(
+            self.engine, device=device, num_threads=self.engine.num_threads or self._threads(device)
+        )
+        shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}
+        worker_args = tuple(to_argv(named, engine, self.transfer, self.deadlines, self.traces))
+        workers = [
+            RoleSpec(
+                role,
+                index,
+                worker_args,
+                shared,
+                gpus=engine.tensor_parallel_size if device.startswith("cuda") else 0,
+                cpus=engine.num_threads or 1,
+            )
+            for role, count in (("prefill", self.pool.prefill), ("decode", self.pool.decode))
+            for index in range(count)
+        ]
+        front = replace(self.front, api_key=[])
+        keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
+        router = RoleSpec("router", 0, tuple(to_argv(named, front)), shared | keys)
+        return [*workers, router]
+
+    def _cluster_secret(self) -> str:
+        from rpc.auth import SECRET_VARIABLE, load_secret
+
+        if self.secret.cluster_secret_file is not None or SECRET_VARIABLE in os.environ:
+            return load_secret(self.secret.cluster_secret_file).decode()
+        return secrets.token_hex(32)  # all that need it are started from here
+
+    def _threads(self, device: str) -> int:
+        """Each engine's share of the cores: engines that all use all of them only get in each other's way."""
+        if device.startswith("cuda"):
+            return 1
+        cores = len(os.sched_getaffinity(0))
+        return max(1, cores // (self.pool.prefill + self.pool.decode))
+
+
+def default_device() -> str:
+    """ "cuda" where the driver shows a GPU and the user does not hide it; told without importing torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "cuda" if not hidden and any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"

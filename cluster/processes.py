@@ -1,0 +1,99 @@
+"""What /proc says about our own process tree. Only descendants are ever looked at, or killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    pid: int
+    parent: int
+    name: str
+    alive: bool  # False: a zombie
+
+
+def _all_processes() -> list[Process]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:
+            continue  # gone since the directory was read
+        # The name is in parentheses and may contain anything, parentheses too.
+        name, _, rest = stat.partition("(")[2].rpartition(")")
+        state, parent = rest.split()[:2]
+        found.append(Process(int(entry.name), int(parent), name, state != "Z"))
+    return found
+
+
+def descendants(pid: int) -> list[Process]:
+    """All processes below `pid`, zombies included."""
+    children: dict[int, list[Process]] = {}
+    for process in _all_processes():
+        children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    todo = [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += [process.pid for process in below]
+    return found
+
+
+class OrphanReaper:
+    """Reaps orphans that became our children (see `lifeline.adopt_orphans`), and watches our own.
+
+    Children that existed before `install` belong to whoever started them, who waits for them too; when one of
+    Ray's two servers among them dies, `on_loss` is called with its name.
+    """
+
+    def __init__(self, on_loss: Callable[[str], None]) -> None:
+        self._on_loss = on_loss
+        self._own: set[int] = set()
+
+    def install(self) -> None:
+        self._own = {p.pid for p in descendants(os.getpid()) if p.parent == os.getpid()}
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
+
+    def _reap(self) -> None:
+        for process in descendants(os.getpid()):
+            if process.alive or process.parent != os.getpid():
+                continue
+            if process.pid not in self._own:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process.pid, os.WNOHANG)
+            elif process.name in ("raylet", "gcs_server"):
+                self._on_loss(process.name)
+
+
+def end_descendants(patience: float, hurry: threading.Event) -> list[str]:
+    """Waits until no descendant is left; kills what is still there after `patience` seconds, or on `hurry`.
+
+    For the very end of a process that adopts orphans: it reaps every child. Returns the names of the killed.
+    """
+    deadline = time.monotonic() + patience
+    killed: dict[int, str] = {}
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        alive = [process for process in descendants(os.getpid()) if process.alive]
+        if not alive:
+            return sorted(killed.values())
+        if hurry.is_set() or time.monotonic() >= deadline:
+            for process in alive:
+                killed[process.pid] = process.name
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.02)  # what is not our own child gives no event when it ends

@@ -1,0 +1,207 @@
+"""One role as a child process: started, followed over its ready pipe, started again when it dies.
+
+Life: starting ─ready line→ ready ─exit→ waiting ─backoff→ starting …; `stop` ends it for good: → stopped.
+Nothing here knows Ray: an actor runs one of these, and tests run it directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.backoff import RestartPolicy
+
+Phase = Literal["starting", "ready", "waiting", "stopped"]
+
+_MAX_LINE = 1 << 16  # of the ready pipe: our own child writes it, but a bound costs nothing
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """A snapshot, as it travels to the supervisor. `token` changes with every change, across actors too."""
+
+    token: str
+    phase: Phase
+    stage: str = "starting"
+    fraction: float = 0.0
+    ready: Mapping[str, Any] | None = None  # what the role reported: addresses, incarnation, pid
+    pid: int | None = None
+    restarts: int = 0
+    error: str = ""  # why the last run ended, for people; "" until one did
+    crash_loop: bool = False
+    seconds_to_ready: float | None = None  # of the current run
+
+
+class RoleProcess:
+    """Runs `command --ready-fd N` until `stop`. Lives in one event loop.
+
+    The child gets a session of its own, so that a Ctrl-C in the terminal reaches it only through us. It dies
+    with the *thread* that spawned it (see `lifeline`), so the loop must run in a thread that lives as long as
+    the process.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, policy: RestartPolicy
+    ) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._log = log
+        self._policy = policy
+        self._epoch = os.urandom(8).hex()
+        self._changes = 0
+        self._changed = asyncio.Condition()
+        self._state = RoleState(token=f"{self._epoch}.0", phase="starting")
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        assert self._task is None, "a RoleProcess starts once"
+        self._task = asyncio.create_task(self._supervise())
+
+    @property
+    def started(self) -> bool:
+        return self._task is not None
+
+    @property
+    def state(self) -> RoleState:
+        return self._state
+
+    async def changed(self, token: str) -> RoleState:
+        """Waits until the state is another than the one with this token, and returns it."""
+        if self._state.token == token:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._state.token != token)
+        return self._state
+
+    async def stop(self, signum: int, grace: float) -> None:
+        """Ends the child with `signum`, after `grace` seconds with SIGKILL. May be repeated."""
+        self._stopping.set()
+        if self._task is None:
+            return
+        if self._popen is not None:
+            self._signal(signum)
+        done, _ = await asyncio.wait([self._task], timeout=grace)
+        if not done:
+            self._kill_tree()
+            await self._task
+        self._task.result()
+
+    async def _supervise(self) -> None:
+        restarts = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            why = await self._run_once(restarts)
+            if self._stopping.is_set():
+                break
+            restarts += 1
+            now = time.monotonic()
+            delay = self._policy.crashed(now, now - started)
+            loop = self._policy.crash_loop(now)
+            await self._set(
+                phase="waiting", ready=None, pid=None, error=why, restarts=restarts, crash_loop=loop
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+        await self._set(phase="stopped", ready=None, pid=None)
+
+    async def _run_once(self, restarts: int) -> str:
+        """One life of the child. Returns why it ended."""
+        started = time.monotonic()
+        read_end, write_end = os.pipe()
+        try:
+            with self._log.open("ab") as log:
+                # Blocks for the milliseconds of a fork, but must be in this thread: the child dies with it.
+                self._popen = subprocess.Popen(  # noqa: ASYNC220
+                    [*self._command, "--ready-fd", str(write_end)],
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(write_end,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(write_end)
+        popen = self._popen
+        await self._set(
+            phase="starting", stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
+            restarts=restarts,
+        )  # fmt: skip
+        said = asyncio.create_task(self._follow(read_end, started))
+        await _exited(popen.pid)
+        self._kill_tree()  # before the pid is reaped, so that the group cannot be somebody else's
+        code = popen.wait()
+        self._popen = None
+        return await said or describe_exit(code)
+
+    async def _follow(self, read_end: int, started: float) -> str:
+        """Reads the ready pipe to its end. Returns the role's own words on why it failed, if it had any."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=_MAX_LINE)
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+        )
+        error = ""
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
+                if "ready" in message:
+                    took = time.monotonic() - started
+                    await self._set(
+                        phase="ready", stage="ready", fraction=1.0, ready=message["ready"],
+                        seconds_to_ready=took,
+                    )  # fmt: skip
+                elif "stage" in message:
+                    await self._set(stage=str(message["stage"]), fraction=float(message["fraction"]))
+                elif "error" in message:
+                    error = str(message["error"])
+        except (ValueError, KeyError, TypeError) as broken:
+            error = f"wrote something else than the ready protocol to its pipe: {broken}"
+        finally:
+            transport.close()
+        return error
+
+    async def _set(self, **changes: Any) -> None:
+        self._changes += 1
+        async with self._changed:
+            self._state = replace(self._state, token=f"{self._epoch}.{self._changes}", **changes)
+            self._changed.notify_all()
+
+    def _signal(self, signum: int) -> None:
+        assert self._popen is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._popen.pid, signum)
+
+    def _kill_tree(self) -> None:
+        if self._popen is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+
+
+async def _exited(pid: int) -> None:
+    """Returns as soon as our child `pid` is dead; it stays a zombie, for its parent to reap."""
+    loop = asyncio.get_running_loop()
+    dead = asyncio.Event()
+    pidfd = os.pidfd_open(pid)
+    loop.add_reader(pidfd, dead.set)
+    try:
+        await dead.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+def describe_exit(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with {code}"

@@ -1,0 +1,105 @@
+"""What one actor does: keeps one role running on its machine, and tells routers there who the workers are.
+
+A plain class, so that tests and actors run the same thing (`actors` wraps it).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import cluster
+from cluster.backoff import RestartPolicy
+from cluster.parameters import role_environment, to_argv
+from cluster.plan import RoleSpec
+from cluster.role_process import RoleProcess, RoleState
+from cluster.rundir import RunDir
+
+PACKAGES = str(Path(cluster.__file__).parents[1])
+
+
+def baton_command(*args: str) -> list[str]:
+    """The command that a user would type, by way of this interpreter."""
+    return [sys.executable, "-m", "cluster.cli", *args]
+
+
+def own_address(peer: str) -> str:
+    """The address of the interface that leads to `peer` ("host:port"). Sends nothing."""
+    host, _, port = peer.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return probe.getsockname()[0]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    draft = path.with_suffix(".new")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+class RoleRunner:
+    """Owns one role's process, its log, and for a router the file of workers.
+
+    `directory` is private to the cluster, for sockets and the workers file; None makes one on this machine.
+    `logs` is where logs go; None is `logs` in that directory. `peer` is an address ("host:port") that every
+    machine of the cluster can reach: it decides on which interface a worker listens. None keeps the whole
+    cluster on 127.0.0.1.
+    """
+
+    def __init__(
+        self,
+        spec: RoleSpec,
+        directory: Path | None = None,
+        logs: Path | None = None,
+        peer: str | None = None,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self._run_dir: RunDir | None = None
+        if directory is None:
+            self._run_dir = RunDir.create(None)
+            directory = self._run_dir.path
+        logs = logs or directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        own: dict[str, object] = {"index": spec.index}
+        if spec.role == "router":
+            self._workers_file = directory / f"router-{spec.index}.workers"
+            write_atomically(self._workers_file, "")
+            own["workers_file"] = self._workers_file
+        else:
+            own |= {"run_dir": directory, "host": own_address(peer) if peer else None}
+        environment = role_environment(
+            os.environ,
+            # The same packages as here, whatever the working directory holds: a file rpc.py, for example.
+            PYTHONPATH=PACKAGES,
+            PYTHONSAFEPATH="1",
+            # Ray limits OpenMP to one thread in its workers; the role decides for itself (--num-threads).
+            OMP_NUM_THREADS=str(spec.cpus),
+            **spec.environment,
+        )
+        self._process = RoleProcess(
+            baton_command(spec.role, *spec.args, *to_argv(**own)),
+            environment,
+            logs / f"{spec.role}-{spec.index}.log",
+            policy or RestartPolicy(),
+        )
+
+    async def start(self) -> RoleState:
+        """Starts the role, unless it is started. A second supervisor finds it as the first one left it."""
+        if not self._process.started:
+            self._process.start()
+        return self._process.state
+
+    async def changed(self, token: str) -> RoleState:
+        """Waits until the role's state is another than the one with this token."""
+        return await self._process.changed(token)
+
+    async def set_workers(self, addresses: Sequence[str]) -> None:
+        write_atomically(self._workers_file, "".join(f"{address}\n" for address in addresses))
+
+    async def stop(self, signum: int, grace: float) -> None:
+        await self._process.stop(signum, grace)
+        if self._run_dir is not None:
+            self._run_dir.remove()

@@ -1,0 +1,198 @@
+"""`baton serve`: everything on this machine, from the first check to the last process gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import urllib.request
+from collections import deque
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import setproctitle
+
+from cluster.display import Display
+from cluster.lifeline import adopt_orphans
+from cluster.local_ray import LocalRay
+from cluster.plan import Plan, RoleSpec
+from cluster.processes import OrphanReaper, end_descendants
+from cluster.role_process import RoleState
+from cluster.rundir import RunDir
+from cluster.signals import StopSignals
+from cluster.supervisor import Supervisor
+
+CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
+RAY_GRACE = 10.0  # seconds for Ray's agents to notice that their raylet is gone; they need about two
+LOG_TAIL = 20  # lines of the log that are shown of a role that cannot start
+
+
+def run(plan: Plan) -> int:
+    """Runs the cluster until it is told to stop; returns the exit code.
+
+    Raises ValueError, before anything is started, for what the user can put right.
+    """
+    setproctitle.setproctitle("baton: serve")
+    roles = plan.roles()
+    check_port(plan.front.host, plan.front.port)
+    return asyncio.run(LocalCluster(plan, roles).run())
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ValueError when the router could not listen there. (Routers share a port; this does not.)"""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"--port {port}: cannot listen on {host}:{port} ({error.strerror}); "
+                "choose another --port or --host, or stop what listens there"
+            ) from error
+
+
+class CannotStart(Exception):
+    """The cluster cannot start, or not go on; the message is for the user."""
+
+
+class LocalCluster:
+    """One run. Owns the run directory, Ray, and through the supervisor every role."""
+
+    def __init__(self, plan: Plan, roles: list[RoleSpec]) -> None:
+        self._plan = plan
+        self._roles = roles
+        self._display = Display()
+        self._signals = StopSignals()
+        self._changed = asyncio.Event()
+        self._failure: CannotStart | None = None
+        self._up = False
+
+    async def run(self) -> int:
+        self._signals.install()
+        adopt_orphans()
+        run_dir = RunDir.create(self._plan.run_dir.run_dir)
+        self._logs = (self._plan.logs.log_dir or run_dir.path / "logs").absolute()
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            async with contextlib.AsyncExitStack() as to_stop:
+                await self._serve(run_dir, to_stop)
+                self._display.line("Stopping …")
+        except CannotStart as failure:
+            self._display.error(str(failure))
+            return 1
+        finally:
+            killed = await asyncio.to_thread(end_descendants, RAY_GRACE, self._signals.hurry_threads)
+            if killed and not self._signals.hurry.is_set():
+                self._display.line(f"Killed what did not end by itself: {', '.join(killed)}")
+            run_dir.remove()
+        self._display.line("Stopped.")
+        return 0
+
+    async def _serve(self, run_dir: RunDir, to_stop: contextlib.AsyncExitStack) -> None:
+        """Returns when a signal says stop; `to_stop` then ends, in reverse order, what was started."""
+        with self._display:
+            self._display.stage("ray", "starting", 0.0)
+            cpus, gpus = sum(role.cpus for role in self._roles), sum(role.gpus for role in self._roles)
+            ray = LocalRay(run_dir.directory("r"), cpus, gpus)
+            to_stop.push_async_callback(ray.stop)
+            await ray.start()
+            self._display.stage("ray", "ready", 1.0)
+            OrphanReaper(self._ray_lost).install()
+            if self._signals.stop.is_set():
+                return
+            from cluster.actors import place  # imports ray
+
+            sockets = run_dir.directory("run")
+            handles = [(role, place(role, sockets, self._logs)) for role in self._roles]
+            supervisor = Supervisor(handles, self._observe)
+            following = asyncio.create_task(supervisor.run())
+            to_stop.push_async_callback(self._stop_roles, supervisor, following)
+            await self._until(self._ready(supervisor), following)
+        if self._signals.stop.is_set():
+            return
+        self._up = True
+        self._display.ready(self._plan, self._logs)
+        await self._until(self._forever(), following)
+
+    async def _ready(self, supervisor: Supervisor) -> None:
+        while not all(state.phase == "ready" for _, state in supervisor.states()):
+            await self._next_change()
+        # The router is attaching to the workers; nothing tells us when it has.
+        while not await asyncio.to_thread(_answers, f"{self._plan.url}/ready"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def _forever(self) -> None:
+        while True:
+            await self._next_change()
+
+    async def _next_change(self) -> None:
+        """Waits for a change of any role. Raises CannotStart when it was for the worse."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _until(self, what: Coroutine[Any, Any, None], following: asyncio.Task[None]) -> None:
+        """Waits for `what` or for a signal to stop. Raises what `what` or the supervisor raises."""
+        task = asyncio.create_task(what)
+        stop = asyncio.create_task(self._signals.stop.wait())
+        done, _ = await asyncio.wait({task, stop, following}, return_when=asyncio.FIRST_COMPLETED)
+        task.cancel()
+        stop.cancel()
+        for finished in done:
+            finished.result()
+
+    async def _stop_roles(self, supervisor: Supervisor, following: asyncio.Task[None]) -> None:
+        """Ctrl-C cancels what runs, SIGTERM lets it finish; the second signal ends all of it."""
+        drain = self._signals.first == signal.SIGTERM and self._signals.stop.is_set()
+        grace = self._plan.deadlines.drain_timeout + CANCEL_GRACE if drain else CANCEL_GRACE
+        signum = signal.SIGTERM if drain else signal.SIGINT
+        stopping = asyncio.create_task(supervisor.stop(signum, grace))
+        hurry = asyncio.create_task(self._signals.hurry.wait())
+        await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not stopping.done():
+            await supervisor.stop(signal.SIGKILL, 0)
+        await stopping
+        await following
+
+    def _observe(self, role: RoleSpec, state: RoleState) -> None:
+        """Shows what a role does; before all are ready, one that ends is a failed start."""
+        self._changed.set()
+        if self._signals.stop.is_set():
+            return
+        if not self._up:
+            self._display.stage(role.name, state.stage, state.fraction)
+            if state.phase == "waiting":
+                log = self._logs / f"{role.role}-{role.index}.log"
+                self._failure = CannotStart(f"{role.name}: {state.error}\n{_tail(log)}")
+        elif state.phase == "waiting":
+            loop = " It keeps crashing; see its log." if state.crash_loop else ""
+            self._display.line(f"{role.name}: {state.error}; starting it again.{loop}")
+        elif state.phase == "ready":
+            self._display.line(f"{role.name}: ready again after {state.seconds_to_ready:.1f} s")
+
+    def _ray_lost(self, name: str) -> None:
+        if not self._signals.stop.is_set():
+            self._failure = CannotStart(f"Ray's {name} died")
+            self._changed.set()
+
+
+def _answers(url: str) -> bool:
+    """Whether a GET succeeds now."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def _tail(log: Path) -> str:
+    try:
+        with log.open(errors="replace") as lines:
+            last = deque(lines, LOG_TAIL)
+    except FileNotFoundError:
+        return ""
+    return f"The end of {log.name}:\n" + "".join(f"  {line}" for line in last)
