@@ -4,12 +4,15 @@ Built by the command line (flags over environment over file) and handed to `pref
 `decode_worker.main`. Errors are `ValueError`s that name the flag as a user types it.
 """
 
+from __future__ import annotations
+
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from engine import EngineConfig
+if TYPE_CHECKING:  # the service process never needs torch, and the engine process ties itself to its parent before
+    from engine import EngineConfig
 
 Role = Literal["prefill", "decode"]
 

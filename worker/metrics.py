@@ -58,7 +58,7 @@ class Metrics(Collector):
             server.server_close()
             thread.join()
 
-    def describe(self, engine: EngineReady, prefix_caching: bool) -> None:
+    def cache_config(self, engine: EngineReady, prefix_caching: bool) -> None:
         self._cache_config = {
             "block_size": str(engine.block_size),
             "num_gpu_blocks": str(engine.num_blocks),

@@ -104,7 +104,7 @@ class Service:
         engine = await self._tree.start_engine(self._ready.stage)
         self._ready.stage("starting the transfer process", 0.0)
         kv_address = await self._tree.start_transfer(engine)
-        self._metrics.describe(engine, config.engine.enable_prefix_caching)
+        self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
         self._routers = AttachService(
             self,
             config.role,

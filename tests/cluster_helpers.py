@@ -1,0 +1,334 @@
+"""Real workers for tests: process trees started as a supervisor would, driven over gRPC as a router would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import psutil
+
+import rpc
+from rpc import worker_pb2 as pb
+from rpc.worker_pb2_grpc import WorkerStub
+
+SECRET = b"a secret of the tests, no other"
+START_TIMEOUT = 60.0
+DEADLINE_MS = 60_000
+ENGINE: dict[str, Any] = {"dtype": "float32", "num_blocks": 512, "num_threads": 1}
+
+_ENTRY = """
+import importlib, json, sys
+from engine import EngineConfig
+from worker import Deadlines, WorkerConfig
+given = json.load(sys.stdin)
+config = WorkerConfig(
+    engine=EngineConfig(**given.pop("engine")),
+    deadlines=Deadlines(**given.pop("deadlines")),
+    secret=given.pop("secret").encode(),
+    **given,
+)
+sys.exit(importlib.import_module(config.role + "_worker").main(config))
+"""
+
+
+@dataclass
+class WorkerProcess:
+    """A worker's process tree. `ready` is what it told on its ready descriptor."""
+
+    popen: subprocess.Popen[bytes]
+    log: Path
+    run_dir: Path
+    told: list[dict[str, Any]]
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        return self.told[-1]["ready"]
+
+    @property
+    def address(self) -> str:
+        return self.ready["address"]
+
+    def child(self, kind: str) -> psutil.Process:
+        """Its "engine" or its "transfer" process."""
+        return next(p for p in self.tree()[1:] if p.cmdline()[0].endswith(kind))
+
+    def tree(self) -> list[psutil.Process]:
+        service = psutil.Process(self.popen.pid)
+        return [service, *service.children(recursive=True)]
+
+    def stop(self, how: signal.Signals = signal.SIGTERM, timeout: float = 30.0) -> int:
+        """Signals the service process if it still runs; returns its exit code."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(how)
+        return self.popen.wait(timeout)
+
+
+def start_worker(
+    role: str,
+    model: Path,
+    directory: Path,
+    *,
+    index: int = 0,
+    engine: dict[str, Any] | None = None,
+    deadlines: dict[str, float] | None = None,
+    secret: bytes = SECRET,
+    wait: bool = True,
+    **settings: Any,
+) -> WorkerProcess:
+    """Starts a worker on free ports of 127.0.0.1; `settings` are fields of WorkerConfig."""
+    directory.mkdir(parents=True, exist_ok=True)
+    run_dir = directory / "run"
+    run_dir.mkdir(exist_ok=True)
+    read_fd, write_fd = os.pipe()
+    config = {
+        "role": role,
+        "index": index,
+        "engine": {"model": str(model)} | ENGINE | (engine or {}),
+        "deadlines": deadlines or {},
+        "secret": secret.decode(),
+        "run_dir": str(run_dir),
+        "ready_fd": write_fd,
+        **settings,
+    }
+    log = directory / f"{role}-{index}.log"
+    with log.open("ab") as output:
+        popen = subprocess.Popen(
+            [sys.executable, "-c", _ENTRY],
+            stdin=subprocess.PIPE,
+            stderr=output,
+            stdout=output,
+            pass_fds=(write_fd,),
+        )
+    os.close(write_fd)
+    assert popen.stdin is not None
+    popen.stdin.write(json.dumps(config).encode())
+    popen.stdin.close()
+    worker = WorkerProcess(popen, log, run_dir, [])
+    with os.fdopen(read_fd, "rb") as pipe:
+        if wait:
+            worker.told = [json.loads(line) for line in pipe]  # ends with the ready line, or with the process
+            if "ready" not in (worker.told or [{}])[-1]:
+                popen.kill()
+                raise AssertionError(f"{role} did not start: {worker.told}\n{log.read_text()}")
+    return worker
+
+
+def processes_named(prefix: str) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith(prefix)]
+
+
+def sampling(**fields: Any) -> pb.SamplingParams:
+    """Greedy and 16 tokens unless told otherwise."""
+    defaults: dict[str, Any] = {"top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 16}
+    return pb.SamplingParams(**(defaults | fields))
+
+
+def request(
+    prompt_ids: Sequence[int],
+    params: pb.SamplingParams,
+    output_ids: Sequence[int] = (),
+    timeout_ms: int = DEADLINE_MS,
+) -> pb.Request:
+    return pb.Request(
+        request_id=os.urandom(16),
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
+        sampling=params,
+        timeout_ms=timeout_ms,
+    )
+
+
+@dataclass
+class Seen:
+    """One message from a worker about one attempt, and when it came (time.monotonic())."""
+
+    message: pb.TokenEvent | pb.Reserved | pb.AttemptFailed
+    at: float
+
+
+@dataclass
+class WorkerStream:
+    """One Attach call. What arrives is sorted by attempt id."""
+
+    call: grpc.aio.StreamStreamCall
+    stub: WorkerStub
+    steps: list[pb.StepOutput] = field(default_factory=list)
+    statuses: list[pb.WorkerStatus] = field(default_factory=list)
+    events: defaultdict[bytes, asyncio.Queue[Seen]] = field(
+        default_factory=lambda: defaultdict(asyncio.Queue)
+    )
+
+    async def send(self, **kind: Any) -> None:
+        await self.call.write(pb.RouterMessage(**kind))
+
+    async def submit_prefill(self, req: pb.Request, *, handover: bool) -> bytes:
+        prefill_id = os.urandom(16)
+        await self.send(prefill=pb.SubmitPrefill(prefill_id=prefill_id, request=req, handover=handover))
+        return prefill_id
+
+    async def submit_decode(self, req: pb.Request, source: pb.PrefillSource) -> bytes:
+        decode_id = os.urandom(16)
+        await self.send(decode=pb.SubmitDecode(decode_id=decode_id, request=req, source=source))
+        return decode_id
+
+    async def cancel(self, attempt_id: bytes) -> None:
+        await self.send(cancel=pb.Cancel(attempt_id=attempt_id))
+
+    async def next(self, attempt_id: bytes, timeout: float = 30.0) -> Seen:
+        return await asyncio.wait_for(self.events[attempt_id].get(), timeout)
+
+    async def token(self, attempt_id: bytes) -> tuple[pb.TokenEvent, float]:
+        """The attempt's next message, which must be a token, and when it came."""
+        seen = await self.next(attempt_id)
+        assert isinstance(seen.message, pb.TokenEvent), seen.message
+        return seen.message, seen.at
+
+    async def tokens(self, attempt_id: bytes) -> list[tuple[pb.TokenEvent, float]]:
+        """All tokens up to the one that finishes the request."""
+        tokens = [await self.token(attempt_id)]
+        while not tokens[-1][0].finish_reason:
+            tokens.append(await self.token(attempt_id))
+        return tokens
+
+    async def reserved(self, decode_id: bytes) -> None:
+        """The attempt's next message, which must be Reserved."""
+        message = (await self.next(decode_id)).message
+        assert isinstance(message, pb.Reserved), message
+
+    async def failure(self, attempt_id: bytes) -> pb.AttemptFailed:
+        """The attempt's next message, which must be its failure."""
+        message = (await self.next(attempt_id)).message
+        assert isinstance(message, pb.AttemptFailed), message
+        return message
+
+    async def read(self) -> None:
+        """Until the worker ends the stream."""
+        async for message in self.call:
+            now = time.monotonic()
+            match message.WhichOneof("kind"):
+                case "step":
+                    self.steps.append(message.step)
+                    for token in message.step.tokens:
+                        self.events[token.attempt_id].put_nowait(Seen(token, now))
+                case "reserved":
+                    self.events[message.reserved.decode_id].put_nowait(Seen(message.reserved, now))
+                case "failed":
+                    self.events[message.failed.attempt_id].put_nowait(Seen(message.failed, now))
+                case "status":
+                    self.statuses.append(message.status)
+
+
+@asynccontextmanager
+async def attached(worker: WorkerProcess, secret: bytes = SECRET) -> AsyncIterator[WorkerStream]:
+    """A router's stream to a worker; leaving it ends the stream."""
+    async with rpc.connect(worker.address, secret) as channel:
+        stub = WorkerStub(channel)
+        call = stub.Attach()  # pyrefly: ignore[missing-argument]  (it is written to)
+        stream = WorkerStream(call, stub)
+        await stream.send(hello=pb.RouterHello(router_id=os.urandom(16)))
+        reading = asyncio.create_task(stream.read())
+        try:
+            yield stream
+        finally:
+            call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    finish_reason: int
+    ttft: float  # seconds from submission to prefill's token
+    handover: float  # seconds from prefill's token to decode's second; 0 if there was none
+    first: pb.TokenEvent  # prefill's
+    decoded: list[pb.TokenEvent]
+
+
+@dataclass
+class Pair:
+    """What a router knows of one prefill and one decode worker."""
+
+    prefill: WorkerStream
+    decode: WorkerStream
+    kv_address: str
+    incarnation: int
+
+    def source(self, prefill_id: bytes) -> pb.PrefillSource:
+        return pb.PrefillSource(
+            prefill_id=prefill_id, kv_address=self.kv_address, incarnation=self.incarnation
+        )
+
+    async def submit(self, req: pb.Request) -> tuple[bytes, bytes]:
+        """To both at the same time; the prefill id and the decode id."""
+        prefill_id = await self.prefill.submit_prefill(req, handover=True)
+        return prefill_id, await self.decode.submit_decode(req, self.source(prefill_id))
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: pb.SamplingParams, output_ids: Sequence[int] = ()
+    ) -> Answer:
+        started = time.monotonic()
+        prefill_id, decode_id = await self.submit(request(prompt_ids, params, output_ids))
+        await self.decode.reserved(decode_id)
+        first, first_at = await self.prefill.token(prefill_id)
+        if first.finish_reason:
+            await self.decode.cancel(decode_id)
+            return Answer([first.token_id], first.finish_reason, first_at - started, 0.0, first, [])
+        tokens = await self.decode.tokens(decode_id)
+        decoded = [token for token, _ in tokens]
+        return Answer(
+            tokens=[token.token_id for token in decoded],
+            finish_reason=decoded[-1].finish_reason,
+            ttft=first_at - started,
+            handover=tokens[1][1] - first_at if len(tokens) > 1 else 0.0,
+            first=first,
+            decoded=decoded,
+        )
+
+
+@asynccontextmanager
+async def paired(prefill: WorkerProcess, decode: WorkerProcess) -> AsyncIterator[Pair]:
+    async with attached(prefill) as p, attached(decode) as d:
+        yield Pair(p, d, prefill.ready["kv_address"], prefill.ready["incarnation"])
+
+
+def not_whole(status: pb.WorkerStatus) -> list[str]:
+    """What keeps the pools of a worker from being whole; empty when it is idle and all is well."""
+    wrong = [
+        f"{name} is {getattr(status, name)}"
+        for name in (
+            "requests_running",
+            "requests_waiting",
+            "tokens_waiting",
+            "held_prefills",
+            "reservations",
+            "transfers_open",
+        )
+        if getattr(status, name)
+    ]
+    for kind in ("blocks", "arena_slots"):
+        free, total = getattr(status, f"{kind}_free"), getattr(status, f"{kind}_total")
+        if free != total:
+            wrong.append(f"{free} of {total} {kind} are free")
+    return wrong
+
+
+async def assert_whole(*workers: WorkerProcess, within: float = 10.0) -> None:
+    """All pools of these idle workers become whole, and soon."""
+    for worker in workers:
+        async with rpc.connect(worker.address, SECRET) as channel:
+            end = time.monotonic() + within
+            while wrong := not_whole(await WorkerStub(channel).GetStatus(pb.StatusRequest())):
+                assert time.monotonic() < end, f"{worker.address}: {wrong}"
+                await asyncio.sleep(0.02)

@@ -1,0 +1,64 @@
+from engine import Logprobs, Output
+from worker import messages
+from worker.attempts import Attempts
+from worker.messages import Code, FromEngine
+
+A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
+
+
+def attempts() -> tuple[Attempts, list[FromEngine]]:
+    sent: list[FromEngine] = []
+    table = Attempts(sent.append)
+    table.open(1, A)
+    table.open(1, B)
+    table.open(2, C)
+    return table, sent
+
+
+def test_tokens_of_a_step_are_one_message_per_router() -> None:
+    table, sent = attempts()
+    for attempt in (A, C, B):
+        table.token(Output(attempt, 0, 7))
+    assert sent == []
+    table.flush()
+    assert [(m.stream, [t.attempt_id for t in m.tokens]) for m in sent if isinstance(m, messages.Tokens)] == [
+        (1, [A, B]),
+        (2, [C]),
+    ]
+    table.flush()
+    assert len(sent) == 2, "nothing is sent twice, and nothing empty"
+
+
+def test_what_is_late_for_an_ended_attempt_goes_nowhere() -> None:
+    table, sent = attempts()
+    table.end(A)
+    table.token(Output(A, 0, 7))
+    table.fail(A, Code.ENGINE, "late")
+    table.kv_failed(A, "late")
+    table.flush()
+    assert sent == []
+    table.end(A)
+
+
+def test_a_failure_ends_an_attempt_and_follows_its_tokens() -> None:
+    table, sent = attempts()
+    table.token(Output(A, 0, 7, Logprobs(-1.0, (7,), (-1.0,))))
+    table.fail(A, Code.HANDED_BACK, "why")
+    table.fail(A, Code.ENGINE, "twice")
+    assert [type(m) for m in sent] == [messages.Tokens, messages.Failed]
+    assert sent[1] == messages.Failed(1, A, Code.HANDED_BACK, "why")
+    assert table.of(1) == [B]
+
+
+def test_missing_kv_leaves_the_attempt_to_a_retarget() -> None:
+    table, sent = attempts()
+    table.kv_failed(A, "gone")
+    assert sent == [messages.Failed(1, A, Code.KV_FAILED, "gone")]
+    assert table.owned(1, A)
+
+
+def test_only_the_owner_may_change_an_attempt() -> None:
+    table, _ = attempts()
+    assert table.owned(1, A)
+    assert not table.owned(2, A)
+    assert not table.owned(1, b"unknown")

@@ -1,0 +1,44 @@
+from typing import Any
+
+import pytest
+
+from engine import EngineConfig
+from worker import Deadlines, WorkerConfig
+
+
+def config(**fields: Any) -> WorkerConfig:
+    given: dict[str, Any] = {"role": "prefill", "engine": EngineConfig("model"), "secret": b"x" * 16} | fields
+    return WorkerConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"port": 70_000}, "--port: 70000"),
+        ({"metrics_port": -1}, "--metrics-port: -1"),
+        ({"index": -1}, "--index: -1"),
+        ({"secret": b"short"}, "--secret-file"),
+        ({"kv_lanes": 0}, "--kv-lanes: 0"),
+        ({"kv_slots": 5}, "--kv-slots: 5"),
+        ({"kv_slot_bytes": 100_000}, "--kv-slot-bytes: 100000"),
+        ({"kv_host": "0.0.0.0"}, "--kv-host: '0.0.0.0'"),
+        ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
+    ],
+)
+def test_an_error_names_the_flag_and_the_value(fields: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        config(**fields)
+
+
+def test_a_deadline_must_be_a_time() -> None:
+    with pytest.raises(ValueError, match="--engine-timeout: 0"):
+        Deadlines(engine=0)
+
+
+def test_the_secret_is_never_shown() -> None:
+    assert "xxxx" not in repr(config())
+
+
+def test_lanes_are_told_under_an_address_that_others_can_reach() -> None:
+    assert config(host="10.0.0.7").reachable_kv_host() == "10.0.0.7"
+    assert config(host="0.0.0.0", kv_host="10.0.0.8").reachable_kv_host() == "10.0.0.8"

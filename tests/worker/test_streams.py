@@ -1,0 +1,93 @@
+import asyncio
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+
+from rpc import worker_pb2 as pb
+from worker import messages, streams
+from worker.streams import MAX_UNREAD_BYTES, RouterStream
+
+
+class SlowContext:
+    """Takes a message only when `gate` allows."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Semaphore(0)
+        self.reading = asyncio.Semaphore(0)
+        self.written: list[pb.WorkerMessage] = []
+
+    async def write(self, message: pb.WorkerMessage) -> None:
+        await self.gate.acquire()
+        self.written.append(message)
+        self.reading.release()
+
+
+def slow() -> tuple[SlowContext, grpc.aio.ServicerContext]:
+    context = SlowContext()
+    return context, cast(grpc.aio.ServicerContext, context)
+
+
+def big(nbytes: int) -> pb.WorkerMessage:
+    return pb.WorkerMessage(failed=pb.AttemptFailed(message="x" * nbytes))
+
+
+async def test_a_router_that_leaves_8_mib_unread_is_cut() -> None:
+    stream = RouterStream(1)
+    context, as_context = slow()
+    writing = asyncio.create_task(stream.write_to(as_context))
+    for _ in range(8):
+        stream.put(big((1 << 20) - 100))
+    await asyncio.sleep(0)
+    assert not stream.overflow.is_set()
+    assert stream.unread_bytes <= MAX_UNREAD_BYTES
+    stream.put(big(1000))
+    assert stream.overflow.is_set()
+    writing.cancel()
+    assert context.written == []
+
+
+async def test_what_was_read_makes_room() -> None:
+    stream = RouterStream(1)
+    context, as_context = slow()
+    writing = asyncio.create_task(stream.write_to(as_context))
+    for _ in range(32):
+        stream.put(big(1 << 20))
+        context.gate.release()
+        await context.reading.acquire()
+    assert not stream.overflow.is_set()
+    assert len(context.written) == 32
+    writing.cancel()
+
+
+async def test_finish_writes_what_is_queued() -> None:
+    stream = RouterStream(1)
+    context, as_context = slow()
+    for _ in range(3):
+        stream.put(big(1))
+    stream.finish()
+    for _ in range(3):
+        context.gate.release()
+    await asyncio.wait_for(stream.write_to(as_context), 5)
+    assert len(context.written) == 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [("", pb.FINISH_REASON_NONE), ("stop", pb.FINISH_REASON_STOP), ("length", pb.FINISH_REASON_LENGTH)],
+)
+def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
+    logprobs = messages.Logprobs(-0.5, (3, 4), (-0.5, -1.5))
+    step = streams.step_output([messages.Token(b"a" * 16, 5, 3, reason, 2, logprobs)]).step
+    token = step.tokens[0]
+    assert (token.attempt_id, token.output_index, token.token_id) == (b"a" * 16, 5, 3)
+    assert (token.finish_reason, token.cached_tokens) == (expected, 2)
+    assert token.logprobs.logprob == -0.5
+    assert list(token.logprobs.top_ids) == [3, 4]
+    assert list(token.logprobs.top_logprobs) == [-0.5, -1.5]
+
+
+@pytest.mark.parametrize("code", list(messages.Code))
+def test_failure_codes_are_those_of_the_protocol(code: messages.Code) -> None:
+    failed = streams.failed(b"a" * 16, code, "why").failed
+    assert pb.FailureCode.Name(failed.code) == f"FAILURE_CODE_{code.name}"

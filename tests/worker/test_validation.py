@@ -1,0 +1,127 @@
+from collections.abc import Callable
+
+import pytest
+
+from rpc import worker_pb2 as pb
+from tests.cluster_helpers import request, sampling
+from worker.messages import Code
+from worker.validation import Limits, ProtocolError, Refused, attempt_id, output_tokens, source, work
+
+LIMITS = Limits(vocab_size=100, max_model_len=32)
+
+
+def test_a_request_is_taken_over_field_by_field() -> None:
+    params = sampling(
+        temperature=0.5, top_k=3, seed=2**64 - 1, stop_token_ids=[7], logit_bias={5: -1.0}, logprobs=0
+    )
+    taken = work(request([1, 2], params, [3], timeout_ms=1500), LIMITS)
+    assert (taken.prompt_ids, taken.output_ids, taken.timeout) == ([1, 2], [3], 1.5)
+    assert taken.sampling.temperature == 0.5
+    assert taken.sampling.seed == 2**64 - 1
+    assert taken.sampling.stop_token_ids == (7,)
+    assert taken.sampling.logit_bias == {5: -1.0}
+    assert taken.sampling.logprobs == 0, "asked for with no alternatives is not the same as not asked for"
+    assert work(request([1], sampling()), LIMITS).sampling.logprobs is None
+
+
+def no_prompt(r: pb.Request) -> None:
+    del r.prompt_ids[:]
+
+
+def strange_token(r: pb.Request) -> None:
+    r.prompt_ids[0] = 100
+
+
+def strange_output(r: pb.Request) -> None:
+    r.output_ids.append(100)
+
+
+def strange_stop(r: pb.Request) -> None:
+    r.sampling.stop_token_ids.append(2**31)
+
+
+def strange_bias(r: pb.Request) -> None:
+    r.sampling.logit_bias[100] = 1.0
+
+
+def many_stops(r: pb.Request) -> None:
+    r.sampling.stop_token_ids.extend([1] * 1025)
+
+
+def too_long(r: pb.Request) -> None:
+    r.sampling.max_tokens = 31
+
+
+def output_too_long(r: pb.Request) -> None:
+    r.output_ids.extend([1] * 40)
+
+
+def nothing_left(r: pb.Request) -> None:
+    r.output_ids.extend([1] * 16)
+
+
+def too_late(r: pb.Request) -> None:
+    r.timeout_ms = 0
+
+
+def short_id(r: pb.Request) -> None:
+    r.request_id = b"short"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (no_prompt, "prompt_ids is empty"),
+        (strange_token, "prompt_ids has token 100"),
+        (strange_output, "output_ids has token 100"),
+        (strange_stop, "stop_token_ids has token"),
+        (strange_bias, "logit_bias has token 100"),
+        (many_stops, "stop_token_ids has 1025 entries"),
+        (too_long, "more than the context of 32"),
+        (output_too_long, "more than the context of 32"),
+        (nothing_left, "16 tokens were emitted"),
+        (too_late, "timeout_ms is 0"),
+        (short_id, "request_id must have 16 bytes"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_its_reason(
+    spoil: Callable[[pb.Request], None], reason: str
+) -> None:
+    good = request([1, 2], sampling())
+    work(good, LIMITS)
+    spoil(good)
+    with pytest.raises(Refused, match=reason) as refusal:
+        work(good, LIMITS)
+    assert refusal.value.code is Code.INVALID
+
+
+def test_the_last_position_of_the_context_can_be_used() -> None:
+    assert work(request([1, 2], sampling(max_tokens=30)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":1", "host:0", "host:65536", "host:1x", "h" * 256 + ":1"]
+)
+def test_a_kv_address_is_host_and_port(address: str) -> None:
+    with pytest.raises(Refused, match="kv_address"):
+        source(pb.PrefillSource(prefill_id=b"x" * 16, kv_address=address, incarnation=1))
+
+
+def test_a_source_is_taken_over() -> None:
+    given = source(pb.PrefillSource(prefill_id=b"x" * 16, kv_address="[::1]:80", incarnation=2**64 - 1))
+    assert (given.prefill_id, given.kv_address, given.incarnation) == (b"x" * 16, "[::1]:80", 2**64 - 1)
+
+
+def test_ids_without_16_bytes_cannot_be_answered() -> None:
+    with pytest.raises(ProtocolError, match="decode_id must have 16 bytes, not 15"):
+        attempt_id(b"x" * 15, "decode_id")
+    with pytest.raises(ProtocolError, match="prefill_id"):
+        source(pb.PrefillSource(prefill_id=b"", kv_address="host:1", incarnation=1))
+
+
+def test_output_ids_of_a_retarget_are_checked() -> None:
+    assert output_tokens([1, 99], LIMITS) == [1, 99]
+    with pytest.raises(Refused, match="output_ids has token 100"):
+        output_tokens([100], LIMITS)
+    with pytest.raises(Refused, match="fill the context"):
+        output_tokens([1] * 32, LIMITS)
