@@ -60,15 +60,12 @@ class Engine:
         self._model, self.model_fingerprint = load_model(
             checkpoint, memory.max_model_len, memory.dtype, self.device, loading
         )
-        shape = (
-            2,
-            self.num_blocks,
-            self.block_size,
-            self.model_config.num_kv_heads,
-            self.model_config.head_dim,
-        )
+        heads, head_dim = self.model_config.num_kv_heads, self.model_config.head_dim
+        # Not zeroed: nothing reads what was not written, and the system maps a page when it is first touched.
         self.kv_cache = [
-            torch.zeros(shape, dtype=self.dtype, device=self.device)
+            torch.empty(
+                (2, self.num_blocks, self.block_size, heads, head_dim), dtype=self.dtype, device=self.device
+            )
             for _ in range(self.model_config.num_layers)
         ]
         self._scheduler = Scheduler(

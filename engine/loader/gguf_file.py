@@ -85,8 +85,8 @@ class GGUFFile:
             count=int(np.prod(info.bytes_shape)),
             offset=self._data_start + info.offset,
         )
-        if info.kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-            return raw.view(np.dtype(info.kind.name.replace("F", "float"))).reshape(info.shape)
+        if info.kind == GGMLQuantizationType.F32:
+            return raw.view(np.float32).reshape(info.shape).copy()
         return dequantize(raw.reshape(info.bytes_shape), info.kind)
 
     def _parse(self) -> None:
@@ -139,7 +139,7 @@ class GGUFCheckpoint:
         return self._name_of.keys()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.from_numpy(np.array(self._file.read(self._name_of[name])))
+        tensor = torch.from_numpy(self._file.read(self._name_of[name]))
         if self.config.architecture == "LlamaForCausalLM":
             if ".q_proj." in name:
                 return _unpermute(tensor, self.config.num_heads)

@@ -1,0 +1,109 @@
+"""The pool against a model of itself, under random operations."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from engine.block_pool import BlockPool, extend_hash_chain
+
+NUM_BLOCKS = 12
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Requests allocate, publish, share and release; the model is: who holds which block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.holders: dict[int, list[int]] = {}  # request → blocks
+        self.content: dict[int, bytes] = {}  # block → hash, for all that was ever published
+        self.requests = 0
+
+    tables = Bundle("tables")
+
+    def held(self) -> set[int]:
+        return {block for blocks in self.holders.values() for block in blocks}
+
+    @rule(target=tables, count=st.integers(0, 6), hits=st.integers(0, 4), family=st.integers(0, 2))
+    def start(self, count: int, hits: int, family: int) -> int:
+        chain = [bytes([family, depth]) for depth in range(hits)]
+        cached = self.pool.lookup(chain)
+        assert [self.content[block] for block in cached] == chain[: len(cached)]
+        self.requests += 1
+        self.holders[self.requests] = []
+        if count + self.pool.unreferenced(cached) <= self.pool.free:
+            free = self.pool.free
+            self.pool.share(cached)
+            fresh = self.pool.allocate(count)
+            assert self.pool.free == free - count - len(set(cached) - self.held())
+            assert not set(fresh) & (self.held() | set(cached)), "a block got a second owner"
+            for block in fresh:
+                self.content.pop(block, None)
+            self.holders[self.requests] = cached + fresh
+        return self.requests
+
+    @rule(table=tables, family=st.integers(0, 2), depth=st.integers(0, 3))
+    def publish(self, table: int, family: int, depth: int) -> None:
+        blocks = self.holders[table]
+        if depth < len(blocks) and blocks[depth] not in self.content:
+            known = self.pool.lookup([bytes([family, depth])])
+            self.pool.publish(blocks[depth], bytes([family, depth]))
+            if not known:
+                self.content[blocks[depth]] = bytes([family, depth])
+
+    @rule(table=consumes(tables))
+    def release(self, table: int) -> None:
+        self.pool.release(self.holders.pop(table))
+
+    @precondition(lambda self: self.pool.free < NUM_BLOCKS)
+    @rule()
+    def too_many(self) -> None:
+        with pytest.raises(AssertionError):
+            self.pool.allocate(self.pool.free + 1)
+
+    @invariant()
+    def accounts_are_right(self) -> None:
+        self.pool.assert_consistent()
+        assert self.pool.free == NUM_BLOCKS - len(self.held())
+
+    def teardown(self) -> None:
+        for blocks in self.holders.values():
+            self.pool.release(blocks)
+        self.pool.assert_whole()
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_evicts_the_least_recently_used_and_the_end_of_a_prefix_before_its_beginning() -> None:
+    pool = BlockPool(4)
+    old, new = [b"old0", b"old1"], [b"new0", b"new1"]
+    for chain in (old, new):
+        blocks = pool.allocate(2)
+        for block, block_hash in zip(blocks, chain, strict=True):
+            pool.publish(block, block_hash)
+        pool.release(blocks)
+    pool.allocate(1)
+    assert len(pool.lookup(old)) == 1
+    assert len(pool.lookup(new)) == 2
+    pool.allocate(2)
+    assert pool.lookup(old) == []
+    assert len(pool.lookup(new)) == 1
+
+
+def test_a_hash_covers_everything_before_it() -> None:
+    def chain(tokens: list[int], root: bytes = b"") -> list[bytes]:
+        result: list[bytes] = []
+        extend_hash_chain(result, tokens, 2, root)
+        return result
+
+    one = chain([1, 2, 3, 4, 5])
+    assert len(one) == 2, "only full blocks have a hash"
+    assert one == chain([1, 2, 3, 4])
+    assert chain([9, 2, 3, 4])[1] != one[1]
+    assert chain([1, 2, 3, 4], b"other model")[0] != one[0]
+    grown = one[:1]
+    extend_hash_chain(grown, [1, 2, 3, 4], 2, b"")
+    assert grown == one

@@ -1,0 +1,315 @@
+"""The scheduler: its accounts under random lives of requests, and each rule by itself."""
+
+import random
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from engine.block_pool import BlockPool
+from engine.live_request import LiveRequest, Phase
+from engine.request import EngineRequest
+from engine.scheduler import Schedule, Scheduler
+
+BLOCK = 4
+
+
+def make(num_blocks: int = 32, seqs: int = 4, budget: int = 16, prefix_cache: bool = False) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks),
+        block_size=BLOCK,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        prefix_cache_root=b"root" if prefix_cache else None,
+    )
+
+
+def add(
+    scheduler: Scheduler, number: int, prompt: int, *, handover: bool = False, priority: int = 0
+) -> LiveRequest:
+    request = EngineRequest(bytes([number]), list(range(prompt)), priority=priority)
+    scheduler.add(request, handover=handover)
+    return scheduler.requests[request.id]
+
+
+def step(scheduler: Scheduler) -> Schedule:
+    """What the engine does in a step, without a model: every sampled token is 7."""
+    plan = scheduler.schedule()
+    for chunk in plan.chunks:
+        scheduler.computed(chunk)
+        live = chunk.live
+        if live.num_left == 0:
+            scheduler.verified(live)
+            live.token_ids.append(7)
+            if live.handover:
+                scheduler.hold(live)
+    return plan
+
+
+def tokens(plan: Schedule) -> list[tuple[int, int, int]]:
+    return [(c.live.id[0], c.start, c.stop) for c in plan.chunks]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    ids = Bundle("ids")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make(num_blocks=14, seqs=4, budget=9, prefix_cache=True)
+        self.numbers = iter(range(1 << 20))
+        self.rng = random.Random(0)
+
+    def request(self, length: int, family: int, priority: int = 0) -> EngineRequest:
+        prompt = [family * 1000 + i for i in range(length)]  # requests of one family share prefixes
+        return EngineRequest(next(self.numbers).to_bytes(4), prompt, priority=priority)
+
+    @rule(
+        target=ids,
+        length=st.integers(1, 30),
+        family=st.integers(0, 1),
+        handover=st.booleans(),
+        priority=st.integers(-1, 1),
+    )
+    def add(self, length: int, family: int, handover: bool, priority: int) -> bytes:
+        request = self.request(length, family, priority)
+        self.scheduler.add(request, handover=handover)
+        return request.id
+
+    @rule(target=ids, length=st.integers(1, 30), family=st.integers(0, 1))
+    def reserve(self, length: int, family: int) -> bytes:
+        request = self.request(length, family)
+        free = self.scheduler.pool.free
+        live = self.scheduler.reserve(request)
+        if live is not None:
+            assert len(live.blocks) * BLOCK >= length + 1
+            assert self.scheduler.pool.free == free - len(live.blocks)
+        else:
+            assert self.scheduler.pool.free == free
+        return request.id
+
+    @rule(request_id=ids, more=st.integers(0, 9))
+    def extend(self, request_id: bytes, more: int) -> None:
+        live = self.scheduler.requests.get(request_id)
+        if live is not None and live.phase is Phase.RESERVED:
+            before = list(live.blocks), list(live.token_ids)
+            output = [7] * (len(live.token_ids) - len(live.request.prompt_ids) + more)
+            if self.scheduler.extend_reservation(live, output):
+                assert live.blocks[: len(before[0])] == before[0]
+                assert len(live.blocks) * BLOCK >= len(live.token_ids) + 1
+            else:
+                assert (live.blocks, live.token_ids) == before
+
+    @rule(request_id=ids)
+    def join(self, request_id: bytes) -> None:
+        live = self.scheduler.requests.get(request_id)
+        if live is not None and live.phase is Phase.RESERVED:
+            self.scheduler.join(live)
+            live.token_ids.append(7)
+
+    @rule(request_id=ids)
+    def end(self, request_id: bytes) -> None:
+        live = self.scheduler.requests.get(request_id)
+        if live is not None:
+            self.scheduler.drop(live)
+
+    @rule()
+    def step(self) -> None:
+        scheduler = self.scheduler
+        had_work = bool(scheduler.running) or scheduler.can_admit
+        handovers = {live.id: list(live.blocks) for live in scheduler.running if live.handover}
+        computed = {live.id: live.num_computed for live in scheduler.requests.values()}
+        plan = scheduler.schedule()
+        assert bool(plan.chunks or plan.recomputed or plan.handed_back) == had_work
+        assert sum(c.stop - c.start for c in plan.chunks) <= scheduler.max_num_batched_tokens
+        assert len({c.live.id for c in plan.chunks}) == len(plan.chunks)
+        for chunk in plan.chunks:
+            live = chunk.live
+            assert live.phase is Phase.RUNNING
+            assert chunk.start == live.num_computed < chunk.stop <= len(live.token_ids)
+            assert len(live.blocks) * BLOCK >= chunk.stop, "a token without a slot"
+            if live in plan.started:
+                assert live.num_cached % BLOCK == 0
+                assert live.num_cached < len(live.token_ids), "the last position must be computed"
+                assert len(live.blocks) * BLOCK >= len(live.token_ids)
+            else:
+                assert chunk.start == computed[live.id]
+        for request_id, blocks in handovers.items():
+            live = scheduler.requests[request_id]
+            assert (live.phase, live.blocks) == (Phase.RUNNING, blocks), "a prefill was preempted"
+        for live in plan.recomputed:
+            assert not live.joined
+            assert (live.phase, live.blocks, live.num_computed) == (Phase.WAITING, [], 0)
+        for live in plan.handed_back:
+            assert live.joined
+            assert live.id not in scheduler.requests
+        for chunk in plan.chunks:
+            live = chunk.live
+            scheduler.computed(chunk)
+            if live.num_left == 0:
+                scheduler.verified(live)
+                live.token_ids.append(7)
+                if live.handover:
+                    scheduler.hold(live)
+                elif len(live.token_ids) >= 14 * BLOCK:  # the engine's max_model_len ends it
+                    scheduler.drop(live)
+
+    @invariant()
+    def accounts_are_right(self) -> None:
+        scheduler = self.scheduler
+        scheduler.pool.assert_consistent()
+        assert len(scheduler.running) + len(scheduler.reserved) <= scheduler.max_num_seqs
+        assert scheduler.running == sorted(scheduler.running, key=lambda r: r.order)
+        assert scheduler.waiting == sorted(scheduler.waiting, key=lambda r: r.order)
+        everyone = [*scheduler.waiting, *scheduler.running, *scheduler.held, *scheduler.reserved]
+        assert {id(live) for live in everyone} == {id(live) for live in scheduler.requests.values()}
+        assert len(everyone) == len(scheduler.requests)
+        in_use = {block for live in everyone for block in live.blocks}
+        assert scheduler.pool.free == scheduler.pool.num_blocks - len(in_use)
+        assert not any(live.blocks for live in scheduler.waiting)
+
+    def teardown(self) -> None:
+        for live in list(self.scheduler.requests.values()):
+            self.scheduler.drop(live)
+        self.scheduler.assert_whole()
+
+
+TestAccounts = SchedulerMachine.TestCase
+TestAccounts.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+def test_a_step_mixes_decodes_with_chunks_of_prefills_to_the_exact_budget() -> None:
+    scheduler = make(budget=10)
+    add(scheduler, 1, 3)
+    assert tokens(step(scheduler)) == [(1, 0, 3)]
+    add(scheduler, 2, 15)
+    add(scheduler, 3, 5)
+    assert tokens(step(scheduler)) == [(1, 3, 4), (2, 0, 9)]
+    assert tokens(step(scheduler)) == [(1, 4, 5), (2, 9, 15), (3, 0, 3)]
+    assert tokens(step(scheduler)) == [(1, 5, 6), (2, 15, 16), (3, 3, 5)]
+
+
+def test_priority_then_arrival_and_nobody_overtakes() -> None:
+    scheduler = make(num_blocks=8, budget=100)
+    add(scheduler, 1, 16)
+    step(scheduler)
+    add(scheduler, 2, 16)  # does not fit beside the first
+    add(scheduler, 3, 1)  # would
+    plan = step(scheduler)
+    assert [c.live.id[0] for c in plan.chunks] == [1]
+    add(scheduler, 4, 1, priority=-1)
+    assert [c.live.id[0] for c in step(scheduler).chunks] == [1, 4]
+    assert [live.id[0] for live in scheduler.waiting] == [2, 3]
+
+
+def test_the_youngest_makes_room_and_is_computed_again() -> None:
+    scheduler = make(num_blocks=6, budget=100)
+    first, second = add(scheduler, 1, 8), add(scheduler, 2, 8)
+    step(scheduler)
+    for _ in range(4):
+        step(scheduler)
+    assert (len(first.token_ids), len(second.token_ids), scheduler.pool.free) == (13, 13, 0)
+    plan = step(scheduler)
+    assert plan.recomputed == [second]
+    assert tokens(plan) == [(1, 12, 13)]
+    scheduler.drop(first)
+    assert tokens(step(scheduler)) == [(2, 0, 13)], "prompt and output are prefilled together"
+
+
+def test_a_joined_request_is_handed_back_because_its_prompt_cannot_be_computed_again() -> None:
+    scheduler = make(num_blocks=6, budget=100)
+    first = add(scheduler, 1, 7)
+    step(scheduler)
+    joined = scheduler.reserve(EngineRequest(b"\2", list(range(7))))
+    assert joined is not None
+    scheduler.join(joined)
+    joined.token_ids.append(7)
+    plans = [step(scheduler) for _ in range(9)]
+    assert [plan.handed_back for plan in plans if plan.handed_back] == [[joined]]
+    assert joined.phase is Phase.GONE
+    scheduler.drop(first)
+    scheduler.assert_whole()
+
+
+def test_what_is_held_or_reserved_keeps_its_blocks_whatever_happens() -> None:
+    scheduler = make(num_blocks=6, budget=100)
+    held = add(scheduler, 1, 8, handover=True)
+    step(scheduler)
+    reserved = scheduler.reserve(EngineRequest(b"\2", list(range(3))))
+    assert reserved is not None
+    kept = list(held.blocks), list(reserved.blocks)
+    grows = add(scheduler, 3, 4)
+    recomputed = [live for _ in range(12) for live in step(scheduler).recomputed]
+    assert recomputed[0] is grows, "it can only preempt itself"
+    assert (held.blocks, reserved.blocks) == kept
+
+
+def test_growth_wins_over_new_reservations() -> None:
+    scheduler = make(num_blocks=200, seqs=64, budget=100)
+    assert scheduler.watermark == 2
+    first = add(scheduler, 1, 4)
+    step(scheduler)
+
+    def reserve(blocks: int) -> Any:
+        return scheduler.reserve(EngineRequest(bytes([scheduler.pool.free]), [0] * (blocks * BLOCK - 1)))
+
+    assert scheduler.pool.free == 199
+    assert reserve(198) is None
+    assert reserve(197) is not None
+    for _ in range(2 * BLOCK):
+        assert not step(scheduler).recomputed
+    assert first.phase is Phase.RUNNING
+
+
+def test_a_reservation_alone_may_take_the_whole_pool() -> None:
+    scheduler = make(num_blocks=4)
+    assert scheduler.reserve(EngineRequest(b"\1", [0] * 15)) is not None
+    assert scheduler.reserve(EngineRequest(b"\2", [0])) is None
+
+
+def test_reservations_take_seats_in_the_batch_so_that_joining_never_waits() -> None:
+    scheduler = make(seqs=2, budget=100)
+    assert scheduler.reserve(EngineRequest(b"\1", [0])) is not None
+    add(scheduler, 2, 1)
+    add(scheduler, 3, 1)
+    assert [c.live.id[0] for c in step(scheduler).chunks] == [2]
+    assert scheduler.reserve(EngineRequest(b"\4", [0])) is None
+
+
+def test_a_prefill_for_handover_may_use_the_last_block() -> None:
+    scheduler = make(num_blocks=4, budget=100)
+    add(scheduler, 1, 8, handover=True)
+    step(scheduler)
+    add(scheduler, 2, 8, handover=True)
+    step(scheduler)
+    assert len(scheduler.held) == 2
+    assert scheduler.pool.free == 0
+    add(scheduler, 3, 1, handover=True)
+    assert not scheduler.can_admit
+
+
+def test_prefix_hits_end_before_the_last_position() -> None:
+    scheduler = make(budget=100, prefix_cache=True)
+    first = add(scheduler, 1, 8)
+    step(scheduler)
+    scheduler.drop(first)
+    second = add(scheduler, 2, 8)
+    assert tokens(step(scheduler)) == [(2, 4, 8)], "all 8 are cached, but the last one's logits are needed"
+    third = add(scheduler, 3, 9)
+    assert tokens(step(scheduler)) == [(2, 8, 9), (3, 8, 9)]
+    assert third.blocks[0] == second.blocks[0], "shared"
+    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (25, 12)
+    scheduler.drop(second)
+    scheduler.drop(third)
+    scheduler.assert_whole()
+
+
+def test_kv_is_shared_only_after_it_was_verified() -> None:
+    scheduler = make(budget=8, prefix_cache=True)
+    first = add(scheduler, 1, 16)
+    plan = scheduler.schedule()
+    scheduler.computed(plan.chunks[0])
+    second = add(scheduler, 2, 16)
+    scheduler.drop(first)
+    scheduler.schedule()
+    assert second.num_cached == 0
