@@ -1,0 +1,78 @@
+"""Paged attention against plain attention over each request's own tokens."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from engine import EngineRequest
+from engine.attention import paged_attention
+from engine.batch import build_batch
+from engine.live_request import LiveRequest, Phase
+from engine.scheduler import Chunk
+
+HEADS, KV_HEADS, DIM = 6, 2, 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_equals_plain_attention_and_never_reads_foreign_slots(seed: int, block_size: int) -> None:
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    # (start, stop): decodes short and long, whole prefills, and later chunks of prefills.
+    spans = [(0, 1), (6, 7), (7, 8), (40, 41), (90, 91), (0, 2), (0, 33), (5, 9), (16, 48), (31, 90)]
+    rng.shuffle(spans)
+    num_blocks = sum(-(-stop // block_size) for _, stop in spans) + 5
+    free = list(range(num_blocks))
+    rng.shuffle(free)
+    # All that a request must not see is NaN: other blocks, and what follows its own position.
+    cache = torch.full((2, num_blocks, block_size, KV_HEADS, DIM), torch.nan)
+    chunks, sequences = [], []
+    for start, stop in spans:
+        live = LiveRequest(EngineRequest(b"", list(range(stop))), Phase.RUNNING, 0)
+        live.blocks = [free.pop() for _ in range(-(-stop // block_size))]
+        keys_values = torch.randn(2, stop, KV_HEADS, DIM, generator=generator)
+        for position in range(start):
+            block, offset = live.blocks[position // block_size], position % block_size
+            cache[:, block, offset] = keys_values[:, position]
+        chunks.append(Chunk(live, start, stop))
+        sequences.append((keys_values, torch.randn(stop - start, HEADS, DIM, generator=generator)))
+
+    batch = build_batch(chunks, block_size, torch.float32, torch.device("cpu"))
+    order = sorted(range(len(chunks)), key=lambda i: rows_of(batch, chunks)[i].start)
+    q = torch.cat([sequences[i][1] for i in order])
+    k, v = torch.cat([sequences[i][0][:, chunks[i].start :] for i in order], dim=1)
+    out = paged_attention(q, k, v, cache, batch.attention)
+
+    for i, rows in enumerate(rows_of(batch, chunks)):
+        keys_values, queries = sequences[i]
+        torch.testing.assert_close(out[rows], plain(queries, keys_values, chunks[i].start))
+        assert batch.positions[rows].tolist() == list(range(chunks[i].start, chunks[i].stop))
+    written = torch.isfinite(cache).all(dim=(0, 3, 4)).sum()
+    assert int(written) == sum(stop for _, stop in spans), "each position is in exactly one slot"
+
+
+def rows_of(batch: Any, chunks: list[Chunk]) -> list[slice]:
+    """Where each chunk went, by its last token's row."""
+    ends = {id(live): int(row) + 1 for live, row in zip(batch.sampled, batch.sampled_rows, strict=True)}
+    return [slice(ends[id(c.live)] - (c.stop - c.start), ends[id(c.live)]) for c in chunks]
+
+
+def plain(q: torch.Tensor, keys_values: torch.Tensor, start: int) -> torch.Tensor:
+    k, v = keys_values.repeat_interleave(HEADS // KV_HEADS, dim=2)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5
+    visible = torch.arange(k.shape[0]) <= torch.arange(start, start + q.shape[0])[:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+def test_only_tokens_that_complete_their_request_are_sampled() -> None:
+    def live(tokens: int) -> LiveRequest:
+        result = LiveRequest(EngineRequest(b"", list(range(tokens))), Phase.RUNNING, 0)
+        result.blocks = [0, 1, 2]
+        return result
+
+    chunks = [Chunk(live(9), 0, 4), Chunk(live(9), 4, 9), Chunk(live(3), 2, 3)]
+    batch = build_batch(chunks, 4, torch.float32, torch.device("cpu"))
+    assert batch.sampled == [chunks[2].live, chunks[1].live]
+    assert batch.token_ids[batch.sampled_rows].tolist() == [2, 8]

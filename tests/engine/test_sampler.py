@@ -1,0 +1,187 @@
+"""The vectorised sampler against the definition, one row at a time in numpy."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import EngineRequest, SamplingParams
+from engine.live_request import LiveRequest, Phase
+from engine.sampler import sample, uniform
+
+VOCABULARY = 1000
+EOS = (2,)
+
+
+def live(prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> LiveRequest:
+    request = EngineRequest(b"x", prompt or [5], output or [], SamplingParams(**{"max_tokens": 99, **params}))
+    return LiveRequest(request, Phase.RUNNING, 0)
+
+
+def logits(rows: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def tokens(values: torch.Tensor, requests: list[LiveRequest]) -> list[int | None]:
+    return [None if chosen is None else chosen.token for chosen in sample(values, requests, EOS)]
+
+
+def defined(row: np.ndarray, request: LiveRequest) -> int:
+    """What a request's next token is, by the book."""
+    p = request.request.sampling
+    row = row.astype(np.float64).copy()
+    for token, bias in p.logit_bias.items():
+        row[token] += bias
+    if request.num_generated < p.min_tokens:
+        row[[*EOS, *p.stop_token_ids]] = -np.inf
+    output = Counter(request.token_ids[len(request.request.prompt_ids) :])
+    for token in set(request.token_ids):
+        row[token] = (
+            row[token] / p.repetition_penalty if row[token] > 0 else row[token] * p.repetition_penalty
+        )
+    for token, count in output.items():
+        row[token] -= p.frequency_penalty * count + p.presence_penalty
+    if p.temperature == 0:
+        return int(row.argmax())
+    probs = np.exp((row - row.max()) / p.temperature)
+    probs /= probs.sum()
+    order = np.argsort(-probs, kind="stable")
+    allowed = order[: p.top_k] if p.top_k else order
+    share = probs[allowed] / probs[allowed].sum()
+    before = np.cumsum(share) - share
+    allowed = [t for t, b in zip(allowed, before, strict=True) if b < p.top_p or p.top_p == 1]
+    allowed = [t for t in allowed if probs[t] >= p.min_p * probs.max()]
+    keep = np.zeros(VOCABULARY)
+    keep[allowed] = probs[allowed]
+    cumulative = keep.cumsum()
+    number = uniform(p.seed, len(request.token_ids)) * cumulative[-1]
+    return int(np.searchsorted(cumulative, number, side="right"))
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.3},
+    {"temperature": 2.0},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 400, "temperature": 3.0},
+    {"top_p": 0.05},
+    {"top_p": 0.9},
+    {"top_p": 0.99, "temperature": 5.0},
+    {"min_p": 0.2, "temperature": 2.0},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.01, "temperature": 1.5},
+    {"repetition_penalty": 1.5, "temperature": 0.0},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.7, "temperature": 0.8},
+    {"frequency_penalty": -2.0, "temperature": 0.0},
+    {"logit_bias": {7: 50.0}, "temperature": 0.0},
+    {"logit_bias": {7: 3.0, 8: -100.0}, "min_tokens": 50, "stop_token_ids": (9, 10)},
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_variant_in_one_batch_is_by_the_book(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    requests = [
+        live(rng.integers(0, 20, 9).tolist(), rng.integers(0, 20, 12).tolist(), seed=seed * 100 + i, **params)
+        for i, params in enumerate(VARIANTS)
+    ]
+    values = logits(len(VARIANTS), seed)
+    values[:, :20] += 6  # what the penalties are about must have a chance
+    untouched = values.clone()
+    assert tokens(values, requests) == [
+        defined(row.numpy(), request) for row, request in zip(values, requests, strict=True)
+    ]
+    assert torch.equal(values, untouched)
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    requests = [live(seed=i, **params) for i, params in enumerate(VARIANTS)]
+    values = logits(len(VARIANTS))
+    together = tokens(values, requests)
+    alone = [tokens(values[i : i + 1], [request])[0] for i, request in enumerate(requests)]
+    assert together == alone
+    assert tokens(values.flip(0), requests[::-1]) == together[::-1]
+
+
+def test_random_numbers_follow_seed_and_position_and_are_uniform() -> None:
+    assert uniform(3, 4) == uniform(3, 4)
+    grid = np.array([[uniform(seed, position) for position in range(200)] for seed in range(200)])
+    assert len(np.unique(grid)) == grid.size
+    assert 0 <= grid.min() < grid.max() < 1
+    counts, _ = np.histogram(grid, bins=50, range=(0, 1))
+    chi2 = ((counts - grid.size / 50) ** 2 / (grid.size / 50)).sum()
+    assert chi2 < 49 + 5 * math.sqrt(2 * 49)
+    for axis in (0, 1):  # neighbours in either direction are independent
+        a, b = np.take(grid, range(199), axis), np.take(grid, range(1, 200), axis)
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
+    assert uniform(-1, 0) != uniform(1, 0)
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    row = logits(1, seed=5, spread=1.0)[:, :10].repeat(4000, 1)
+    requests = [live(seed=i) for i in range(4000)]
+    counts = Counter(tokens(row, requests))
+    expected = torch.softmax(row[0], dim=0) * 4000
+    chi2 = sum((counts[t] - float(expected[t])) ** 2 / float(expected[t]) for t in range(10))
+    assert chi2 < 9 + 5 * math.sqrt(2 * 9)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_bad_row_fails_alone(bad: float, everywhere: bool) -> None:
+    requests = [live(seed=i, logprobs=2, **params) for i, params in enumerate(VARIANTS)]
+    values = logits(len(VARIANTS))
+    good = tokens(values, requests)
+    for row in (0, 3, 8, 11):
+        spoiled = values.clone()
+        spoiled[row, slice(None) if everywhere else 17] = bad
+        assert tokens(spoiled, requests) == [*good[:row], None, *good[row + 1 :]]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    values = logits(3)
+    requests = [
+        live(logprobs=3, temperature=0.0, logit_bias={5: 100.0}),
+        live(logprobs=0, temperature=0.0),
+        live(temperature=0.0),
+    ]
+    biased, plain, none = sample(values, requests, EOS)
+    expected = values.log_softmax(-1)
+    assert biased is not None
+    assert biased.token == 5
+    assert biased.logprobs is not None
+    assert biased.logprobs.logprob == pytest.approx(float(expected[0, 5]))
+    assert biased.logprobs.top_ids == tuple(expected[0].topk(3).indices.tolist())
+    assert biased.logprobs.top_logprobs == pytest.approx(expected[0].topk(3).values.tolist())
+    assert plain is not None
+    assert plain.logprobs is not None
+    assert (plain.logprobs.logprob, plain.logprobs.top_ids) == (pytest.approx(float(expected[1].max())), ())
+    assert none is not None
+    assert none.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "bound"),
+    [
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", math.nan, "at least 0"),
+        ("top_k", -1, "at least 1, or 0 for no limit"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("min_p", 1.5, "between 0 and 1"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("presence_penalty", 2.5, "between -2 and 2"),
+        ("frequency_penalty", -2.5, "between -2 and 2"),
+        ("max_tokens", 0, "at least 1"),
+        ("min_tokens", 17, "between 0 and max_tokens"),
+        ("stop_token_ids", (-1,), "token ids, which are at least 0"),
+        ("logit_bias", {1: math.inf}, "finite numbers"),
+        ("logprobs", 21, "0 to 20"),
+    ],
+)
+def test_parameters_out_of_bounds_are_named(field: str, value: Any, bound: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be {bound}, not"):
+        SamplingParams(**{field: value})
