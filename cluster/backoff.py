@@ -25,7 +25,8 @@ class RestartPolicy:
         """Notes a crash at `now` after a run of `ran_for` seconds; returns the wait before the next start."""
         self._crashes.append(now)
         self._consecutive = 1 if ran_for >= self.healthy_after else self._consecutive + 1
-        return min(self.first_delay * 2 ** (self._consecutive - 1), self.max_delay)
+        doublings = min(self._consecutive - 1, 30)  # an exponent without bound would overflow one day
+        return min(self.first_delay * 2**doublings, self.max_delay)
 
     def crash_loop(self, now: float) -> bool:
         """Whether so many crashes lie in the window before `now` that a restart is unlikely to help."""

@@ -167,6 +167,7 @@ class RoleProcess:
                     error = str(message["error"])
         except (ValueError, KeyError, TypeError) as broken:
             error = f"wrote something else than the ready protocol to its pipe: {broken}"
+            self._kill_tree()
         finally:
             transport.close()
         return error

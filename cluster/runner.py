@@ -21,9 +21,7 @@ from cluster.rundir import RunDir
 PACKAGES = str(Path(cluster.__file__).parents[1])
 
 
-def baton_command(*args: str) -> list[str]:
-    """The command that a user would type, by way of this interpreter."""
-    return [sys.executable, "-m", "cluster.cli", *args]
+BATON = (sys.executable, "-m", "cluster.cli")  # the command that a user would type, by way of this interpreter
 
 
 def own_address(peer: str) -> str:
@@ -56,6 +54,7 @@ class RoleRunner:
         logs: Path | None = None,
         peer: str | None = None,
         policy: RestartPolicy | None = None,
+        program: Sequence[str] = BATON,
     ) -> None:
         self._run_dir: RunDir | None = None
         if directory is None:
@@ -80,7 +79,7 @@ class RoleRunner:
             **spec.environment,
         )
         self._process = RoleProcess(
-            baton_command(spec.role, *spec.args, *to_argv(**own)),
+            [*program, spec.role, *spec.args, *to_argv(**own)],
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.role_process import RoleProcess, RoleState
+from cluster.runner import PACKAGES, RoleRunner
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
+
+
+async def until(changing: RoleProcess | RoleRunner, condition: Callable[[RoleState], bool]) -> RoleState:
+    """The next state, from now on, that meets the condition."""
+
+    async def wait() -> RoleState:
+        state = await changing.changed("")
+        while not condition(state):
+            state = await changing.changed(state.token)
+        return state
+
+    return await asyncio.wait_for(wait(), 20)
+
+
+def ready(state: RoleState) -> bool:
+    return state.phase == "ready"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process is dead; a zombie is."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+async def eventually(condition: Callable[[], bool], within: float = 10.0) -> None:
+    """For what another process does, and tells nobody."""
+
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), within)
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return dict(os.environ) | {"PYTHONPATH": PACKAGES}
+
+
+@pytest.fixture
+async def stopping() -> Awaitable[Callable[[RoleProcess | RoleRunner], None]]:
+    """Gives a function that registers what to stop after the test."""
+    started: list[RoleProcess | RoleRunner] = []
+    yield started.append
+    for each in started:
+        await each.stop(9, 0)
