@@ -45,12 +45,24 @@ sys.exit(importlib.import_module(config.role + "_worker").main(config))
 
 @dataclass
 class WorkerProcess:
-    """A worker's process tree. `ready` is what it told on its ready descriptor."""
+    """A worker's process tree, on its way up until `wait_ready` returns."""
 
     popen: subprocess.Popen[bytes]
     log: Path
     run_dir: Path
-    told: list[dict[str, Any]]
+    ready_fd: int
+    told: list[dict[str, Any]] = field(default_factory=list)
+    """All that came on its ready descriptor."""
+
+    def wait_ready(self) -> WorkerProcess:
+        self.wait_told()
+        assert "ready" in self.told[-1], f"it did not start: {self.told}\n{self.log.read_text()}"
+        return self
+
+    def wait_told(self) -> None:
+        """Until the ready descriptor is closed: after the ready line, the error, or with the process."""
+        with os.fdopen(self.ready_fd, "rb") as pipe:
+            self.told = [json.loads(line) for line in pipe]
 
     @property
     def ready(self) -> dict[str, Any]:
@@ -62,7 +74,7 @@ class WorkerProcess:
 
     def child(self, kind: str) -> psutil.Process:
         """Its "engine" or its "transfer" process."""
-        return next(p for p in self.tree()[1:] if p.cmdline()[0].endswith(kind))
+        return next(p for p in self.tree()[1:] if p.cmdline()[0].endswith(f" {kind}"))
 
     def tree(self) -> list[psutil.Process]:
         service = psutil.Process(self.popen.pid)
@@ -84,7 +96,6 @@ def start_worker(
     engine: dict[str, Any] | None = None,
     deadlines: dict[str, float] | None = None,
     secret: bytes = SECRET,
-    wait: bool = True,
     **settings: Any,
 ) -> WorkerProcess:
     """Starts a worker on free ports of 127.0.0.1; `settings` are fields of WorkerConfig."""
@@ -115,18 +126,29 @@ def start_worker(
     assert popen.stdin is not None
     popen.stdin.write(json.dumps(config).encode())
     popen.stdin.close()
-    worker = WorkerProcess(popen, log, run_dir, [])
-    with os.fdopen(read_fd, "rb") as pipe:
-        if wait:
-            worker.told = [json.loads(line) for line in pipe]  # ends with the ready line, or with the process
-            if "ready" not in (worker.told or [{}])[-1]:
-                popen.kill()
-                raise AssertionError(f"{role} did not start: {worker.told}\n{log.read_text()}")
-    return worker
+    return WorkerProcess(popen, log, run_dir, read_fd)
 
 
-def processes_named(prefix: str) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith(prefix)]
+def tiny_model(directory: Path) -> Path:
+    """A Llama of two small layers, for `--load-format dummy`: all of the machinery, none of the waiting."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": 511,
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def sampling(**fields: Any) -> pb.SamplingParams:

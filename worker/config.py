@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:  # the service process never needs torch, and the engine process ties itself to its parent before
+if (
+    TYPE_CHECKING
+):  # the service process never needs torch, and the engine process ties itself to its parent before
     from engine import EngineConfig
 
 Role = Literal["prefill", "decode"]

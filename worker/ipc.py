@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from worker import messages
+from worker.failure import StartError
 from worker.messages import FromEngine, ToEngine
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -27,10 +28,13 @@ def _bound(socket: zmq.Socket | zmq.asyncio.Socket) -> None:
 
 
 class EngineLink:
-    """The service's end. Owns the directory and the listening socket."""
+    """The service's end. Owns the directory, made in `run_dir`, and the listening socket."""
 
     def __init__(self, run_dir: str | None) -> None:
-        self._directory: str | None = tempfile.mkdtemp(prefix="baton-", dir=run_dir)
+        try:
+            self._directory: str | None = tempfile.mkdtemp(prefix="baton-", dir=run_dir)
+        except OSError as error:
+            raise StartError(f"--run-dir {run_dir}: {error.strerror}") from error
         self.address = f"ipc://{self._directory}/engine"
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
@@ -50,8 +54,7 @@ class EngineLink:
             self._directory = None
 
     def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        self._context.destroy(linger=0)
         self.remove_directory()
 
 

@@ -42,7 +42,13 @@ def run(config: WorkerConfig, engine_module: str) -> int:
     log_to_stderr(config.name)
 
     async def life() -> int:
-        return await Service(config, engine_module).run()
+        try:
+            service = Service(config, engine_module)
+        except StartError as error:
+            log.error("%s", error)
+            ReadyPipe(config.ready_fd).error(str(error))
+            return 1
+        return await service.run()
 
     return asyncio.run(life())
 

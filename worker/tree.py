@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 import msgspec
 
@@ -44,6 +45,8 @@ class WorkerTree:
         self._started = False
         self._engine: ChildProcess | None = None
         self._transfer: ChildProcess | None = None
+        if config.trace_dir is not None:
+            _make_directory("--trace-dir", config.trace_dir)
         self.engine_link = EngineLink(config.run_dir)
         self._arena = Arena.create(config.kv_slots, config.kv_slot_bytes)
         self._engine_end, self._transfer_end = channel_pair()
@@ -219,3 +222,10 @@ class WorkerTree:
 
 def kv_layout(engine: EngineReady) -> KVLayout:
     return KVLayout(engine.num_layers, engine.num_kv_heads, engine.head_dim, engine.dtype)
+
+
+def _make_directory(flag: str, path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"{flag} {path}: {error.strerror}") from error

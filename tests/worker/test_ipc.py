@@ -1,0 +1,69 @@
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from worker import messages
+from worker.failure import StartError
+from worker.ipc import EngineLink, ServiceLink
+
+
+async def test_messages_go_both_ways_and_no_file_stays(tmp_path: Path) -> None:
+    service = EngineLink(str(tmp_path))
+    try:
+        (directory,) = tmp_path.iterdir()
+        assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
+        engine = ServiceLink(service.address)
+        engine.send(messages.Progress("loading", 0.5))
+        assert await service.receive() == messages.Progress("loading", 0.5)
+        service.remove_directory()
+        assert list(tmp_path.iterdir()) == []
+        work = [messages.Cancel(1, bytes([i]) * 16) for i in range(100)]
+        for message in work:
+            await service.send(message)
+        arrived: list[messages.ToEngine] = []
+        while len(arrived) < len(work):
+            engine.socket.poll(1000)
+            arrived += engine.receive_all()
+        assert arrived == work
+        assert engine.receive_all() == []
+        engine.close()
+    finally:
+        service.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_engine_whose_service_does_not_read_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.ipc.SEND_TIMEOUT", 0.05)
+    monkeypatch.setattr("worker.ipc.MAX_QUEUED", 4)
+    service = EngineLink(str(tmp_path))
+    engine = ServiceLink(service.address)
+
+    def flood() -> None:
+        for _ in range(1000):
+            engine.send(messages.Progress("x" * 100_000, 0.5))
+
+    with pytest.raises(zmq.Again):
+        flood()
+    engine.socket.close(linger=0)
+    engine.close()
+    service.close()
+
+
+async def test_a_run_directory_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"--run-dir .*missing: No such file"):
+        EngineLink(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc1", messages.encode(messages.Progress("stage", 0.5)), msgspec.msgpack.encode(["Cancel", 1])],
+)
+def test_only_messages_for_the_engine_are_decoded(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        messages.decode_to_engine(data)

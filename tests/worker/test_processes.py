@@ -1,0 +1,100 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from worker.processes import ChildProcess, describe_exit, spawn
+
+# A parent that spawns a child, which ties itself to it, and tells the child's pid.
+_PARENT = """
+import os, sys, time
+from worker.processes import spawn
+child = spawn("tests.worker.tied_child", str(%s).encode(), pass_fds=())
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def start_parent(told_parent: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT % told_parent], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    return parent, psutil.Process(int(parent.stdout.readline()))
+
+
+def test_a_child_dies_with_its_parent_even_when_that_is_killed() -> None:
+    parent, child = start_parent("os.getpid()")
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "tied\n"
+    assert child.cmdline()[0] == "baton: tied child"
+    parent.kill()
+    parent.wait()
+    child.wait(5)
+
+
+def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
+    parent, child = start_parent("os.getpid() + 1")
+    assert parent.stdout is not None
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        pass
+    parent.kill()
+    assert parent.stdout.read() == ""
+    parent.wait()
+
+
+def test_a_child_leaves_ctrl_c_and_sigterm_to_the_service() -> None:
+    parent, child = start_parent("os.getpid()")
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "tied\n"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert _ignored(child.pid, number)
+    parent.kill()
+    parent.wait()
+    child.wait(5)
+
+
+def _ignored(pid: int, number: signal.Signals) -> bool:
+    with open(f"/proc/{pid}/status") as file:
+        mask = next(int(line.split()[1], 16) for line in file if line.startswith("SigIgn"))
+    return bool(mask >> (number - 1) & 1)
+
+
+def test_a_child_never_sees_the_cluster_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "secret")
+    child = spawn("tests.worker.tied_child", str(os.getpid()).encode(), pass_fds=())
+    process = psutil.Process(child.pid)
+    assert "BATON_CLUSTER_SECRET" not in process.environ()
+    child.kill()
+    child.wait()
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "60"])
+
+
+async def test_the_end_of_a_child_is_seen_by_all_who_wait() -> None:
+    child = ChildProcess("sleeper", sleeper())
+    waiting = [asyncio.create_task(child.wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert child.running
+    child.kill()
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [-9, -9]
+    assert not child.running
+    child.kill()
+    assert await child.end(1) == -9
+
+
+async def test_a_child_that_does_not_end_in_time_is_killed_even_when_stopped() -> None:
+    popen = sleeper()
+    popen.send_signal(signal.SIGSTOP)
+    assert await ChildProcess("sleeper", popen).end(0.05) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("code", "text"), [(3, "exited with 3"), (-9, "was killed by SIGKILL")])
+def test_exit_codes_read_well(code: int, text: str) -> None:
+    assert describe_exit(code) == text
