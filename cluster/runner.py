@@ -21,7 +21,11 @@ from cluster.rundir import RunDir
 PACKAGES = str(Path(cluster.__file__).parents[1])
 
 
-BATON = (sys.executable, "-m", "cluster.cli")  # the command that a user would type, by way of this interpreter
+BATON = (
+    sys.executable,
+    "-m",
+    "cluster.cli",
+)  # the command that a user would type, by way of this interpreter
 
 
 def own_address(peer: str) -> str:

@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +28,23 @@ async def until(changing: RoleProcess | RoleRunner, condition: Callable[[RoleSta
     return await asyncio.wait_for(wait(), 20)
 
 
-def ready(state: RoleState) -> bool:
-    return state.phase == "ready"
+@dataclass(frozen=True)
+class Up:
+    """A ready role: its pid and what it said."""
+
+    pid: int
+    said: Mapping[str, Any]
+    state: RoleState
+
+
+def up(state: RoleState) -> Up:
+    assert state.pid is not None
+    assert state.ready is not None
+    return Up(state.pid, state.ready, state)
+
+
+async def until_ready(changing: RoleProcess | RoleRunner) -> Up:
+    return up(await until(changing, lambda state: state.phase == "ready"))
 
 
 def gone(pid: int) -> bool:
@@ -43,7 +60,7 @@ async def eventually(condition: Callable[[], bool], within: float = 10.0) -> Non
     """For what another process does, and tells nobody."""
 
     async def poll() -> None:
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     await asyncio.wait_for(poll(), within)
@@ -55,7 +72,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture
-async def stopping() -> Awaitable[Callable[[RoleProcess | RoleRunner], None]]:
+async def stopping() -> AsyncIterator[Callable[[RoleProcess | RoleRunner], None]]:
     """Gives a function that registers what to stop after the test."""
     started: list[RoleProcess | RoleRunner] = []
     yield started.append

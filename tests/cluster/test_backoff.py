@@ -26,4 +26,6 @@ def test_a_crash_loop_is_many_crashes_in_the_window() -> None:
 
 def test_the_wait_stays_finite_after_thousands_of_crashes() -> None:
     policy = RestartPolicy(max_delay=30.0)
-    assert {policy.crashed(float(t), ran_for=0.0) for t in range(5000)} <= {0.1 * 2**n for n in range(10)} | {30.0}
+    assert {policy.crashed(float(t), ran_for=0.0) for t in range(5000)} <= {0.1 * 2**n for n in range(10)} | {
+        30.0
+    }

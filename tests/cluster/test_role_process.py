@@ -7,14 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster.backoff import RestartPolicy
 from cluster.role_process import RoleProcess
 
-from .conftest import FAKE, eventually, gone, ready, until
+from .conftest import FAKE, eventually, gone, until, until_ready
+
+Stopping = Callable[[RoleProcess], None]
 
 
 def role(tmp_path: Path, environment: dict[str, str], **more: str) -> RoleProcess:
@@ -22,37 +24,43 @@ def role(tmp_path: Path, environment: dict[str, str], **more: str) -> RoleProces
     return RoleProcess([*FAKE, "prefill"], environment | more, tmp_path / "log", policy)
 
 
-async def test_reports_stages_and_then_what_the_role_said(tmp_path, environment, stopping) -> None:
+async def test_reports_stages_and_then_what_the_role_said(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
     process = role(tmp_path, environment, MISBEHAVIOUR="slow")
     stopping(process)
     process.start()
     stage = await until(process, lambda s: s.stage == "loading weights")
     assert (stage.phase, stage.fraction) == ("starting", 0.5)
+    assert stage.pid is not None
     os.kill(stage.pid, signal.SIGUSR1)
-    state = await until(process, ready)
-    assert state.ready is not None
-    assert state.ready["pid"] == state.pid
-    assert state.restarts == 0
-    assert state.seconds_to_ready is not None
+    state = await until_ready(process)
+    assert state.said["pid"] == state.pid
+    assert state.state.restarts == 0
+    assert state.state.seconds_to_ready is not None
 
 
-async def test_a_killed_role_comes_back_as_a_new_incarnation(tmp_path, environment, stopping) -> None:
+async def test_a_killed_role_comes_back_as_a_new_incarnation(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
     process = role(tmp_path, environment)
     stopping(process)
     process.start()
-    first = await until(process, ready)
+    first = await until_ready(process)
     killed = time.monotonic()
     os.kill(first.pid, signal.SIGKILL)
     lost = await until(process, lambda s: s.phase != "ready")
     assert time.monotonic() - killed < 0.5, "death is noticed at once, not at the next poll"
     assert lost.ready is None
-    second = await until(process, ready)
-    assert second.restarts == 1
-    assert second.error == "was killed by SIGKILL"
-    assert second.ready["incarnation"] != first.ready["incarnation"]
+    second = await until_ready(process)
+    assert second.state.restarts == 1
+    assert second.state.error == "was killed by SIGKILL"
+    assert second.said["incarnation"] != first.said["incarnation"]
 
 
-async def test_the_roles_own_words_say_why_it_cannot_start(tmp_path, environment, stopping) -> None:
+async def test_the_roles_own_words_say_why_it_cannot_start(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
     process = role(tmp_path, environment, MISBEHAVIOUR="error")
     stopping(process)
     process.start()
@@ -60,7 +68,9 @@ async def test_the_roles_own_words_say_why_it_cannot_start(tmp_path, environment
     assert state.error == "--dtype: int1 is not a type"
 
 
-async def test_a_crash_loop_is_told_and_slows_down(tmp_path, environment, stopping) -> None:
+async def test_a_crash_loop_is_told_and_slows_down(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
     process = role(tmp_path, environment, MISBEHAVIOUR="crash")
     stopping(process)
     process.start()
@@ -68,16 +78,20 @@ async def test_a_crash_loop_is_told_and_slows_down(tmp_path, environment, stoppi
     assert state.restarts == 5
 
 
-async def test_a_crash_at_start_is_no_crash_loop(tmp_path, environment, stopping) -> None:
+async def test_a_crash_at_start_is_no_crash_loop(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
     process = role(tmp_path, environment, MISBEHAVIOUR="crash", GOOD_AFTER=str(tmp_path / "mark"))
     stopping(process)
     process.start()
-    state = await until(process, ready)
+    state = (await until_ready(process)).state
     assert state.restarts == 1
     assert not state.crash_loop
 
 
-async def test_garbage_on_the_pipe_is_an_error_not_a_crash_of_ours(tmp_path, environment, stopping) -> None:
+async def test_garbage_on_the_pipe_is_an_error_not_a_crash_of_ours(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
     process = role(tmp_path, environment, MISBEHAVIOUR="garbage")
     stopping(process)
     process.start()
@@ -85,19 +99,19 @@ async def test_garbage_on_the_pipe_is_an_error_not_a_crash_of_ours(tmp_path, env
     assert "ready protocol" in state.error
 
 
-async def test_stop_ends_it_without_a_restart(tmp_path, environment) -> None:
+async def test_stop_ends_it_without_a_restart(tmp_path: Path, environment: dict[str, str]) -> None:
     process = role(tmp_path, environment)
     process.start()
-    state = await until(process, ready)
+    state = await until_ready(process)
     await process.stop(signal.SIGTERM, 10)
     assert process.state.phase == "stopped"
     assert gone(state.pid)
 
 
-async def test_stop_kills_what_does_not_listen(tmp_path, environment) -> None:
+async def test_stop_kills_what_does_not_listen(tmp_path: Path, environment: dict[str, str]) -> None:
     process = role(tmp_path, environment, MISBEHAVIOUR="deaf")
     process.start()
-    state = await until(process, ready)
+    state = await until_ready(process)
     patient = asyncio.create_task(process.stop(signal.SIGTERM, 600))
     await asyncio.sleep(0)
     await process.stop(signal.SIGKILL, 0)  # the second Ctrl-C
@@ -105,54 +119,53 @@ async def test_stop_kills_what_does_not_listen(tmp_path, environment) -> None:
     assert gone(state.pid)
 
 
-async def test_children_of_a_dead_role_die_with_it(tmp_path, environment, stopping) -> None:
+async def test_children_of_a_dead_role_die_with_it(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
     process = role(tmp_path, environment, MISBEHAVIOUR="child")
     stopping(process)
     process.start()
-    state = await until(process, ready)
+    state = await until_ready(process)
     os.kill(state.pid, signal.SIGKILL)
-    await eventually(lambda: gone(state.ready["child"]))
+    await eventually(lambda: gone(state.said["child"]))
 
 
-async def test_signals_that_the_supervisor_blocks_reach_the_role(tmp_path, environment, stopping) -> None:
+async def test_signals_that_the_supervisor_blocks_reach_the_role(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
     old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray does
     try:
         process = role(tmp_path, environment)
         stopping(process)
         process.start()
-        state = await until(process, ready)
+        state = await until_ready(process)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
-    assert signal.SIGINT not in state.ready["blocked"]
+    assert signal.SIGINT not in state.said["blocked"]
 
 
-def test_a_role_dies_with_a_killed_supervisor(tmp_path, environment) -> None:
-    supervisor = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(f"""
-                import asyncio, os, pathlib
-                from cluster.backoff import RestartPolicy
-                from cluster.role_process import RoleProcess
+SUPERVISOR = """
+import asyncio, os, pathlib, sys
+from cluster.backoff import RestartPolicy
+from cluster.role_process import RoleProcess
 
-                async def main():
-                    process = RoleProcess({[*FAKE, "decode"]!r}, os.environ, pathlib.Path({str(tmp_path / "log")!r}), RestartPolicy())
-                    process.start()
-                    state = process.state
-                    while state.phase != "ready":
-                        state = await process.changed(state.token)
-                    print(state.pid, flush=True)
-                    await asyncio.Event().wait()
+async def main():
+    process = RoleProcess(sys.argv[2:], os.environ, pathlib.Path(sys.argv[1]), RestartPolicy())
+    process.start()
+    state = process.state
+    while state.phase != "ready":
+        state = await process.changed(state.token)
+    print(state.pid, flush=True)
+    await asyncio.Event().wait()
 
-                asyncio.run(main())
-            """),
-        ],
-        env=environment,
-        stdout=subprocess.PIPE,
-    )
-    pid = int(supervisor.stdout.readline())
-    supervisor.kill()
-    supervisor.wait()
-    supervisor.stdout.close()
+asyncio.run(main())
+"""
+
+
+def test_a_role_dies_with_a_killed_supervisor(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "log"), *FAKE, "decode"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        supervisor.kill()
     asyncio.run(eventually(lambda: gone(pid)))

@@ -1,0 +1,209 @@
+"""The command line: what options exist, which source wins, what is refused, and what importing it costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import cluster.roles
+import cluster.serve
+from cluster.cli import app
+from cluster.plan import Plan
+from cluster.runner import PACKAGES
+
+
+def baton(*args: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1", **environment})
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """What `baton serve` was about to run."""
+    plans: list[Plan] = []
+
+    def run(plan: Plan) -> int:
+        plans.append(plan)
+        return 0
+
+    monkeypatch.setattr(cluster.serve, "run", run)
+    return plans
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cluster.roles, "run_worker", lambda *groups: calls.append(groups) or 0)
+    return calls
+
+
+@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode", "chat", "status"])
+def test_every_command_explains_itself(command: str) -> None:
+    help_ = baton(command, "--help")
+    assert help_.exit_code == 0
+    assert f"baton {command}" in help_.output, "an example"
+    assert f" {command} " in baton("--help").output
+
+
+def test_serve_has_vllms_names() -> None:
+    output = baton("serve", "--help").output
+    for flag in (
+        "--model", "--served-model-name", "--host", "--port", "--tensor-parallel-size", "--max-model-len",
+        "--gpu-memory-utilization", "--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--dtype",
+        "--load-format", "--revision", "--seed", "--chat-template", "--enable-prefix-caching", "--api-key",
+    ):  # fmt: skip
+        assert f"{flag} " in output
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, served: list[Plan]) -> None:
+    file = tmp_path / "baton.toml"
+    top = "port = 1001\nmax-num-seqs = 11\nblock_size = 32\n"
+    file.write_text(top + "[serve]\nblock-size = 64\n[decode]\nport = 7\n")
+    environment = {"BATON_PORT": "1002", "BATON_MAX_NUM_SEQS": "12"}
+    result = baton("serve", "--config", str(file), "--port", "1003", **environment)
+    assert result.exit_code == 0, result.output
+    [plan] = served
+    assert plan.front.port == 1003, "the flag"
+    assert plan.engine.max_num_seqs == 12, "the environment"
+    assert plan.engine.block_size == 64, "the file, the command's own table"
+    assert plan.engine.max_num_batched_tokens == 2048, "the default"
+    baton("serve", "--config", str(file))
+    assert served[1].front.port == 1001, "not the table of another command"
+
+
+def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: list[Plan]) -> None:
+    baton("serve", BATON_API_KEY="one two")
+    (tmp_path / "c.toml").write_text('api-key = ["three"]')
+    baton("serve", BATON_CONFIG=str(tmp_path / "c.toml"))
+    assert [plan.front.api_key for plan in served] == [["one", "two"], ["three"]]
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "words"),
+    [
+        (["--port", "many"], {}, ["--port", "integer"]),
+        (["--port", "70000"], {}, ["--port", "70000", "65535"]),
+        (["--max-num-seqs", "0"], {}, ["--max-num-seqs", "at least 1"]),
+        (["--dtype", "int4"], {}, ["--dtype", "int4", "bfloat16"]),
+        (["--prefil", "2"], {}, ["--prefil", "--prefill"]),
+        (["--tensor-parallel-size", "2"], {}, ["--tensor-parallel-size", "2"]),
+        (["--enable-lora"], {}, ["--enable-lora", "merge", "--model"]),
+        (["--quantization", "awq"], {}, ["--quantization", "--model"]),
+        (["--trust-remote-code"], {}, ["--trust-remote-code", "never runs code"]),
+        (["--config", "/nowhere.toml"], {}, ["--config", "/nowhere.toml"]),
+        (["--chat-template", "/nowhere.jinja"], {}, ["--chat-template", "/nowhere.jinja"]),
+        ([], {"BATON_PORT": "many"}, ["--port", "integer"]),
+    ],
+)
+def test_errors_name_the_flag(
+    args: list[str], environment: dict[str, str], words: list[str], served: list[Plan]
+) -> None:
+    result = baton("serve", *args, **environment)
+    assert result.exit_code == 2
+    assert served == []
+    for word in words:
+        assert word.lower() in result.output.lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port = ", ["TOML"]),
+        ("prot = 8000", ["prot", "did you mean 'port'"]),
+        ("[serve]\ndevise = 'cpu'", ["[serve] 'devise'", "device"]),
+        ("port = 'many'", ["--port", "integer"]),
+        ("quantization = 'awq'", ["--quantization"]),
+    ],
+)
+def test_errors_in_the_file_name_the_field(
+    tmp_path: Path, text: str, words: list[str], served: list[Plan]
+) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    result = baton("serve", "--config", str(tmp_path / "c.toml"))
+    assert result.exit_code == 2
+    assert served == []
+    for word in words:
+        assert word in result.output
+
+
+def test_a_value_error_is_shown_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(plan: Plan) -> int:
+        raise ValueError("--max-model-len 9: too short")
+
+    monkeypatch.setattr(cluster.serve, "run", run)
+    result = baton("serve")
+    assert result.exit_code == 2
+    assert result.output.strip() == "Error: --max-model-len 9: too short"
+
+
+def test_what_serve_passes_on_is_what_a_role_understands(
+    served: list[Plan], workers: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BATON_CLUSTER_SECRET", raising=False)
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 32)
+    baton(
+        "serve", "--dtype", "float32", "--block-size", "32", "--enable-prefix-caching", "--kv-lanes", "2",
+        "--drain-timeout", "5", "--trace-dir", str(tmp_path / "traces"), "--api-key", "k1", "--api-key", "k2",
+        "--num-threads", "3", "--device", "cpu", "--cluster-secret-file", str(secret), "--decode", "2",
+    )  # fmt: skip
+    [plan] = served
+    roles = plan.roles()
+    assert [role.name for role in roles] == ["prefill 0", "decode 0", "decode 1", "router 0"]
+    assert all(role.environment["BATON_CLUSTER_SECRET"] == "s" * 32 for role in roles)
+    assert roles[-1].environment["BATON_API_KEY"] == "k1 k2"
+    assert not any("k1" in arg or "s" * 32 in arg for role in roles for arg in role.args)
+    result = baton("decode", *roles[1].args, "--index", "1")
+    assert result.exit_code == 0, result.output
+    [(name, model, engine, _, transfer, deadlines, _, role, _, traces)] = workers
+    assert (name, role.index) == ("decode", 1)
+    assert (engine, transfer, deadlines, traces) == (plan.engine, plan.transfer, plan.deadlines, plan.traces)
+    assert model.served_model_name == "SmolLM2-135M-Instruct"
+    assert Path(model.model).is_file()
+
+
+def test_engines_share_the_cores(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    baton("serve", "--device", "cpu", "--prefill", "1", "--decode", "2")
+    baton("serve", "--device", "cpu", "--prefill", "9", "--decode", "9")
+    assert [role.cpus for role in served[0].roles()] == [2, 2, 2, 1]
+    assert {role.cpus for role in served[1].roles()} == {1}
+
+
+def imports(*args: str, blocked: str = "") -> set[str]:
+    """The top-level modules that a command has imported when it ends."""
+    script = f"""
+import json, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked.split()!r}:
+            raise ImportError(f"{{name}} is not installed")
+sys.meta_path.insert(0, Blocker())
+from cluster.cli import app
+try:
+    app({list(args)!r})
+except SystemExit as end:
+    print(json.dumps([end.code, sorted({{name.partition(".")[0] for name in sys.modules}})]), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": PACKAGES, "PATH": "", "HOME": "/nonexistent"},
+        check=True,
+    )
+    code, modules = json.loads(done.stderr.splitlines()[-1])
+    assert code in (0, 2), done.stderr
+    return set(modules)
+
+
+@pytest.mark.parametrize(
+    "args", [("--help",), ("serve", "--help"), ("status", "--url", "http://127.0.0.1:9")]
+)
+def test_what_is_quick_imports_nothing_heavy(args: tuple[str, ...]) -> None:
+    assert not imports(*args) & {"torch", "ray", "transformers", "grpc", "numpy"}

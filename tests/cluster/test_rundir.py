@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import rundir
+from cluster.rundir import RunDir
+from cluster.runner import PACKAGES
+
+OWNER = """
+import sys
+from pathlib import Path
+from cluster.rundir import RunDir
+
+run_dir = RunDir.create(Path(sys.argv[1]))
+print(run_dir.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(
+        prefix="rd", dir="/tmp"
+    ) as path:  # pytest's own are too long for sockets
+        yield Path(path)
+
+
+def test_it_is_private_and_goes_away(parent: Path) -> None:
+    run_dir = RunDir.create(parent)
+    assert run_dir.path.stat().st_mode & 0o777 == 0o700
+    assert run_dir.directory("r").stat().st_mode & 0o777 == 0o700
+    run_dir.remove()
+    assert list(parent.iterdir()) == []
+
+
+def test_rays_longest_socket_fits(parent: Path) -> None:
+    longest = Path("/tmp") / ("x" * (rundir.MAX_PARENT - len("/tmp/")))
+    assert len(os.fsencode(longest / rundir._LONGEST)) == 107
+    with pytest.raises(ValueError, match=r"--run-dir.*too long"):
+        RunDir.create(Path(f"{longest}x"))
+
+
+def test_what_a_killed_owner_left_is_removed_and_what_a_living_one_has_is_not(parent: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, parent],
+        env={"PYTHONPATH": PACKAGES},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    path = Path(owner.stdout.readline().strip())
+    (path / "file").touch()
+    living = RunDir.create(parent)
+    assert path.exists(), "its owner lives"
+    owner.kill()
+    owner.communicate()
+    assert path.exists()
+    another = RunDir.create(parent)
+    assert not path.exists()
+    assert living.path.exists()
+    living.remove()
+    another.remove()
