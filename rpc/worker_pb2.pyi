@@ -216,14 +216,16 @@ class Reserved(_message.Message):
     def __init__(self, decode_id: _Optional[bytes] = ...) -> None: ...
 
 class AttemptFailed(_message.Message):
-    __slots__ = ("attempt_id", "code", "message")
+    __slots__ = ("attempt_id", "code", "message", "prefill_id")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     code: FailureCode
     message: str
-    def __init__(self, attempt_id: _Optional[bytes] = ..., code: _Optional[_Union[FailureCode, str]] = ..., message: _Optional[str] = ...) -> None: ...
+    prefill_id: bytes
+    def __init__(self, attempt_id: _Optional[bytes] = ..., code: _Optional[_Union[FailureCode, str]] = ..., message: _Optional[str] = ..., prefill_id: _Optional[bytes] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
