@@ -34,8 +34,8 @@ def sample(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[
     tokens = adjusted.argmax(dim=-1)
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
     if drawn:
-        numbers = [uniform(params[row].seed, len(requests[row].token_ids)) for row in drawn]
-        tokens[drawn] = _draw(adjusted[drawn], [params[row] for row in drawn], numbers)
+        keys = [draw_key(params[row].seed, len(requests[row].token_ids)) for row in drawn]
+        tokens[drawn] = _draw(adjusted[drawn], [params[row] for row in drawn], keys)
     logprobs = _logprobs(logits, tokens, params)
     return [
         Sampled(token, logprobs.get(row)) if ok else None
@@ -43,8 +43,8 @@ def sample(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[
     ]
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for the token at `position`: two rounds of splitmix64 (Steele 2014)."""
+def draw_key(seed: int, position: int) -> int:
+    """32 bits that stand for all random numbers of the token at `position`: splitmix64 (Steele 2014), twice."""
 
     def mix(z: int) -> int:
         z = (z + 0x9E3779B97F4A7C15) & MASK64
@@ -52,7 +52,24 @@ def uniform(seed: int, position: int) -> float:
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
         return z ^ (z >> 31)
 
-    return (mix(mix(seed & MASK64) ^ position) >> 11) * 2.0**-53
+    return mix(mix(seed & MASK64) ^ position) >> 32
+
+
+def exponentials(keys: Sequence[int], count: int, device: torch.device) -> Tensor:
+    """[keys, count] exponentially distributed random numbers: each a hash (Wellons' lowbias32) of its key and
+    its column. The smallest are the exact ones, since they decide."""
+    signed = [key - (1 << 32) if key >> 31 else key for key in keys]
+    columns = torch.arange(count, dtype=torch.int32, device=device) * (0x9E3779B1 - (1 << 32))
+    x = torch.tensor(signed, dtype=torch.int32, device=device)[:, None] ^ columns
+    # Masked, since int32 has only the shift that copies the sign.
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    uniform = x.float().add_(0.5).mul_(2.0**-32)  # in (-½, ½), and finest around 0
+    uniform.sub_(uniform.floor())
+    return uniform.neg_().log1p_().neg_()
 
 
 def _biased(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> Tensor:
@@ -103,17 +120,15 @@ def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
     return logits
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
-    """Inverse transform sampling over the vocabulary in its own order: unlike the sorted order it does not
-    change when two nearly equal logits are rounded differently. Float64, or the sum would drift."""
+def _draw(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:
+    """The race of exponential clocks, alias the Gumbel-max trick: token i wins with probability p[i]. Where one
+    number per row and the cumulative distribution would do, a rounding error in any logit moves all boundaries;
+    here it matters only if it swaps the first two."""
     temperatures = [max(p.temperature, SMALLEST_TEMPERATURE) for p in params]
     probs = torch.softmax(logits / torch.tensor(temperatures, device=logits.device)[:, None], dim=-1)
     if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
         probs = torch.where(probs < _thresholds(probs, params)[:, None], 0.0, probs)
-    cumulative = probs.double().cumsum(dim=-1)
-    targets = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    return drawn.clamp_max(logits.shape[1] - 1)  # past the end only in a row of NaN, which is thrown away
+    return (probs / exponentials(keys, logits.shape[1], logits.device)).argmax(dim=-1)
 
 
 def _thresholds(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -133,7 +148,7 @@ def _thresholds(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         undecided = (count == width) & (top_k > width) & (top_p < 1)
         if width == vocabulary or not undecided.any():
             break
-        width = vocabulary
+        width = min(vocabulary, 16 * width)
     least = best.gather(1, count - 1)
     unlimited = (top_k >= vocabulary) & (top_p > 1)
     return torch.maximum(torch.where(unlimited, 0.0, least)[:, 0], min_p * best[:, 0])

@@ -163,6 +163,8 @@ class GGUFCheckpoint:
                 raise ValueError(f"{self.source}: metadata {kind}.{key} is missing")
             return value
 
+        if "token_embd.weight" not in self._file.tensors:
+            raise ValueError(f"{self.source}: tensor token_embd.weight is missing, the file is incomplete")
         num_heads, hidden_size = get("attention.head_count"), get("embedding_length")
         eos = {metadata[key] for key in EOS_KEYS if key in metadata}
         return ModelConfig(

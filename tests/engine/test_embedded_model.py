@@ -1,13 +1,12 @@
 """The real model: tokens equal to transformers', alone, in a crowd, and split over two engines."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine import Engine, EngineConfig, EngineRequest
+from engine import Engine, EngineConfig
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").read_text())
 """Made by tests/system/make_goldens.py from transformers, greedily, in float32."""

@@ -10,7 +10,7 @@ import torch
 
 from engine import EngineRequest, SamplingParams
 from engine.live_request import LiveRequest, Phase
-from engine.sampler import sample, uniform
+from engine.sampler import draw_key, exponentials, sample
 
 VOCABULARY = 1000
 EOS = (2,)
@@ -56,9 +56,18 @@ def defined(row: np.ndarray, request: LiveRequest) -> int:
     allowed = [t for t in allowed if probs[t] >= p.min_p * probs.max()]
     keep = np.zeros(VOCABULARY)
     keep[allowed] = probs[allowed]
-    cumulative = keep.cumsum()
-    number = uniform(p.seed, len(request.token_ids)) * cumulative[-1]
-    return int(np.searchsorted(cumulative, number, side="right"))
+    return int((keep / clocks(draw_key(p.seed, len(request.token_ids)), VOCABULARY)).argmax())
+
+
+def clocks(key: int, count: int) -> np.ndarray:
+    """The hash in plain 32-bit arithmetic."""
+    x = np.uint32(key) ^ (np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1))
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return -np.log1p(-(x.astype(np.float64) + 0.5) / 2**32)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -107,18 +116,26 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert tokens(values.flip(0), requests[::-1]) == together[::-1]
 
 
-def test_random_numbers_follow_seed_and_position_and_are_uniform() -> None:
-    assert uniform(3, 4) == uniform(3, 4)
-    grid = np.array([[uniform(seed, position) for position in range(200)] for seed in range(200)])
-    assert len(np.unique(grid)) == grid.size
-    assert 0 <= grid.min() < grid.max() < 1
-    counts, _ = np.histogram(grid, bins=50, range=(0, 1))
-    chi2 = ((counts - grid.size / 50) ** 2 / (grid.size / 50)).sum()
-    assert chi2 < 49 + 5 * math.sqrt(2 * 49)
-    for axis in (0, 1):  # neighbours in either direction are independent
-        a, b = np.take(grid, range(199), axis), np.take(grid, range(1, 200), axis)
-        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
-    assert uniform(-1, 0) != uniform(1, 0)
+def test_random_numbers_follow_seed_and_position() -> None:
+    keys = {draw_key(seed, position) for seed in range(-100, 100) for position in range(200)}
+    assert len(keys) > 40_000 - 5
+    for key in (0, 1, draw_key(3, 4), (1 << 32) - 1):
+        ours = exponentials([7, key, 9], 60_000, torch.device("cpu"))[1].double().numpy()
+        np.testing.assert_allclose(ours, clocks(key, 60_000), rtol=1e-3)
+
+
+def test_random_numbers_are_exponential_and_independent() -> None:
+    keys = [draw_key(11, position) for position in range(300)]
+    values = exponentials(keys, 2000, torch.device("cpu")).double().numpy()
+    ranks = 1 - np.exp(-values)  # uniform, if the values are exponential
+    for bins, scale in ((64, 1), (64, 1024)):  # all of it, and the smallest, which decide
+        inside = ranks[ranks * scale < 1] * scale
+        counts, _ = np.histogram(inside, bins=bins, range=(0, 1))
+        expected = ranks.size / scale / bins
+        assert ((counts - expected) ** 2 / expected).sum() < bins + 5 * math.sqrt(2 * bins)
+    for shift in (1, 2, 64):  # neighbours: positions, and tokens
+        assert abs(np.corrcoef(ranks[shift:].ravel(), ranks[:-shift].ravel())[0, 1]) < 0.006
+        assert abs(np.corrcoef(ranks[:, shift:].ravel(), ranks[:, :-shift].ravel())[0, 1]) < 0.006
 
 
 def test_frequencies_are_the_probabilities() -> None:

@@ -1,0 +1,179 @@
+"""Two engines, prefill and decode, give the tokens of one. The copy between them is by positions alone."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig, EngineRequest, Output
+
+
+class Pair:
+    """A prefill and a decode engine, and what workers and router do between them."""
+
+    def __init__(self, prefill: Engine, decode: Engine) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.tables: dict[bytes, Sequence[int]] = {}
+        self.outputs: dict[bytes, list[Output]] = {}
+        self.handed_back: list[bytes] = []
+        prefill._kv_sink = self
+
+    def prefill_started(
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+    ) -> None:
+        self.tables[request_id] = list(block_ids)
+
+    def layer_done(self, layer: int, chunks: Any) -> None:
+        pass
+
+    def run(self, requests: Sequence[EngineRequest]) -> dict[bytes, list[int]]:
+        """Serves them all, injecting between decode steps. What the decode engine hands back starts anew."""
+        todo = {request.id: request for request in requests}
+        self.outputs = {request.id: [] for request in requests}
+        for request in requests:
+            self.prefill.add(request, handover=True)
+        ready: list[Output] = []
+        while not (self.prefill.idle and self.decode.idle):
+            result = self.prefill.step()
+            self.emit(result.outputs)
+            ready += [output for output in result.outputs if output.held]
+            ready = [output for output in ready if not self.hand_over(todo[output.id], output)]
+            result = self.decode.step()
+            self.emit(result.outputs)
+            for request_id in result.preempted:
+                self.handed_back.append(request_id)
+                request = todo[request_id]
+                emitted = [output.token for output in self.outputs[request_id]]
+                todo[request_id] = EngineRequest(request_id, request.prompt_ids, emitted, request.sampling)
+                self.prefill.add(todo[request_id], handover=True)
+        self.prefill.assert_whole()
+        self.decode.assert_whole()
+        return {request_id: [o.token for o in outputs] for request_id, outputs in self.outputs.items()}
+
+    def emit(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            assert output.output_index == len(self.outputs[output.id]), "lost or repeated"
+            self.outputs[output.id].append(output)
+
+    def hand_over(self, request: EngineRequest, first: Output) -> bool:
+        target = self.decode.reserve(request)
+        if target is None:
+            return False
+        count = len(request.prompt_ids) + len(request.output_ids)
+        for source_kv, target_kv in zip(self.prefill.kv_cache, self.decode.kv_cache, strict=True):
+            kv = source_kv.flatten(1, 2)[:, slots(self.tables[request.id], self.prefill.block_size, count)]
+            target_kv.flatten(1, 2)[:, slots(target, self.decode.block_size, count)] = kv
+        self.prefill.release(request.id)
+        again = self.decode.join(request.id, first.token, first.logprobs)
+        assert (again.output_index, again.token) == (first.output_index, first.token)
+        return True
+
+
+def slots(blocks: Sequence[int], block_size: int, count: int) -> torch.Tensor:
+    return torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in range(count)])
+
+
+def mixed_requests(
+    request_of: Any, lengths: Sequence[int], vocabulary: int, max_tokens: int
+) -> list[EngineRequest]:
+    rng = random.Random(1)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9},
+        {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "frequency_penalty": 0.5},
+    ]
+    return [
+        request_of(
+            i,
+            [rng.randrange(3, vocabulary) for _ in range(length)],
+            max_tokens=1 + rng.randrange(max_tokens),
+            seed=rng.getrandbits(63),
+            logprobs=2,
+            **kinds[i % 3],
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(
+    "decode_config",
+    [
+        pytest.param({"block_size": 16, "num_blocks": 64}, id="other block size"),
+        pytest.param({"block_size": 4, "num_blocks": 30}, id="decode hands back"),
+        pytest.param({"block_size": 4, "num_blocks": 99, "max_num_seqs": 3}, id="few seats"),
+    ],
+)
+def test_tiny_model(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, decode_config: dict[str, Any]
+) -> None:
+    requests = mixed_requests(request_of, [1, 2, 4, 5, 17, 30, 31, 50, 64, 90], 199, 40)
+    prefill = tiny_engine(
+        num_blocks=40, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=True
+    )
+    pair = Pair(prefill, tiny_engine(**decode_config))
+    tokens = pair.run(requests)
+    single = run(tiny_engine(num_blocks=512, max_num_batched_tokens=64), requests)
+    assert tokens == {request.id: single[request.id].tokens for request in requests}
+    assert bool(pair.handed_back) == (decode_config["num_blocks"] == 30)
+    for request in requests:
+        ours, theirs = pair.outputs[request.id], single[request.id].outputs
+        assert [o.finish_reason for o in ours] == [o.finish_reason for o in theirs]
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.logprobs.top_ids == b.logprobs.top_ids
+            assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-4)
+
+
+def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) -> None:
+    def engine(**config: Any) -> Engine:
+        return Engine(EngineConfig(**{"model": str(embedded_model_path), "dtype": "float32", **config}))
+
+    requests = mixed_requests(request_of, [1, 3, 40, 16, 200, 77, 450, 33], 49152, 32)
+    pair = Pair(engine(max_num_batched_tokens=64, num_blocks=128), engine(block_size=32, num_blocks=64))
+    tokens = pair.run(requests)
+    single = run(engine(max_num_batched_tokens=128), requests)
+    assert tokens == {request.id: single[request.id].tokens for request in requests}
+
+
+def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    """Its first prefill died after its first token was emitted; the second one is of prompt + that token."""
+    request = request_of(1, range(3, 14), max_tokens=9, ignore_eos=True)
+    expected = run(tiny_engine(), [request])[request.id].tokens
+    prefill, decode = tiny_engine(), tiny_engine(num_blocks=5)
+    table = decode.reserve(request)
+    assert table is not None
+    assert len(table) == 3
+    longer = EngineRequest(request.id, request.prompt_ids, expected[:2], request.sampling)
+    grown = decode.extend_reservation(request.id, longer.output_ids)
+    assert grown is not None
+    assert list(grown[:3]) == list(table)
+    assert len(grown) == 4
+    assert decode.extend_reservation(request.id, expected[:2] + [3] * 20) is None
+    pair = Pair(prefill, decode)
+    prefill.add(longer, handover=True)
+    (first,) = prefill.step().outputs
+    assert first.output_index == 2
+    for source_kv, target_kv in zip(prefill.kv_cache, decode.kv_cache, strict=True):
+        kv = source_kv.flatten(1, 2)[:, slots(pair.tables[request.id], 4, 13)]
+        target_kv.flatten(1, 2)[:, slots(grown, 4, 13)] = kv
+    prefill.release(request.id)
+    outputs = [decode.join(request.id, first.token, first.logprobs)]
+    while decode.has_work:
+        outputs += decode.step().outputs
+    assert [(o.output_index, o.token) for o in outputs] == list(enumerate(expected))[2:]
+    prefill.assert_whole()
+    decode.assert_whole()
+
+
+def test_join_may_end_the_request(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+    engine = tiny_engine()
+    request = request_of(1, [3, 4, 5], [6], max_tokens=2)
+    assert engine.reserve(request) is not None
+    output = engine.join(request.id, 7)
+    assert (output.output_index, output.token, output.finish_reason) == (1, 7, "length")
+    engine.assert_whole()

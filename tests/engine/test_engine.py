@@ -1,0 +1,345 @@
+"""The engine with a tiny random model: every way a request can live and end."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, PrefillChunk, SamplingParams
+
+PROMPT = [5, 9, 17, 33, 65, 129, 3, 4, 11]
+
+
+@pytest.fixture
+def expected(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> Callable[..., list[int]]:
+    """The tokens of one request in an engine of its own, with room for everything."""
+
+    def tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
+        request = request_of(1, prompt, **{"ignore_eos": True, **sampling})
+        return run(tiny_engine(), [request])[request.id].tokens
+
+    return tokens
+
+
+# Ends
+
+
+def test_stops(tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any) -> None:
+    full = expected(PROMPT, max_tokens=30)
+    third = full[2]
+    assert third not in full[:2]
+    engine = tiny_engine(max_model_len=20)
+    engine.model_config = type(engine.model_config)(
+        **{name: getattr(engine.model_config, name) for name in engine.model_config.__slots__}
+        | {"eos_ids": (third,)}
+    )
+    cases = {
+        "eos": (request_of(1, PROMPT, max_tokens=30), full[:3], "stop"),
+        "eos ignored": (request_of(2, PROMPT, max_tokens=5, ignore_eos=True), full[:5], "length"),
+        "stop token": (
+            request_of(3, PROMPT, max_tokens=30, ignore_eos=True, stop_token_ids=(full[1],)),
+            full[:2],
+            "stop",
+        ),
+        "max_tokens": (request_of(4, PROMPT, max_tokens=1), full[:1], "length"),
+        "max_model_len": (request_of(5, PROMPT, max_tokens=30, ignore_eos=True), full[:11], "length"),
+        "stop on the last": (request_of(6, PROMPT, max_tokens=3), full[:3], "stop"),
+    }
+    results = run(engine, [request for request, _, _ in cases.values()])
+    for name, (request, tokens, reason) in cases.items():
+        result = results[request.id]
+        assert (result.tokens, result.finish_reason) == (tokens, reason), name
+        assert [output.output_index for output in result.outputs] == list(range(len(tokens)))
+        assert not any(output.finish_reason for output in result.outputs[:-1])
+    engine.assert_whole()
+
+
+def test_min_tokens_forbids_to_stop(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
+) -> None:
+    full = expected(PROMPT, max_tokens=30)
+    request = request_of(1, PROMPT, max_tokens=30, min_tokens=6, ignore_eos=True, stop_token_ids=(full[2],))
+    tokens = run(tiny_engine(), [request])[request.id].tokens
+    assert full[2] not in tokens[:6]
+
+
+def test_given_output_counts_as_generated(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
+) -> None:
+    for sampling in (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 4},
+        {"temperature": 0.8, "seed": 5, "frequency_penalty": 1.0, "min_tokens": 9, "repetition_penalty": 1.3},
+    ):
+        full = expected(PROMPT, max_tokens=12, **sampling)
+        request = request_of(1, PROMPT, full[:7], max_tokens=12, ignore_eos=True, **sampling)
+        result = run(tiny_engine(), [request])[request.id]
+        assert result.tokens == full[7:]
+        assert [output.output_index for output in result.outputs] == list(range(7, 12))
+        assert result.finish_reason == "length"
+
+
+# What the caller may not do
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "sampling", "message"),
+    [
+        ([], [], {}, "prompt_ids must not be empty"),
+        ([199], [], {}, "prompt_ids must be token ids, 0 to 198"),
+        ([1], [-1], {}, "output_ids must be token ids, 0 to 198"),
+        ([1], [], {"stop_token_ids": (199,)}, "stop_token_ids must be about token ids, 0 to 198"),
+        ([1], [], {"logit_bias": {400: 1.0}}, "logit_bias must be about token ids"),
+        ([1], [1, 1], {"max_tokens": 2}, "max_tokens is 2, output_ids has 2"),
+        ([1] * 200, [1] * 56, {"max_tokens": 99}, r"have 256 tokens; .* limit is 256 \(max_model_len\)"),
+    ],
+)
+def test_requests_that_can_never_be_served(
+    tiny_engine: Callable[..., Engine], request_of: Any, prompt: Any, output: Any, sampling: Any, message: str
+) -> None:
+    engine = tiny_engine()
+    for accept in (engine.add, engine.reserve):
+        with pytest.raises(ValueError, match=message):
+            accept(request_of(1, prompt, output, **sampling))
+    engine.assert_whole()
+
+
+def test_an_id_is_used_once_at_a_time(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> None:
+    engine = tiny_engine()
+    engine.add(request_of(1, PROMPT))
+    with pytest.raises(ValueError, match="is in the engine already"):
+        engine.add(request_of(1, PROMPT))
+    run(engine)
+    engine.add(request_of(1, PROMPT))
+    engine.cancel(request_of(1, PROMPT).id)
+    engine.assert_whole()
+
+
+# Crowds
+
+
+def crowd(request_of: Any, **sampling: Any) -> list[Any]:
+    """Prompts of many lengths with every kind of sampling."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.3, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+    ]
+    return [
+        request_of(
+            i,
+            [(7 * i + 13 * j) % 190 + 3 for j in range(1 + 5 * i)],
+            max_tokens=6 + 5 * (i % 4),
+            ignore_eos=True,
+            seed=i,
+            **kinds[i % 4],
+            **sampling,
+        )
+        for i in range(9)
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="roomy"),
+        pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 8}, id="small chunks"),
+        pytest.param({"max_num_batched_tokens": 1, "max_num_seqs": 1}, id="one by one"),
+        pytest.param({"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 9}, id="preemption"),
+        pytest.param({"enable_prefix_caching": True, "block_size": 2, "num_blocks": 128}, id="prefix cache"),
+        pytest.param({"block_size": 128, "num_blocks": 9}, id="large blocks"),
+        pytest.param({"block_size": 1, "num_blocks": 256}, id="blocks of one"),
+    ],
+)
+def test_a_request_gets_the_tokens_it_would_get_alone(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, config: dict[str, Any]
+) -> None:
+    requests = crowd(request_of)
+    engine = tiny_engine(**config)
+    results = run(engine, requests)
+    assert (engine.stats().preemptions > 0) == (config.get("num_blocks") == 20)
+    engine.assert_whole()
+    again = run(engine, requests)  # with a prefix cache: hits all the way
+    for request in requests:
+        alone = run(tiny_engine(), [request])[request.id]
+        assert results[request.id].tokens == alone.tokens
+        assert again[request.id].tokens == alone.tokens
+    engine.assert_whole()
+
+
+def test_prefix_cache_saves_work_and_says_so(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    engine = tiny_engine(enable_prefix_caching=True)
+    first, second = request_of(1, PROMPT, max_tokens=4), request_of(2, PROMPT + [8], max_tokens=4)
+    assert run(engine, [first])[first.id].outputs[0].cached_tokens == 0
+    assert run(engine, [second])[second.id].outputs[0].cached_tokens == 8
+    stats = engine.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (19, 8)
+    assert stats.blocks_free == stats.blocks_total
+    engine.assert_whole()
+
+
+def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> None:
+    poison = 198  # a token whose embedding is not a number
+    requests = crowd(request_of, logit_bias={poison: -1e6})
+    engine = tiny_engine(enable_prefix_caching=True)
+    engine._model.embedding = engine._model.embedding.clone()
+    engine._model.embedding[poison] = torch.nan
+    victims = [request_of(100 + i, [*PROMPT[: 1 + 2 * i], poison, 7], max_tokens=9) for i in range(4)]
+    mixed = [request for pair in zip(requests, victims, strict=False) for request in pair] + requests[4:]
+    results = run(engine, mixed)
+    engine.assert_whole()
+    for victim in victims:
+        assert results[victim.id].failed == "the model's logits are not finite numbers"
+        assert not results[victim.id].outputs
+    for request in requests:
+        assert results[request.id].failed is None
+        assert results[request.id].tokens == run(tiny_engine(), [request])[request.id].tokens
+    clean = run(
+        engine, [request_of(7, [*PROMPT, 8, 7], max_tokens=9, logit_bias={poison: -1e6})]
+    )  # on blocks that held NaN
+    assert all(result.failed is None for result in clean.values())
+
+
+# Handover
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.events: list[tuple[Any, ...]] = []
+
+    def prefill_started(
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+    ) -> None:
+        self.events.append(("started", request_id, list(block_ids), num_tokens, num_cached))
+
+    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+        assert self.engine is not None
+        for chunk in chunks:
+            blocks = next(e[2] for e in self.events if e[:2] == ("started", chunk.request_id))
+            kv = read(self.engine, blocks, chunk.stop)[layer]
+            self.events.append(("layer", layer, chunk, kv[:, chunk.start :]))
+
+
+def slots(blocks: Sequence[int], block_size: int, count: int) -> torch.Tensor:
+    return torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in range(count)])
+
+
+def read(engine: Engine, blocks: Sequence[int], count: int) -> list[torch.Tensor]:
+    """K and V of positions [0, count): one [2, count, heads, head_dim] per layer."""
+    index = slots(blocks, engine.block_size, count)
+    return [cache.flatten(1, 2)[:, index].clone() for cache in engine.kv_cache]
+
+
+def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    sink = Recorder()
+    ticks: list[None] = []
+    engine = tiny_engine(
+        kv_sink=sink, max_num_batched_tokens=5, max_num_seqs=5, tick=lambda: ticks.append(None)
+    )
+    sink.engine = engine
+    ticks.clear()
+    request = request_of(1, PROMPT, max_tokens=4, ignore_eos=True)
+    plain = request_of(2, PROMPT, max_tokens=2)
+    engine.add(request, handover=True)
+    engine.add(plain)
+    results = run(engine)
+    assert len(ticks) % engine.model_config.num_layers == 0
+    assert len(ticks) > 0
+    started, *layers = sink.events
+    assert started[:2] == ("started", request.id)
+    assert started[3:] == (9, 0)
+    assert [(layer, chunk) for _, layer, chunk, _ in layers] == [
+        (layer, PrefillChunk(request.id, start, stop))
+        for start, stop in ((0, 5), (5, 9))
+        for layer in range(3)
+    ]
+    final = read(engine, started[2], 9)
+    for _, layer, chunk, kv in layers:
+        assert torch.equal(kv, final[layer][:, chunk.start : chunk.stop]), "reported before it was written"
+    assert [output.held for output in results[request.id].outputs] == [True]
+    assert engine.stats().held == 1
+    assert not engine.idle
+    assert not engine.has_work
+    engine.release(request.id)
+    engine.release(request.id)
+    assert engine.idle
+    engine.assert_whole()
+
+
+def test_a_first_token_that_ends_the_request_is_not_held(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
+) -> None:
+    first = expected(PROMPT, max_tokens=1)[0]
+    engine = tiny_engine()
+    for i, (sampling, reason) in enumerate(
+        [({"max_tokens": 1}, "length"), ({"max_tokens": 9, "stop_token_ids": (first,)}, "stop")]
+    ):
+        request = request_of(i, PROMPT, **sampling)
+        (output,) = run(engine, [request], handover=True)[request.id].outputs
+        assert (output.token, output.finish_reason, output.held) == (first, reason, False)
+        engine.assert_whole()
+
+
+def test_cached_prefix_is_announced_as_ready(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    sink = Recorder()
+    engine = tiny_engine(kv_sink=sink, enable_prefix_caching=True)
+    sink.engine = engine
+    for number in (1, 2):
+        run(engine, [request_of(number, PROMPT)], handover=True)
+        engine.release(request_of(number, PROMPT).id)
+    assert [event[3:] for event in sink.events if event[0] == "started"] == [(9, 0), (9, 8)]
+    engine.assert_whole()
+
+
+def test_cancel_in_every_phase(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+    engine = tiny_engine(max_num_batched_tokens=8, max_num_seqs=4)
+    waiting, chunked, decoding, held, reserved, joined = (request_of(i, [*PROMPT, i]) for i in range(6))
+    engine.add(held, handover=True)
+    engine.step()
+    engine.step()
+    engine.add(decoding)
+    engine.step()
+    engine.step()
+    assert engine.reserve(reserved) is not None
+    assert engine.reserve(joined) is not None
+    engine.join(joined.id, 3)
+    engine.add(chunked)
+    engine.step()
+    engine.add(waiting)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.held, stats.reservations) == (3, 1, 1, 1)
+    assert stats.tokens_waiting == 10 + (10 - 6)
+    with pytest.raises(AssertionError, match="only a held request is released, this one is RUNNING"):
+        engine.release(decoding.id)
+    for request in (waiting, chunked, decoding, held, reserved, joined):
+        engine.cancel(request.id)
+        engine.cancel(request.id)
+    assert engine.idle
+    assert not engine.has_work
+    engine.assert_whole()
+    assert engine.step().outputs == []
+
+
+def test_priorities(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+    engine = tiny_engine(max_num_seqs=1)
+    for number, priority in ((1, 1), (2, 0), (3, -1)):
+        engine.add(request_of(number, PROMPT, max_tokens=1, priority=priority))
+    order = [engine.step().outputs[0].id for _ in range(3)]
+    assert order == [number.to_bytes(16) for number in (3, 2, 1)]
+
+
+def test_sampling_defaults_are_openais() -> None:
+    assert (SamplingParams().temperature, SamplingParams().top_p, SamplingParams().max_tokens) == (
+        1.0,
+        1.0,
+        16,
+    )

@@ -1,0 +1,275 @@
+"""Checkpoints: formats that must agree, and files that must be refused with a message that helps."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from engine import Engine, EngineConfig
+from engine.config import EngineConfig as Config
+
+
+def load(path: Path, **config: Any) -> Engine:
+    return Engine(EngineConfig(**{"model": str(path), "dtype": "float32", "num_blocks": 8, **config}))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, save_tiny: Callable[..., Any]) -> Path:
+    save_tiny(tmp_path / "whole", "Llama").save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    return tmp_path / "sharded"
+
+
+def test_fingerprint_is_of_the_model_not_of_its_files(tiny_path: Path, sharded: Path, tmp_path: Path) -> None:
+    fingerprint = load(tiny_path).model_fingerprint
+    assert load(sharded).model_fingerprint == fingerprint
+    assert load(tiny_path, dtype="bfloat16", num_blocks=4).model_fingerprint == fingerprint
+    other = shutil.copytree(tiny_path, tmp_path / "other")
+    edit_json(other / "config.json", rms_norm_eps=1e-3)
+    assert load(other).model_fingerprint != fingerprint
+    flip_last_tensor(other / "model.safetensors")
+    edit_json(other / "config.json", rms_norm_eps=1e-6)
+    assert load(other).model_fingerprint != fingerprint
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def flip_last_tensor(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-200:] = bytes(200)
+    path.write_bytes(data)
+
+
+def test_eos_ids_are_those_of_the_generation_config(tiny_path: Path, tmp_path: Path) -> None:
+    assert load(tiny_path).model_config.eos_ids == (2,)
+    copy = shutil.copytree(tiny_path, tmp_path / "copy")
+    edit_json(copy / "generation_config.json", eos_token_id=[7, 9])
+    assert load(copy).model_config.eos_ids == (7, 9)
+
+
+def test_dtype_auto_is_the_checkpoints(tiny_path: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_path, tmp_path / "copy")
+    edit_json(copy / "config.json", dtype="bfloat16")
+    engine = load(copy, dtype="auto")
+    assert engine.dtype is torch.bfloat16
+    assert {cache.dtype for cache in engine.kv_cache} == {torch.bfloat16}
+    assert load(copy, dtype="float32").dtype is torch.float32
+
+
+def test_dummy_weights_need_the_configuration_only(
+    tiny_path: Path, tmp_path: Path, run: Any, request_of: Any
+) -> None:
+    shutil.copy(tiny_path / "config.json", tmp_path)
+    one, same, other = (load(tmp_path, load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    assert one.model_fingerprint == same.model_fingerprint != other.model_fingerprint
+    request = request_of(1, [3, 4, 5], max_tokens=8)
+    assert run(one, [request])[request.id].tokens == run(same, [request])[request.id].tokens
+    with pytest.raises(ValueError, match=r"no \*\.safetensors in there"):
+        load(tmp_path)
+
+
+def test_progress_and_ticks_while_loading(tiny_path: Path) -> None:
+    stages: list[tuple[str, float]] = []
+    ticks: list[None] = []
+    Engine(
+        EngineConfig(model=str(tiny_path), num_blocks=8),
+        tick=lambda: ticks.append(None),
+        progress=lambda stage, fraction: stages.append((stage, fraction)),
+    )
+    assert {stage for stage, _ in stages} == {"loading weights"}
+    assert stages == sorted(stages)
+    assert stages[-1][1] == 1.0
+    assert len(ticks) >= len(stages) > 10
+
+
+# Broken directories
+
+
+def test_missing_shard(sharded: Path) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(ValueError, match=f"{victim.name}: missing, though .*index.json names it"):
+        load(sharded)
+
+
+def test_truncated_shard(sharded: Path) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    victim.write_bytes(victim.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"{victim.name}: corrupt or cut short"):
+        load(sharded)
+
+
+def test_tensor_not_in_the_shard_that_the_index_names(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    first = next(iter(weight_map))
+    edit_json(index, weight_map={**weight_map, "model.layers.0.extra": weight_map[first]})
+    with pytest.raises(ValueError, match=f"{weight_map[first]}: tensor model.layers.0.extra is missing"):
+        load(sharded)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 4}, r"tensor model\.layers\.3\.self_attn\.q_proj\.weight is missing"),
+        ({"num_hidden_layers": 2}, r"9 tensors are unknown to LlamaForCausalLM, such as model\.layers\.2\."),
+        ({"vocab_size": 198}, r"tensor model\.embed_tokens\.weight is \[199, 64\], .* should be \[198, 64\]"),
+        (
+            {"intermediate_size": None},
+            r"config\.json: intermediate_size must be a positive integer, not None",
+        ),
+        ({"num_key_value_heads": 3}, r"4 heads of 16 on 3 KV heads is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config .* is not supported"),
+        ({"mlp_bias": True}, r"mlp_bias is not supported"),
+        ({"architectures": None}, r"architecture \(none named\) is not supported"),
+    ],
+)
+def test_configuration_that_does_not_fit(
+    tiny_path: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    copy = shutil.copytree(tiny_path, tmp_path / "copy")
+    edit_json(copy / "config.json", **change)
+    with pytest.raises(ValueError, match=message):
+        load(copy)
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json in there"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=r"--model /no/such: no such file or directory"):
+        load(Path("/no/such"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
+        load(tmp_path)
+
+
+# GGUF
+
+
+def write_gguf(
+    path: Path, reference: Any, architecture: str, *, rope_freqs: torch.Tensor | None = None
+) -> None:
+    """As llama.cpp's converter does it."""
+    config = reference.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list([b"a", b"longer token", b""])
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
+    kind = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}[architecture]
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    for name, tensor in reference.state_dict().items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        permuted = next((n for key, n in heads.items() if key in name and architecture == "llama"), None)
+        if permuted:
+            tensor = tensor.unflatten(0, (permuted, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+        data = tensor.numpy()
+        if name.endswith("up_proj.weight"):
+            data = data.astype("float16")
+        writer.add_tensor(names.get_name(name, (".weight",)), data)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_gguf_is_the_same_model(
+    architecture: str, tmp_path: Path, save_tiny: Callable[..., Any], run: Any, request_of: Any
+) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    kind, changes = ("Llama", {"rope_parameters": rope}) if architecture == "llama" else ("Qwen3", {})
+    reference = save_tiny(tmp_path, kind, head_dim=16, **changes)
+    freqs = None
+    if architecture == "llama":
+        rotary = reference.model.rotary_emb
+        freqs = 500.0 ** (-torch.arange(0, 16, 2) / 16) / rotary.inv_freq
+    write_gguf(tmp_path / "model.gguf", reference, architecture, rope_freqs=freqs)
+    hf, from_gguf = load(tmp_path), load(tmp_path / "model.gguf")
+    assert from_gguf.model_config.eos_ids == (2, 5)
+    requests = [request_of(i, range(3, 40 + i), max_tokens=20, ignore_eos=True) for i in range(2)]
+    first, second = run(hf, requests), run(from_gguf, requests)
+    assert [r.tokens for r in first.values()] == [r.tokens for r in second.values()]
+
+
+def test_broken_gguf(embedded_model_path: Path, tmp_path: Path) -> None:
+    whole = embedded_model_path.read_bytes()
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole[:-1000])
+    with pytest.raises(ValueError, match=r"model\.gguf: cut short, tensor \S+ is not all there"):
+        load(path)
+    for cut in (3, 10, 30, 5000, 1_500_000):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"model\.gguf: corrupt or cut short at byte"):
+            load(path)
+    path.write_bytes(b"PK\3\4" + whole[4:100])
+    with pytest.raises(ValueError, match="no GGUF file"):
+        load(path)
+    position = whole.index(b"general.architecture") + len("general.architecture") + 4
+    path.write_bytes(whole[:position] + struct.pack("<Q", 1 << 60) + whole[position + 8 :])
+    with pytest.raises(ValueError, match="corrupt or cut short at byte"):
+        load(path)
+    path.write_bytes(whole.replace(b"token_embd.weight", b"token_embx.weight", 1))
+    with pytest.raises(ValueError, match=r"tensor token_embd\.weight is missing"):
+        load(path)
+    path.write_bytes(whole.replace(b"blk.7.attn_q.weight", b"blk.7.attn_x.weight", 1))
+    with pytest.raises(ValueError, match=r"tensor model\.layers\.7\.self_attn\.q_proj\.weight is missing"):
+        load(path)
+
+
+# The user's configuration
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("dtype", "fp8", "--dtype 'fp8': choose one of auto, float32, bfloat16, float16"),
+        ("device", "tpu", "--device 'tpu': choose cpu, cuda or cuda:N"),
+        ("device", "cuda:", "--device 'cuda:': choose"),
+        ("load_format", "pt", "--load-format 'pt': choose one of auto, dummy"),
+        ("block_size", 0, "--block-size 0: must be at least 1"),
+        ("num_blocks", -1, "--num-blocks -1: must be at least 1"),
+        ("max_num_seqs", 4096, "--max-num-batched-tokens 2048: a step decodes .* at least --max-num-seqs"),
+        ("gpu_memory_utilization", 1.2, "--gpu-memory-utilization 1.2: must be above 0"),
+        ("model", "", "--model '': give a directory"),
+    ],
+)
+def test_configuration_errors_name_flag_and_remedy(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**{"model": "m", field: value})
+
+
+def test_context_and_pool_must_fit_each_other(tiny_path: Path) -> None:
+    assert load(tiny_path, num_blocks=4, block_size=8).model_config.max_model_len == 32
+    assert load(tiny_path, num_blocks=99).model_config.max_model_len == 256
+    with pytest.raises(ValueError, match="--max-model-len 40: the KV pool holds 32 tokens; .*--num-blocks"):
+        load(tiny_path, num_blocks=4, block_size=8, max_model_len=40)
+    with pytest.raises(ValueError, match="--max-model-len 257: the model's context is 256"):
+        load(tiny_path, max_model_len=257)
+    engine = load(tiny_path, num_blocks=None, max_num_seqs=3)
+    assert engine.num_blocks == 3 * 256 // 16
