@@ -159,8 +159,9 @@ class DecodeRole:
                 case Injected():
                     self._join(event)
                 case Failed():
-                    self._table[event.decode_id].phase = Phase.FAILED
-                    self._attempts.kv_failed(event.decode_id, event.reason)
+                    attempt = self._table[event.decode_id]
+                    attempt.phase = Phase.FAILED
+                    self._attempts.kv_failed(event.decode_id, attempt.source.prefill_id, event.reason)
                 case Closed():
                     self._forget(event.decode_id)
         self._expire()

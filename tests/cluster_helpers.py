@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,8 @@ from typing import Any
 
 import grpc.aio
 import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 import rpc
 from rpc import worker_pb2 as pb
@@ -186,8 +189,10 @@ class WorkerStream:
 
     call: grpc.aio.StreamStreamCall
     stub: WorkerStub
+    reading: asyncio.Task[None] = field(init=False)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     steps: list[pb.StepOutput] = field(default_factory=list)
-    statuses: list[pb.WorkerStatus] = field(default_factory=list)
+    statuses: asyncio.Queue[pb.WorkerStatus] = field(default_factory=asyncio.Queue)
     events: defaultdict[bytes, asyncio.Queue[Seen]] = field(
         default_factory=lambda: defaultdict(asyncio.Queue)
     )
@@ -229,6 +234,10 @@ class WorkerStream:
         message = (await self.next(decode_id)).message
         assert isinstance(message, pb.Reserved), message
 
+    async def next_status(self) -> pb.WorkerStatus:
+        """What the worker says of itself about once a second."""
+        return await asyncio.wait_for(self.statuses.get(), 30)
+
     async def failure(self, attempt_id: bytes) -> pb.AttemptFailed:
         """The attempt's next message, which must be its failure."""
         message = (await self.next(attempt_id)).message
@@ -236,20 +245,26 @@ class WorkerStream:
         return message
 
     async def read(self) -> None:
-        """Until the worker ends the stream."""
-        async for message in self.call:
-            now = time.monotonic()
-            match message.WhichOneof("kind"):
-                case "step":
-                    self.steps.append(message.step)
-                    for token in message.step.tokens:
-                        self.events[token.attempt_id].put_nowait(Seen(token, now))
-                case "reserved":
-                    self.events[message.reserved.decode_id].put_nowait(Seen(message.reserved, now))
-                case "failed":
-                    self.events[message.failed.attempt_id].put_nowait(Seen(message.failed, now))
-                case "status":
-                    self.statuses.append(message.status)
+        try:
+            async for message in self.call:
+                self._sort(message, time.monotonic())
+        except grpc.aio.AioRpcError:
+            pass  # whoever cares asks the call for its code
+        finally:
+            self.ended.set()
+
+    def _sort(self, message: pb.WorkerMessage, now: float) -> None:
+        match message.WhichOneof("kind"):
+            case "step":
+                self.steps.append(message.step)
+                for token in message.step.tokens:
+                    self.events[token.attempt_id].put_nowait(Seen(token, now))
+            case "reserved":
+                self.events[message.reserved.decode_id].put_nowait(Seen(message.reserved, now))
+            case "failed":
+                self.events[message.failed.attempt_id].put_nowait(Seen(message.failed, now))
+            case "status":
+                self.statuses.put_nowait(message.status)
 
 
 @asynccontextmanager
@@ -260,12 +275,12 @@ async def attached(worker: WorkerProcess, secret: bytes = SECRET) -> AsyncIterat
         call = stub.Attach()  # pyrefly: ignore[missing-argument]  (it is written to)
         stream = WorkerStream(call, stub)
         await stream.send(hello=pb.RouterHello(router_id=os.urandom(16)))
-        reading = asyncio.create_task(stream.read())
+        stream.reading = asyncio.create_task(stream.read())
         try:
             yield stream
         finally:
             call.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await asyncio.gather(stream.reading, return_exceptions=True)
 
 
 @dataclass
@@ -325,6 +340,13 @@ async def paired(prefill: WorkerProcess, decode: WorkerProcess) -> AsyncIterator
         yield Pair(p, d, prefill.ready["kv_address"], prefill.ready["incarnation"])
 
 
+async def health(channel: grpc.aio.Channel) -> str:
+    """What the standard health service says: "SERVING" or "NOT_SERVING"."""
+    check = health_pb2_grpc.HealthStub(channel).Check  # pyrefly: ignore[missing-attribute]
+    answer = await check(health_pb2.HealthCheckRequest())
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
 def not_whole(status: pb.WorkerStatus) -> list[str]:
     """What keeps the pools of a worker from being whole; empty when it is idle and all is well."""
     wrong = [
@@ -354,3 +376,15 @@ async def assert_whole(*workers: WorkerProcess, within: float = 10.0) -> None:
             while wrong := not_whole(await WorkerStub(channel).GetStatus(pb.StatusRequest())):
                 assert time.monotonic() < end, f"{worker.address}: {wrong}"
                 await asyncio.sleep(0.02)
+
+
+def metrics(worker: WorkerProcess) -> dict[str, float]:
+    """Name with labels (all but the model's name) → value, as a scrape of the worker sees them now."""
+    with urllib.request.urlopen(f"http://{worker.ready['metrics_address']}/metrics", timeout=10) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    found: dict[str, float] = {}
+    for family in families:
+        for sample in family.samples:
+            labels = [f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k != "model_name"]
+            found[sample.name + ("{" + ",".join(labels) + "}" if labels else "")] = sample.value
+    return found

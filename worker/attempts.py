@@ -52,11 +52,11 @@ class Attempts:
         if stream is not None:
             self._fail(stream, attempt_id, code, message)
 
-    def kv_failed(self, attempt_id: bytes, message: str) -> None:
+    def kv_failed(self, attempt_id: bytes, prefill_id: bytes, message: str) -> None:
         """Tells its router; the attempt goes on, and with it the reservation."""
         stream = self._streams.get(attempt_id)
         if stream is not None:
-            self._fail(stream, attempt_id, Code.KV_FAILED, message)
+            self._send(messages.Failed(stream, attempt_id, Code.KV_FAILED, message, prefill_id))
 
     def reserved(self, attempt_id: bytes) -> None:
         self._send(messages.Reserved(self._streams[attempt_id], attempt_id))

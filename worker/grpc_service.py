@@ -136,7 +136,7 @@ class AttachService(WorkerServicer):
             self._accepts("prefill")
             work = validation.work(submit.request, self._limits)
         except Refused as refusal:
-            stream.put(streams.failed(prefill_id, refusal.code, str(refusal)))
+            stream.put(_refused(prefill_id, refusal))
         else:
             await self._backend.send(messages.Prefill(stream.number, prefill_id, work, submit.handover))
 
@@ -148,7 +148,7 @@ class AttachService(WorkerServicer):
             work = validation.work(submit.request, self._limits)
             source = validation.source(submit.source)
         except Refused as refusal:
-            stream.put(streams.failed(decode_id, refusal.code, str(refusal)))
+            stream.put(_refused(decode_id, refusal))
         else:
             await self._backend.send(messages.Decode(stream.number, decode_id, work, source))
 
@@ -160,7 +160,7 @@ class AttachService(WorkerServicer):
             output_ids = validation.output_tokens(retarget.output_ids, self._limits)
         except Refused as refusal:
             await self._backend.send(messages.Cancel(stream.number, decode_id))
-            stream.put(streams.failed(decode_id, refusal.code, str(refusal)))
+            stream.put(_refused(decode_id, refusal))
         else:
             await self._backend.send(messages.Retarget(stream.number, decode_id, source, output_ids))
 
@@ -190,3 +190,7 @@ async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> str:
     if first.WhichOneof("kind") != "hello":
         raise ProtocolError("a stream begins with a RouterHello")
     return validation.attempt_id(first.hello.router_id, "router_id").hex()[:8]
+
+
+def _refused(attempt_id: bytes, refusal: Refused) -> pb.WorkerMessage:
+    return streams.failed(messages.Failed(0, attempt_id, refusal.code, str(refusal)))

@@ -170,6 +170,7 @@ class Failed(_Message):
     attempt_id: bytes
     code: Code
     message: str
+    prefill_id: bytes = b""  # with KV_FAILED: whose KV did not come
 
 
 class EngineStatus(_Message):

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Coroutine
 from itertools import count
@@ -150,6 +151,8 @@ class Service:
             metrics_port = self._metrics.listen(config.host, config.metrics_port)
         except OSError as error:
             raise StartError(f"--metrics-port {config.metrics_port}: {error.strerror}") from error
+        if config.role == "prefill":
+            _try_port(config.kv_host or config.host, config.kv_port)
         return port, metrics_port, host
 
     async def _drain(self) -> None:
@@ -246,9 +249,7 @@ class Service:
             case messages.Reserved():
                 self._routers.deliver(message.stream, streams.reserved(message.decode_id))
             case messages.Failed():
-                self._routers.deliver(
-                    message.stream, streams.failed(message.attempt_id, message.code, message.message)
-                )
+                self._routers.deliver(message.stream, streams.failed(message))
             case EngineStatus():
                 asked = self._asked.get(message.question)
                 if asked is not None and not asked.done():
@@ -279,3 +280,11 @@ class Service:
             device=config.engine.device,
             pid=os.getpid(),
         )
+
+
+def _try_port(host: str, port: int) -> None:
+    """The transfer process, which will listen there, starts only once the model is loaded."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise StartError(f"--kv-port {port}: cannot listen on {host}: {error.strerror}") from error

@@ -60,9 +60,14 @@ def step_output(tokens: list[messages.Token]) -> pb.WorkerMessage:
     return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
 
 
-def failed(attempt_id: bytes, code: messages.Code, message: str) -> pb.WorkerMessage:
+def failed(message: messages.Failed) -> pb.WorkerMessage:
     return pb.WorkerMessage(
-        failed=pb.AttemptFailed(attempt_id=attempt_id, code=pb.FailureCode.Name(code), message=message)
+        failed=pb.AttemptFailed(
+            attempt_id=message.attempt_id,
+            code=pb.FailureCode.Name(message.code),
+            message=message.message,
+            prefill_id=message.prefill_id,
+        )
     )
 
 

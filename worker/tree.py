@@ -27,6 +27,8 @@ from worker.processes import ChildProcess, describe_exit, spawn
 from worker.transfer_link import TransferLink
 from worker.watchdog import START_SILENCE, Watchdog
 
+MIN_TRANSFER_SILENCE = 3.0
+"""Seconds: the transfer process reports once in one."""
 STOP_TIMEOUT = 5.0
 """For a process that was told to stop, before it is killed."""
 
@@ -114,7 +116,9 @@ class WorkerTree:
         self._transfer_service_end.close()
         self.watch(self._watch_exit(self._transfer))
         port = await self.transfer_link.ready()
-        self.watch(Watchdog(name, lambda: self.transfer_link.reports, config.deadlines.engine).watch())
+        self.watch(
+            Watchdog(name, lambda: self.transfer_link.reports, max(3.0, config.deadlines.engine)).watch()
+        )
         return f"{config.reachable_kv_host()}:{port}" if config.role == "prefill" else ""
 
     def _transfer_config(self, engine: EngineReady) -> TransferConfig:

@@ -34,7 +34,7 @@ def test_what_is_late_for_an_ended_attempt_goes_nowhere() -> None:
     table.end(A)
     table.token(Output(A, 0, 7))
     table.fail(A, Code.ENGINE, "late")
-    table.kv_failed(A, "late")
+    table.kv_failed(A, C, "late")
     table.flush()
     assert sent == []
     table.end(A)
@@ -52,8 +52,8 @@ def test_a_failure_ends_an_attempt_and_follows_its_tokens() -> None:
 
 def test_missing_kv_leaves_the_attempt_to_a_retarget() -> None:
     table, sent = attempts()
-    table.kv_failed(A, "gone")
-    assert sent == [messages.Failed(1, A, Code.KV_FAILED, "gone")]
+    table.kv_failed(A, C, "gone")
+    assert sent == [messages.Failed(1, A, Code.KV_FAILED, "gone", C)]
     assert table.owned(1, A)
 
 

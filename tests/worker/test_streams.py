@@ -89,5 +89,6 @@ def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
 
 @pytest.mark.parametrize("code", list(messages.Code))
 def test_failure_codes_are_those_of_the_protocol(code: messages.Code) -> None:
-    failed = streams.failed(b"a" * 16, code, "why").failed
+    failed = streams.failed(messages.Failed(1, b"a" * 16, code, "why", b"p" * 16)).failed
+    assert (failed.message, failed.prefill_id) == ("why", b"p" * 16)
     assert pb.FailureCode.Name(failed.code) == f"FAILURE_CODE_{code.name}"

@@ -1,0 +1,357 @@
+"""Every way an attempt can go on a pair of workers, and that nothing is left of any. Tiny model."""
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from rpc import worker_pb2 as pb
+from tests.cluster_helpers import (
+    Pair,
+    WorkerProcess,
+    WorkerStream,
+    assert_whole,
+    metrics,
+    paired,
+    request,
+    sampling,
+    start_worker,
+    tiny_model,
+)
+
+CONTEXT = 4096
+BLOCKS = 300  # of 16 positions
+TINY = {"load_format": "dummy", "num_blocks": BLOCKS, "max_num_batched_tokens": 64}
+Workers = tuple[WorkerProcess, WorkerProcess]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    directory = tmp_path_factory.mktemp("tiny")
+    model = tiny_model(directory / "model")
+    started = [start_worker(role, model, directory, engine=TINY) for role in ("prefill", "decode")]
+    try:
+        prefill, decode = (worker.wait_ready() for worker in started)
+        yield prefill, decode
+        assert [worker.stop() for worker in started] == [0, 0]
+    finally:
+        for worker in started:
+            worker.popen.kill()
+
+
+def prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(500), k=length)
+
+
+ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
+
+
+async def test_a_request_of_one_token_needs_no_decode_worker(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        prefill_id = await pair.prefill.submit_prefill(
+            request(prompt(100), sampling(max_tokens=1)), handover=False
+        )
+        token, _ = await pair.prefill.token(prefill_id)
+        assert token.finish_reason == pb.FINISH_REASON_LENGTH
+        await assert_whole(*workers)
+
+
+async def test_a_first_token_that_ends_the_request_ends_the_transfer(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        likely = (await pair.generate(prompt(50), sampling(max_tokens=2))).tokens[0]
+        req = request(prompt(50), sampling(max_tokens=5, stop_token_ids=[likely]))
+        prefill_id, decode_id = await pair.submit(req)
+        token, _ = await pair.prefill.token(prefill_id)
+        assert (token.token_id, token.finish_reason) == (likely, pb.FINISH_REASON_STOP)
+        await pair.decode.reserved(decode_id)
+        failure = await pair.decode.failure(decode_id)
+        assert (failure.code, failure.message) == (pb.FAILURE_CODE_KV_FAILED, "finished")
+        await pair.decode.cancel(decode_id)
+        await assert_whole(*workers)
+
+
+async def test_a_finished_request_is_released_on_both_sides(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        answers = await asyncio.gather(
+            *(pair.generate(prompt(n), sampling(max_tokens=8, ignore_eos=True)) for n in (1, 16, 33, 500))
+        )
+        assert [len(answer.tokens) for answer in answers] == [8] * 4
+        await assert_whole(*workers)
+
+
+# ---------------------------------------------------------------- cancel
+
+
+async def test_cancel_before_anything_is_computed(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        _, blocking = await pair.submit(request(prompt(2000), ENDLESS))
+        prefill_id, decode_id = await pair.submit(request(prompt(1000), ENDLESS))
+        await pair.decode.reserved(decode_id)
+        await pair.prefill.cancel(prefill_id)
+        await pair.decode.cancel(decode_id)
+        await pair.decode.token(blocking)
+    await assert_whole(*workers)
+
+
+async def test_cancel_while_kv_is_streaming(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        for delay in (0.0, 0.02, 0.1):
+            prefill_id, decode_id = await pair.submit(request(prompt(2000), ENDLESS))
+            await pair.decode.reserved(decode_id)
+            await asyncio.sleep(delay)
+            await pair.decode.cancel(decode_id)
+            await pair.prefill.cancel(prefill_id)
+        await assert_whole(*workers)
+
+
+async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        prefill_id, decode_id = await pair.submit(request(prompt(2000), ENDLESS))
+        await pair.decode.reserved(decode_id)
+        await pair.prefill.cancel(prefill_id)
+        failure = await pair.decode.failure(decode_id)
+        assert (failure.code, failure.message) == (pb.FAILURE_CODE_KV_FAILED, "cancelled")
+        assert failure.prefill_id == prefill_id
+        await assert_whole(workers[0])
+        assert (await status(pair.decode)).reservations == 1, "the reservation is kept"
+        await pair.decode.cancel(decode_id)
+        await assert_whole(*workers)
+
+
+async def test_cancel_of_the_decode_alone_leaves_the_prefill_held(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        prefill_id, decode_id = await pair.submit(request(prompt(2000), ENDLESS))
+        await pair.decode.reserved(decode_id)
+        await pair.decode.cancel(decode_id)
+        await assert_whole(workers[1])
+        await pair.prefill.token(prefill_id)
+        assert (await status(pair.prefill)).held_prefills == 1
+        await pair.prefill.cancel(prefill_id)
+        await assert_whole(*workers)
+
+
+async def test_cancel_while_decoding(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        _, decode_id = await pair.submit(request(prompt(100), ENDLESS))
+        await pair.decode.reserved(decode_id)
+        for _ in range(5):
+            await pair.decode.token(decode_id)
+        await pair.decode.cancel(decode_id)
+        await assert_whole(*workers)
+
+
+async def test_cancel_of_an_unknown_attempt_is_nothing(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        await pair.prefill.cancel(os.urandom(16))
+        await pair.decode.cancel(os.urandom(16))
+        await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
+
+
+async def test_nobody_cancels_for_another_router(workers: Workers) -> None:
+    async with paired(*workers) as pair, paired(*workers) as other:
+        _, decode_id = await pair.submit(request(prompt(10), sampling(max_tokens=200, ignore_eos=True)))
+        await pair.decode.reserved(decode_id)
+        await pair.decode.token(decode_id)
+        await other.decode.cancel(decode_id)
+        assert len(await pair.decode.tokens(decode_id)) == 199
+
+
+async def test_the_end_of_a_stream_cancels_all_that_was_submitted_on_it(workers: Workers) -> None:
+    async with paired(*workers) as other:
+        answer = asyncio.create_task(other.generate(prompt(10), sampling(max_tokens=400, ignore_eos=True)))
+        async with paired(*workers) as pair:
+            running = [await pair.submit(request(prompt(n), ENDLESS)) for n in (10, 50, 100)]
+            for _, decode_id in running:
+                await pair.decode.reserved(decode_id)
+                await pair.decode.token(decode_id)
+            await pair.submit(request(prompt(1500), ENDLESS))
+        assert len((await answer).tokens) == 400, "another router's requests go on"
+        await assert_whole(*workers)
+
+
+# ---------------------------------------------------------------- failures
+
+
+async def test_a_retarget_takes_the_kv_from_another_prefill(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        params = sampling(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
+        whole = await pair.generate(prompt(100), params)
+        # Two tokens are out when its prefill worker is lost.
+        out = whole.tokens[:2]
+        prefill_id, decode_id = await pair.submit(request(prompt(100), params))
+        await pair.prefill.cancel(prefill_id)
+        await pair.decode.reserved(decode_id)
+        assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
+        again = await pair.prefill.submit_prefill(request(prompt(100), params, out), handover=True)
+        await retarget(pair, decode_id, again, out)
+        tokens = [token for token, _ in await pair.decode.tokens(decode_id)]
+        assert [t.output_index for t in tokens] == list(range(2, 8))
+        assert [*out, *(t.token_id for t in tokens)] == whole.tokens
+        await assert_whole(*workers)
+
+
+async def test_a_retarget_replaces_a_fetch_under_way(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        params = sampling(max_tokens=4, ignore_eos=True)
+        req = request(prompt(1500), params)
+        slow, decode_id = await pair.submit(req)
+        await pair.decode.reserved(decode_id)
+        other = await pair.prefill.submit_prefill(req, handover=True)
+        await retarget(pair, decode_id, other, [])
+        assert len(await pair.decode.tokens(decode_id)) == 4
+        await pair.prefill.cancel(slow)
+        await assert_whole(*workers)
+
+
+async def test_a_retarget_that_takes_back_tokens_is_refused(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        params = sampling(max_tokens=8)
+        prefill_id = await pair.prefill.submit_prefill(request(prompt(9), params, [1, 2]), handover=True)
+        decode_id = await pair.decode.submit_decode(
+            request(prompt(9), params, [1, 2]), pair.source(os.urandom(16))
+        )
+        await pair.decode.reserved(decode_id)
+        await retarget(pair, decode_id, prefill_id, [1])
+        assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_INVALID
+        await pair.prefill.cancel(prefill_id)
+        await assert_whole(*workers)
+
+
+async def test_no_room_is_told_before_any_kv_is_asked_for(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        nowhere = pair.source(os.urandom(16))
+        big = request(prompt(BLOCKS // 2 * 16), sampling(max_tokens=2))
+        first = await pair.decode.submit_decode(big, nowhere)
+        await pair.decode.reserved(first)
+        second = await pair.decode.submit_decode(big, nowhere)
+        assert (await pair.decode.failure(second)).code == pb.FAILURE_CODE_NO_ROOM
+        await pair.decode.cancel(first)
+        await assert_whole(*workers)
+
+
+async def test_a_reservation_whose_kv_never_comes_goes_back_in_time(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        late = request(prompt(10), sampling(), timeout_ms=300)
+        decode_id = await pair.decode.submit_decode(late, pair.source(os.urandom(16)))
+        await pair.decode.reserved(decode_id)
+        assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_HANDED_BACK
+        await assert_whole(*workers)
+
+
+async def test_a_dead_prefill_worker_fails_the_kv(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        source = pair.source(os.urandom(16))
+        source.kv_address = "127.0.0.1:9"
+        decode_id = await pair.decode.submit_decode(request(prompt(10), sampling()), source)
+        await pair.decode.reserved(decode_id)
+        assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
+        await pair.decode.cancel(decode_id)
+        await assert_whole(*workers)
+
+
+async def test_the_youngest_is_handed_back_when_growth_needs_its_blocks(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        # Together they end at 2 × 2800 positions; the pool holds 4800.
+        grow = sampling(max_tokens=800, ignore_eos=True)
+        ids = [await pair.submit(request(prompt(2000), grow)) for _ in range(2)]
+        for _, decode_id in ids:
+            await pair.decode.reserved(decode_id)
+        old, young = (decode_id for _, decode_id in ids)
+        assert len(await pair.decode.tokens(old)) == 800
+        events = pair.decode.events[young]
+        received = [events.get_nowait().message for _ in range(events.qsize())]
+        assert isinstance(received[-1], pb.AttemptFailed)
+        assert received[-1].code == pb.FAILURE_CODE_HANDED_BACK
+        assert all(isinstance(message, pb.TokenEvent) for message in received[:-1])
+        await assert_whole(*workers)
+
+
+async def test_an_unfetched_prefill_is_dropped_for_a_fetched_one(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        forgotten = await pair.prefill.submit_prefill(request(prompt(3000), sampling()), handover=True)
+        await pair.prefill.token(forgotten)
+        answer = await pair.generate(prompt(3001), sampling(max_tokens=2, ignore_eos=True))
+        assert len(answer.tokens) == 2
+        assert (await pair.prefill.failure(forgotten)).code == pb.FAILURE_CODE_DROPPED
+        await assert_whole(*workers)
+
+
+async def test_bad_requests_are_refused_one_by_one(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        source = pair.source(os.urandom(16))
+        for req, reason in (
+            (request([512], sampling()), "beyond the vocabulary of 512"),
+            (request([1], sampling(temperature=-1.0)), "temperature must be at least 0"),
+            (request([1], sampling(top_p=0.0)), "top_p must be above 0"),
+            (request(prompt(CONTEXT), sampling()), "more than the context of 4096"),
+        ):
+            for failure in (
+                await pair.prefill.failure(await pair.prefill.submit_prefill(req, handover=True)),
+                await pair.decode.failure(await pair.decode.submit_decode(req, source)),
+            ):
+                assert failure.code == pb.FAILURE_CODE_INVALID
+                assert reason in failure.message
+        wrong = await pair.prefill.submit_decode(request([1], sampling()), source)
+        assert "this is a prefill worker" in (await pair.prefill.failure(wrong)).message
+        await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
+        await assert_whole(*workers)
+
+
+async def test_an_attempt_id_is_used_once_at_a_time(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        prefill_id, decode_id = await pair.submit(
+            request(prompt(10), sampling(max_tokens=50, ignore_eos=True))
+        )
+        again = request(prompt(20), sampling())
+        await pair.decode.reserved(decode_id)
+        await pair.decode.send(
+            decode=pb.SubmitDecode(decode_id=decode_id, request=again, source=pair.source(prefill_id))
+        )
+        received = []
+        while len(received) < 51:
+            received.append((await pair.decode.next(decode_id)).message)
+        failures = [m for m in received if isinstance(m, pb.AttemptFailed)]
+        assert [(f.code, f.message) for f in failures] == [(pb.FAILURE_CODE_INVALID, "this id is in use")]
+        await assert_whole(*workers)
+
+
+async def test_metrics_tell_what_happened(workers: Workers) -> None:
+    before = [metrics(worker) for worker in workers]
+    async with paired(*workers) as pair:
+        await pair.generate(prompt(100), sampling(max_tokens=5, ignore_eos=True))
+        await pair.prefill.stub.GetStatus(pb.StatusRequest())
+        await pair.decode.stub.GetStatus(pb.StatusRequest())
+        await assert_whole(*workers)
+    after = [metrics(worker) for worker in workers]
+    prefill, decode = ({k: v - b.get(k, 0) for k, v in a.items()} for a, b in zip(after, before, strict=True))
+    assert prefill["vllm:prompt_tokens_total"] == decode["vllm:prompt_tokens_total"] == 100
+    assert prefill["vllm:generation_tokens_total"] == 1
+    assert decode["vllm:generation_tokens_total"] == 4
+    assert decode['vllm:request_success_total{finished_reason="length"}'] == 1
+    kv_bytes = 100 * 2 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, head_dim, float32
+    assert prefill['baton:kv_bytes_total{connector="tcp"}'] == kv_bytes
+    assert decode['baton:kv_bytes_total{connector="tcp"}'] == kv_bytes
+    for name in (
+        "kv_hidden_share",
+        "kv_exposed_seconds",
+        "kv_transfer_seconds",
+        "kv_fetch_seconds",
+        "handover_seconds",
+    ):
+        assert decode[f"baton:{name}_count"] == 1
+    assert after[0]["vllm:kv_cache_usage_perc"] == 0
+    assert after[0]["baton:kv_arena_slots_free"] == after[0]["baton:kv_arena_slots"]
+
+
+# ---------------------------------------------------------------- helpers
+
+
+async def status(stream: WorkerStream) -> pb.WorkerStatus:
+    return await stream.stub.GetStatus(pb.StatusRequest())
+
+
+async def retarget(pair: Pair, decode_id: bytes, prefill_id: bytes, output_ids: list[int]) -> None:
+    source = pair.source(prefill_id)
+    await pair.decode.send(retarget=pb.Retarget(decode_id=decode_id, source=source, output_ids=output_ids))

@@ -1,0 +1,135 @@
+"""The embedded model through a prefill worker, lanes and a decode worker yields a single engine's tokens."""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig, EngineRequest, SamplingParams
+from rpc import worker_pb2 as pb
+from tests.cluster_helpers import (
+    WorkerProcess,
+    assert_whole,
+    metrics,
+    paired,
+    request,
+    sampling,
+    start_worker,
+)
+
+CHUNK = 128
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("embedded")
+
+
+@pytest.fixture(scope="module")
+def workers(embedded_model_path: Path, directory: Path) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
+    started = [
+        start_worker(
+            role,
+            embedded_model_path,
+            directory,
+            engine={"max_num_batched_tokens": CHUNK},
+            trace_dir=str(directory / "traces"),
+        )
+        for role in ("prefill", "decode")
+    ]
+    try:
+        prefill, decode = (worker.wait_ready() for worker in started)
+        yield prefill, decode
+        assert [worker.stop() for worker in started] == [0, 0]
+        assert list((directory / "run").iterdir()) == []
+    finally:
+        for worker in started:
+            worker.popen.kill()
+
+
+@pytest.fixture(scope="module")
+def engine(embedded_model_path: Path) -> Engine:
+    return Engine(EngineConfig(str(embedded_model_path), dtype="float32", num_blocks=512, num_threads=1))
+
+
+def alone(engine: Engine, requests: list[pb.Request]) -> list[list[int]]:
+    """What one engine, prefill and decode in one, makes of these requests."""
+    tokens: dict[bytes, list[int]] = {}
+    for r in requests:
+        fields = {name.name: getattr(r.sampling, name.name) for name in r.sampling.DESCRIPTOR.fields}
+        fields["stop_token_ids"] = tuple(r.sampling.stop_token_ids)
+        fields["logit_bias"] = dict(r.sampling.logit_bias)
+        fields["logprobs"] = r.sampling.logprobs if r.sampling.HasField("logprobs") else None
+        tokens[r.request_id] = []
+        engine.add(
+            EngineRequest(r.request_id, list(r.prompt_ids), list(r.output_ids), SamplingParams(**fields))
+        )
+    while not engine.idle:
+        for output in engine.step().outputs:
+            tokens[output.id].append(output.token)
+    engine.assert_whole()
+    return list(tokens.values())
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(20, 40_000), k=length)
+
+
+async def test_concurrent_mixed_requests_yield_the_tokens_of_one_engine(
+    workers: tuple[WorkerProcess, WorkerProcess], engine: Engine
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8, "seed": 7, "logprobs": 2},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "seed": 2**63 + 5, "presence_penalty": 0.5},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    ]
+    lengths = (1, 15, 16, 17, 60, 129, 300, 700)
+    requests = [
+        request(prompt(n, n), sampling(max_tokens=12, ignore_eos=True, **kinds[i % len(kinds)]))
+        for i, n in enumerate(lengths)
+    ]
+    requests.append(request(prompt(40, 1), sampling(max_tokens=20, ignore_eos=True), prompt(6, 2)))
+    expected = alone(engine, requests)
+    async with paired(*workers) as pair:
+        answers = await asyncio.gather(
+            *(pair.generate(list(r.prompt_ids), r.sampling, list(r.output_ids)) for r in requests)
+        )
+        steps = pair.decode.steps
+    assert [answer.tokens for answer in answers] == expected
+    for r, answer in zip(requests, answers, strict=True):
+        start = len(r.output_ids)
+        assert [t.output_index for t in answer.decoded] == list(range(start, r.sampling.max_tokens))
+        assert not any(t.finish_reason for t in answer.decoded[:-1])
+        assert answer.finish_reason == pb.FINISH_REASON_LENGTH
+        # Prefill's token comes again from decode, with all that belongs to it.
+        repeated = answer.decoded[0]
+        assert (answer.first.output_index, answer.first.token_id) == (start, repeated.token_id)
+        assert answer.first.logprobs == repeated.logprobs
+        if r.sampling.HasField("logprobs"):
+            assert len(repeated.logprobs.top_ids) == 2
+            assert repeated.logprobs.logprob < 0
+    assert max(len(step.tokens) for step in steps) > 1, "tokens of one step travel in one message"
+    await assert_whole(*workers)
+
+
+async def test_layers_leave_while_later_ones_are_computed(
+    workers: tuple[WorkerProcess, WorkerProcess], directory: Path
+) -> None:
+    async with paired(*workers) as pair:
+        answer = await pair.generate(prompt(4 * CHUNK, 99), sampling(max_tokens=24, ignore_eos=True))
+    assert len(answer.tokens) == 24
+    await assert_whole(*workers)
+    before = metrics(workers[1])
+    assert before["baton:kv_hidden_share_count"] >= 1
+    assert before["baton:handover_seconds_count"] >= 1
+    print(f"TTFT {answer.ttft * 1000:.0f} ms, handover {answer.handover * 1000:.1f} ms")
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines()[1:]
+    return [json.loads(line.rstrip(",")) for line in lines]

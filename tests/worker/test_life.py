@@ -1,0 +1,297 @@
+"""Start, death and end of whole process trees, as a supervisor and a router see them. Tiny model."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+
+import rpc
+from rpc import worker_pb2 as pb
+from rpc.worker_pb2_grpc import WorkerStub
+from tests.cluster_helpers import (
+    SECRET,
+    Seen,
+    WorkerProcess,
+    assert_whole,
+    attached,
+    health,
+    paired,
+    request,
+    sampling,
+    start_worker,
+    tiny_model,
+)
+
+TINY = {"load_format": "dummy", "num_blocks": 300, "max_num_batched_tokens": 64}
+ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
+
+
+class Starter:
+    """Starts workers and, in the end, sees to it that none is left."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.started: list[WorkerProcess] = []
+
+    def __call__(self, role: str, **settings: Any) -> WorkerProcess:
+        defaults: dict[str, Any] = {"engine": TINY, "model": tiny_model(self.directory / "model")}
+        settings = defaults | settings
+        worker = start_worker(role, directory=self.directory, **settings)
+        self.started.append(worker)
+        return worker
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(tmp_path)
+    yield starter
+    for worker in starter.started:
+        worker.popen.kill()
+        worker.popen.wait()
+
+
+def assert_nothing_left(worker: WorkerProcess, tree: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(tree[1:], timeout=5)
+    assert alive == []
+    assert list(worker.run_dir.iterdir()) == []
+
+
+async def exit_code(worker: WorkerProcess, within: float = 15.0) -> int:
+    return await asyncio.to_thread(worker.popen.wait, within)
+
+
+# ---------------------------------------------------------------- start
+
+
+async def test_a_worker_tells_how_it_comes_up_and_what_it_is(start: Starter) -> None:
+    worker = start("prefill", index=3).wait_ready()
+    assert all(0 <= told["fraction"] <= 1 for told in worker.told[:-1])
+    assert worker.told[0]["stage"] == "starting the engine process"
+    assert worker.ready["role"] == "prefill"
+    assert worker.ready["index"] == 3
+    titles = [" ".join(p.cmdline()).strip() for p in worker.tree()]
+    assert sorted(titles) == ["baton: prefill 3", "baton: prefill 3 engine", "baton: prefill 3 transfer"]
+    assert list(worker.run_dir.iterdir()) == [], "once it is up there is no socket file"
+    async with rpc.connect(worker.address, SECRET) as channel:
+        described = await WorkerStub(channel).Describe(pb.DescribeRequest())
+        assert await health(channel) == "SERVING"
+    assert described.role == pb.ROLE_PREFILL
+    assert (described.index, described.pid) == (3, worker.popen.pid)
+    assert (described.kv_address, described.incarnation) == (
+        worker.ready["kv_address"],
+        worker.ready["incarnation"],
+    )
+    assert (described.block_size, described.num_blocks, described.max_model_len) == (16, 300, 4096)
+    assert described.layout_fingerprint
+    assert described.model_fingerprint
+    await assert_whole(worker)
+    assert worker.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"model": Path("/nonexistent/model")}, "--model /nonexistent/model"),
+        ({"engine": TINY | {"device": "cuda"}}, "--device cuda"),
+        ({"host": "192.0.2.1"}, "--port 0: cannot listen on 192.0.2.1"),
+        ({"port": "taken"}, "--port TAKEN: cannot listen on 127.0.0.1"),
+        ({"metrics_port": "taken"}, "--metrics-port TAKEN: Address already in use"),
+        ({"kv_port": "taken"}, "--kv-port TAKEN: cannot listen on 127.0.0.1: Address already in use"),
+    ],
+)
+def test_the_users_mistake_is_told_in_words(start: Starter, settings: dict[str, Any], reason: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        worker = start("prefill", **{k: taken if v == "taken" else v for k, v in settings.items()})
+        worker.wait_told()
+    reason = reason.replace("TAKEN", str(taken))
+    assert reason in worker.told[-1]["error"]
+    assert worker.popen.wait(10) != 0
+    assert list(worker.run_dir.iterdir()) == []
+    assert "Traceback" not in worker.log.read_text()
+
+
+def test_sigterm_during_the_start_leaves_nothing(start: Starter) -> None:
+    worker = start("prefill")
+    assert os.read(worker.ready_fd, 1)
+    tree = worker.tree()
+    assert worker.stop() == 0
+    assert_nothing_left(worker, tree)
+
+
+# ---------------------------------------------------------------- death
+
+
+@pytest.mark.parametrize(("role", "kind"), [("prefill", "engine"), ("decode", "transfer")])
+async def test_a_dead_child_ends_the_whole_tree(start: Starter, role: str, kind: str) -> None:
+    worker = start(role).wait_ready()
+    tree = worker.tree()
+    child = worker.child(kind)
+    async with attached(worker) as stream:
+        child.kill()
+        assert await exit_code(worker) == 1
+        await asyncio.wait_for(stream.ended.wait(), 5)
+    assert_nothing_left(worker, tree)
+    assert f"{role} 0 {kind} (pid {child.pid}) was killed by SIGKILL" in worker.log.read_text()
+
+
+@pytest.mark.parametrize(("role", "kind"), [("decode", "engine"), ("prefill", "transfer")])
+async def test_a_hung_child_is_as_dead_as_a_killed_one(start: Starter, role: str, kind: str) -> None:
+    worker = start(role, deadlines={"engine": 2.0}).wait_ready()
+    tree = worker.tree()
+    worker.child(kind).suspend()
+    assert await exit_code(worker) == 1
+    assert_nothing_left(worker, tree)
+    assert f"{role} 0 {kind} gave no sign of life" in worker.log.read_text()
+
+
+def test_all_children_die_with_the_service(start: Starter) -> None:
+    worker = start("decode").wait_ready()
+    tree = worker.tree()
+    assert worker.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert_nothing_left(worker, tree)
+
+
+# ---------------------------------------------------------------- end
+
+
+async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(start: Starter) -> None:
+    started = [start(role) for role in ("prefill", "decode")]
+    prefill, decode = (worker.wait_ready() for worker in started)
+    trees = [worker.tree() for worker in started]
+    async with paired(prefill, decode) as pair:
+        running = sampling(max_tokens=300, ignore_eos=True)
+        _, decode_id = await pair.submit(request(range(100), running))
+        await pair.decode.reserved(decode_id)
+        await pair.decode.token(decode_id)
+        # To all of the tree, as systemd does.
+        for process in [p for tree in trees for p in tree]:
+            process.terminate()
+        while (await pair.decode.next_status()).health != pb.WorkerStatus.HEALTH_DRAINING:
+            pass
+        late = await pair.decode.submit_decode(request([1], running), pair.source(os.urandom(16)))
+        assert (await pair.decode.failure(late)).code == pb.FAILURE_CODE_DRAINING
+        assert len(await pair.decode.tokens(decode_id)) == 299
+        assert [await exit_code(worker) for worker in started] == [0, 0]
+        await asyncio.wait_for(pair.decode.ended.wait(), 5)
+    for worker, tree in zip(started, trees, strict=True):
+        assert_nothing_left(worker, tree)
+
+
+async def test_a_drain_is_bounded(start: Starter) -> None:
+    started = [start("prefill"), start("decode", deadlines={"drain": 0.5})]
+    prefill, decode = (worker.wait_ready() for worker in started)
+    async with paired(prefill, decode) as pair:
+        _, decode_id = await pair.submit(request(range(10), ENDLESS))
+        await pair.decode.reserved(decode_id)
+        await pair.decode.token(decode_id)
+        decode.popen.terminate()
+        last: Seen = await pair.decode.next(decode_id)
+        while isinstance(last.message, pb.TokenEvent):
+            last = await pair.decode.next(decode_id)
+        assert isinstance(last.message, pb.AttemptFailed)
+        assert last.message.code == pb.FAILURE_CODE_DRAINING
+        assert await exit_code(decode) == 0
+
+
+async def test_ctrl_c_cancels_and_exits(start: Starter) -> None:
+    worker = start("decode").wait_ready()
+    tree = worker.tree()
+    async with attached(worker) as stream:
+        source = pb.PrefillSource(prefill_id=os.urandom(16), kv_address="127.0.0.1:9", incarnation=1)
+        decode_id = await stream.submit_decode(request([1], ENDLESS), source)
+        await stream.reserved(decode_id)
+        began = time.monotonic()
+        for process in tree:
+            process.send_signal(signal.SIGINT)
+        assert await exit_code(worker) == 0
+        assert time.monotonic() - began < 5
+    assert_nothing_left(worker, tree)
+
+
+# ---------------------------------------------------------------- routers that misbehave
+
+
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    directory = tmp_path_factory.mktemp("one")
+    worker = start_worker("prefill", tiny_model(directory / "model"), directory, engine=TINY)
+    try:
+        yield worker.wait_ready()
+        assert worker.stop() == 0
+    finally:
+        worker.popen.kill()
+
+
+async def test_only_who_knows_the_secret_is_served(prefill: WorkerProcess) -> None:
+    async with rpc.connect(prefill.address, b"another secret, long enough") as channel:
+        stub = WorkerStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.GetStatus(pb.StatusRequest())
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await health(channel) == "SERVING"
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (pb.RouterMessage(cancel=pb.Cancel(attempt_id=b"x" * 16)), "a stream begins with a RouterHello"),
+        (pb.RouterMessage(hello=pb.RouterHello(router_id=b"short")), "router_id must have 16 bytes"),
+        (pb.RouterMessage(), "a stream begins with a RouterHello"),
+    ],
+)
+async def test_a_stream_that_does_not_begin_with_hello_is_refused(
+    prefill: WorkerProcess, first: pb.RouterMessage, reason: str
+) -> None:
+    async with rpc.connect(prefill.address, SECRET) as channel:
+        call = WorkerStub(channel).Attach(iter([first]))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert reason in (await call.details() or "")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"cancel": pb.Cancel(attempt_id=b"short")},
+        {"prefill": pb.SubmitPrefill(prefill_id=b"")},
+        {"hello": pb.RouterHello(router_id=b"x" * 16)},
+    ],
+)
+async def test_a_broken_protocol_ends_that_stream_alone(
+    prefill: WorkerProcess, message: dict[str, Any]
+) -> None:
+    async with attached(prefill) as other, attached(prefill) as stream:
+        await stream.submit_prefill(request(range(100), sampling()), handover=True)
+        await stream.send(**message)
+        await asyncio.wait_for(stream.ended.wait(), 5)
+        assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await assert_whole(prefill)
+        prefill_id = await other.submit_prefill(request([1], sampling(max_tokens=1)), handover=False)
+        await other.token(prefill_id)
+
+
+async def test_a_router_that_does_not_read_is_cut(prefill: WorkerProcess) -> None:
+    async with attached(prefill) as stream:
+        stream.reading.cancel()
+        await stream.submit_prefill(request(range(100), sampling()), handover=True)
+        # Each is refused in a line that repeats its address.
+        nowhere = pb.PrefillSource(prefill_id=b"x" * 16, kv_address="\0" * 200, incarnation=1)
+        retarget = pb.Retarget(decode_id=b"y" * 16, source=nowhere)
+
+        async def flood() -> None:
+            while True:
+                await stream.send(retarget=retarget)
+
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await asyncio.wait_for(flood(), 60)
+        assert cut.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await assert_whole(prefill)
