@@ -30,7 +30,7 @@ class DecodeRole:
             self.engine.block_size,
             kv_layout(self.engine),
             device(self.engine),
-            parts.config.kv_trace_path,
+            parts.trace,
         )
         self._table: dict[bytes, Attempt] = {}  # by decode id
 
@@ -64,9 +64,7 @@ class DecodeRole:
             case _:
                 raise AssertionError(f"not for a decode engine: {message}")
 
-    def give_up(self) -> None:
-        for decode_id in self._attempts.all():
-            self._attempts.fail(decode_id, Code.DRAINING, "the worker shuts down")
+    def shutdown(self) -> None:
         self._receiver.shutdown()
 
     def _submit(self, message: messages.Decode) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Literal
 
 from engine import Output, StepResult
 from kv_transfer import FirstToken, KVSender, Released
@@ -41,7 +42,7 @@ class PrefillRole:
             self.engine.block_size,
             kv_layout(self.engine),
             device(self.engine),
-            parts.config.kv_trace_path,
+            parts.trace,
         )
         self._prefills: dict[bytes, Prefill] = {}
 
@@ -72,9 +73,7 @@ class PrefillRole:
             case _:
                 raise AssertionError(f"not for a prefill engine: {message}")
 
-    def give_up(self) -> None:
-        for prefill_id in self._attempts.all():
-            self._attempts.fail(prefill_id, Code.DRAINING, "the worker shuts down")
+    def shutdown(self) -> None:
         self._sender.shutdown()
 
     def _submit(self, message: messages.Prefill) -> None:
@@ -98,7 +97,7 @@ class PrefillRole:
         self._attempts.end(prefill_id)
         self._close(prefill_id, "cancelled")
 
-    def _close(self, prefill_id: bytes, reason: str) -> None:
+    def _close(self, prefill_id: bytes, reason: Literal["cancelled", "finished", "gone"]) -> None:
         """It ends here. Where the lanes know it, blocks follow with their report."""
         prefill = self._prefills[prefill_id]
         if prefill.closed:

@@ -39,9 +39,6 @@ class Attempts:
     def of(self, stream: int) -> list[bytes]:
         return [attempt_id for attempt_id, owner in self._streams.items() if owner == stream]
 
-    def all(self) -> list[bytes]:
-        return list(self._streams)
-
     def end(self, attempt_id: bytes) -> None:
         """It ended without a word to its router (which ended it, or knows from the last token)."""
         self._streams.pop(attempt_id, None)
@@ -51,6 +48,10 @@ class Attempts:
         stream = self._streams.pop(attempt_id, None)
         if stream is not None:
             self._fail(stream, attempt_id, code, message)
+
+    def fail_all(self, code: Code, message: str) -> None:
+        for attempt_id in list(self._streams):
+            self.fail(attempt_id, code, message)
 
     def kv_failed(self, attempt_id: bytes, prefill_id: bytes, message: str) -> None:
         """Tells its router; the attempt goes on, and with it the reservation."""

@@ -24,7 +24,7 @@ from worker.attempts import Attempts
 from worker.child import log_to_stderr
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
 from worker.ipc import ServiceLink
-from worker.messages import AskStatus, Stop, ToEngine
+from worker.messages import AskStatus, Code, Stop, ToEngine
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class Role(Protocol):
 
     def after_step(self, result: StepResult) -> None: ...
 
-    def give_up(self) -> None:
-        """The worker stops now: fails what is left and shuts the KV half down."""
+    def shutdown(self) -> None:
+        """Ends the KV half; the transfer process is gone."""
 
 
 @dataclass(slots=True)
@@ -146,8 +146,10 @@ def loop(role: Role, parts: Parts) -> None:
         poller.poll(0 if engine.has_work else _milliseconds(role.poll_within))
         for message in link.receive_all():
             if isinstance(message, Stop):
-                role.give_up()
+                parts.attempts.fail_all(Code.DRAINING, "the worker shuts down")
                 link.send(messages.Stopped())
+                link.wait_for_exit()
+                role.shutdown()
                 return
             if isinstance(message, AskStatus):
                 link.send(_status(role, parts.counters, message.question))

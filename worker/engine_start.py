@@ -24,7 +24,6 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     kv_slots: int
     kv_slot_bytes: int
     trace_path: str | None
-    kv_trace_path: str | None
     engine: msgspec.Raw  # engine.EngineConfig
 
 

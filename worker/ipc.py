@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from worker import messages
 from worker.failure import StartError
-from worker.messages import FromEngine, ToEngine
+from worker.messages import Exit, FromEngine, ToEngine
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_QUEUED = 4096
@@ -82,6 +82,11 @@ class ServiceLink:
             except zmq.Again:
                 break
         return arrived
+
+    def wait_for_exit(self) -> None:
+        """Drops what comes before Exit. Should the service die in between, so does this process."""
+        while not isinstance(messages.decode_to_engine(self.socket.recv()), Exit):
+            pass
 
     def close(self) -> None:
         """Waits a second for what is queued to leave."""

@@ -104,10 +104,14 @@ class AskStatus(_Message):
 
 
 class Stop(_Message):
-    """Give up what is left (each attempt fails as DRAINING), release everything, exit with 0."""
+    """Give up what is left: each attempt fails as DRAINING. Answered by Stopped."""
 
 
-ToEngine = Prefill | Decode | Retarget | Cancel | CancelStream | AskStatus | Stop
+class Exit(_Message):
+    """After Stopped, once the transfer process has closed its lanes: release everything, exit with 0."""
+
+
+ToEngine = Prefill | Decode | Retarget | Cancel | CancelStream | AskStatus | Stop | Exit
 
 # ---------------------------------------------------------------- engine to service
 
@@ -197,7 +201,7 @@ class EngineStatus(_Message):
 
 
 class Stopped(_Message):
-    """Answers Stop; the engine's last message."""
+    """Answers Stop. The engine's last message: from here on it only waits for Exit."""
 
 
 class Injected(_Message):

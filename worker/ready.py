@@ -16,9 +16,14 @@ class ReadyPipe:
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
+        self._told = ("", 0.0)
 
     def stage(self, stage: str, fraction: float) -> None:
-        self._write({"stage": stage, "fraction": round(fraction, 3)})
+        """Tells new stages and every twentieth of one; a loader reports each tensor."""
+        told, before = self._told
+        if stage != told or fraction - before >= 0.05 or fraction == 1.0:
+            self._told = (stage, fraction)
+            self._write({"stage": stage, "fraction": round(fraction, 3)})
 
     def ready(self, **about: str | int) -> None:
         self._write({"ready": about})

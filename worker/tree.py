@@ -70,7 +70,6 @@ class WorkerTree:
             kv_slots=config.kv_slots,
             kv_slot_bytes=config.kv_slot_bytes,
             trace_path=config.trace_path("engine"),
-            kv_trace_path=config.trace_path("engine-kv"),
             engine=msgspec.Raw(msgspec.json.encode(config.engine)),
         )
         fds = (start.channel_fd, start.arena_fd)
@@ -186,17 +185,20 @@ class WorkerTree:
     # ------------------------------------------------------------ end
 
     async def stop(self) -> None:
-        """The engine lets go of what is left, then the transfer process closes its lanes. What does not
-        obey is killed. Nothing for a process that does not run yet."""
+        """The engine gives up what is left, the transfer process closes its lanes, then both end. What does
+        not obey is killed later. Nothing for a process that does not run yet."""
         self._stopping = True
-        if self._engine is not None and self._started:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop_engine(), STOP_TIMEOUT)
-            await self._engine.end(STOP_TIMEOUT)
+        if not self._started or self._engine is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop_engine(), STOP_TIMEOUT)
         if self._transfer is not None:
             await self.transfer_link.drain(0.0)
             self.transfer_link.close()
             await self._transfer.end(STOP_TIMEOUT)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.engine_link.send(messages.Exit()), STOP_TIMEOUT)
+        await self._engine.end(STOP_TIMEOUT)
 
     async def _stop_engine(self) -> None:
         await self.engine_link.send(messages.Stop())

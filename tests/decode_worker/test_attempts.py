@@ -45,7 +45,7 @@ def prompt(length: int) -> list[int]:
     return random.Random(length).choices(range(500), k=length)
 
 
-ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
+ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 
 
 async def test_a_request_of_one_token_needs_no_decode_worker(workers: Workers) -> None:

@@ -32,7 +32,7 @@ from tests.cluster_helpers import (
 )
 
 TINY = {"load_format": "dummy", "num_blocks": 300, "max_num_batched_tokens": 64}
-ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
+ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 
 
 class Starter:
