@@ -1,18 +1,44 @@
-"""The engine's half of the receiving side."""
+"""The engine's half of the receiving side: from arena slots into reserved blocks.
+
+One thread, the engine's. A slot named in `Arrived` is ours until its copy is over; a fetch's blocks are written
+to until the event of its last scatter has passed, and nothing is reported of it before that.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from kv_transfer.arena import Arena
-from kv_transfer.layout import KVLayout
+from kv_transfer.channel import (
+    Arrived,
+    CancelIn,
+    Channel,
+    Complete,
+    FailedIn,
+    FetchIn,
+    InjectedIn,
+    SlotsFree,
+    ToReceiver,
+)
+from kv_transfer.layout import KVLayout, Slice
 from kv_transfer.messages import FirstToken
+from kv_transfer.trace import TraceWriter
 
 if TYPE_CHECKING:
     import torch
+
+    from kv_transfer.device import Staged
+
+_MAX_REFETCHES = 2
+_EVENT_POLL = 0.0005  # seconds between looks at CUDA events while some are awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +81,20 @@ class Closed:
     decode_id: bytes
 
 
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    decode_id: bytes
+    request: FetchIn  # as last sent, with the current transfer id
+    table: Any
+    started: float
+    refetches: int = 0
+    frames: int = 0  # taken from the channel
+    bytes: int = 0
+    complete: Complete | None = None
+    last_scatter: Any = None  # event
+    outcome: Failed | Closed | None = None  # reported when the last scatter is over
+
+
 class KVReceiver:
     """Fetches KV into reserved blocks. All methods are for the engine thread; none blocks."""
 
@@ -66,9 +106,18 @@ class KVReceiver:
         block_size: int,
         layout: KVLayout,
         device: str = "cpu",
-        trace_path: str | None = None,
+        trace: TraceWriter | None = None,
     ) -> None:
-        raise NotImplementedError
+        from kv_transfer.device import open_pool  # torch: in engine processes only
+
+        self._pool = open_pool(device, kv_cache, block_size, layout, arena)
+        self._layout = layout
+        self._trace = trace or TraceWriter(None, "")
+        self._channel = Channel(channel, ToReceiver)
+        self._fetches: dict[bytes, _Fetch] = {}  # by decode id, until an outcome is certain
+        self._by_transfer: dict[bytes, _Fetch] = {}
+        self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
+        self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
 
     def fetch(
         self,
@@ -81,30 +130,148 @@ class KVReceiver:
         num_tokens: int,
         start: int = 0,
     ) -> None:
-        """FETCH positions [start, num_tokens) into `block_ids`; replaces a live fetch of the same decode id."""
-        raise NotImplementedError
+        """FETCH positions [start, num_tokens) into `block_ids`. Replaces a live fetch of this decode id."""
+        assert 0 <= start <= num_tokens
+        self._drop(decode_id)
+        ranges = ((start, num_tokens),) if start < num_tokens else ()
+        heads = self._layout.num_kv_heads
+        request = FetchIn(os.urandom(16), prefill_id, kv_address, incarnation, ranges, 0, heads)
+        table = self._pool.table(block_ids, num_tokens)
+        fetch = _Fetch(decode_id, request, table, time.monotonic())
+        self._fetches[decode_id] = self._by_transfer[request.transfer_id] = fetch
+        self._channel.send(request)
 
     def cancel(self, decode_id: bytes) -> None:
         """Idempotent. poll() reports Closed for an id that was live, and nothing else for it afterwards."""
-        raise NotImplementedError
+        fetch = self._drop(decode_id)
+        if fetch is not None:
+            fetch.outcome = Closed(decode_id)
+            self._ending.append(fetch)
+            return
+        for ending in self._ending:
+            if ending.decode_id == decode_id and isinstance(ending.outcome, Failed):
+                ending.outcome = Closed(decode_id)
 
     def poll(self) -> list[Injected | Failed | Closed]:
-        """Take what arrived, write it into its blocks, report what ended. Call once per step, or when readable."""
-        raise NotImplementedError
+        """Write what arrived into its blocks, report what ended. Call once per step, or when readable."""
+        batch: list[Staged] = []
+        free: list[int] = []
+        while messages := self._channel.receive():
+            for message in messages:
+                match message:
+                    case Arrived():
+                        self._arrived(message, batch, free)
+                    case Complete(transfer_id):
+                        if transfer_id in self._by_transfer:
+                            self._by_transfer[transfer_id].complete = message
+                    case FailedIn(transfer_id, reason, retry):
+                        if transfer_id in self._by_transfer:
+                            self._failed(self._by_transfer[transfer_id], reason, retry)
+        if batch:
+            self._inject(batch)
+        while self._copies and self._pool.passed(self._copies[0][0]):
+            free += self._copies.popleft()[1]
+        if free:
+            self._channel.send(SlotsFree(free))
+        self._channel.flush()
+        return self._ended()
 
     def fileno(self) -> int:
         """Readable when poll() has something."""
-        raise NotImplementedError
+        return self._channel.fileno()
 
     @property
     def poll_within(self) -> float | None:
-        """Poll again after this many seconds although fileno() is silent: scatters are under way. None: no need."""
-        raise NotImplementedError
+        """Poll again within these seconds although fileno() is silent: scatters run. None: no need."""
+        waiting = self._copies or self._ending or self._channel.pending
+        return _EVENT_POLL if waiting or any(f.complete for f in self._fetches.values()) else None
 
     @property
     def idle(self) -> bool:
         """No fetch open, no slot held by this side."""
-        raise NotImplementedError
+        return not (self._fetches or self._ending or self._copies)
 
     def shutdown(self) -> None:
-        raise NotImplementedError
+        """Close the channel. Nothing is written into blocks afterwards."""
+        self._pool.close()
+        self._channel.sock.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _arrived(self, m: Arrived, batch: list[Staged], free: list[int]) -> None:
+        from kv_transfer.device import Staged
+
+        fetch = self._by_transfer.get(m.transfer_id)
+        if fetch is None:
+            free.append(m.slot)  # cancelled, or fetched anew
+            return
+        piece = Slice(m.layer, m.head_start, m.head_count, m.token_start, m.token_count)
+        # The transfer process has refused what does not fit; a write outside the reservation must not happen.
+        start, stop = fetch.request.ranges[0]
+        assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
+        assert piece.layer < self._layout.num_layers, piece
+        fetch.frames += 1
+        fetch.bytes += m.length
+        batch.append(Staged(piece, m.slot, fetch.table))
+
+    def _inject(self, batch: list[Staged]) -> None:
+        with self._trace.measure("inject", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
+            copied, scattered = self._pool.scatter(batch)
+        self._copies.append((copied, [x.slot for x in batch]))
+        tables = {id(x.table) for x in batch}
+        for fetch in self._fetches.values():
+            if id(fetch.table) in tables:
+                fetch.last_scatter = scattered
+
+    def _failed(self, fetch: _Fetch, reason: str, retry: bool) -> None:
+        del self._by_transfer[fetch.request.transfer_id]
+        if retry and fetch.refetches < _MAX_REFETCHES:
+            fetch.refetches += 1
+            fetch.frames = fetch.bytes = 0
+            fetch.request = msgspec.structs.replace(fetch.request, transfer_id=os.urandom(16))
+            self._by_transfer[fetch.request.transfer_id] = fetch
+            self._channel.send(fetch.request)
+        else:
+            del self._fetches[fetch.decode_id]
+            fetch.outcome = Failed(fetch.decode_id, reason)
+            self._ending.append(fetch)
+
+    def _drop(self, decode_id: bytes) -> _Fetch | None:
+        """End a live fetch; its late slices are only freed."""
+        fetch = self._fetches.pop(decode_id, None)
+        if fetch is not None:
+            del self._by_transfer[fetch.request.transfer_id]
+            self._channel.send(CancelIn(fetch.request.transfer_id))
+        return fetch
+
+    def _ended(self) -> list[Injected | Failed | Closed]:
+        out: list[Injected | Failed | Closed] = []
+        for fetch in [f for f in self._fetches.values() if f.complete is not None]:
+            if self._over(fetch):
+                out.append(self._injected(fetch))
+        for fetch in [f for f in self._ending if self._over(f)]:
+            assert fetch.outcome is not None
+            self._ending.remove(fetch)
+            out.append(fetch.outcome)
+        return out
+
+    def _injected(self, fetch: _Fetch) -> Injected:
+        done = fetch.complete
+        assert done is not None
+        assert (done.frames, done.size) == (fetch.frames, fetch.bytes), done
+        del self._fetches[fetch.decode_id]
+        del self._by_transfer[fetch.request.transfer_id]
+        self._channel.send(InjectedIn(fetch.request.transfer_id))
+        now = time.monotonic()
+        stats = InjectStats(
+            done.size,
+            done.frames,
+            transfer_seconds=done.last_frame_at - done.first_frame_at,
+            exposed_seconds=now - done.commit_at,
+            fetch_seconds=now - fetch.started,
+        )
+        self._trace.instant("injected", bytes=done.size)
+        return Injected(fetch.decode_id, done.first_token, stats)
+
+    def _over(self, fetch: _Fetch) -> bool:
+        return fetch.last_scatter is None or self._pool.passed(fetch.last_scatter)

@@ -1,18 +1,49 @@
-"""The engine's half of the sending side."""
+"""The engine's half of the sending side: what is ready, and the pump that moves it into the arena.
+
+Threads: the engine thread only appends to `_commands` and takes from `_released`; the pump thread owns
+everything else, the channel included. There is no lock: both deques are safe for one producer and one consumer.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kv_transfer.arena import Arena
-from kv_transfer.layout import KVLayout
-from kv_transfer.messages import FirstToken
+from kv_transfer.channel import (
+    Channel,
+    CloseOut,
+    CommitOut,
+    FetchWaits,
+    Finished,
+    Granted,
+    Offer,
+    Recalled,
+    RefuseFetch,
+    ReleasedOut,
+    SessionGone,
+    SliceOut,
+    SlotFree,
+    StartOut,
+    StopOut,
+    ToSender,
+)
+from kv_transfer.credits import SenderCredits
+from kv_transfer.layout import KVLayout, Range, Slice, cut, intersect, slice_bytes
+from kv_transfer.messages import FirstToken, Reason
+from kv_transfer.trace import TraceWriter
 
 if TYPE_CHECKING:
     import torch
+
+_EVENT_POLL = 0.0002  # seconds between looks at CUDA events while some are awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +54,53 @@ class Released:
     reason: str  # "acked" | "deadline" | what close() was given
 
 
+@dataclass(slots=True, eq=False)
+class _Session:
+    number: int
+    credits: SenderCredits = field(default_factory=SenderCredits)
+    window: int = 1
+    slots_out: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    id: bytes
+    table: Any = None  # None until open()
+    num_tokens: int = 0
+    ready: list[tuple[int, int, int, Any]] = field(default_factory=list)  # (layer, start, stop, event)
+    first_token: FirstToken | None = None
+    transfer: _Transfer | None = None
+    gathers: int = 0  # enqueued, their events not passed
+    ended: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    id: bytes
+    prefill: _Prefill
+    session: _Session
+    slot_bytes: int
+    ranges: tuple[Range, ...]
+    heads: Range
+    pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready
+    frames: int = 0  # pending and handed over
+    bytes: int = 0
+    seq: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Gather:
+    transfer: _Transfer
+    piece: Slice
+    slot: int
+    event: Any
+    seq: int
+
+
 class KVSender:
     """Serves the KV of held prefills to whoever FETCHes them. Owns the pump thread and its end of `channel`.
 
-    All methods are for the engine thread; none blocks.
+    All methods are for the engine thread; none blocks. An error in the pump is raised by the next poll().
     """
 
     def __init__(
@@ -37,46 +111,300 @@ class KVSender:
         block_size: int,
         layout: KVLayout,
         device: str = "cpu",
-        trace_path: str | None = None,
+        trace: TraceWriter | None = None,
     ) -> None:
-        raise NotImplementedError
+        from kv_transfer.device import open_pool  # torch: in engine processes only
+
+        self._pool = open_pool(device, kv_cache, block_size, layout, arena)
+        self._layout = layout
+        self._trace = trace or TraceWriter(None, "")
+        self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._released: deque[Released] = deque()
+        self._error: Exception | None = None
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # The pump's.
+        self._channel = Channel(channel, ToSender)
+        self._prefills: dict[bytes, _Prefill] = {}
+        self._ring: deque[_Transfer] = deque()  # open transfers, next in turn first
+        self._sessions: dict[int, _Session] = {}
+        self._gathers: deque[_Gather] = deque()  # in stream order
+        self._fetched: set[bytes] = set()
+        self._num_slots = arena.num_slots
+        # Last in, first out: the slot used last is the one that is still in the cache.
+        self._free = list(range(arena.num_slots))
+        self._used_by: dict[int, _Session] = {}  # slot → whose frame it holds
+        self._stopping = False
+        self._thread = threading.Thread(target=self._pump, name="kv pump", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ engine thread
 
     def expect(self, prefill_id: bytes) -> None:
         """This prefill is accepted but not scheduled yet: its FETCH waits without the unseen-id deadline."""
-        raise NotImplementedError
+        self._command(self._expect, prefill_id)
 
     def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
         """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`."""
-        raise NotImplementedError
+        self._command(self._open, prefill_id, self._pool.table(block_ids, num_tokens), num_tokens)
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         """K/V of [start, stop) in `layer` (None: all layers) is written once the current stream gets here."""
-        raise NotImplementedError
+        if start < stop:
+            self._command(self._ready, prefill_id, layer, start, stop, self._pool.record())
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         """All positions of all layers are ready, and this is the first token. Hold until ACK."""
-        raise NotImplementedError
+        self._command(self._commit, prefill_id, first_token)
 
-    def close(self, prefill_id: bytes, reason: str) -> None:
+    def close(self, prefill_id: bytes, reason: Reason) -> None:
         """The engine's own end ("finished", "cancelled", "gone"); idempotent, also for ids never opened."""
-        raise NotImplementedError
+        self._command(self._close, prefill_id, reason)
 
     def poll(self) -> list[Released]:
-        raise NotImplementedError
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._notify)
+        if self._error is not None:
+            raise RuntimeError("the KV pump died") from self._error
+        return [self._released.popleft() for _ in range(len(self._released))]
 
     def has_fetch(self, prefill_id: bytes) -> bool:
         """A decode worker asks for it (also true before `open`)."""
-        raise NotImplementedError
+        return prefill_id in self._fetched
 
     def fileno(self) -> int:
         """Readable when poll() has something."""
-        raise NotImplementedError
+        return self._notify
 
     @property
     def idle(self) -> bool:
-        """Nothing open, every arena slot home."""
-        raise NotImplementedError
+        """Nothing open or expected, every arena slot home."""
+        return not self._commands and not self._prefills and len(self._free) == self._num_slots
 
     def shutdown(self) -> None:
-        """Stop and join the pump; close the channel."""
-        raise NotImplementedError
+        """Stop and join the pump; close the channel. Blocks are no longer read afterwards."""
+        self._command(self._stop)
+        self._thread.join()
+        self._pool.close()
+        self._channel.sock.close()
+        os.close(self._wake)
+        os.close(self._notify)
+
+    def _command(self, function: Callable[..., None], *args: Any) -> None:
+        self._commands.append((function, args))
+        os.eventfd_write(self._wake, 1)
+
+    # ------------------------------------------------------------ pump thread
+
+    def _pump(self) -> None:
+        try:
+            self._pool.enter_thread()
+            poller = select.poll()
+            poller.register(self._wake, select.POLLIN)
+            waiting = False
+            while not self._stopping:
+                write = select.POLLOUT if self._channel.pending else 0
+                poller.register(self._channel.fileno(), select.POLLIN | write)
+                for fd, _ in poller.poll(_EVENT_POLL * 1000 if waiting or self._gathers else None):
+                    if fd == self._wake:
+                        os.eventfd_read(self._wake)
+                self._channel.flush()
+                waiting = self._turn()
+        except Exception as e:  # noqa: BLE001  whatever it is, it travels: poll() raises it in the engine
+            self._error = e
+            os.eventfd_write(self._notify, 1)
+
+    def _turn(self) -> bool:
+        """Take what came, then gather all that may be. True: something waits for the forward to get there."""
+        while True:
+            while self._commands:
+                function, args = self._commands.popleft()
+                function(*args)
+            while messages := self._channel.receive():
+                for message in messages:
+                    self._handle(message)
+            while self._gathers and self._pool.passed(self._gathers[0].event):
+                self._gathered(self._gathers.popleft())
+            started, waiting = self._gather_next()
+            if not started:
+                return waiting
+
+    def _gather_next(self) -> tuple[bool, bool]:
+        """Start the next gather, round robin over the transfers that have credit, a window and a ready slice."""
+        waiting = False
+        for _ in range(len(self._ring) if self._free else 0):
+            transfer = self._ring[0]
+            self._ring.rotate(-1)
+            session = transfer.session
+            if not transfer.pending or not session.credits.available or session.slots_out >= session.window:
+                continue
+            piece, event = transfer.pending[0]
+            if event is not None and not self._pool.passed(event):
+                waiting = True
+                continue
+            transfer.pending.popleft()
+            session.credits.take()
+            session.slots_out += 1
+            slot = self._free.pop()
+            self._used_by[slot] = session
+            prefill = transfer.prefill
+            prefill.gathers += 1
+            with self._trace.measure("gather", layer=piece.layer, start=piece.token_start):
+                done = self._pool.gather(piece, prefill.table, slot)
+            gather = _Gather(transfer, piece, slot, done, transfer.seq)
+            transfer.seq += 1
+            if done is None:
+                self._gathered(gather)
+            else:
+                self._gathers.append(gather)
+            return True, False
+        return False, waiting
+
+    def _gathered(self, g: _Gather) -> None:
+        """The slot is filled: hand it over (the transfer process drops it if its transfer has ended)."""
+        piece = g.piece
+        self._channel.send(
+            SliceOut(
+                g.transfer.id, g.slot, g.seq, piece.layer, piece.head_start, piece.head_count,
+                piece.token_start, piece.token_count, slice_bytes(self._layout, piece),
+            )
+        )  # fmt: skip
+        prefill = g.transfer.prefill
+        prefill.gathers -= 1
+        if prefill.ended is not None:
+            self._end(prefill, prefill.ended)
+
+    # ------------------------------------------------------------ commands, in the pump thread
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _expect(self, prefill_id: bytes) -> None:
+        if prefill_id not in self._prefills:
+            self._prefills[prefill_id] = _Prefill(prefill_id)
+            self._channel.send(Offer(prefill_id))
+
+    def _open(self, prefill_id: bytes, table: Any, num_tokens: int) -> None:
+        self._expect(prefill_id)
+        prefill = self._prefills[prefill_id]
+        assert prefill.table is None, "a prefill was opened twice"
+        prefill.table, prefill.num_tokens = table, num_tokens
+        if prefill.transfer is not None:
+            self._plan_all(prefill.transfer)
+
+    def _ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int, event: Any) -> None:
+        prefill = self._prefills.get(prefill_id)
+        if prefill is None or prefill.ended is not None:
+            return  # closed meanwhile
+        for i in range(self._layout.num_layers) if layer is None else (layer,):
+            entry = (i, start, stop, event)
+            prefill.ready.append(entry)
+            if prefill.transfer is not None:
+                self._plan(prefill.transfer, *entry)
+
+    def _commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
+        prefill = self._prefills.get(prefill_id)
+        if prefill is None or prefill.ended is not None:
+            return
+        prefill.first_token = first_token
+        self._channel.send(Finished(prefill_id))
+        if prefill.transfer is not None:
+            self._send_commit(prefill.transfer, first_token)
+
+    def _close(self, prefill_id: bytes, reason: Reason) -> None:
+        prefill = self._prefills.get(prefill_id)
+        if prefill is None or prefill.ended is None:
+            self._channel.send(CloseOut(prefill_id, reason))
+        if prefill is not None:
+            self._end(prefill, reason)
+
+    # ------------------------------------------------------------ from the transfer process
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case SlotFree(slot, unsent):
+                session = self._used_by.pop(slot)
+                session.slots_out -= 1
+                if unsent:
+                    session.credits.drop()
+                self._free.append(slot)
+            case Granted(number, total, recall):
+                session = self._session(number)
+                if recall:
+                    self._channel.send(Recalled(number, total, session.credits.recall()))
+                else:
+                    session.credits.grant(total)
+            case StartOut():
+                self._start(message)
+            case StopOut(prefill_id, transfer_id):
+                prefill = self._prefills.get(prefill_id)
+                if (
+                    prefill is not None
+                    and prefill.transfer is not None
+                    and prefill.transfer.id == transfer_id
+                ):
+                    self._drop_transfer(prefill)
+            case SessionGone(number):
+                self._sessions.pop(number, None)
+            case FetchWaits(prefill_id, gone):
+                (self._fetched.discard if gone else self._fetched.add)(prefill_id)
+            case ReleasedOut(prefill_id, reason):
+                if prefill_id in self._prefills:
+                    self._end(self._prefills[prefill_id], reason)
+
+    def _start(self, m: StartOut) -> None:
+        prefill = self._prefills.get(m.prefill_id)
+        if prefill is None or prefill.ended is not None:
+            return  # closed meanwhile, and the transfer process will read that next
+        self._drop_transfer(prefill)
+        session = self._session(m.session)
+        session.window = m.window
+        heads = (m.head_start, m.head_start + m.head_count)
+        transfer = _Transfer(m.transfer_id, prefill, session, m.slot_bytes, m.ranges, heads)
+        prefill.transfer = transfer
+        self._fetched.add(prefill.id)
+        self._ring.append(transfer)
+        if prefill.table is not None:
+            self._plan_all(transfer)
+
+    def _plan_all(self, transfer: _Transfer) -> None:
+        prefill = transfer.prefill
+        last = transfer.ranges[-1][1] if transfer.ranges else 0
+        if last > prefill.num_tokens or transfer.heads[1] > self._layout.num_kv_heads:
+            self._channel.send(RefuseFetch(transfer.id))
+            self._drop_transfer(prefill)
+            return
+        for entry in prefill.ready:
+            self._plan(transfer, *entry)
+        if prefill.first_token is not None:
+            self._send_commit(transfer, prefill.first_token)
+
+    def _plan(self, transfer: _Transfer, layer: int, start: int, stop: int, event: Any) -> None:
+        for tokens in intersect(start, stop, transfer.ranges):
+            for piece in cut(self._layout, layer, tokens, transfer.heads, transfer.slot_bytes):
+                transfer.pending.append((piece, event))
+                transfer.frames += 1
+                transfer.bytes += slice_bytes(self._layout, piece)
+
+    def _send_commit(self, transfer: _Transfer, first_token: FirstToken) -> None:
+        """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""
+        self._channel.send(CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes))
+
+    def _drop_transfer(self, prefill: _Prefill) -> None:
+        if prefill.transfer is not None:
+            self._ring.remove(prefill.transfer)
+            prefill.transfer = None
+            self._fetched.discard(prefill.id)
+
+    def _end(self, prefill: _Prefill, reason: str) -> None:
+        """Read no more of it; released once the gathers that are enqueued are over."""
+        prefill.ended = prefill.ended or reason
+        self._drop_transfer(prefill)
+        if prefill.gathers == 0:
+            del self._prefills[prefill.id]
+            if prefill.table is not None:
+                self._released.append(Released(prefill.id, prefill.ended))
+                os.eventfd_write(self._notify, 1)
+
+    def _session(self, number: int) -> _Session:
+        return self._sessions.setdefault(number, _Session(number))

@@ -1,4 +1,4 @@
-"""Starting a transfer process: what it inherits, and what it and the process that started it tell each other."""
+"""Starting a transfer process: what it inherits, and what it and its parent tell each other."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class TransferStats(msgspec.Struct, frozen=True, tag=True):
     slots_free: int  # decode: free or granted as credit; prefill: not on their way
     kv_bytes: int  # payload of KV frames sent (prefill) or verified (decode)
     kv_frames: int
+    late_frames: int  # decode: of transfers that had ended, read away
     transfers: dict[str, int]  # ended, by reason ("injected" or "acked" is the good one)
     checksum_failures: dict[str, int]  # by kind: header, payload, control
     refused: dict[str, int]  # peers and frames refused, by reason
@@ -63,7 +64,7 @@ decode_to_transfer = msgspec.msgpack.Decoder(ToTransfer).decode
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
-    """For engine ↔ transfer and service ↔ transfer: keeps message boundaries, shows when the other end is gone."""
+    """For engine ↔ transfer and service ↔ transfer: keeps message boundaries, shows a dead other end."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -76,7 +77,8 @@ def spawn_transfer(
     seen when it dies. It ends when this process does, when `service` is closed here, or on SIGTERM.
     """
     fds = {"--channel-fd": channel.fileno(), "--arena-fd": arena.fd, "--service-fd": service.fileno()}
-    arguments = [x for name, fd in fds.items() for x in (name, str(fd))]
+    fds_and_parent = {**fds, "--parent-pid": os.getpid()}
+    arguments = [x for name, value in fds_and_parent.items() for x in (name, str(value))]
     child = subprocess.Popen(
         [sys.executable, "-m", "kv_transfer.process", *arguments],
         stdin=subprocess.PIPE,

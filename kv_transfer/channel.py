@@ -1,0 +1,255 @@
+"""The channel between an engine process and its transfer process: typed messages over a SEQPACKET socketpair.
+
+Each message names what it hands over. A slot named in `SliceOut` or `Arrived` belongs to the reader from then
+on, until it names it in `SlotsFree` (or the transfer process its `SlotFree`).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kv_transfer.messages import FirstToken, Reason
+
+_PACKET = 48 << 10  # messages are packed together up to this size; a single one may be larger
+_LARGEST = 256 << 10
+_BUFFER = 1 << 20
+
+
+class _Local(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+# ---------------------------------------------------------------- prefill engine → transfer
+
+
+class Offer(_Local):
+    prefill_id: bytes
+
+
+class SliceOut(_Local):
+    """Send this slot as one frame of that transfer."""
+
+    transfer_id: bytes
+    slot: int
+    seq: int
+    layer: int
+    head_start: int
+    head_count: int
+    token_start: int
+    token_count: int
+    length: int
+
+
+class CommitOut(_Local):
+    """The transfer's COMMIT; frames of it may still follow."""
+
+    transfer_id: bytes
+    first_token: FirstToken
+    frames: int
+    size: int  # bytes
+
+
+class Finished(_Local):
+    """The prefill is computed; the hold deadline runs."""
+
+    prefill_id: bytes
+
+
+class RefuseFetch(_Local):
+    """The transfer asks for what the prefill does not have."""
+
+    transfer_id: bytes
+
+
+class CloseOut(_Local):
+    prefill_id: bytes
+    reason: Reason
+
+
+class Recalled(_Local):
+    """Answers Granted(recall): so many frames of the session were handed over, no more will be."""
+
+    session: int
+    total: int
+    sent: int
+
+
+# ---------------------------------------------------------------- transfer → prefill engine
+
+
+class StartOut(_Local):
+    """Serve this FETCH."""
+
+    prefill_id: bytes
+    transfer_id: bytes
+    session: int
+    slot_bytes: int
+    window: int  # slots that the session may have on their way
+    ranges: tuple[tuple[int, int], ...]
+    head_start: int
+    head_count: int
+
+
+class StopOut(_Local):
+    """The transfer is over; the prefill is still held."""
+
+    prefill_id: bytes
+    transfer_id: bytes
+
+
+class Granted(_Local):
+    session: int
+    total: int
+    recall: bool
+
+
+class SlotFree(_Local):
+    """`unsent`: its frame never left, so its credit is unused."""
+
+    slot: int
+    unsent: bool
+
+
+class SessionGone(_Local):
+    session: int
+
+
+class FetchWaits(_Local):
+    """A FETCH for a prefill that was not offered yet waits here, or (gone) left again."""
+
+    prefill_id: bytes
+    gone: bool
+
+
+class ReleasedOut(_Local):
+    prefill_id: bytes
+    reason: str
+
+
+# ---------------------------------------------------------------- decode engine → transfer
+
+
+class FetchIn(_Local):
+    transfer_id: bytes
+    prefill_id: bytes
+    address: str
+    incarnation: int
+    ranges: tuple[tuple[int, int], ...]
+    head_start: int
+    head_count: int
+
+
+class CancelIn(_Local):
+    transfer_id: bytes
+
+
+class SlotsFree(_Local):
+    slots: list[int]
+
+
+class InjectedIn(_Local):
+    """The last scatter is over: ACK."""
+
+    transfer_id: bytes
+
+
+# ---------------------------------------------------------------- transfer → decode engine
+
+
+class Arrived(_Local):
+    """A verified slice lies in this slot."""
+
+    transfer_id: bytes
+    slot: int
+    seq: int
+    layer: int
+    head_start: int
+    head_count: int
+    token_start: int
+    token_count: int
+    length: int
+
+
+class Complete(_Local):
+    """Everything of the transfer has been named in Arrived. Times are time.monotonic()."""
+
+    transfer_id: bytes
+    first_token: FirstToken
+    frames: int
+    size: int  # bytes
+    first_frame_at: float  # 0 with no frame
+    last_frame_at: float
+    commit_at: float
+
+
+class FailedIn(_Local):
+    transfer_id: bytes
+    reason: str
+    retry: bool  # a new FETCH of the same prefill may succeed
+
+
+FromSender = Offer | SliceOut | CommitOut | Finished | RefuseFetch | CloseOut | Recalled
+ToSender = StartOut | StopOut | Granted | SlotFree | SessionGone | FetchWaits | ReleasedOut
+FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn
+ToReceiver = Arrived | Complete | FailedIn
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ChannelClosed(Exception):
+    """The other process is gone."""
+
+
+class Channel:
+    """One end. Its owner serialises calls. Never blocks: what does not fit waits in `pending`."""
+
+    def __init__(
+        self, sock: socket.socket, receives: Any, on_blocked: Callable[[], object] = lambda: None
+    ) -> None:
+        """`receives`: the union of messages that come to this end. `on_blocked`: flush() is needed later."""
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self.sock = sock
+        self.pending: list[bytes] = []
+        self._on_blocked = on_blocked
+        self._decode = msgspec.msgpack.Decoder(list[receives]).decode
+        self._buffer = memoryview(bytearray(_LARGEST))
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, *messages: _Local) -> None:
+        self.pending.extend(map(_encode, messages))
+        self.flush()
+
+    def flush(self) -> None:
+        while self.pending:
+            count, size = 0, 0
+            while count < len(self.pending) and (count == 0 or size + len(self.pending[count]) <= _PACKET):
+                size += len(self.pending[count])
+                count += 1
+            packet = b"\xdd" + count.to_bytes(4, "big") + b"".join(self.pending[:count])  # a msgpack array
+            try:
+                self.sock.send(packet)
+            except BlockingIOError:
+                self._on_blocked()
+                return
+            except OSError as e:
+                raise ChannelClosed(str(e)) from None
+            del self.pending[:count]
+
+    def receive(self) -> Sequence[Any]:
+        """The messages of one packet; none if there is nothing now."""
+        try:
+            size = self.sock.recv_into(self._buffer)
+        except BlockingIOError:
+            return ()
+        except OSError as e:
+            raise ChannelClosed(str(e)) from None
+        if size == 0:
+            raise ChannelClosed("closed")
+        return self._decode(self._buffer[:size])

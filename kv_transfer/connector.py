@@ -1,0 +1,84 @@
+"""The seam between the lifecycle of transfers and what carries them.
+
+`prefill_side` and `decode_side` know only these interfaces; `tcp` implements the carrier's half. All methods
+are called with the transfer process's one lock held, on both sides of the seam.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from kv_transfer.frame import Header
+from kv_transfer.lane import OutgoingFrame
+from kv_transfer.messages import Control, Identity
+
+
+class Session(Protocol):
+    """A pair of workers while they are connected. Ends once, and takes its credits and open transfers along."""
+
+    number: int  # unique in this process
+    slot_bytes: int  # largest payload that both sides take
+    lane_count: int
+    peer: Identity | None  # known from `session_up` on
+
+    @property
+    def kv_heard(self) -> float:
+        """When bytes last came for a frame that is not whole yet (time.monotonic()); 0 if there is none."""
+        ...
+
+    def send(self, message: Control, transfer_id: bytes = ...) -> None:
+        """Queue a control message. In order with the others, but may overtake frames."""
+        ...
+
+    def send_frame(self, frame: OutgoingFrame) -> None: ...
+
+    def end(self, reason: str, detail: str) -> None: ...
+
+
+class Handler(Protocol):
+    """The lifecycle's half: PrefillSide or DecodeSide."""
+
+    def session_up(self, session: Session) -> None: ...
+
+    def session_down(self, session: Session, reason: str, detail: str) -> None:
+        """It ended, or (decode) never came up. Nothing but returned tickets and dropped frames follows."""
+        ...
+
+    def control(self, session: Session, header: Header, message: Control) -> None: ...
+
+    def kv_begins(self, session: Session, header: Header) -> tuple[memoryview, Any] | None:
+        """Where to put the payload, and a ticket for it; None: nowhere, read it away."""
+        ...
+
+    def kv_ends(self, session: Session, header: Header, ticket: Any, whole: bool | None) -> None:
+        """The ticket comes back. `whole`: the checksum matched, or not; None: cut off in mid-frame."""
+        ...
+
+    def frame_begins(self, session: Session, frame: OutgoingFrame) -> bool:
+        """The frame is next on the wire. False: its transfer has ended, and its slot was given back."""
+        ...
+
+    def frame_sent(self, session: Session, frame: OutgoingFrame) -> None: ...
+
+    def frame_dropped(self, session: Session, frame: OutgoingFrame) -> None:
+        """Its lane closed before it was all sent."""
+        ...
+
+
+class Connector(Protocol):
+    """The carrier's half, as the decode side uses it."""
+
+    def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
+        """Start a session with that incarnation; `session_up` or `session_down` follows. OSError: cannot."""
+        ...
+
+
+class ProtocolError(Exception):
+    """Raised by a Handler in `control` or `kv_begins`: the peer broke the protocol, its session ends.
+
+    `kind` names the counter.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind

@@ -1,0 +1,398 @@
+"""The receiving side in its transfer process: between the engine's fetches, the credits and the sessions.
+
+Every method runs with the process's one lock held. Slots: `_free_slots` are here; a slot being received belongs
+to its lane (as ticket); from `Arrived` to `SlotsFree` it belongs to the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from kv_transfer.arena import Arena
+from kv_transfer.channel import (
+    Arrived,
+    CancelIn,
+    Channel,
+    Complete,
+    FailedIn,
+    FetchIn,
+    FromReceiver,
+    InjectedIn,
+    SlotsFree,
+)
+from kv_transfer.config import TransferConfig
+from kv_transfer.connector import Connector, ProtocolError, Session
+from kv_transfer.credits import CreditExceeded, CreditPool
+from kv_transfer.frame import Header
+from kv_transfer.incoming import Fault, Incoming
+from kv_transfer.lane import OutgoingFrame
+from kv_transfer.messages import (
+    Abort,
+    Aborted,
+    Ack,
+    Commit,
+    Control,
+    CreditReturned,
+    Fetch,
+    Reason,
+)
+from kv_transfer.stats import Counters
+from kv_transfer.tombstones import Tombstones
+
+log = logging.getLogger("baton.kv")
+
+_BACKOFF = (0.05, 1.0)  # seconds before lanes reopen: first and longest
+# A new session, or a new FETCH over it, can mend these; anything else that ends a session cannot.
+_MENDABLE = {"lost", "dead", "unreachable", "idle", "busy", "by_peer", "hello"}
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    id: bytes
+    prefill_id: bytes
+    peer: _Peer
+    incoming: Incoming
+    opened: float
+    moved: float
+    first_frame_at: float = 0.0
+    last_frame_at: float = 0.0
+    commit_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A slot while a lane receives into it."""
+
+    slot: int
+    transfer: _Transfer
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A prefill worker's incarnation, whether or not a session with it is up."""
+
+    address: str
+    incarnation: int
+    session: Session | None = None  # up, or coming up
+    up: bool = False
+    transfers: dict[bytes, _Transfer] = field(default_factory=dict)
+    acks: list[bytes] = field(default_factory=list)  # of transfers whose session was lost before the ACK
+    retry_at: float = 0.0
+    backoff: float = _BACKOFF[0]
+    used: float = 0.0  # when it last had something to do
+
+
+class DecodeSide:
+    """Implements connector.Handler."""
+
+    def __init__(self, config: TransferConfig, arena: Arena, channel: Channel, counters: Counters) -> None:
+        self.transfers: dict[bytes, _Transfer] = {}  # until ACK or failure
+        self.draining = False
+        self.connector: Connector | None = None  # set by who makes both
+        self.credits = CreditPool(config.num_slots)
+        self._config = config
+        self._arena = arena
+        self._channel = channel
+        self._counters = counters
+        # Last in, first out: the slot used last is the one that is still in the cache.
+        self._free_slots = list(range(config.num_slots))
+        self._peers: dict[tuple[str, int], _Peer] = {}
+        self._by_session: dict[int, _Peer] = {}
+        self._tombstones: Tombstones[str] = Tombstones(config.deadlines.tombstone)
+
+    @property
+    def transfers_open(self) -> int:
+        return len(self.transfers)
+
+    @property
+    def quiet(self) -> bool:
+        """No transfer is open."""
+        return not self.transfers
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._peers)
+
+    def slots_free(self) -> int:
+        return len(self._free_slots)
+
+    # ------------------------------------------------------------ from the engine
+
+    def engine(self, message: FromReceiver) -> None:
+        now = time.monotonic()
+        match message:
+            case SlotsFree(slots):
+                for slot in slots:
+                    self._free(slot)
+            case FetchIn():
+                self._fetch(message, now)
+            case InjectedIn(transfer_id):
+                transfer = self.transfers.get(transfer_id)
+                assert transfer is not None, "the engine injected what was not complete"
+                transfer.incoming.injected()
+                self._forget(transfer, "injected", now)
+                if transfer.peer.session is not None and transfer.peer.up:
+                    transfer.peer.session.send(Ack(), transfer_id)
+                else:
+                    transfer.peer.acks.append(transfer_id)
+            case CancelIn(transfer_id):
+                transfer = self.transfers.get(transfer_id)
+                if transfer is not None:  # else its failure crossed the cancel
+                    self._abort(transfer, "cancelled")
+                    self._forget(transfer, "cancelled", now)
+        self.settle()
+
+    def _fetch(self, message: FetchIn, now: float) -> None:
+        if self.draining:
+            self._channel.send(FailedIn(message.transfer_id, "draining", retry=False))
+            return
+        key = (message.address, message.incarnation)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = _Peer(*key)
+        incoming = Incoming(
+            self._config.layout,
+            message.ranges,
+            (message.head_start, message.head_start + message.head_count),
+            slot_bytes=self._config.slot_bytes,
+        )
+        transfer = _Transfer(message.transfer_id, message.prefill_id, peer, incoming, now, now)
+        self.transfers[transfer.id] = peer.transfers[transfer.id] = transfer
+        peer.used = now
+        if peer.up:
+            self._open(transfer)
+        else:
+            self._connect(peer, now)
+
+    def _open(self, transfer: _Transfer) -> None:
+        assert transfer.peer.session is not None
+        incoming = transfer.incoming
+        heads = incoming.heads
+        fetch = Fetch(transfer.prefill_id, incoming.ranges, 0, heads[0], heads[1] - heads[0])
+        transfer.peer.session.send(fetch, transfer.id)
+
+    def _connect(self, peer: _Peer, now: float) -> None:
+        if peer.session is not None or now < peer.retry_at:
+            return
+        assert self.connector is not None
+        lanes = max(1, min(self._config.lanes, self._config.max_lanes // len(self._peers)))
+        try:
+            host, port = peer.address.rsplit(":", 1)
+            peer.session = self.connector.connect((host.strip("[]"), int(port)), peer.incarnation, lanes)
+        except (OSError, ValueError) as e:
+            log.warning("cannot connect to %s: %s", peer.address, e)
+            self._back_off(peer, now)
+        else:
+            self._by_session[peer.session.number] = peer
+
+    # ------------------------------------------------------------ connector.Handler
+
+    def session_up(self, session: Session) -> None:
+        peer = self._by_session[session.number]
+        peer.up = True
+        peer.backoff = _BACKOFF[0]
+        self.credits.open(session.number)
+        for transfer_id in peer.acks:
+            session.send(Ack(), transfer_id)
+        peer.acks.clear()
+        for transfer in peer.transfers.values():
+            if transfer.incoming.live:
+                self._open(transfer)
+        self.settle()
+
+    def session_down(self, session: Session, reason: str, detail: str) -> None:
+        now = time.monotonic()
+        peer = self._by_session.pop(session.number)
+        peer.session = None
+        if peer.up:
+            peer.up = False
+            self.credits.close(session.number)
+            for transfer in list(peer.transfers.values()):
+                if transfer.incoming.live:
+                    self._fail(transfer, "lost", retry=True)
+        elif reason not in _MENDABLE:
+            peer.acks.clear()
+            for transfer in list(peer.transfers.values()):
+                self._fail(transfer, reason, retry=False)
+        self._back_off(peer, now)
+        self.settle()
+
+    def control(self, session: Session, header: Header, message: Control) -> None:
+        if isinstance(message, CreditReturned):
+            try:
+                self.credits.returned(session.number, message.total, message.sent)
+            except ValueError as e:
+                raise ProtocolError("credit", str(e)) from None
+        else:
+            transfer = self._by_session[session.number].transfers.get(header.transfer_id)
+            if transfer is None or not transfer.incoming.live:
+                self._stale(header)  # crossed our ABORT, or the sender's own end after everything came
+            elif isinstance(message, Commit):
+                self._commit(transfer, header, message)
+            elif isinstance(message, Aborted):
+                # "deadline" with nothing sent: the prefill never showed up, and will not for a second FETCH.
+                retry = message.reason == "integrity" or (message.reason == "deadline" and message.frames > 0)
+                self._fail(transfer, message.reason, retry=retry)
+        self.settle()
+
+    def _commit(self, transfer: _Transfer, header: Header, message: Commit) -> None:
+        transfer.commit_at = transfer.moved = time.monotonic()
+        try:
+            complete = transfer.incoming.commit(header.sender_rank, message)
+        except Fault as e:
+            self._integrity(transfer, e.kind, str(e))
+        else:
+            if complete:
+                self._complete(transfer)
+
+    def kv_begins(self, session: Session, header: Header) -> tuple[memoryview, Any] | None:
+        try:
+            self.credits.arrive(session.number)
+        except CreditExceeded as e:
+            raise ProtocolError("credit", str(e)) from None
+        transfer = self._by_session[session.number].transfers.get(header.transfer_id)
+        if transfer is None or not transfer.incoming.live:
+            self._stale(header)
+            self.credits.release()
+            return None
+        try:
+            transfer.incoming.begin(header)
+        except Fault as e:
+            self.credits.release()
+            self._integrity(transfer, e.kind, str(e))
+            return None
+        if transfer.first_frame_at == 0:
+            transfer.first_frame_at = time.monotonic()
+        slot = self._free_slots.pop()
+        return self._arena.slot(slot)[: header.length], _Ticket(slot, transfer)
+
+    def kv_ends(self, session: Session, header: Header, ticket: _Ticket, whole: bool | None) -> None:
+        transfer, incoming = ticket.transfer, ticket.transfer.incoming
+        if not whole or not incoming.live:
+            self._free(ticket.slot)
+            if whole is False and incoming.live:
+                self._counters.checksum("payload", f"layer {header.layer}, frame {header.seq}")
+                self._integrity(transfer, "payload", "payload checksum does not match")
+            self.settle()
+            return
+        transfer.moved = transfer.last_frame_at = time.monotonic()
+        self._counters.kv_frames += 1
+        self._counters.kv_bytes += header.length
+        try:
+            complete = incoming.verified(header)
+        except Fault as e:
+            self._free(ticket.slot)
+            self._integrity(transfer, e.kind, str(e))
+            return
+        self._channel.send(
+            Arrived(
+                transfer.id, ticket.slot, header.seq, header.layer, header.head_start, header.head_count,
+                header.token_start, header.token_count, header.length,
+            )
+        )  # fmt: skip
+        if complete:
+            self._complete(transfer)
+
+    def frame_begins(self, session: Session, frame: OutgoingFrame) -> bool:
+        raise AssertionError("a decode worker sends no KV frame")
+
+    def frame_sent(self, session: Session, frame: OutgoingFrame) -> None:
+        raise AssertionError("a decode worker sends no KV frame")
+
+    def frame_dropped(self, session: Session, frame: OutgoingFrame) -> None:
+        raise AssertionError("a decode worker sends no KV frame")
+
+    # ------------------------------------------------------------ credits and time
+
+    def settle(self) -> None:
+        """Grant and recall credits. Needed whenever a slot, a transfer or a session came or went."""
+        for number, peer in self._by_session.items():
+            if peer.up and peer.session is not None:
+                missing = sum(t.incoming.missing_frames for t in peer.transfers.values())
+                # One more per lane: slices need not be as large as they could be.
+                open_ = any(t.incoming.live for t in peer.transfers.values())
+                self.credits.want(number, missing + peer.session.lane_count if open_ else 0)
+        for number, credit in self.credits.settle():
+            session = self._by_session[number].session
+            assert session is not None
+            session.send(credit)
+
+    def tick(self, now: float) -> None:
+        limits = self._config.deadlines
+        for transfer in list(self.transfers.values()):
+            incoming, peer = transfer.incoming, transfer.peer
+            if not incoming.live:
+                continue
+            if not peer.up and now >= transfer.opened + limits.unreachable:
+                self._counters.expire("unreachable", peer.address)
+                self._fail(transfer, "unreachable", retry=False)
+            elif peer.session is None or not incoming.committed:
+                continue  # how long the prefill computes is the router's business
+            elif now >= max(transfer.moved, peer.session.kv_heard) + limits.progress:
+                self._counters.expire("progress", f"{incoming.frames} frames came")
+                self._abort(transfer, "deadline")
+                self._fail(transfer, "deadline", retry=True)
+        for key, peer in list(self._peers.items()):
+            if peer.transfers:
+                peer.used = now
+            if peer.session is None and (peer.transfers or peer.acks):
+                self._connect(peer, now)
+                if now >= peer.used + limits.hold:
+                    peer.acks.clear()  # the prefill's hold deadline has passed: nobody waits for them
+            elif peer.session is None:
+                del self._peers[key]
+            elif not peer.transfers and now >= peer.used + limits.idle_close:
+                peer.session.end("idle", "no transfer for a while")
+        self._tombstones.expire(now)
+        self.settle()
+
+    # ------------------------------------------------------------ ends
+
+    def _complete(self, transfer: _Transfer) -> None:
+        incoming = transfer.incoming
+        self._channel.send(
+            Complete(
+                transfer.id, incoming.first_token, incoming.frames, incoming.bytes,
+                transfer.first_frame_at, transfer.last_frame_at, transfer.commit_at,
+            )
+        )  # fmt: skip
+
+    def _integrity(self, transfer: _Transfer, kind: str, why: str) -> None:
+        self._counters.refuse(kind, why)
+        self._abort(transfer, "integrity")
+        self._fail(transfer, "integrity", retry=True)
+        self.settle()
+
+    def _abort(self, transfer: _Transfer, reason: Reason) -> None:
+        if transfer.peer.up and transfer.peer.session is not None:
+            transfer.peer.session.send(Abort(reason), transfer.id)
+
+    def _fail(self, transfer: _Transfer, reason: str, *, retry: bool) -> None:
+        self._channel.send(FailedIn(transfer.id, reason, retry))
+        self._forget(transfer, reason, time.monotonic())
+
+    def _forget(self, transfer: _Transfer, reason: str, now: float) -> None:
+        """From here on frames of this transfer go to scratch."""
+        transfer.incoming.end()
+        del self.transfers[transfer.id]
+        del transfer.peer.transfers[transfer.id]
+        transfer.peer.used = now
+        self._tombstones.bury(transfer.id, reason, now)
+        self._counters.transfers[reason] += 1
+
+    def _stale(self, header: Header) -> None:
+        if self._tombstones.get(header.transfer_id) is None:
+            self._counters.refuse("transfer_id", f"{header.type.name} of a transfer that never was")
+        else:
+            self._counters.late_frames += 1
+
+    def _free(self, slot: int) -> None:
+        self._free_slots.append(slot)
+        self.credits.release()
+
+    def _back_off(self, peer: _Peer, now: float) -> None:
+        peer.retry_at = now + peer.backoff
+        peer.backoff = min(2 * peer.backoff, _BACKOFF[1])

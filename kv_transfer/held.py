@@ -1,0 +1,265 @@
+"""Prefills as their sender sees them: READY → STREAMING → COMMITTED → RELEASED. Pure: events in, effects out.
+
+A prefill is *held* from `offer` until the ACK of its current transfer, the engine's own end, or a deadline. Only
+one transfer of it is open at a time: a new FETCH supersedes the old one, an ABORT or a lost session makes it
+READY again. FETCHes for ids not offered yet wait in a bounded table; ended ids leave a tombstone.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+from kv_transfer.config import Deadlines
+from kv_transfer.messages import Aborted, Commit, Fetch, Reason
+from kv_transfer.tombstones import Tombstones
+
+
+class State(enum.Enum):
+    READY = enum.auto()  # no transfer open
+    STREAMING = enum.auto()
+    COMMITTED = enum.auto()  # COMMIT is out; frames may still be
+    RELEASED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """To the engine: serve this transfer."""
+
+    prefill_id: bytes
+    transfer_id: bytes
+    session: int
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """To the engine: the transfer is over; the prefill is still held."""
+
+    prefill_id: bytes
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """To the engine: nobody will FETCH it any more."""
+
+    prefill_id: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """To the engine: a FETCH came for an id not offered yet (or, `gone`, that FETCH left again)."""
+
+    prefill_id: bytes
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """To the peer, on its session."""
+
+    session: int
+    transfer_id: bytes
+    message: Aborted | Commit
+
+
+Effect = Start | Stop | Release | Waiting | Send
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    prefill_id: bytes
+    state: State = State.READY
+    transfer_id: bytes | None = None  # of the open transfer; in READY of the one a lost session took along
+    session: int = 0
+    sent: int = 0  # frames whose first byte went out, of the open transfer
+    moved: float = 0.0  # when the open transfer last made progress
+    finished: bool = False  # the prefill is computed: the hold deadline runs
+    since: float = 0.0  # finished, last FETCHed or last READY again
+
+
+@dataclass(slots=True)
+class _Waiting:
+    transfer_id: bytes
+    session: int
+    fetch: Fetch
+    deadline: float
+
+
+class HeldPrefills:
+    """All prefills of one worker, and the FETCHes that wait for more of them. Not thread-safe."""
+
+    def __init__(self, deadlines: Deadlines, max_waiting: int) -> None:
+        self.held: dict[bytes, Held] = {}  # by prefill id
+        self.open: dict[bytes, Held] = {}  # by the id of the open transfer
+        self.waiting: dict[bytes, _Waiting] = {}  # by prefill id
+        self._tombstones: Tombstones[Reason] = Tombstones(deadlines.tombstone)
+        self._deadlines = deadlines
+        self._max_waiting = max_waiting
+
+    # ------------------------------------------------------------ from the engine
+
+    def offer(self, prefill_id: bytes, now: float) -> list[Effect]:
+        if prefill_id in self.held or self._tombstones.get(prefill_id):
+            return []  # known; or cancelled before it was scheduled
+        held = self.held[prefill_id] = Held(prefill_id, since=now)
+        waiting = self.waiting.pop(prefill_id, None)
+        if waiting is None:
+            return []
+        return self._start(held, waiting.transfer_id, waiting.session, waiting.fetch, now)
+
+    def finish(self, prefill_id: bytes, now: float) -> list[Effect]:
+        """The prefill is computed: from here on it is held for somebody."""
+        held = self.held.get(prefill_id)
+        if held is not None:
+            held.finished, held.since = True, now
+        return []
+
+    def commit(self, transfer_id: bytes, commit: Commit, now: float) -> list[Effect]:
+        held = self.open.get(transfer_id)
+        if held is None:
+            return []  # ended while the engine spoke
+        assert held.state is State.STREAMING, "the engine committed a transfer twice"
+        held.state = State.COMMITTED
+        held.moved = now
+        return [Send(held.session, transfer_id, commit)]
+
+    def refuse(self, transfer_id: bytes, now: float) -> list[Effect]:
+        """The FETCH asks for what the prefill does not have."""
+        held = self.open.get(transfer_id)
+        return [] if held is None else self._end_transfer(held, "integrity", now)
+
+    def close(self, prefill_id: bytes, reason: Reason, now: float) -> list[Effect]:
+        """The engine's own end. It has stopped reading already and expects no Release."""
+        effects: list[Effect] = []
+        waiting = self.waiting.pop(prefill_id, None)
+        if waiting is not None:
+            effects.append(Send(waiting.session, waiting.transfer_id, Aborted(reason, 0)))
+            effects.append(Waiting(prefill_id, gone=True))
+        held = self.held.get(prefill_id)
+        if held is not None:
+            effects += [e for e in self._release(held, reason, now) if isinstance(e, Send)]
+        self._tombstones.bury(prefill_id, reason, now)
+        return effects
+
+    # ------------------------------------------------------------ from a peer
+
+    def fetch(self, transfer_id: bytes, session: int, fetch: Fetch, now: float) -> list[Effect]:
+        held = self.held.get(fetch.prefill_id)
+        if transfer_id in self.open or any(w.transfer_id == transfer_id for w in self.waiting.values()):
+            return [Send(session, transfer_id, Aborted("integrity", 0))]  # ids are drawn fresh for each FETCH
+        if held is not None:
+            effects: list[Effect] = []
+            if held.state is not State.READY:
+                effects = self._end_transfer(held, "superseded", now)
+            return effects + self._start(held, transfer_id, session, fetch, now)
+        ended = self._tombstones.get(fetch.prefill_id)
+        if ended is not None:
+            return [Send(session, transfer_id, Aborted(ended, 0))]
+        effects = [Waiting(fetch.prefill_id)]
+        old = self.waiting.pop(fetch.prefill_id, None)
+        if old is not None:
+            effects = [Send(old.session, old.transfer_id, Aborted("superseded", 0))]
+        elif len(self.waiting) >= self._max_waiting:
+            return [Send(session, transfer_id, Aborted("busy", 0))]
+        deadline = now + self._deadlines.fetch_wait
+        self.waiting[fetch.prefill_id] = _Waiting(transfer_id, session, fetch, deadline)
+        return effects
+
+    def ack(self, transfer_id: bytes, now: float) -> list[Effect]:
+        """Only the current transfer's ACK releases; one that outlived its session still is that."""
+        for held in (self.open.get(transfer_id), *self.held.values()):
+            if held is None or held.transfer_id != transfer_id:
+                continue
+            if held.state is State.STREAMING:
+                return self._end_transfer(held, "integrity", now)  # ACK of what was never committed
+            return self._release(held, "acked", now)
+        return []
+
+    def abort(self, transfer_id: bytes, reason: Reason, now: float) -> list[Effect]:
+        held = self.open.get(transfer_id)
+        if held is not None:
+            return self._end_transfer(held, reason, now)
+        for prefill_id, waiting in self.waiting.items():
+            if waiting.transfer_id == transfer_id:
+                del self.waiting[prefill_id]
+                return [
+                    Send(waiting.session, transfer_id, Aborted(reason, 0)),
+                    Waiting(prefill_id, gone=True),
+                ]
+        return []  # crossed our own ABORTED
+
+    def session_down(self, session: int, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for prefill_id in [p for p, w in self.waiting.items() if w.session == session]:
+            del self.waiting[prefill_id]
+            effects.append(Waiting(prefill_id, gone=True))
+        for transfer_id, held in [(t, h) for t, h in self.open.items() if h.session == session]:
+            committed = held.state is State.COMMITTED
+            effects += [e for e in self._end_transfer(held, "gone", now) if isinstance(e, Stop)]
+            # Its receiver may have everything, and say so on its next session.
+            held.transfer_id = transfer_id if committed else None
+        return effects
+
+    # ------------------------------------------------------------ frames and time
+
+    def begin_send(self, transfer_id: bytes, now: float) -> bool:
+        """A frame is about to leave: counted, unless its transfer has ended (then it must not leave)."""
+        held = self.open.get(transfer_id)
+        if held is None:
+            return False
+        held.sent += 1
+        held.moved = now
+        return True
+
+    def expire(self, now: float) -> list[tuple[str, Effect]]:
+        """What the passing of time ends, with the name of the deadline."""
+        limits = self._deadlines
+        out: list[tuple[str, Effect]] = []
+        for prefill_id, w in [(p, w) for p, w in self.waiting.items() if now >= w.deadline]:
+            del self.waiting[prefill_id]
+            out.append(("fetch_wait", Send(w.session, w.transfer_id, Aborted("deadline", 0))))
+            out.append(("", Waiting(prefill_id, gone=True)))
+        for held in list(self.held.values()):
+            if not held.finished:
+                continue  # how long it computes is the router's business
+            if held.transfer_id in self.open and now >= max(held.moved, held.since) + limits.progress:
+                effects = self._end_transfer(held, "deadline", now)
+                out += [("progress", effects[0]), *[("", e) for e in effects[1:]]]
+            if held.state is State.READY and now >= held.since + limits.hold:
+                effects = self._release(held, "deadline", now)
+                out += [("hold", effects[0]), *[("", e) for e in effects[1:]]]
+        self._tombstones.expire(now)
+        return out
+
+    # ------------------------------------------------------------ transitions
+
+    def _start(self, held: Held, transfer_id: bytes, session: int, fetch: Fetch, now: float) -> list[Effect]:
+        assert held.state is State.READY
+        held.state, held.transfer_id, held.session = State.STREAMING, transfer_id, session
+        held.sent, held.moved, held.since = 0, now, now
+        self.open[transfer_id] = held
+        return [Start(held.prefill_id, transfer_id, session, fetch)]
+
+    def _end_transfer(self, held: Held, reason: Reason, now: float) -> list[Effect]:
+        """STREAMING or COMMITTED → READY."""
+        transfer_id = held.transfer_id
+        assert transfer_id is not None
+        del self.open[transfer_id]
+        held.state, held.transfer_id, held.since = State.READY, None, now
+        answer = Send(held.session, transfer_id, Aborted(reason, held.sent))
+        return [answer, Stop(held.prefill_id, transfer_id)]
+
+    def _release(self, held: Held, reason: Reason | Literal["acked"], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if held.transfer_id in self.open:
+            del self.open[held.transfer_id]
+            if reason != "acked":
+                effects.append(Send(held.session, held.transfer_id, Aborted(reason, held.sent)))
+        held.state = State.RELEASED
+        del self.held[held.prefill_id]
+        self._tombstones.bury(held.prefill_id, "gone" if reason == "acked" else reason, now)
+        return [Release(held.prefill_id, reason), *effects]

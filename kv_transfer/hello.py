@@ -1,0 +1,122 @@
+"""The handshake on each lane: three messages, each side proves that it knows the cluster secret. Pure.
+
+    initiator (decode)                          listener (prefill)
+    open: session, lane, nonce, identity  --->
+                                          <---  reply: nonce, identity, HMAC over both sides' words
+    proof: HMAC over the same             --->  lane is up
+
+The two HMACs differ in their label, so that neither can be reflected. Fingerprints are compared after the peer
+has proved itself; both sides are named when they differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+
+from kv_transfer.config import MAX_SLOT_BYTES, PAGE
+from kv_transfer.messages import (
+    HelloOpen,
+    HelloProof,
+    HelloReply,
+    Identity,
+    MessageError,
+    decode_identity,
+    encode,
+)
+
+MAX_HELLO_BYTES = 4096
+
+
+class Refused(Exception):
+    """The peer is not one to talk to. `reason` names the counter: secret, role, model, layout, …"""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class Initiator:
+    """One lane, from the side that connected."""
+
+    def __init__(
+        self, secret: bytes, identity: Identity, session_id: bytes, lane: int, lanes: int, incarnation: int
+    ) -> None:
+        """`incarnation`: the one that must answer."""
+        self._secret = secret
+        self._identity = identity
+        self._incarnation = incarnation
+        self.open = HelloOpen(session_id, lane, lanes, os.urandom(32), encode(identity))
+        self.proof: HelloProof | None = (
+            None  # to be sent as soon as it is there, even if what follows refuses
+        )
+
+    def reply(self, message: HelloReply) -> Identity:
+        """The listener, if it is one to talk to; else Refused."""
+        if not hmac.compare_digest(message.mac, _mac(self._secret, b"listener", self.open, message)):
+            raise Refused("secret", "the listener does not know this cluster's secret")
+        self.proof = HelloProof(_mac(self._secret, b"initiator", self.open, message))
+        theirs = _identity(message.identity)
+        _check(self._identity, theirs)
+        if theirs.incarnation != self._incarnation:
+            raise Refused(
+                "incarnation", f"{theirs.name} is now {theirs.incarnation:x}, not {self._incarnation:x}"
+            )
+        return theirs
+
+
+class Listener:
+    """One lane, from the side that accepted."""
+
+    def __init__(self, secret: bytes, identity: Identity) -> None:
+        self._secret = secret
+        self._identity = identity
+        self._open: HelloOpen | None = None
+        self._reply: HelloReply | None = None
+
+    def answer(self, message: HelloOpen) -> HelloReply:
+        if self._open is not None or not 0 <= message.lane < message.lanes <= 64:
+            raise Refused("hello", f"lane {message.lane} of {message.lanes}, or opened twice")
+        self._open = message
+        unsigned = HelloReply(os.urandom(32), encode(self._identity), bytes(32))
+        mac = _mac(self._secret, b"listener", message, unsigned)
+        self._reply = HelloReply(unsigned.nonce, unsigned.identity, mac)
+        return self._reply
+
+    def check(self, message: HelloProof) -> tuple[HelloOpen, Identity]:
+        """What the initiator opened and who it is, if it is one to talk to; else Refused."""
+        if self._open is None or self._reply is None:
+            raise Refused("hello", "proof before open")
+        expected = _mac(self._secret, b"initiator", self._open, self._reply)
+        if not hmac.compare_digest(message.mac, expected):
+            raise Refused("secret", "the initiator does not know this cluster's secret")
+        theirs = _identity(self._open.identity)
+        _check(self._identity, theirs)
+        return self._open, theirs
+
+
+def _mac(secret: bytes, label: bytes, opened: HelloOpen, reply: HelloReply) -> bytes:
+    """Over all that both said, the MAC itself apart; each part's length first, so that no two readings exist."""
+    parts = (b"baton kv lane v1", label, encode(opened), reply.nonce, reply.identity)
+    message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return hmac.digest(secret, message, hashlib.sha256)
+
+
+def _identity(payload: bytes) -> Identity:
+    try:
+        return decode_identity(payload)
+    except MessageError as e:
+        raise Refused("hello", str(e)) from None
+
+
+def _check(mine: Identity, theirs: Identity) -> None:
+    if theirs.role == mine.role:
+        raise Refused("role", f"{theirs.name} and {mine.name} are both {mine.role} workers")
+    for what in ("model", "layout"):
+        a, b = (getattr(side, f"{what}_fingerprint") for side in (mine, theirs))
+        if a != b:
+            raise Refused(what, f"{mine.name} has {a!r}, {theirs.name} has {b!r}")
+    if not PAGE <= theirs.slot_bytes <= MAX_SLOT_BYTES:
+        raise Refused("limits", f"{theirs.name} takes slices of {theirs.slot_bytes} bytes")

@@ -1,0 +1,178 @@
+"""One transfer as its receiver sees it: RESERVED → RECEIVING → COMPLETE → INJECTED, or ENDED from any. Pure.
+
+Frames come over several lanes in any order, COMMIT too. The transfer is COMPLETE when every sender rank's COMMIT
+came, every sequence number it counts came exactly once, and together they cover exactly what was asked for.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_transfer.frame import KIND_KV, Header
+from kv_transfer.layout import KVLayout, Range
+from kv_transfer.messages import Commit, FirstToken
+
+
+class State(enum.Enum):
+    RESERVED = enum.auto()  # FETCH is to be sent, or sent
+    RECEIVING = enum.auto()
+    COMPLETE = enum.auto()  # all verified, all handed to the engine
+    INJECTED = enum.auto()  # the engine's last scatter is over: ACK
+    ENDED = enum.auto()  # aborted by either side
+
+
+class Fault(Exception):
+    """The frame or COMMIT contradicts the transfer: it is aborted (integrity). `kind` names the counter."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What came from one sender rank."""
+
+    seen: bytearray = field(default_factory=bytearray)  # bitmap over sequence numbers
+    verified: int = 0
+    commit: Commit | None = None
+
+
+class Incoming:
+    def __init__(
+        self, layout: KVLayout, ranges: Sequence[Range], heads: Range, *, slot_bytes: int,
+        rank: int = 0, sender_ranks: int = 1,
+    ) -> None:  # fmt: skip
+        """Positions `ranges` (ascending, disjoint) of KV heads `heads`, for receiver rank `rank`."""
+        self.state = State.RESERVED
+        self.ranges = tuple(ranges)
+        self.heads = heads
+        self.frames = 0  # verified
+        self.bytes = 0
+        self._layout = layout
+        self._rank = rank
+        self._slot_bytes = slot_bytes
+        self._ranks = {i: _Rank() for i in range(sender_ranks)}
+        tokens = sum(stop - start for start, stop in ranges)
+        self._layer_bytes = tokens * (heads[1] - heads[0]) * layout.head_bytes
+        self._missing = [self._layer_bytes] * layout.num_layers
+        self._missing_frames = layout.num_layers * -(-self._layer_bytes // slot_bytes)
+        # (layer, head start, head count) → disjoint token ranges that came, ascending, neighbours joined
+        self._covered: dict[tuple[int, int, int], list[Range]] = {}
+
+    @property
+    def live(self) -> bool:
+        """Frames and COMMIT are still expected."""
+        return self.state in (State.RESERVED, State.RECEIVING)
+
+    @property
+    def missing_frames(self) -> int:
+        """The fewest frames that could carry the missing bytes, each frame being of one layer."""
+        return self._missing_frames if self.live else 0
+
+    @property
+    def committed(self) -> bool:
+        return all(r.commit is not None for r in self._ranks.values())
+
+    @property
+    def first_token(self) -> FirstToken:
+        commit = self._ranks[0].commit
+        assert commit is not None, "first token asked for before COMMIT"
+        return commit.first_token
+
+    def begin(self, h: Header) -> None:
+        """A KV frame's header came; Fault unless exactly this frame is still missing."""
+        assert self.live
+        rank = self._ranks.get(h.sender_rank)
+        if (
+            rank is None
+            or h.receiver_rank != self._rank
+            or h.kind != KIND_KV
+            or h.layer >= self._layout.num_layers
+        ):
+            raise Fault("frame_fields", f"no such rank, kind or layer: {h}")
+        start, stop = h.token_start, h.token_start + h.token_count
+        first, last = h.head_start, h.head_start + h.head_count
+        if h.length != h.token_count * h.head_count * self._layout.head_bytes or h.length == 0:
+            raise Fault("frame_length", f"length {h.length} for {h.token_count} × {h.head_count}")
+        if not self.heads[0] <= first < last <= self.heads[1]:
+            raise Fault("frame_range", f"heads {first}–{last} were not asked for")
+        if not any(a <= start and stop <= b for a, b in self.ranges):
+            raise Fault("frame_range", f"positions {start}–{stop} were not asked for")
+        if rank.commit is not None and h.seq >= rank.commit.frames:
+            raise Fault("sequence", f"frame {h.seq} of {rank.commit.frames}")
+        self._mark(rank.seen, h.seq)
+        self._cover((h.layer, h.head_start, h.head_count), start, stop)
+        self.state = State.RECEIVING
+
+    def verified(self, h: Header) -> bool:
+        """The frame's payload is whole and undamaged. True: that completed the transfer."""
+        assert self.state is State.RECEIVING
+        self._ranks[h.sender_rank].verified += 1
+        self.frames += 1
+        self.bytes += h.length
+        before = self._missing[h.layer]
+        self._missing[h.layer] = before - h.length
+        size = self._slot_bytes
+        self._missing_frames -= -(-before // size) - -(-(before - h.length) // size)
+        return self._check_complete()
+
+    def commit(self, sender_rank: int, commit: Commit) -> bool:
+        """True: that completed the transfer."""
+        assert self.live
+        rank = self._ranks.get(sender_rank)
+        if rank is None or rank.commit is not None:
+            raise Fault("commit", f"second COMMIT, or none expected, from rank {sender_rank}")
+        if len(rank.seen) * 8 > commit.frames and any(_bits_from(rank.seen, commit.frames)):
+            raise Fault("sequence", f"COMMIT of {commit.frames} frames after a later one came")
+        rank.commit = commit
+        self.state = State.RECEIVING
+        return self._check_complete()
+
+    def injected(self) -> None:
+        assert self.state is State.COMPLETE
+        self.state = State.INJECTED
+
+    def end(self) -> None:
+        self.state = State.ENDED
+
+    def _check_complete(self) -> bool:
+        for rank in self._ranks.values():
+            if rank.commit is None or rank.verified < rank.commit.frames:
+                return False
+        committed = sum(r.commit.bytes for r in self._ranks.values() if r.commit)
+        if not committed == self.bytes == self._layer_bytes * self._layout.num_layers:
+            raise Fault("commit", f"COMMIT counts {committed} bytes, {self.bytes} came")
+        self.state = State.COMPLETE
+        return True
+
+    def _mark(self, seen: bytearray, seq: int) -> None:
+        # Every frame carries at least one position of one head of one layer, which bounds the bitmap.
+        if seq >= self._layer_bytes // self._layout.head_bytes * self._layout.num_layers:
+            raise Fault("sequence", f"sequence number {seq} is beyond any possible frame")
+        byte, bit = divmod(seq, 8)
+        if byte >= len(seen):
+            seen.extend(bytes(byte + 1 - len(seen)))
+        if seen[byte] >> bit & 1:
+            raise Fault("sequence", f"sequence number {seq} came twice")
+        seen[byte] |= 1 << bit
+
+    def _cover(self, key: tuple[int, int, int], start: int, stop: int) -> None:
+        covered = self._covered.setdefault(key, [])
+        i = bisect_left(covered, (start, start))
+        if (i > 0 and covered[i - 1][1] > start) or (i < len(covered) and covered[i][0] < stop):
+            raise Fault("frame_range", f"positions {start}–{stop} of layer {key[0]} came twice")
+        if i > 0 and covered[i - 1][1] == start:
+            i -= 1
+            start = covered.pop(i)[0]
+        if i < len(covered) and covered[i][0] == stop:
+            stop = covered.pop(i)[1]
+        covered.insert(i, (start, stop))
+
+
+def _bits_from(bitmap: bytearray, index: int) -> list[int]:
+    byte, bit = divmod(index, 8)
+    return [bitmap[byte] >> bit, *bitmap[byte + 1 :]]

@@ -1,0 +1,332 @@
+"""A lane: one TCP connection, cut into frames. And the bounded set of I/O threads that serve all lanes.
+
+A lane belongs to one `IoThread`. That thread alone reads, writes and closes its socket; any thread may `push`.
+Payloads go straight between socket and arena slot: `sendmsg` from it, `recvmsg_into` it, and the checksum is
+computed here, while the bytes are in this core's cache.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kv_transfer.frame import (
+    HEADER_BYTES,
+    FrameError,
+    FrameType,
+    Header,
+    pack,
+    parse,
+    payload_hash,
+)
+from kv_transfer.hello import MAX_HELLO_BYTES
+from kv_transfer.messages import MAX_CONTROL_BYTES
+from kv_transfer.trace import TraceWriter
+
+_BURST = 4 << 20  # bytes that one lane moves before the others of its thread have their turn
+_BATCH = 1 << 20  # bytes of small frames that go into one sendmsg
+_SCRATCH = 256 << 10
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingFrame:
+    """A KV frame on its way: its bytes stay in the arena until the owner is told `frame_sent` or `frame_dropped`."""
+
+    header: Header  # without the payload's hash
+    payload: memoryview
+    slot: int
+    started: float = 0.0
+
+
+class LaneOwner(Protocol):
+    """Who a lane reports to, from its I/O thread. No method blocks."""
+
+    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any] | None:
+        """Where to put the payload, and a ticket for it; None: nowhere, read it away."""
+        ...
+
+    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
+        """The ticket comes back. `whole`: the checksum matched, or did not; None: the lane ended in mid-frame."""
+        ...
+
+    def control(self, lane: Lane, header: Header, payload: memoryview) -> None: ...
+
+    def frame_begins(self, frame: OutgoingFrame) -> bool:
+        """The frame is next on the wire; False: it is no longer wanted (and has been dropped)."""
+        ...
+
+    def frame_sent(self, frame: OutgoingFrame) -> None: ...
+
+    def frame_dropped(self, frame: OutgoingFrame) -> None: ...
+
+    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
+        """Last call. `kind` is a FrameError's kind, or "socket", "eof", or what `close_soon` was given."""
+        ...
+
+
+class Lane:
+    def __init__(self, sock: socket.socket, thread: IoThread, owner: LaneOwner, trace: TraceWriter) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+        self.sock = sock
+        self.owner = owner
+        self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
+        self.opened = self.heard = time.monotonic()
+        self.ticket: Any = None  # of the KV frame being received
+        self.closing: tuple[str, str] | None = None
+        self.closed = False
+        self.thread = thread
+        self._trace = trace
+        # Outgoing. `push` appends and adds to _queued, the I/O thread removes and adds to _sent.
+        self._control: deque[bytes] = deque()
+        self._frames: deque[OutgoingFrame] = deque()
+        self._out: deque[tuple[memoryview, OutgoingFrame | None]] = deque()  # being written
+        self._queued = 0
+        self._sent = 0
+        # Incoming.
+        self._head = bytearray(HEADER_BYTES)
+        self._head_view = memoryview(self._head)
+        self._head_got = 0
+        self._header: Header | None = None
+        self._payload = memoryview(b"")  # all of it; empty while it goes to scratch
+        self._rest = 0  # bytes of the payload still to come
+        self._began = 0.0
+
+    @property
+    def unsent(self) -> int:
+        return self._queued - self._sent
+
+    # ------------------------------------------------------------ any thread, under the owner's lock
+
+    def push(self, kind: FrameType, transfer_id: bytes, payload: bytes, sender_rank: int = 0) -> None:
+        """Queue a control message; it overtakes KV frames that have not begun."""
+        header = Header(
+            kind,
+            transfer_id,
+            length=len(payload),
+            payload_hash=payload_hash(payload),
+            sender_rank=sender_rank,
+        )
+        data = pack(header) + payload
+        self._queued += len(data)
+        self._control.append(data)
+        self.thread.wake(self)
+
+    def push_frame(self, frame: OutgoingFrame) -> None:
+        self._queued += HEADER_BYTES + len(frame.payload)
+        self._frames.append(frame)
+        self.thread.wake(self)
+
+    def close_soon(self, kind: str, why: str) -> None:
+        """Have the I/O thread close it, after one attempt to write the control messages that are queued."""
+        self.closing = self.closing or (kind, why)
+        self.thread.wake(self)
+
+    # ------------------------------------------------------------ I/O thread
+
+    def serve(self, events: int) -> None:
+        """Do what the socket is ready for; close on the first error."""
+        if self.closed:
+            return
+        try:
+            if self.closing is None and events & ~select.EPOLLOUT:
+                self._read()
+            self._write()
+        except FrameError as e:
+            self.close(e.kind, str(e))
+        except OSError as e:
+            self.close("socket", str(e))
+        if self.closing is not None:
+            self.close(*self.closing)
+
+    def close(self, kind: str, why: str) -> None:
+        """Close now, and give back every slot that the lane holds."""
+        if self.closed:
+            return
+        self.closed = True
+        self.thread.forget(self)
+        self.sock.close()
+        if self.ticket is not None:
+            assert self._header is not None
+            ticket, self.ticket, self._payload = self.ticket, None, memoryview(b"")
+            self.owner.kv_ends(self, self._header, ticket, None)
+        dropped = [frame for _, frame in self._out if frame is not None] + list(self._frames)
+        self._out.clear()
+        self._frames.clear()
+        for frame in dropped:
+            self.owner.frame_dropped(frame)
+        self.owner.lane_closed(self, kind, why)
+
+    def _read(self) -> None:
+        budget = _BURST
+        while budget > 0 and self.closing is None:
+            head = self._head_view[self._head_got :]
+            if self._rest == 0:
+                want = [head]
+            elif self._payload:
+                want = [self._payload[-self._rest :], head]  # and, in the same call, the next header
+            else:
+                want = [self.thread.scratch[: self._rest]]
+            room = sum(map(len, want))
+            try:
+                got = self.sock.recvmsg_into(want)[0]
+            except BlockingIOError:
+                return
+            if got == 0:
+                raise FrameError("eof", "closed by the peer")
+            self.heard = time.monotonic()
+            budget -= got
+            full = got == room
+            if self._rest:
+                payload = min(got, self._rest)
+                self._rest -= payload
+                got -= payload
+                if self._rest == 0:
+                    self._end()
+            self._head_got += got
+            if self._head_got == HEADER_BYTES:
+                self._begin()
+            if not full:
+                return  # the socket is empty: a second recv would only say so
+
+    def _begin(self) -> None:
+        header = self._header = parse(self._head)
+        self._head_got = 0
+        kv = header.type is FrameType.KV
+        if self.max_payload == 0:  # not authenticated yet
+            if header.type is not FrameType.HELLO or header.length > MAX_HELLO_BYTES:
+                raise FrameError("hello", f"{header.type.name} of {header.length} bytes before the handshake")
+        elif header.length > (self.max_payload if kv else MAX_CONTROL_BYTES):
+            raise FrameError("length", f"{header.type.name} of {header.length} bytes")
+        self._rest = header.length
+        if not kv:
+            self._payload = memoryview(bytearray(header.length))
+        else:
+            self._began = time.monotonic()
+            place = self.owner.kv_begins(self, header)
+            self._payload, self.ticket = place if place is not None else (memoryview(b""), None)
+        if self._rest == 0:
+            self._end()
+
+    def _end(self) -> None:
+        header, payload = self._header, self._payload
+        assert header is not None
+        if header.type is not FrameType.KV:
+            if payload_hash(payload) != header.payload_hash:
+                raise FrameError("control", f"{header.type.name}: payload checksum does not match")
+            self.owner.control(self, header, payload)
+        elif self.ticket is not None:
+            ticket, self.ticket, self._payload = self.ticket, None, memoryview(b"")
+            self.owner.kv_ends(self, header, ticket, payload_hash(payload) == header.payload_hash)
+            if self._trace.enabled:
+                self._trace.span("recv", self._began, time.monotonic(), layer=header.layer, seq=header.seq)
+
+    def _write(self) -> None:
+        budget = _BURST
+        while budget > 0 and self._fill():
+            try:
+                sent = self.sock.sendmsg([view for view, _ in self._out])
+            except BlockingIOError:
+                break
+            budget -= sent
+            self._sent += sent
+            while sent:
+                view, frame = self._out[0]
+                if sent < len(view):
+                    self._out[0] = (view[sent:], frame)
+                    break
+                sent -= len(view)
+                self._out.popleft()
+                if frame is not None:
+                    self.owner.frame_sent(frame)
+                    if self._trace.enabled:
+                        h, now = frame.header, time.monotonic()
+                        self._trace.span("send", frame.started, now, layer=h.layer, seq=h.seq)
+        self.thread.watch(self, write=bool(self._out or self._control or self._frames))
+
+    def _fill(self) -> bool:
+        """Move what is queued into `_out`, control first; False: there is nothing to write."""
+        room = _BATCH - sum(len(view) for view, _ in self._out)
+        while self._control:
+            self._out.append((memoryview(self._control.popleft()), None))
+        while room > 0 and self._frames and self.closing is None:
+            frame = self._frames.popleft()
+            if not self.owner.frame_begins(frame):
+                self._sent += HEADER_BYTES + len(frame.payload)
+                continue
+            frame.started = time.monotonic()
+            header = pack(frame.header._replace(payload_hash=payload_hash(frame.payload)))
+            self._out.append((memoryview(header), None))
+            self._out.append((frame.payload, frame))
+            room -= len(frame.payload)
+        return bool(self._out)
+
+
+class IoThread(threading.Thread):
+    """Serves its lanes with one epoll set. Other threads only `wake` it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.lanes = 0  # served here; guarded by who assigns lanes to threads
+        self.scratch = memoryview(bytearray(_SCRATCH))
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._woken: deque[Lane] = deque()
+        self._by_fd: dict[int, Lane] = {}
+        self._watched: dict[int, int] = {}  # fd → the events it is registered for
+        self._stopping = False
+
+    def wake(self, lane: Lane) -> None:
+        """Have `lane` served soon (the first time: from now on). Any thread."""
+        self._woken.append(lane)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def stop(self) -> None:
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def watch(self, lane: Lane, *, write: bool) -> None:
+        fd = lane.sock.fileno()
+        events = select.EPOLLIN | (select.EPOLLOUT if write else 0)
+        before = self._watched.get(fd)
+        if before == events or lane.closed:
+            return
+        if before is None:
+            self._by_fd[fd] = lane
+            self._epoll.register(fd, events)
+        else:
+            self._epoll.modify(fd, events)
+        self._watched[fd] = events
+
+    def forget(self, lane: Lane) -> None:
+        fd = lane.sock.fileno()
+        if self._watched.pop(fd, None) is not None:
+            del self._by_fd[fd]
+            self._epoll.unregister(fd)
+
+    def run(self) -> None:
+        while not self._stopping:
+            for fd, events in self._epoll.poll():
+                if fd != self._wake_fd:
+                    if fd in self._by_fd:
+                        self._by_fd[fd].serve(events)
+                    continue
+                os.eventfd_read(self._wake_fd)
+                while self._woken:
+                    self._woken.popleft().serve(0)
+        for lane in list(self._by_fd.values()):
+            lane.close("stopped", "the transfer process ends")
+        self._epoll.close()
+        os.close(self._wake_fd)

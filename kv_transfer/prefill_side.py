@@ -1,0 +1,201 @@
+"""The sending side in its transfer process: between the engine's pump, the held prefills and the sessions.
+
+Every method runs with the process's one lock held.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kv_transfer.arena import Arena
+from kv_transfer.channel import (
+    Channel,
+    CloseOut,
+    CommitOut,
+    FetchWaits,
+    Finished,
+    FromSender,
+    Granted,
+    Offer,
+    Recalled,
+    RefuseFetch,
+    ReleasedOut,
+    SessionGone,
+    SliceOut,
+    SlotFree,
+    StartOut,
+    StopOut,
+)
+from kv_transfer.config import TransferConfig
+from kv_transfer.connector import ProtocolError, Session
+from kv_transfer.frame import FrameType, Header
+from kv_transfer.held import Effect, HeldPrefills, Release, Send, Start, Stop, Waiting
+from kv_transfer.lane import OutgoingFrame
+from kv_transfer.messages import (
+    Abort,
+    Aborted,
+    Ack,
+    Commit,
+    Control,
+    Credit,
+    CreditReturned,
+    Fetch,
+)
+from kv_transfer.stats import Counters
+
+# Slots on their way per lane: enough to keep a lane busy, few enough to stay in the cache.
+_WINDOW_PER_LANE = 3
+
+
+class PrefillSide:
+    """Implements connector.Handler."""
+
+    def __init__(self, config: TransferConfig, arena: Arena, channel: Channel, counters: Counters) -> None:
+        self.table = HeldPrefills(config.deadlines, config.max_waiting)
+        self.draining = False
+        self.slots_out = 0  # handed over by the engine and not given back yet
+        self._config = config
+        self._arena = arena
+        self._channel = channel
+        self._counters = counters
+        self._sessions: dict[int, Session] = {}  # by number
+
+    @property
+    def transfers_open(self) -> int:
+        return len(self.table.open)
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is held for anybody, and every slot is with the engine."""
+        return not self.table.held and not self.table.waiting and self.slots_out == 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.table.held or self.table.waiting or self._sessions)
+
+    # ------------------------------------------------------------ from the engine
+
+    def engine(self, message: FromSender) -> None:
+        now = time.monotonic()
+        match message:
+            case SliceOut():
+                self._send(message)
+            case Offer(prefill_id):
+                self._apply(self.table.offer(prefill_id, now))
+            case Finished(prefill_id):
+                self._apply(self.table.finish(prefill_id, now))
+            case CommitOut(transfer_id, first_token, frames, size):
+                self._apply(self.table.commit(transfer_id, Commit(first_token, frames, size), now))
+            case RefuseFetch(transfer_id):
+                self._counters.refuse("fetch_range", "a FETCH asks for positions or heads that are not there")
+                self._apply(self.table.refuse(transfer_id, now))
+            case CloseOut(prefill_id, reason):
+                self._apply(self.table.close(prefill_id, reason, now))
+            case Recalled(number, total, sent):
+                if number in self._sessions:
+                    self._sessions[number].send(CreditReturned(total, sent))
+
+    def _send(self, s: SliceOut) -> None:
+        self.slots_out += 1
+        header = Header(
+            FrameType.KV, s.transfer_id, layer=s.layer, head_start=s.head_start, head_count=s.head_count,
+            token_start=s.token_start, token_count=s.token_count, seq=s.seq, length=s.length,
+        )  # fmt: skip
+        frame = OutgoingFrame(header, self._arena.slot(s.slot)[: s.length], s.slot)
+        held = self.table.open.get(s.transfer_id)
+        if held is None:
+            self._give_back(frame, unsent=True)
+        else:
+            self._sessions[held.session].send_frame(frame)
+
+    # ------------------------------------------------------------ connector.Handler
+
+    def session_up(self, session: Session) -> None:
+        self._sessions[session.number] = session
+
+    def session_down(self, session: Session, reason: str, detail: str) -> None:
+        del self._sessions[session.number]
+        self._apply(self.table.session_down(session.number, time.monotonic()))
+        self._channel.send(SessionGone(session.number))
+
+    def control(self, session: Session, header: Header, message: Control) -> None:
+        now = time.monotonic()
+        match message:
+            case Fetch():
+                if self.draining and message.prefill_id not in self.table.held:
+                    self._counters.transfers["busy"] += 1
+                    session.send(Aborted("busy", 0), header.transfer_id)
+                else:
+                    self._apply(self.table.fetch(header.transfer_id, session.number, message, now))
+            case Credit(total, recall):
+                self._channel.send(Granted(session.number, total, recall))
+            case Ack() | Abort():
+                held = self.table.open.get(header.transfer_id)
+                if held is not None and held.session != session.number:
+                    raise ProtocolError("foreign", f"{type(message).__name__} for another session's transfer")
+                if isinstance(message, Ack):
+                    self._apply(self.table.ack(header.transfer_id, now))
+                else:
+                    self._apply(self.table.abort(header.transfer_id, message.reason, now))
+
+    def kv_begins(self, session: Session, header: Header) -> tuple[memoryview, Any] | None:
+        raise ProtocolError("direction", "KV frame sent to a prefill worker")
+
+    def kv_ends(self, session: Session, header: Header, ticket: Any, whole: bool | None) -> None:
+        raise AssertionError("a prefill worker takes no KV frame")
+
+    def frame_begins(self, session: Session, frame: OutgoingFrame) -> bool:
+        if self.table.begin_send(frame.header.transfer_id, time.monotonic()):
+            return True
+        self._give_back(frame, unsent=True)
+        return False
+
+    def frame_sent(self, session: Session, frame: OutgoingFrame) -> None:
+        self._counters.kv_frames += 1
+        self._counters.kv_bytes += len(frame.payload)
+        self._give_back(frame, unsent=False)
+
+    def frame_dropped(self, session: Session, frame: OutgoingFrame) -> None:
+        self._give_back(frame, unsent=True)
+
+    def _give_back(self, frame: OutgoingFrame, *, unsent: bool) -> None:
+        self.slots_out -= 1
+        self._channel.send(SlotFree(frame.slot, unsent))
+
+    # ------------------------------------------------------------ time
+
+    def tick(self, now: float) -> None:
+        expired = self.table.expire(now)
+        for name, effect in expired:
+            if name:
+                self._counters.expire(name, repr(effect))
+        self._apply([effect for _, effect in expired])
+
+    def slots_free(self) -> int:
+        return self._config.num_slots - self.slots_out
+
+    def _apply(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Start(prefill_id, transfer_id, number, fetch):
+                    session = self._sessions[number]
+                    window = min(session.lane_count * _WINDOW_PER_LANE, max(1, self._config.num_slots // 2))
+                    self._channel.send(
+                        StartOut(
+                            prefill_id, transfer_id, number, session.slot_bytes, window,
+                            fetch.ranges, fetch.head_start, fetch.head_count,
+                        )
+                    )  # fmt: skip
+                case Stop(prefill_id, transfer_id):
+                    self._channel.send(StopOut(prefill_id, transfer_id))
+                case Release(prefill_id, reason):
+                    self._counters.transfers[reason] += 1
+                    self._channel.send(ReleasedOut(prefill_id, reason))
+                case Waiting(prefill_id, gone):
+                    self._channel.send(FetchWaits(prefill_id, gone))
+                case Send(number, transfer_id, reply):
+                    if isinstance(reply, Aborted):
+                        self._counters.transfers[reply.reason] += 1
+                    if number in self._sessions:
+                        self._sessions[number].send(reply, transfer_id)

@@ -1,0 +1,233 @@
+"""The transfer process: sockets, checksums, credits and deadlines of one worker. No torch, no CUDA.
+
+    python -m kv_transfer.process --channel-fd N --arena-fd N --service-fd N --parent-pid N  < TransferConfig
+
+One control thread (this file) serves the engine channel, the service socket, the listener and the clock; a
+fixed number of I/O threads serve the lanes. One lock guards all state. It is held for microseconds at a time,
+and never during a system call that moves KV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+
+import msgspec
+import setproctitle
+
+from kv_transfer import spawn
+from kv_transfer.arena import Arena
+from kv_transfer.channel import Channel, ChannelClosed, FromReceiver, FromSender
+from kv_transfer.config import TransferConfig
+from kv_transfer.decode_side import DecodeSide
+from kv_transfer.prefill_side import PrefillSide
+from kv_transfer.stats import Counters
+from kv_transfer.tcp import TcpConnector
+from kv_transfer.trace import TraceWriter
+
+log = logging.getLogger("baton.kv")
+
+_TICK = 0.25  # seconds between looks at the clock while anything is open
+_IDLE_TICK = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class TransferProcess:
+    def __init__(
+        self,
+        config: TransferConfig,
+        secret: bytes,
+        channel: socket.socket,
+        arena: Arena,
+        service: socket.socket,
+    ) -> None:
+        self._config = config
+        self._arena = arena
+        self._service = service
+        self._lock = threading.RLock()
+        self._counters = Counters()
+        self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        prefill = config.role == "prefill"
+        self._channel = Channel(channel, FromSender if prefill else FromReceiver, self._blocked)
+        side_type = PrefillSide if prefill else DecodeSide
+        self._side = side_type(config, arena, self._channel, self._counters)
+        self._connector = TcpConnector(
+            config, secret, self._lock, self._side, self._counters, self._trace, self._tick_age
+        )
+        if isinstance(self._side, DecodeSide):
+            self._side.connector = self._connector
+        self._listener = _listen(config.host, config.port) if prefill else None
+        self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
+        self._next_tick = 0.0
+        self._next_stats = 0.0
+        self._drain_until: float | None = None
+        self._stopping = False
+
+    def run(self, parent_pid: int) -> int:
+        """Until SIGTERM, or until an end of a socket closes. The exit code: 0 unless the engine is gone."""
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+        for fd in (self._channel.fileno(), self._service.fileno(), self._wake):
+            self._epoll.register(fd, select.EPOLLIN)
+        port = 0
+        if self._listener is not None:
+            self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+            port = self._listener.getsockname()[1]
+        self._tell(spawn.Ready(port))
+        try:
+            while not self._stopping and os.getppid() == parent_pid:
+                self._serve()
+        except ChannelClosed as e:
+            log.error("the engine process is gone: %s", e)
+            return 1
+        finally:
+            self._connector.stop()
+            self._trace.close()
+        return 0
+
+    def _serve(self) -> None:
+        events = self._epoll.poll(_TICK if self._side.busy or self._drain_until else _IDLE_TICK)
+        with self._lock:
+            for fd, _ in events:
+                if fd == self._channel.fileno():
+                    self._channel.flush()
+                    for message in self._channel.receive():
+                        self._side.engine(message)
+                elif fd == self._service.fileno():
+                    self._from_service()
+                elif fd == self._wake:
+                    os.eventfd_read(self._wake)
+                elif self._listener is not None:
+                    self._connector.accept(self._listener)
+            write = select.EPOLLOUT if self._channel.pending else 0
+            self._epoll.modify(self._channel.fileno(), select.EPOLLIN | write)
+            self._tick(time.monotonic())
+
+    def _tick(self, now: float) -> None:
+        if self._arena.ticks != self._ticks[0]:
+            self._ticks = (self._arena.ticks, now)
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK
+            self._connector.tick(now)
+            self._side.tick(now)
+        if now >= self._next_stats:
+            self._next_stats = now + 1.0
+            self._tell(self._stats())
+            self._trace.flush()
+        if self._drain_until is not None and (self._side.quiet or now >= self._drain_until):
+            self._drain_until = None
+            self._tell(spawn.Drained(self._side.transfers_open))
+            for session in list(self._connector.sessions.values()):
+                session.end("drained", "the worker drains")
+
+    def _tick_age(self, now: float) -> float:
+        return now - self._ticks[1] if self._ticks[0] else 0.0
+
+    def _from_service(self) -> None:
+        try:
+            packet = self._service.recv(4096)
+        except BlockingIOError:
+            return
+        if not packet:
+            self._stopping = True
+            return
+        match spawn.decode_to_transfer(packet):
+            case spawn.StatsRequest():
+                self._tell(self._stats())
+            case spawn.Drain(timeout):
+                self._side.draining = True
+                self._drain_until = time.monotonic() + timeout
+
+    def _stats(self) -> spawn.TransferStats:
+        side, counters = self._side, self._counters
+        prefill = side if isinstance(side, PrefillSide) else None
+        return spawn.TransferStats(
+            transfers_open=side.transfers_open,
+            prefills_held=len(prefill.table.held) if prefill else 0,
+            fetches_waiting=len(prefill.table.waiting) if prefill else 0,
+            sessions=len(self._connector.sessions),
+            lanes=self._connector.lane_count,
+            slots_total=self._config.num_slots,
+            slots_free=side.slots_free(),
+            kv_bytes=counters.kv_bytes,
+            kv_frames=counters.kv_frames,
+            late_frames=counters.late_frames,
+            transfers=dict(counters.transfers),
+            checksum_failures=dict(counters.checksum_failures),
+            refused=dict(counters.refused),
+            deadlines=dict(counters.deadlines),
+        )
+
+    def _tell(self, message: spawn.FromTransfer) -> None:
+        try:
+            self._service.send(spawn.encode(message))
+        except BlockingIOError:
+            pass  # the service does not read: the next statistics say it all
+        except OSError:
+            self._stopping = True
+
+    def _blocked(self) -> None:
+        os.eventfd_write(self._wake, 1)  # have the control thread watch for room in the channel
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=128)
+    listener.setblocking(False)
+    return listener
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it died before we asked to be told
+
+
+def _thread_died(args: threading.ExceptHookArgs) -> None:
+    """A thread that died leaves lanes unserved: end the process, so that the worker starts anew."""
+    if isinstance(args.exc_value, ChannelClosed):
+        log.error("the engine process is gone: %s", args.exc_value)
+    else:
+        log.critical("I/O thread died", exc_info=args.exc_value)
+    logging.shutdown()
+    os._exit(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for name in ("--channel-fd", "--arena-fd", "--service-fd", "--parent-pid"):
+        parser.add_argument(name, type=int, required=True)
+    args = parser.parse_args()
+    _die_with_parent(args.parent_pid)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=TransferConfig)
+    secret = os.environ.pop(spawn.SECRET_VARIABLE).encode("latin-1")
+    setproctitle.setproctitle(f"baton: {config.name} transfer")
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s %(levelname)s {config.name} transfer: %(message)s"
+    )
+    threading.excepthook = _thread_died
+    service = socket.socket(fileno=args.service_fd)
+    service.setblocking(False)
+    arena = Arena.attach(args.arena_fd, config.num_slots, config.slot_bytes)
+    channel = socket.socket(fileno=args.channel_fd)
+    return TransferProcess(config, secret, channel, arena, service).run(args.parent_pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,408 @@
+"""The TCP connector: sessions of N lanes, their handshakes, liveness and end.
+
+Lock discipline: `lock` is the transfer process's one lock. It guards all state here and in the lifecycle; I/O
+threads take it for the few microseconds of one callback and never hold it while they read, write or hash.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.connector import Handler, ProtocolError
+from kv_transfer.frame import NO_TRANSFER, FrameType, Header
+from kv_transfer.hello import Initiator, Listener, Refused
+from kv_transfer.lane import IoThread, Lane, OutgoingFrame
+from kv_transfer.messages import (
+    Control,
+    HelloOpen,
+    HelloProof,
+    HelloRefused,
+    HelloReply,
+    Identity,
+    Message,
+    MessageError,
+    Ping,
+    decode,
+    decode_hello,
+    encode,
+    frame_type,
+)
+from kv_transfer.stats import Counters
+from kv_transfer.trace import TraceWriter
+
+log = logging.getLogger("baton.kv")
+
+
+class TcpSession:
+    """Implements connector.Session, and LaneOwner for its authenticated lanes."""
+
+    def __init__(self, connector: TcpConnector, session_id: bytes, lane_count: int) -> None:
+        connector.sessions_made += 1
+        self.number = connector.sessions_made
+        self.id = session_id
+        self.lane_count = lane_count
+        self.lanes: dict[int, Lane] = {}  # by lane number
+        self.peer: Identity | None = None
+        self.slot_bytes = 0
+        self.up = False
+        self.ended = False
+        self.opened = time.monotonic()
+        self._connector = connector
+        self._lock = connector.lock
+        self._handler = connector.handler
+
+    @property
+    def kv_heard(self) -> float:
+        return max((lane.heard for lane in self.lanes.values() if lane.ticket is not None), default=0.0)
+
+    def send(self, message: Control, transfer_id: bytes = NO_TRANSFER) -> None:
+        if not self.ended:
+            self.lanes[0].push(frame_type(message), transfer_id, encode(message))
+
+    def send_frame(self, frame: OutgoingFrame) -> None:
+        min(self.lanes.values(), key=lambda lane: lane.unsent).push_frame(frame)
+
+    def end(self, reason: str, detail: str) -> None:
+        if not self.ended:
+            self.ended = True
+            self._connector.session_ended(self, reason, detail)
+            for lane in self.lanes.values():
+                lane.close_soon(reason, detail)
+
+    def add(self, number: int, lane: Lane, peer: Identity) -> None:
+        """`lane` is authenticated. The session is up when it can be used: with lane 0, or on decode with all."""
+        self.lanes[number] = lane
+        self.peer = peer
+        self.slot_bytes = min(peer.slot_bytes, self._connector.config.slot_bytes)
+        lane.owner, lane.max_payload = self, self.slot_bytes
+        enough = 0 in self.lanes if self._connector.listening else len(self.lanes) == self.lane_count
+        if enough and not self.up:
+            self.up = True
+            self._connector.session_is_up(self)
+
+    # ------------------------------------------------------------ LaneOwner, in I/O threads
+
+    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any] | None:
+        with self._lock:
+            if self.ended:
+                return None
+            try:
+                return self._handler.kv_begins(self, header)
+            except ProtocolError as e:
+                self._broken(e.kind, str(e))
+                return None
+
+    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
+        with self._lock:
+            self._handler.kv_ends(self, header, ticket, whole)
+
+    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
+        with self._lock:
+            if self.ended:
+                return
+            try:
+                message = decode(self._connector.config.role, header.type, payload)
+                if isinstance(message, Ping):
+                    self._ping(message)
+                elif not self.up or lane is not self.lanes.get(0):
+                    raise ProtocolError("order", f"{header.type.name} not on lane 0")
+                else:
+                    self._handler.control(self, header, message)
+            except ProtocolError as e:
+                self._broken(e.kind, str(e))
+            except MessageError as e:
+                self._broken("message", str(e))
+
+    def frame_begins(self, frame: OutgoingFrame) -> bool:
+        with self._lock:
+            if self.ended:
+                self._handler.frame_dropped(self, frame)
+                return False
+            return self._handler.frame_begins(self, frame)
+
+    def frame_sent(self, frame: OutgoingFrame) -> None:
+        with self._lock:
+            self._handler.frame_sent(self, frame)
+
+    def frame_dropped(self, frame: OutgoingFrame) -> None:
+        with self._lock:
+            self._handler.frame_dropped(self, frame)
+
+    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
+        with self._lock:
+            self._connector.lane_closed(lane)
+            if self.ended:
+                return
+            if kind in ("header", "control"):
+                self._connector.counters.checksum(kind, f"{self.name}: {why}")
+            elif kind not in ("eof", "socket"):
+                self._connector.counters.refuse(kind, f"{self.name}: {why}")
+            self.end("lost", why)
+
+    @property
+    def name(self) -> str:
+        return self.peer.name if self.peer is not None else "unknown peer"
+
+    def _ping(self, message: Ping) -> None:
+        assert self.peer is not None
+        if message.incarnation != self.peer.incarnation:
+            raise ProtocolError("incarnation", f"PING of {message.incarnation:x} in another's session")
+        limit = self._connector.config.deadlines.engine_dead
+        if message.tick_age_ms > limit * 1000:
+            self._connector.counters.expire(
+                "engine_dead", f"{self.name}: no tick for {message.tick_age_ms} ms"
+            )
+            self.end("dead", "the peer's engine hangs")
+
+    def _broken(self, kind: str, why: str) -> None:
+        self._connector.counters.refuse(kind, f"{self.name}: {why}")
+        self.end("lost", why)
+
+
+class _Handshake:
+    """LaneOwner of a lane that has not proved itself. It has no KV frame, so only three calls can come."""
+
+    def __init__(
+        self, connector: TcpConnector, session: TcpSession | None, party: Initiator | Listener
+    ) -> None:
+        self._connector = connector
+        self.session = session  # None on the listening side, until the lane says which
+        self._party = party
+
+    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
+        with self._connector.lock:
+            if lane.closing is not None:
+                return
+            try:
+                self._step(lane, decode_hello(payload))
+            except Refused as e:
+                self._refuse(lane, e)
+            except MessageError as e:
+                self._refuse(lane, Refused("hello", str(e)))
+
+    def _step(self, lane: Lane, message: Message) -> None:
+        party = self._party
+        if isinstance(message, HelloRefused):
+            raise Refused("by_peer", f"{message.reason[:32]!r}: {message.detail[:256]!r}")
+        if isinstance(party, Listener) and isinstance(message, HelloOpen):
+            _say(lane, party.answer(message))
+        elif isinstance(party, Listener) and isinstance(message, HelloProof):
+            opened, peer = party.check(message)
+            self.session = self._connector.joined_session(opened, peer)
+            self._up(lane, opened.lane, peer)
+        elif isinstance(party, Initiator) and isinstance(message, HelloReply) and party.proof is None:
+            try:
+                peer = party.reply(message)
+            finally:
+                if party.proof is not None:
+                    _say(lane, party.proof)
+            self._up(lane, party.open.lane, peer)
+        else:
+            raise Refused("hello", f"unexpected {type(message).__name__}")
+
+    def _up(self, lane: Lane, number: int, peer: Identity) -> None:
+        assert self.session is not None
+        self._connector.handshakes.pop(lane)
+        self.session.add(number, lane, peer)
+
+    def _refuse(self, lane: Lane, why: Refused) -> None:
+        self._connector.counters.refuse(why.reason, why.detail)
+        _say(lane, HelloRefused(why.reason, why.detail[:512]))
+        lane.close_soon(why.reason, why.detail)
+        if self.session is not None and isinstance(self._party, Initiator):
+            self.session.end(why.reason, why.detail)
+
+    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
+        with self._connector.lock:
+            self._connector.lane_closed(lane)
+            if kind not in ("eof", "socket") and lane.closing is None:
+                self._connector.counters.refuse(kind, f"in handshake: {why}")
+            if self.session is not None:
+                self.session.end("unreachable", why)
+
+    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any] | None:
+        raise AssertionError("a lane takes no KV before its handshake")
+
+    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
+        raise AssertionError("a lane takes no KV before its handshake")
+
+    def frame_begins(self, frame: OutgoingFrame) -> bool:
+        raise AssertionError("a lane sends no KV before its handshake")
+
+    def frame_sent(self, frame: OutgoingFrame) -> None:
+        raise AssertionError("a lane sends no KV before its handshake")
+
+    def frame_dropped(self, frame: OutgoingFrame) -> None:
+        raise AssertionError("a lane sends no KV before its handshake")
+
+
+def _say(lane: Lane, message: Message) -> None:
+    lane.push(FrameType.HELLO, NO_TRANSFER, encode(message))
+
+
+class TcpConnector:
+    """All sessions of one transfer process. Every method is called with `lock` held."""
+
+    def __init__(
+        self, config: TransferConfig, secret: bytes, lock: threading.RLock, handler: Handler,
+        counters: Counters, trace: TraceWriter, tick_age: Callable[[float], float],
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.lock = lock
+        self.handler = handler
+        self.counters = counters
+        self.sessions: dict[bytes, TcpSession] = {}  # by session id, from the first word to the end
+        self.sessions_made = 0
+        self.handshakes: dict[Lane, float] = {}  # lanes not yet authenticated → when they must be
+        self.lane_count = 0
+        self.listening = config.role == "prefill"
+        self._secret = secret
+        self._trace = trace
+        self._tick_age = tick_age
+        self._next_ping = 0.0
+        self._identity = Identity(
+            config.role, config.name, config.incarnation, config.model_fingerprint,
+            config.layout.fingerprint, config.slot_bytes,
+        )  # fmt: skip
+        self._threads = [IoThread(f"lanes {i}") for i in range(config.io_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------ opening
+
+    def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> TcpSession:
+        """Start a session; `session_up` or `session_down` follows. OSError: it could not start."""
+        session = TcpSession(self, os.urandom(16), lanes)
+        sockets: list[socket.socket] = []
+        try:
+            for _ in range(lanes):
+                sockets.append(_connecting(address))
+        except OSError:
+            for sock in sockets:
+                sock.close()
+            raise
+        self.sessions[session.id] = session
+        for number, sock in enumerate(sockets):
+            party = Initiator(self._secret, self._identity, session.id, number, lanes, incarnation)
+            _say(self._adopt(sock, _Handshake(self, session, party)), party.open)
+        return session
+
+    def accept(self, listener: socket.socket) -> None:
+        """Take what waits on the listening socket."""
+        while True:
+            try:
+                sock, address = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:  # out of descriptors, or the connection is gone again: others go on
+                self.counters.refuse("accept", str(e))
+                return
+            if len(self.handshakes) >= self.config.max_handshakes:
+                self.counters.refuse("handshakes", f"{address}: {len(self.handshakes)} are under way")
+                sock.close()
+                continue
+            self._adopt(sock, _Handshake(self, None, Listener(self._secret, self._identity)))
+
+    def joined_session(self, opened: HelloOpen, peer: Identity) -> TcpSession:
+        """The session that an authenticated lane belongs to; a new one for its first lane."""
+        session = self.sessions.get(opened.session_id)
+        if session is None:
+            if len(self.sessions) >= self.config.max_sessions:
+                raise Refused("busy", f"{len(self.sessions)} sessions are open")
+            session = self.sessions[opened.session_id] = TcpSession(self, opened.session_id, opened.lanes)
+        elif session.peer != peer or session.lane_count != opened.lanes or opened.lane in session.lanes:
+            raise Refused("hello", f"lane {opened.lane} does not fit session of {session.name}")
+        return session
+
+    def session_is_up(self, session: TcpSession) -> None:
+        if self.listening:
+            assert session.peer is not None
+            for other in list(self.sessions.values()):
+                same = other.peer is not None and other.peer.incarnation == session.peer.incarnation
+                if same and other is not session:
+                    other.end("lost", "replaced by a new session of the same peer")
+        self.handler.session_up(session)
+
+    def session_ended(self, session: TcpSession, reason: str, detail: str) -> None:
+        del self.sessions[session.id]
+        log.info("session with %s ended (%s): %s", session.name, reason, detail)
+        for lane in self.handshakes:
+            if isinstance(lane.owner, _Handshake) and lane.owner.session is session:
+                lane.close_soon(reason, detail)
+        if session.up or not self.listening:
+            self.handler.session_down(session, reason, detail)
+
+    def lane_closed(self, lane: Lane) -> None:
+        self.handshakes.pop(lane, None)
+        self.lane_count -= 1
+        lane.thread.lanes -= 1
+
+    # ------------------------------------------------------------ time
+
+    def tick(self, now: float) -> None:
+        """PING, and end what is silent. Call several times a second."""
+        limits = self.config.deadlines
+        for lane, deadline in self.handshakes.items():
+            if now >= deadline and lane.closing is None:
+                self.counters.expire("handshake", "a lane did not authenticate in time")
+                lane.close_soon("handshake", "too slow")
+        ping = None
+        if now >= self._next_ping:
+            self._next_ping = now + limits.ping
+            age = int(self._tick_age(now) * 1000)
+            ping = encode(Ping(self.config.incarnation, min(age, (1 << 32) - 1)))
+        for session in list(self.sessions.values()):
+            if len(session.lanes) < session.lane_count and now >= session.opened + limits.handshake:
+                self.counters.expire("handshake", f"{session.name}: {len(session.lanes)} lanes came up")
+                session.end("unreachable" if not session.up else "lost", "not all lanes came up")
+            elif session.lanes and now >= min(x.heard for x in session.lanes.values()) + limits.peer_dead:
+                self.counters.expire("peer_dead", f"{session.name}: silent for {limits.peer_dead} s")
+                session.end("dead", "silent")
+            elif ping is not None:
+                for lane in session.lanes.values():
+                    lane.push(FrameType.PING, NO_TRANSFER, ping)
+
+    def stop(self) -> None:
+        """End all sessions and I/O threads. Call without the lock; they need it to finish."""
+        with self.lock:
+            for session in list(self.sessions.values()):
+                session.end("stopped", "the transfer process ends")
+        for thread in self._threads:
+            thread.stop()
+        for thread in self._threads:
+            thread.join()
+
+    def _adopt(self, sock: socket.socket, owner: _Handshake) -> Lane:
+        thread = min(self._threads, key=lambda t: t.lanes)
+        thread.lanes += 1
+        self.lane_count += 1
+        lane = Lane(sock, thread, owner, self._trace)
+        self.handshakes[lane] = time.monotonic() + self.config.deadlines.handshake
+        thread.wake(lane)
+        return lane
+
+
+def _connecting(address: tuple[str, int]) -> socket.socket:
+    """A socket whose connect is under way, or done; OSError if it cannot even start.
+
+    Only numeric addresses: a name lookup would block everybody here.
+    """
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, kind, protocol, _, sockaddr = found[0]
+    sock = socket.socket(family, kind, protocol)
+    sock.setblocking(False)
+    try:
+        sock.connect(sockaddr)
+    except BlockingIOError:
+        pass
+    except OSError:
+        sock.close()
+        raise
+    return sock
