@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.plan import RoleSpec
 from cluster.role_process import RoleState
 from cluster.runner import RoleRunner
+from cluster.supervisor import Supervisor
+
+NAMESPACE = "baton"
+SUPERVISOR = "supervisor"
 
 
 class RoleActor(RoleRunner):
@@ -25,31 +31,82 @@ class RemoteRole:
         self._actor = actor
 
     async def start(self) -> RoleState:
-        return await self._call(self._actor.start.remote())
+        return await _answer(self._actor.start.remote())
 
     async def changed(self, token: str) -> RoleState:
-        return await self._call(self._actor.changed.remote(token))
+        return await _answer(self._actor.changed.remote(token))
 
     async def set_workers(self, addresses: Sequence[str]) -> None:
-        await self._call(self._actor.set_workers.remote(tuple(addresses)))
+        await _answer(self._actor.set_workers.remote(tuple(addresses)))
 
     async def stop(self, signum: int, grace: float) -> None:
-        await self._call(self._actor.stop.remote(signum, grace))
+        await _answer(self._actor.stop.remote(signum, grace))
 
-    @staticmethod
-    async def _call(reference: Any) -> Any:
-        try:
-            return await reference
-        except RayActorError as error:
-            raise ConnectionError(f"lost its actor ({type(error).__name__})") from error
+    def forget(self) -> None:
+        """Ends the actor itself, for good."""
+        ray.kill(self._actor)
+
+
+async def _answer(reference: Any) -> Any:
+    try:
+        return await reference
+    except RayActorError as error:
+        raise ConnectionError(f"lost its actor ({type(error).__name__})") from error
+
+
+def _options(spec: RoleSpec) -> dict[str, Any]:
+    return {
+        "num_cpus": spec.cpus,
+        "num_gpus": spec.gpus,
+        "max_restarts": -1,  # an actor only holds a role; a lost one is always worth replacing
+        "max_task_retries": 0,  # the supervisor asks again itself: it must see that the role was lost
+    }
 
 
 def place(spec: RoleSpec, directory: Path, logs: Path) -> RemoteRole:
-    """Starts the actor of one role in the local Ray, which ends with us."""
-    actor = ray.remote(RoleActor).options(
-        num_cpus=spec.cpus,
-        num_gpus=spec.gpus,
-        max_restarts=-1,  # an actor only holds a role; a lost one is always worth replacing
-        max_task_retries=0,  # the supervisor asks again itself: it must see that the role was lost
-    )
-    return RemoteRole(actor.remote(spec, directory, logs))
+    """Starts the actor of one role in a Ray of our own, which ends with us."""
+    return RemoteRole(ray.remote(RoleActor).options(**_options(spec)).remote(spec, directory, logs))
+
+
+class ClusterActor:
+    """The supervisor of a cluster that outlives the command that started it.
+
+    Ray starts it again when it is lost; it then finds the actors of its roles by name, and them as they were.
+    """
+
+    def __init__(self, roles: Sequence[RoleSpec], logs: Path | None, front_node: str) -> None:
+        peer = ray.get_runtime_context().gcs_address
+        self._roles: list[tuple[RoleSpec, RemoteRole]] = []
+        for spec in roles:
+            options = _options(spec) | {
+                "name": spec.name.replace(" ", "-"),
+                "namespace": NAMESPACE,
+                "get_if_exists": True,
+                "lifetime": "detached",
+            }
+            if spec.role == "router":  # where it was asked for, so that the URL it prints works there
+                options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(front_node, soft=True)
+            actor = ray.remote(RoleActor).options(**options).remote(spec, None, logs, peer)
+            self._roles.append((spec, RemoteRole(actor)))
+        self._changes = 0
+        self._changed = asyncio.Event()
+        self._supervisor = Supervisor(self._roles, self._note)
+        self._following = asyncio.create_task(self._supervisor.run())
+
+    async def changed(self, seen: int) -> tuple[int, list[tuple[RoleSpec, RoleState]]]:
+        """Waits for a change after number `seen`; returns the last one's number, and every role's state."""
+        while self._changes == seen:
+            await self._changed.wait()
+        return self._changes, self._supervisor.states()
+
+    async def stop(self, signum: int, grace: float) -> None:
+        """Ends every role and its actor. This actor is left for the caller to end."""
+        await self._supervisor.stop(signum, grace)
+        await self._following
+        for _, role in self._roles:
+            role.forget()
+
+    def _note(self, spec: RoleSpec, state: RoleState) -> None:
+        self._changes += 1
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -66,6 +66,7 @@ def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
 def serve(
     model: options.ModelOptions,
     pool: options.PoolOptions,
+    ray: options.RayOptions,
     front: options.FrontOptions,
     engine: options.EngineOptions,
     transfer: options.TransferOptions,
@@ -84,7 +85,17 @@ def serve(
     from cluster.plan import Plan
     from cluster.serve import run
 
-    return run(Plan(model, pool, front, engine, transfer, deadlines, secret, run_dir, logs, traces))
+    return run(Plan(model, pool, ray, front, engine, transfer, deadlines, secret, run_dir, logs, traces))
+
+
+@command(CLUSTER, "baton stop --ray-address 10.0.0.1:6379")
+def stop(ray: options.RayOptions) -> int:
+    """Stop a cluster that was started with --ray-address. (A local one stops with Ctrl-C.)"""
+    from cluster.joined import stop as stop_cluster
+
+    if ray.ray_address is None:
+        raise ValueError("--ray-address: needed, to say where; a local cluster stops with its `baton serve`")
+    return stop_cluster(ray.ray_address)
 
 
 @command(

@@ -69,7 +69,6 @@ class LocalRay:
             object_store_memory=80 * 1024 * 1024,
             _plasma_directory=str(self._directory),
             _temp_dir=str(self._directory),
-            _node_ip_address="127.0.0.1",
             log_to_driver=False,  # actors print nothing; roles write logs of their own
             logging_level=logging.ERROR,
             namespace="baton",

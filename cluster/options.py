@@ -161,6 +161,11 @@ class PoolOptions:
     panel: ClassVar[str] = "Cluster"
     prefill: Annotated[int, opt("Prefill workers.", "N", check=between(1))] = 1
     decode: Annotated[int, opt("Decode workers.", "M", check=between(1))] = 1
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    panel: ClassVar[str] = "Cluster"
     ray_address: Annotated[
         str | None,
         opt(

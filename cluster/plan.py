@@ -37,6 +37,7 @@ class Plan:
 
     model: options.ModelOptions
     pool: options.PoolOptions
+    ray: options.RayOptions
     front: options.FrontOptions
     engine: options.EngineOptions
     transfer: options.TransferOptions

@@ -58,7 +58,7 @@ class RoleProcess:
         self._policy = policy
         self._epoch = os.urandom(8).hex()
         self._changes = 0
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._state = RoleState(token=f"{self._epoch}.0", phase="starting")
         self._popen: subprocess.Popen[bytes] | None = None
         self._stopping = asyncio.Event()
@@ -78,9 +78,8 @@ class RoleProcess:
 
     async def changed(self, token: str) -> RoleState:
         """Waits until the state is another than the one with this token, and returns it."""
-        if self._state.token == token:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._state.token != token)
+        while self._state.token == token:
+            await self._changed.wait()
         return self._state
 
     async def stop(self, signum: int, grace: float) -> None:
@@ -107,12 +106,10 @@ class RoleProcess:
             now = time.monotonic()
             delay = self._policy.crashed(now, now - started)
             loop = self._policy.crash_loop(now)
-            await self._set(
-                phase="waiting", ready=None, pid=None, error=why, restarts=restarts, crash_loop=loop
-            )
+            self._set(phase="waiting", ready=None, pid=None, error=why, restarts=restarts, crash_loop=loop)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
-        await self._set(phase="stopped", ready=None, pid=None)
+        self._set(phase="stopped", ready=None, pid=None)
 
     async def _run_once(self, restarts: int) -> str:
         """One life of the child. Returns why it ended."""
@@ -133,7 +130,7 @@ class RoleProcess:
         finally:
             os.close(write_end)
         popen = self._popen
-        await self._set(
+        self._set(
             phase="starting", stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
             restarts=restarts,
         )  # fmt: skip
@@ -157,12 +154,12 @@ class RoleProcess:
                 message = json.loads(line)
                 if "ready" in message:
                     took = time.monotonic() - started
-                    await self._set(
+                    self._set(
                         phase="ready", stage="ready", fraction=1.0, ready=message["ready"],
                         seconds_to_ready=took,
                     )  # fmt: skip
                 elif "stage" in message:
-                    await self._set(stage=str(message["stage"]), fraction=float(message["fraction"]))
+                    self._set(stage=str(message["stage"]), fraction=float(message["fraction"]))
                 elif "error" in message:
                     error = str(message["error"])
         except (ValueError, KeyError, TypeError) as broken:
@@ -172,11 +169,11 @@ class RoleProcess:
             transport.close()
         return error
 
-    async def _set(self, **changes: Any) -> None:
+    def _set(self, **changes: Any) -> None:
         self._changes += 1
-        async with self._changed:
-            self._state = replace(self._state, token=f"{self._epoch}.{self._changes}", **changes)
-            self._changed.notify_all()
+        self._state = replace(self._state, token=f"{self._epoch}.{self._changes}", **changes)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _signal(self, signum: int) -> None:
         assert self._popen is not None

@@ -37,6 +37,10 @@ def run(plan: Plan) -> int:
     setproctitle.setproctitle("baton: serve")
     roles = plan.roles()
     check_port(plan.front.host, plan.front.port)
+    if plan.ray.ray_address is not None:
+        from cluster.joined import serve  # imports ray
+
+        return serve(plan, roles, plan.ray.ray_address)
     return asyncio.run(LocalCluster(plan, roles).run())
 
 
