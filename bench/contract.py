@@ -26,7 +26,10 @@ _PACKAGES = ("baton", "torch", "triton", "numpy", "pyzmq", "grpcio", "xxhash", "
 
 @dataclass(slots=True)
 class Row:
-    """One result. Names are stable and dotted; `goal` bounds `ratio`, or `value` where there is no ratio."""
+    """One result. Names are stable and dotted; `goal` bounds `ratio`, or `value` where there is no ratio.
+
+    `low` and `high` are the 95 % confidence interval of `value`, where one is known.
+    """
 
     name: str
     value: float
@@ -38,6 +41,8 @@ class Row:
     goal: float | None = None
     better: Literal["higher", "lower"] | None = None
     meets_goal: bool | None = None
+    low: float | None = None
+    high: float | None = None
 
     def __post_init__(self) -> None:
         assert (self.goal is None) == (self.better is None), (
@@ -50,19 +55,23 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """The rows of one bench, with all that is needed to judge and repeat them."""
+    """The rows of one bench, with all that is needed to judge and repeat them.
+
+    `detail` is what a bench keeps beside its rows (curves, time lines): one more key of the JSON object.
+    """
 
     bench: str
     parameters: dict[str, Any]
     json_path: Path | None = None
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     rows: list[Row] = field(default_factory=list)
+    detail: dict[str, Any] | None = None
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "bench": self.bench,
             "machine": machine(),
             "versions": versions(),
@@ -70,9 +79,15 @@ class Report:
             "started": self.started,
             "results": [{k: v for k, v in asdict(row).items() if v is not None} for row in self.rows],
         }
+        return found if self.detail is None else found | {"detail": self.detail}
+
+    def write(self) -> None:
+        """Write the JSON file if one was asked for."""
+        if self.json_path is not None:
+            self.json_path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     def finish(self) -> None:
-        """Print the table; write the JSON file if one was asked for."""
+        """Print the table and `write`."""
         table = Table(title=f"bench.{self.bench}  {self.parameters}", title_justify="left")
         for column in ("name", "value", "p99", "ratio", "to", "spread", "goal"):
             table.add_column(column, justify="left" if column in ("name", "to") else "right")
@@ -92,8 +107,7 @@ class Report:
             )
         # A pipe has no width to fit into: never wrap the names that people grep for.
         Console(width=None if sys.stdout.isatty() else 160).print(table)
-        if self.json_path is not None:
-            self.json_path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        self.write()
 
 
 def parser(description: str) -> argparse.ArgumentParser:

@@ -1,0 +1,150 @@
+"""Reads one streamed answer: pure, fed with bytes and the times at which they arrived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from bench.load.record import Failure, Record
+from bench.load.sse import SSEError, SSEParser
+
+# vLLM's word for a request that the server gave up, and what others call it.
+_ABORTED = {"abort", "error", "cancelled"}
+_SHOWN = 200
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Chunk)
+
+
+class Answer:
+    """Fills a record. Life: `feed` until `finished`, then `close`; or `fail` at any time.
+
+    A chunk counts as tokens if the server's running count rose with it, or, where it sends none, if it
+    carries text. So neither the role chunk before the first token nor the finish reason after the last is a
+    token, and a token of half a character is one.
+    """
+
+    def __init__(self, record: Record, *, keep_text: bool = False) -> None:
+        self.record = record
+        self.text: list[str] | None = [] if keep_text else None
+        self.finished = False
+        self._sse = SSEParser()
+        self._done = False
+        self._counted = 0
+
+    def feed(self, data: bytes, now: float) -> None:
+        """`now`: when `data` arrived. After a failure nothing more is read."""
+        try:
+            for event in self._sse.feed(data):
+                if self.record.failure is not None:
+                    return
+                self._event(event, now)
+        except SSEError as e:
+            self.fail(Failure.GARBAGE, str(e))
+
+    def close(self, now: float) -> None:
+        """The stream has ended. Without a finish reason it was cut off, whatever else came."""
+        record = self.record
+        record.ended = record.arrivals[-1] if self.finished and record.arrivals else now
+        if record.failure is not None:
+            return
+        if not self.finished:
+            kind = "[DONE] without a finish reason" if self._done else "the stream ended"
+            self.fail(Failure.HALF_STREAMED, f"{kind} after {len(record.arrivals)} chunks")
+        elif not record.arrivals:
+            self.fail(Failure.EMPTY, f"finished ({record.finish_reason}) without a token")
+
+    def fail(self, failure: Failure, detail: str) -> None:
+        if self.record.failure is None:
+            self.record.failure, self.record.detail = failure, detail[:_SHOWN]
+
+    def _event(self, event: bytes, now: float) -> None:
+        if event == b"[DONE]":
+            self._done = True
+            return
+        try:
+            chunk = _DECODER.decode(event)
+        except msgspec.DecodeError as e:  # a ValidationError is one
+            self.fail(Failure.GARBAGE, f"{e}: {event[:80]!r}")
+            return
+        if chunk.error is not None:
+            self.fail(Failure.STREAM_ERROR, _message(chunk.error))
+            return
+        if chunk.choices is None and chunk.usage is None:
+            self.fail(Failure.GARBAGE, f"neither choices nor usage: {event[:80]!r}")
+            return
+        choices = chunk.choices or ()
+        self._count(chunk.usage, any(map(_carries_tokens, choices)), bool(choices), now)
+        if self.text is not None:
+            self.text.extend(map(_said, choices))
+        for choice in choices:
+            if choice.finish_reason is not None:
+                self.finished = True
+                self.record.finish_reason = choice.finish_reason
+                if choice.finish_reason in _ABORTED:
+                    self.fail(Failure.STREAM_ERROR, f"finish_reason {choice.finish_reason!r}")
+
+    def _count(self, usage: _Usage | None, carries_tokens: bool, has_choices: bool, now: float) -> None:
+        record = self.record
+        rise = 0
+        if usage is not None:
+            if usage.prompt_tokens is not None:
+                record.prompt_tokens = usage.prompt_tokens
+            if usage.prompt_tokens_details is not None:
+                record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+            if usage.completion_tokens is not None:
+                record.output_tokens = usage.completion_tokens
+                rise = usage.completion_tokens - self._counted
+        # A usage beside choices is a running count if it was so from the first token on; otherwise, and alone
+        # at the end, it is the sum.
+        if has_choices and rise > 0 and len(record.tokens) == len(record.arrivals):
+            self._counted += rise
+            record.arrivals.append(now)
+            record.tokens.append(rise)
+        elif carries_tokens and not record.tokens:
+            record.arrivals.append(now)
+
+
+def _carries_tokens(choice: _Choice) -> bool:
+    delta = choice.delta
+    if delta is None:
+        return bool(choice.text)
+    return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+
+
+def _said(choice: _Choice) -> str:
+    return (choice.text if choice.delta is None else choice.delta.content) or ""
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

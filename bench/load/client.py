@@ -1,0 +1,244 @@
+"""Sends a share of the load and reads the answers: one event loop, one client process.
+
+The share of client `i` of `n` are the sessions i, i+n, i+2n, …, in an open loop at their scheduled times,
+in a closed loop by the client's share of the users, one session after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.load.answer import Answer
+from bench.load.arrivals import Arrivals
+from bench.load.exchange import exchange, new_http_session
+from bench.load.record import Failure, Record
+from bench.load.request import Target
+from bench.load.tokenization import Composer, Tokenization
+from bench.load.workload import Session, Turn, Workload
+
+# uvloop's timers have a resolution of 1 ms: sleep until shortly before, then let the loop turn until it is
+# time.
+_SPIN_SECONDS = 0.002
+
+
+class ClientConfig(msgspec.Struct, frozen=True, tag=True):
+    """What one client of `clients` does. `arrivals` None: a closed loop, or the times of a trace.
+
+    `concurrency` are the users of a closed loop, or the most requests in flight of an open one; 0 is no
+    limit.
+    """
+
+    index: int
+    clients: int
+    target: Target
+    workload: Workload
+    tokenization: Tokenization
+    seed: int
+    run_id: str
+    arrivals: Arrivals | None
+    concurrency: int
+    duration: float | None
+    sessions: int | None
+    time_scale: float
+    timeout: float
+    drain: float
+
+    @property
+    def users(self) -> int:
+        """This client's share of `concurrency`."""
+        return len(range(self.index, self.concurrency, self.clients))
+
+
+class Client:
+    """`run` until done. `emit` gets every record, once, when its request has ended."""
+
+    def __init__(self, config: ClientConfig, emit: Callable[[Record], None]) -> None:
+        self.sent = 0
+        self.in_flight = 0
+        self._config = config
+        self._composer = Composer(config.tokenization)
+        self._emit = emit
+        self._cut = Failure.INTERRUPTED  # what a cancelled request is called
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start = 0.0
+        limited = config.concurrency and not self._is_closed_loop
+        self._slots = asyncio.Semaphore(config.users) if limited else None
+
+    async def run(self, start: float, stop: asyncio.Event) -> None:
+        """From `start` (time.monotonic) until all is sent and answered, the drain time is over, or `stop`."""
+        self._start = start
+        async with new_http_session(self._config.timeout) as http:
+            sending = asyncio.create_task(self._closed(http) if self._is_closed_loop else self._open(http))
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait({sending, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                await self._drain(stopped)
+            else:
+                await _cancel([sending])
+            await _cancel([*self._tasks, stopped])
+
+    @property
+    def _is_closed_loop(self) -> bool:
+        return self._config.arrivals is None and self._config.workload.count is None
+
+    def _now(self) -> float:
+        return time.monotonic() - self._start
+
+    def _mine(self) -> Iterator[int]:
+        """Indices of this client's sessions, ascending."""
+        limits = [n for n in (self._config.sessions, self._config.workload.count) if n is not None]
+        first, step = self._config.index, self._config.clients
+        return iter(range(first, min(limits), step)) if limits else itertools.count(first, step)
+
+    async def _open(self, http: aiohttp.ClientSession) -> None:
+        config = self._config
+        times = None if config.arrivals is None else enumerate(config.arrivals.times(config.seed))
+        for index in self._mine():
+            session = config.workload.session(index)
+            if times is None:
+                due = session.at / config.time_scale
+            else:
+                due = next(at for i, at in times if i == index)
+            if config.duration is not None and due >= config.duration:
+                return
+            # The first body is made before it is due: composing 2000 tokens takes a while.
+            body = self._body(session.turns[0], [])
+            await self._sleep_until(due)
+            self._spawn(self._session(http, index, session, due, body))
+
+    async def _closed(self, http: aiohttp.ClientSession) -> None:
+        """The users share one row of sessions, so that none runs dry while another has a backlog."""
+        mine = self._mine()
+        await self._sleep_until(0.0)
+        users = [asyncio.create_task(self._user(http, mine)) for _ in range(self._config.users)]
+        self._tasks.update(users)
+        # Sending is over when the first user finds nothing more to send, or at the end of the duration.
+        if users:
+            await asyncio.wait(users, timeout=self._config.duration, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _user(self, http: aiohttp.ClientSession, mine: Iterator[int]) -> None:
+        config = self._config
+        for index in mine:
+            session = config.workload.session(index)
+            body = self._body(session.turns[0], [])
+            due = self._now()
+            if config.duration is not None and due >= config.duration:
+                return
+            await self._session(http, index, session, due, body)
+
+    async def _drain(self, stopped: asyncio.Task[bool]) -> None:
+        if not self._tasks:
+            return
+        everything = asyncio.gather(*self._tasks)
+        await asyncio.wait(
+            {everything, stopped}, timeout=self._config.drain, return_when=asyncio.FIRST_COMPLETED
+        )
+        if everything.done():
+            everything.result()
+        elif not stopped.done():
+            self._cut = Failure.UNFINISHED
+
+    async def _session(
+        self, http: aiohttp.ClientSession, index: int, session: Session, due: float, body: bytes
+    ) -> None:
+        """All turns in order; the first failure ends the session, since the next turn needs its answer."""
+        config = self._config
+        name = f"{config.run_id}-{index}" if config.workload.keeps_sessions else ""
+        history: list[tuple[Turn, str]] = []
+        for number, turn in enumerate(session.turns):
+            if number:
+                due = self._now() + turn.think_seconds
+                if config.duration is not None and due >= config.duration:
+                    return
+                body = self._body(turn, history)
+                await self._sleep_until(due)
+            record = Record(
+                index=index,
+                turn=number,
+                session=name,
+                client=config.index,
+                intended=due,
+                sent=due,
+                lag=max(0.0, self._now() - due),
+                asked_input=turn.input_tokens if number == 0 else 0,
+                asked_output=turn.output_tokens,
+            )
+            answer = Answer(record, keep_text=number + 1 < len(session.turns))
+            await self._request(http, answer, body)
+            record.skipped_turns = 0 if record.ok else len(session.turns) - number - 1
+            self._emit(record)
+            if not record.ok:
+                return
+            history.append((turn, "".join(answer.text or ())))
+
+    async def _request(self, http: aiohttp.ClientSession, answer: Answer, body: bytes) -> None:
+        try:
+            if self._slots is not None:
+                await self._slots.acquire()
+            try:
+                self.sent += 1
+                self.in_flight += 1
+                await exchange(http, self._config.target, body, answer, self._now)
+            finally:
+                self.in_flight -= 1
+                if self._slots is not None:
+                    self._slots.release()
+        except asyncio.CancelledError:
+            answer.fail(self._cut, f"after {len(answer.record.arrivals)} chunks")
+            answer.close(self._now())
+            self._emit(answer.record)
+            raise
+
+    def _body(self, turn: Turn, history: list[tuple[Turn, str]]) -> bytes:
+        """The request's JSON: the turn after all that was said before."""
+        target = self._config.target
+        if not history:
+            prompt = turn.text or self._composer.compose(turn.segments)
+            alone = target.api == "completions"
+            return target.body(prompt if alone else [_message("user", prompt)], turn.output_tokens)
+        said = [(self._later_text(old, i), reply) for i, (old, reply) in enumerate(history)]
+        last = self._later_text(turn, len(history))
+        if target.api == "completions":
+            return target.body("".join(f"{text}{reply}\n" for text, reply in said) + last, turn.output_tokens)
+        messages = [m for text, reply in said for m in (_message("user", text), _message("assistant", reply))]
+        return target.body([*messages, _message("user", last)], turn.output_tokens)
+
+    def _later_text(self, turn: Turn, number: int) -> str:
+        text = turn.text or self._composer.compose(turn.segments, first=number == 0)
+        assert isinstance(text, str), "sessions of several turns are sent as text, never as token ids"
+        return text
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Tasks that broke stay, so that `_drain` meets their exception."""
+        if task.cancelled() or task.exception() is None:
+            self._tasks.discard(task)
+
+    async def _sleep_until(self, due: float) -> None:
+        while (remaining := due - self._now()) > 0:  # noqa: ASYNC110 - no event, a time
+            await asyncio.sleep(remaining - _SPIN_SECONDS if remaining > _SPIN_SECONDS else 0)
+
+
+def _message(role: str, content: str | list[int]) -> dict[str, str]:
+    assert isinstance(content, str), "a chat has no token ids"
+    return {"role": role, "content": content}
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result

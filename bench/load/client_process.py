@@ -1,0 +1,110 @@
+"""A client process: `python -m bench.load.client_process`, started by `fleet`.
+
+Life: config from stdin → Ready → Start → records on stdout as requests end → Load → exit. It ends at once if
+stdin does: then the parent has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import sys
+import time
+from pathlib import Path
+
+import uvloop
+
+from bench.load.client import Client, ClientConfig
+from bench.load.wire import Finished, Load, Progress, Ready, Start, Stop, commands, frame, read_frame
+
+STALL_PERIOD = 0.01
+_PROGRESS_PERIOD = 0.25
+
+
+async def main() -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    # The transport buffers without bound: a parent that is slow to read must not stop the clock here.
+    transport, output = await loop.connect_write_pipe(_Output, sys.stdout.buffer)
+
+    config = await _command(reader)
+    assert isinstance(config, ClientConfig)
+    client = Client(config, lambda record: transport.write(frame(Finished(record))))
+    transport.write(frame(Ready()))
+    start = await _command(reader)
+    if not isinstance(start, Start):
+        return  # stopped, or orphaned, before it began
+
+    # Pauses of the collector would be measured as the server's.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 100)
+    stop = asyncio.Event()
+    stalls: list[float] = []
+    helpers = [
+        asyncio.create_task(_stop_when_told(reader, stop)),
+        asyncio.create_task(_watch_stalls(stalls)),
+        asyncio.create_task(_tell_progress(client, transport)),
+    ]
+    began, cpu, waited = time.monotonic(), time.process_time(), _waited()
+    await client.run(start.at, stop)
+    load = Load(
+        elapsed=time.monotonic() - began,
+        cpu=time.process_time() - cpu,
+        waited=_waited() - waited,
+        stalls=stalls,
+    )
+    for helper in helpers:
+        helper.cancel()
+    transport.write(frame(Progress(client.sent, client.in_flight)))
+    transport.write(frame(load))
+    transport.write_eof()
+    await output.closed.wait()
+
+
+class _Output(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+
+async def _command(reader: asyncio.StreamReader) -> ClientConfig | Start | Stop:
+    data = await read_frame(reader)
+    return Stop() if data is None else commands.decode(data)
+
+
+async def _stop_when_told(reader: asyncio.StreamReader, stop: asyncio.Event) -> None:
+    while not isinstance(await _command(reader), Stop):
+        pass
+    stop.set()
+
+
+async def _watch_stalls(stalls: list[float]) -> None:
+    while True:
+        due = time.monotonic() + STALL_PERIOD
+        await asyncio.sleep(STALL_PERIOD)
+        stalls.append(max(0.0, time.monotonic() - due))
+
+
+async def _tell_progress(client: Client, transport: asyncio.WriteTransport) -> None:
+    while True:
+        await asyncio.sleep(_PROGRESS_PERIOD)
+        transport.write(frame(Progress(client.sent, client.in_flight)))
+
+
+def _waited() -> float:
+    """Seconds that this process was runnable and did not run (the scheduler's run delay)."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (FileNotFoundError, IndexError):
+        return 0.0
+
+
+if __name__ == "__main__":
+    # Ctrl-C is the parent's affair; it says Stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    uvloop.run(main())

@@ -1,0 +1,177 @@
+"""Compares reports row by row and decides, for CI, whether the change is too much."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bench.load.table import Rows, rows_of
+
+SYNTAX = "ROW>+5% (grew by more), ROW<-5% (shrank by more), ROW>+2 (by more units), ROW>250 (is more)"
+_CONDITION = re.compile(r"^\s*([\w.=/-]+?)\s*([<>])\s*([+-]?)(\d+(?:\.\d+)?)\s*(%?)\s*$")
+# Of a difference in these the two runs are not the same experiment.
+_SAME = ("model", "api", "load", "duration_s", "requests", "workload", "extra_body", "warm_up")
+_LOWER_IS_BETTER = ("ttft", "ttit", "handover", "e2e", "errors", "requests.failed", "server", "client")
+_HIGHER_IS_BETTER = ("throughput", "goodput", "requests.ok", "max_rate")
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """`ttit.p99>+5%`: what makes the comparison fail."""
+
+    text: str
+    row: str
+    above: bool
+    sign: str  # "" compares the value itself, otherwise its change
+    number: float
+    percent: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        match = _CONDITION.match(text)
+        if match is None:
+            raise ValueError(f"--fail-if {text!r} is no condition. Write {SYNTAX}.")
+        row, operator, sign, number, percent = match.groups()
+        if percent and not sign:
+            raise ValueError(
+                f"--fail-if {text!r}: a change in percent has a sign, like {row}{operator}+{number}%."
+            )
+        return cls(text.strip(), row, operator == ">", sign, float(number), bool(percent))
+
+    def holds(self, old: float, new: float) -> bool:
+        """Strictly beyond the bound. From nothing, any growth is without bound."""
+        bound = -self.number if self.sign == "-" else self.number
+        if not self.sign:
+            measured = new
+        elif not self.percent:
+            measured = new - old
+        else:
+            measured = relative_change(old, new) * 100
+        return measured > bound if self.above else measured < bound
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`failed`: a condition that holds, with the numbers."""
+
+    failed: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A report written by --json. Raises ValueError for anything else."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ValueError(f"{path}: no report ({e}). Give a file that --json wrote.") from e
+    rows = report.get("results") if isinstance(report, dict) else None
+    if not isinstance(rows, list) or not all(
+        isinstance(r, dict) and {"name", "value", "unit"} <= set(r) for r in rows
+    ):
+        raise ValueError(f"{path}: no report, it has no results. Give a file that --json wrote.")
+    return report
+
+
+def judge(old: Mapping[str, Any], new: Mapping[str, Any], conditions: Sequence[Condition]) -> Verdict:
+    """Raises ValueError if a condition names a row that a report lacks, or a report is of an invalid run."""
+    before, after = rows_of(old), rows_of(new)
+    failed = []
+    for condition in conditions:
+        values = [
+            _value(rows, condition.row, which) for rows, which in ((before, "first"), (after, "second"))
+        ]
+        if condition.holds(*values):
+            failed.append(f"{condition.text}: {values[0]:.4g} → {values[1]:.4g} ({change_text(*values)})")
+    for which, report in (("first", old), ("second", new)):
+        detail = report.get("detail", {})
+        if conditions and not detail.get("valid", True):
+            raise ValueError(f"the {which} run is invalid, its client could not keep up: measure it again.")
+    return Verdict(tuple(failed), tuple(_warnings(old, new)))
+
+
+def render(reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: Verdict) -> RenderableType:
+    """The first report's rows beside those of the others."""
+    base = rows_of(reports[0])
+    table = Table(title="Comparison", title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column(names[0], justify="right")
+    for name in names[1:]:
+        table.add_column(name, justify="right")
+        table.add_column("change", justify="right")
+    every = [name for report in reports for name in rows_of(report)]
+    for name in dict.fromkeys(every):
+        cells: list[RenderableType] = [_cell(base.get(name))]
+        for report in reports[1:]:
+            row = rows_of(report).get(name)
+            cells += [_cell(row), _change_cell(base.get(name), row)]
+        table.add_row(name, *cells)
+    lines = [Text(f"Note: {w}", "yellow") for w in verdict.warnings]
+    lines += [Text(f"FAILED {f}", "bold red") for f in verdict.failed]
+    return Group(table, *lines)
+
+
+def relative_change(old: float, new: float) -> float:
+    if old == new:
+        return 0.0
+    return (new - old) / abs(old) if old else math.copysign(math.inf, new)
+
+
+def change_text(old: float, new: float) -> str:
+    change = relative_change(old, new)
+    return "from 0" if math.isinf(change) else f"{change:+.1%}"
+
+
+def _value(rows: Rows, name: str, which: str) -> float:
+    if name not in rows:
+        close = difflib.get_close_matches(name, list(rows), 3)
+        hint = f"Did you mean {', '.join(close)}?" if close else f"It has {', '.join(list(rows)[:8])}, …"
+        raise ValueError(f"--fail-if: the {which} report has no row {name!r}. {hint}")
+    return rows[name]["value"]
+
+
+def _warnings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key in _SAME:
+        a, b = old["parameters"].get(key), new["parameters"].get(key)
+        if a != b:
+            found.append(f"not the same experiment: {key} is {a!r} in the first and {b!r} in the other")
+    for which, report in (("first", old), ("other", new)):
+        detail = report.get("detail", {})
+        if not detail.get("valid", True):
+            found.append(f"the {which} run is INVALID: its client could not keep up")
+        if detail.get("incomplete"):
+            found.append(f"the {which} run is incomplete")
+    return found
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    return "–" if row is None else f"{row['value']:.4g} {row['unit']}"
+
+
+def _change_cell(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> Text:
+    if old is None or new is None:
+        return Text("–")
+    text = change_text(old["value"], new["value"])
+    if _overlap(old, new):
+        return Text(f"{text} ≈", "dim")  # within the confidence intervals of both
+    growth = new["value"] > old["value"]
+    if old["value"] == new["value"] or not old["name"].startswith(_LOWER_IS_BETTER + _HIGHER_IS_BETTER):
+        return Text(text)
+    better = growth != old["name"].startswith(_LOWER_IS_BETTER)
+    return Text(text, "green" if better else "red")
+
+
+def _overlap(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    if "low" not in a or "low" not in b:
+        return False
+    return a["low"] <= b.get("high", math.inf) and b["low"] <= a.get("high", math.inf)

@@ -1,0 +1,157 @@
+"""Sessions from files: ShareGPT-style conversations and Mooncake's trace format. Pure; errors name file
+and line.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from bench.load.tokenization import Segment
+from bench.load.workload import Session, Turn
+
+SAMPLES = Path(__file__).parent / "samples"
+SAMPLE_TRACE = SAMPLES / "mooncake.jsonl"
+SAMPLE_CONVERSATIONS = SAMPLES / "sharegpt.json"
+MOONCAKE_BLOCK = 512  # tokens of one hash id (Mooncake, FAST 2025)
+
+_USERS, _ASSISTANTS = {"human", "user"}, {"gpt", "assistant", "chatgpt", "bing", "bard"}
+_BLOCK, _TAIL = 101, 102  # what a seed is for
+
+
+class _Said(msgspec.Struct):
+    speaker: str = msgspec.field(name="from")
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Said] = []
+
+
+class TraceLine(msgspec.Struct):
+    """One request of Mooncake's trace: when, how long, and which blocks of its prompt it shares with
+    others.
+    """
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]  # ms
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: list[int] = []
+
+
+class Exchange(NamedTuple):
+    """A prompt and the answer it got at the time, whose length is asked for again."""
+
+    prompt: str
+    reply: str
+
+
+def resolve(path: Path) -> Path:
+    """`sample` is the one that comes with Baton, unless a file is called so."""
+    return SAMPLE_CONVERSATIONS if path == Path("sample") and not path.exists() else path
+
+
+def read_conversations(path: Path, count: int, turns: int, seed: int) -> list[list[Exchange]]:
+    """Up to `count` conversations in random order, of up to `turns` exchanges each."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
+    except (OSError, msgspec.DecodeError) as e:
+        raise ValueError(
+            f"--dataset {path}: {e}. Give ShareGPT-style JSON: "
+            '[{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}]'
+        ) from e
+    sessions = [session for c in found if (session := list(_exchanges(c))[:turns])]
+    if not sessions:
+        raise ValueError(f"--dataset {path}: no conversation in it has a question with an answer.")
+    random.Random(seed).shuffle(sessions)
+    return sessions[:count]
+
+
+def _exchanges(conversation: _Conversation) -> Iterator[Exchange]:
+    """Questions that are followed by their answer; the first that is not ends the conversation."""
+    said = [s for s in conversation.conversations if s.speaker in _USERS | _ASSISTANTS]
+    if said and said[0].speaker in _ASSISTANTS:
+        said = said[1:]
+    for question, reply in zip(said[::2], said[1::2], strict=False):
+        if question.speaker not in _USERS or reply.speaker not in _ASSISTANTS or not question.value.strip():
+            return
+        yield Exchange(question.value, reply.value)
+
+
+def conversation_sessions(
+    conversations: Sequence[Sequence[Exchange]], reply_tokens: Sequence[int]
+) -> tuple[Session, ...]:
+    """`reply_tokens`: the length of every reply, in order."""
+    lengths = iter(reply_tokens)
+    return tuple(
+        Session(tuple(Turn(output_tokens=max(1, next(lengths)), text=e.prompt) for e in conversation))
+        for conversation in conversations
+    )
+
+
+def read_trace(path: Path) -> list[TraceLine]:
+    """In order of time."""
+    decoder = msgspec.json.Decoder(TraceLine)
+    lines: list[TraceLine] = []
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):  # noqa: B007 - names the line in the error
+                if text.strip():
+                    lines.append(decoder.decode(text))
+    except OSError as e:
+        raise ValueError(f"trace {path}: {e.strerror}.") from e
+    except msgspec.DecodeError as e:
+        raise ValueError(
+            f"trace {path}, line {number}: {e}. Give Mooncake's format, one JSON object a line: "
+            '{"timestamp": 0, "input_length": 655, "output_length": 52, "hash_ids": [1, 2]}'
+        ) from e
+    if not lines:
+        raise ValueError(f"trace {path} is empty.")
+    return sorted(lines, key=lambda line: line.timestamp)
+
+
+def trace_sessions(
+    lines: Sequence[TraceLine], *, seed: int, block: int, length_scale: float, least_input: int
+) -> tuple[Session, ...]:
+    """Requests with the trace's lengths, times and shared blocks.
+
+    `length_scale` scales blocks, inputs and outputs alike, so that what is shared stays the same share.
+    """
+    scaled_block = max(1, round(block * length_scale))
+    first = lines[0].timestamp
+    return tuple(
+        Session(
+            at=(line.timestamp - first) / 1e3,
+            turns=(
+                Turn(
+                    output_tokens=max(1, round(line.output_length * length_scale)),
+                    segments=_segments(
+                        line.hash_ids,
+                        max(least_input, round(line.input_length * length_scale)),
+                        scaled_block,
+                        seed,
+                        index,
+                    ),
+                ),
+            ),
+        )
+        for index, line in enumerate(lines)
+    )
+
+
+def _segments(ids: Sequence[int], length: int, block: int, seed: int, index: int) -> tuple[Segment, ...]:
+    """A whole block for each id while they fit. What is left is a cut block, or without an id nobody
+    else's.
+    """
+    whole, left = divmod(length, block)
+    segments = [Segment((seed, _BLOCK, i), block) for i in ids[:whole]]
+    left += block * (whole - len(segments))
+    if left:
+        cut = len(ids) > whole
+        segments.append(Segment((seed, _BLOCK, ids[whole]) if cut else (seed, _TAIL, index), left))
+    return tuple(segments)

@@ -1,0 +1,246 @@
+"""Learns what a server is and accepts, by listing its models, `/tokenize`, and a few tiny streamed requests.
+
+Every probe streams, as the load will. What a server lacks is worked around and said; only a server that
+does not answer at all, or not to its own API, ends the run, with a message that says what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.load.answer import Answer
+from bench.load.exchange import exchange
+from bench.load.record import Failure, Record
+from bench.load.request import Dialect, Target
+from bench.load.tokenization import WORDS, Composer, Segment, Tokenization
+
+# From all extensions to none: the first that the server takes is spoken.
+_DIALECTS = (
+    Dialect(),
+    Dialect(running_usage=False),
+    Dialect(running_usage=False, ignore_eos=False),
+    Dialect(usage=False, running_usage=False, ignore_eos=False),
+)
+_PROBE_TOKENS = 4
+_PARALLEL = 16
+_CALIBRATION_WORDS = (64, 512)
+
+
+class EndpointError(Exception):
+    """Nothing can be measured there; the message says what to do."""
+
+
+class Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[Model]
+
+
+class _Tokenized(msgspec.Struct):
+    count: int | None = None
+    tokens: list[int] | None = None
+
+
+async def find_model(
+    http: aiohttp.ClientSession, url: str, headers: Mapping[str, str], wanted: str | None
+) -> Model:
+    """The model to ask for: `wanted`, or else the first that the server lists."""
+    try:
+        async with http.get(f"{url}/v1/models", headers=headers) as response:
+            status, body = response.status, await response.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as e:
+        reason = str(e) or type(e).__name__
+        raise EndpointError(
+            f"--url {url}: no answer ({reason}). Start the server, or give the address where it listens."
+        ) from e
+    if status in (401, 403):
+        raise EndpointError(
+            f"--url {url}: {status}, the server wants a key. Give --api-key or set BATON_API_KEY."
+        )
+    try:
+        models = msgspec.json.decode(body, type=_Models).data if status == 200 else []
+    except msgspec.DecodeError:
+        models = []
+    if wanted is not None:
+        found = next((m for m in models if m.id == wanted), None)
+        if models and found is None:
+            raise EndpointError(f"--model {wanted!r}: the server has {', '.join(m.id for m in models)}.")
+        return found or Model(wanted)
+    if not models:
+        raise EndpointError(
+            f"--url {url}: /v1/models answered {status} and lists no model. "
+            "Give the address of an OpenAI-compatible server (without /v1), or name the model with --model."
+        )
+    return models[0]
+
+
+async def find_dialect(http: aiohttp.ClientSession, target: Target) -> tuple[Target, list[str]]:
+    """`target` in the richest dialect that a streamed probe got through with, and notes for the reader."""
+    record = None
+    for dialect in _DIALECTS:
+        spoken = msgspec.structs.replace(target, dialect=dialect)
+        record = await probe(http, spoken, "Say these words again: one two three four five.")
+        if record.ok or record.failure is Failure.EMPTY:
+            return _as_answered(spoken, record)
+        # A refusal may be of an extension; anything else would fail again.
+        if record.failure is not Failure.HTTP or record.status not in (400, 404, 422):
+            break
+    assert record is not None
+    hint = {
+        401: "Give --api-key or set BATON_API_KEY.",
+        403: "Give --api-key or set BATON_API_KEY.",
+        404: "Is it OpenAI-compatible? Try --api chat or --api completions.",
+        429: "The server is busy; try again when it is idle.",
+    }.get(record.status, "Is it OpenAI-compatible, and does it stream? Try --api chat or --api completions.")
+    raise EndpointError(f"a probe of {target.endpoint} failed: {record.error_class}: {record.detail}. {hint}")
+
+
+def _as_answered(target: Target, record: Record) -> tuple[Target, list[str]]:
+    """Servers ignore what they do not know: believe what came back, not that nothing was refused."""
+    notes = []
+    counted = record.output_tokens is not None
+    exact = target.dialect.ignore_eos and (not counted or record.output_tokens == _PROBE_TOKENS)
+    if not exact:
+        notes.append("the server does not honour ignore_eos: answers may be shorter than asked for")
+    if not counted:
+        notes.append("the server reports no usage: every chunk with text is counted as one token")
+    elif not record.tokens:
+        notes.append("the server has no running usage: of chunks with several tokens only the sum is known")
+    return target, notes
+
+
+async def probe(
+    http: aiohttp.ClientSession,
+    target: Target,
+    text: str | list[int],
+) -> Record:
+    """One streamed request of a few tokens."""
+    record = Record(index=-1, intended=time.monotonic(), sent=0.0, asked_output=_PROBE_TOKENS)
+    prompt = [{"role": "user", "content": str(text)}] if target.api == "chat" else text
+    await exchange(http, target, target.body(prompt, _PROBE_TOKENS), Answer(record))
+    return record
+
+
+async def find_tokenization(
+    http: aiohttp.ClientSession, target: Target, *, ids_allowed: bool
+) -> Tokenization:
+    """Exact by `/tokenize` if there is one, else by token ids, else estimated from the usage of probes."""
+    if (found := await _by_tokenize(http, target)) is not None:
+        return found
+    if ids_allowed and target.api == "completions" and (by_ids := await _by_ids(http, target)) is not None:
+        return by_ids
+    return await _by_usage(http, target)
+
+
+async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenization | None:
+    """Keep the words that add exactly one token each, wherever they stand; then check whole prompts."""
+    slots = asyncio.Semaphore(_PARALLEL)
+
+    async def count(text: str) -> int | None:
+        async with slots:
+            return await _count(http, target, text)
+
+    if await count("the") is None:
+        return None
+    twice = await asyncio.gather(*(count(f"{w} {w}") for w in WORDS))
+    thrice = await asyncio.gather(*(count(f"{w} {w} {w}") for w in WORDS))
+    counts = [
+        (w, a, b) for w, a, b in zip(WORDS, twice, thrice, strict=True) if a is not None and b is not None
+    ]
+    # The rarer totals belong to words of several tokens, or of two where they stand first.
+    usual = Counter(a for _, a, b in counts if b == a + 1).most_common(1)
+    if not usual:
+        return None
+    total = usual[0][0]
+    words = tuple(w for w, a, b in counts if a == total and b == total + 1)
+    if len(words) < 16:
+        return None
+    found = Tokenization("text", words, 1.0, total - 2, True, "exact, by the server's /tokenize")
+    composer = Composer(found)
+    for i, length in enumerate((64, 333, 1000)):
+        text = composer.compose([Segment((i,), length + found.overhead)])
+        assert isinstance(text, str)
+        if await count(text) != length + found.overhead:
+            return None
+    return found
+
+
+async def _count(http: aiohttp.ClientSession, target: Target, text: str) -> int | None:
+    """Tokens of a prompt as the server would see it, chat template included; None without a /tokenize."""
+    fields: dict[str, Any] = {"model": target.model}
+    if target.api == "chat":
+        fields |= {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
+    else:
+        fields |= {"prompt": text}
+    try:
+        async with http.post(f"{target.url}/tokenize", json=fields, headers=target.headers) as response:
+            if response.status != 200:
+                return None
+            answer = msgspec.json.decode(await response.read(), type=_Tokenized)
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+        return None
+    return len(answer.tokens) if answer.count is None and answer.tokens is not None else answer.count
+
+
+async def _by_ids(http: aiohttp.ClientSession, target: Target) -> Tokenization | None:
+    found = Tokenization("ids", (), 1.0, 0, True, "exact, by prompts of token ids")
+    for length in (48, 200):
+        ids = Composer(found).compose([Segment((length,), length)])
+        record = await probe(http, target, ids)
+        if not record.ok or record.prompt_tokens != length:
+            return None
+    return found
+
+
+async def _by_usage(http: aiohttp.ClientSession, target: Target) -> Tokenization:
+    plain = Tokenization("text", tuple(WORDS), 1.0, 0, False, "")
+    composer = Composer(plain)
+
+    async def count(words: int) -> int:
+        record = await probe(http, target, composer.compose([Segment((words,), words)]))
+        return record.prompt_tokens or 0
+
+    few, many = _CALIBRATION_WORDS
+    fewer, more = await count(few), await count(many)
+    if not 0 < fewer < more:
+        return msgspec.structs.replace(
+            plain, statement="assumed: one token for each common English word; the server counts none for us"
+        )
+    per_word = (more - fewer) / (many - few)
+    overhead = max(0, round(fewer - few * per_word))
+    return msgspec.structs.replace(
+        plain,
+        tokens_per_word=per_word,
+        overhead=overhead,
+        statement=f"approximate: {per_word:.3f} tokens a word and {overhead} more, from two probes' usage",
+    )
+
+
+async def count_texts(
+    http: aiohttp.ClientSession, target: Target, texts: Sequence[str]
+) -> tuple[list[int], str]:
+    """Tokens of each text, and how they were counted."""
+    plain = msgspec.structs.replace(target, api="completions")
+    slots = asyncio.Semaphore(_PARALLEL)
+
+    async def count(text: str) -> int | None:
+        async with slots:
+            return await _count(http, plain, text)
+
+    empty = await count("the") if texts else None
+    if empty is not None:
+        counts = await asyncio.gather(*(count(text) for text in texts))
+        if None not in counts:
+            # "the" is one token; what it has more is the server's own.
+            return [max(1, n - (empty - 1)) for n in counts if n is not None], "by the server's /tokenize"
+    return [max(1, round(len(text) / 4)) for text in texts], "estimated: 4 characters a token"

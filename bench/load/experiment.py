@@ -1,0 +1,293 @@
+"""One run from options to numbers: prepare against the server, run the fleet, reduce."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.load import datasets, endpoint, self_check, server_stages
+from bench.load.client import ClientConfig
+from bench.load.exchange import new_http_session
+from bench.load.fleet import Fleet, Harvest
+from bench.load.measure import Summary, summarize
+from bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
+from bench.load.record import Record
+from bench.load.request import Dialect, Target
+from bench.load.self_check import SelfCheck
+from bench.load.server_stages import ServerView, Snapshot
+from bench.load.tokenization import Tokenization
+from bench.load.workload import Listed, Session, Synthetic, Workload
+
+_PROBE_TIMEOUT = 120.0
+_LISTED_SESSIONS = 2000  # of a data set, if no number of requests is given
+_CHECKED_SESSIONS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run that only needs to be started. `notes` are for the reader of its report."""
+
+    options: Options
+    target: Target
+    workload: Workload
+    tokenization: Tokenization
+    max_model_len: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def duration(self) -> float | None:
+        """Where the user bounded nothing, a run still ends; a trace ends by itself."""
+        pace = self.options.pace
+        bounded = pace.duration is not None or pace.requests is not None or self.workload.count is not None
+        return pace.duration if bounded else DEFAULT_DURATION
+
+    @property
+    def requests(self) -> int | None:
+        """How many sessions at most, None without end."""
+        bounds = [n for n in (self.options.pace.requests, self.workload.count) if n is not None]
+        return min(bounds) if bounds else None
+
+    @property
+    def concurrency(self) -> int:
+        """Users of a closed loop, or the limit of an open one; 0: no limit."""
+        shape = self.options.shape
+        closed = shape.rate is None and self.workload.count is None
+        return shape.concurrency or (DEFAULT_CONCURRENCY if closed else 0)
+
+    @property
+    def shape(self) -> str:
+        """The load in words."""
+        limit, schedule = self.concurrency, self.options.schedule
+        if self.workload.count is not None:
+            said = f"trace at {self.options.replay.speed:g}× its speed"
+        elif schedule is None:
+            return f"closed loop, {limit} user{'s' if limit > 1 else ''}"
+        else:
+            said = f"open loop, {schedule}"
+        return said + (f", at most {limit} in flight" if limit else "")
+
+    def client_configs(self) -> list[ClientConfig]:
+        options = self.options
+        processes = min(options.process_count, self.concurrency or options.process_count)
+        run_id = os.urandom(4).hex()
+        return [
+            ClientConfig(
+                index=index,
+                clients=processes,
+                target=self.target,
+                workload=self.workload,
+                tokenization=self.tokenization,
+                seed=options.seed,
+                run_id=run_id,
+                arrivals=options.schedule,
+                concurrency=self.concurrency,
+                duration=self.duration,
+                sessions=self.requests,
+                time_scale=options.replay.speed,
+                timeout=options.pace.timeout,
+                drain=options.pace.drain,
+            )
+            for index in range(processes)
+        ]
+
+    def parameters(self) -> dict[str, Any]:
+        """All that is needed to repeat the run, and nothing secret."""
+        options = self.options
+        pace, slo = options.pace, options.slo
+        found: dict[str, Any] = {
+            "url": self.target.url,
+            "model": self.target.model,
+            "api": self.target.api,
+            "load": self.shape,
+            "duration_s": self.duration,
+            "requests": pace.requests,
+            "workload": _described(options),
+            "input_exactness": self.tokenization.statement,
+            "dialect": msgspec.to_builtins(self.target.dialect),
+            "extra_body": self.target.extra_body or None,
+            "slo": str(slo.objectives) or None,
+            "attainment": slo.attainment if slo.slo else None,
+            "warm_up": "detected" if pace.warm_up is None else pace.warm_up,
+            "seed": options.seed,
+            "timeout_s": pace.timeout,
+            "drain_s": pace.drain,
+            "label": options.label or None,
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run that was made. `incomplete`: it was stopped before its end."""
+
+    plan: Plan
+    records: Sequence[Record]
+    summary: Summary
+    self_check: SelfCheck
+    server: ServerView
+    elapsed: float
+    processes: int
+    incomplete: bool
+
+    @property
+    def valid(self) -> bool:
+        return self.self_check.valid
+
+
+async def prepare(options: Options) -> Plan:
+    """Raises EndpointError and ValueError."""
+    chosen = options.target
+    async with new_http_session(_PROBE_TIMEOUT) as http:
+        model = await endpoint.find_model(http, chosen.base, chosen.headers, chosen.model)
+        target = Target(
+            url=chosen.base,
+            api=chosen.api,
+            model=model.id,
+            dialect=Dialect(),
+            headers=chosen.headers,
+            extra_body=chosen.extra_fields,
+            session_header=chosen.session_header,
+        )
+        target, notes = await endpoint.find_dialect(http, target)
+        one_turn = options.workload.turn_distribution.parameters == (1.0,)
+        tokenization = await endpoint.find_tokenization(http, target, ids_allowed=one_turn)
+        workload, said = await _workload(http, target, options, tokenization)
+        notes += said
+    _check_lengths(options, workload, model.max_model_len)
+    return Plan(options, target, workload, tokenization, model.max_model_len, tuple(notes))
+
+
+async def run(plan: Plan, on_record: Callable[[Record], None], on_fleet: Callable[[Fleet], None]) -> Outcome:
+    """`on_fleet` gets the fleet before it starts, to watch it and to stop it."""
+    options = plan.options
+    async with new_http_session(_PROBE_TIMEOUT) as http:
+        before = await _scrape(http, plan)
+        fleet = Fleet(plan.client_configs())
+        on_fleet(fleet)
+        harvest = await fleet.run(on_record)
+        after = await _scrape(http, plan)
+    return _reduce(plan, options, harvest, server_stages.between(before, after))
+
+
+def _reduce(plan: Plan, options: Options, harvest: Harvest, server: ServerView) -> Outcome:
+    summary = summarize(
+        harvest.records,
+        options.slo.objectives,
+        warm_up=options.pace.warm_up,
+        ramp=options.shape.arrivals == "ramp",
+        attainment=options.slo.attainment,
+    )
+    checked = self_check.check(
+        harvest.loads,
+        [r.lag for r in harvest.records],
+        _seconds(summary, "ttft"),
+        _seconds(summary, "ttit"),
+        harvest.died,
+    )
+    return Outcome(
+        plan=plan,
+        records=harvest.records,
+        summary=summary,
+        self_check=checked,
+        server=server,
+        elapsed=harvest.ended - harvest.started,
+        processes=len(harvest.loads),
+        incomplete=harvest.interrupted,
+    )
+
+
+def _seconds(summary: Summary, metric: str) -> float | None:
+    return summary.latencies[metric]["p50"].value / 1e3 if metric in summary.latencies else None
+
+
+async def _scrape(http: aiohttp.ClientSession, plan: Plan) -> Snapshot:
+    urls = plan.options.target.metrics_url or (f"{plan.target.url}/metrics",)
+    return await server_stages.scrape(http, urls, plan.target.headers)
+
+
+async def _workload(
+    http: aiohttp.ClientSession, target: Target, options: Options, tokenization: Tokenization
+) -> tuple[Workload, list[str]]:
+    chosen = options.workload
+    least = tokenization.overhead + 1
+    if options.trace is not None:
+        lines = await asyncio.to_thread(datasets.read_trace, options.trace)
+        sessions = datasets.trace_sessions(
+            lines,
+            seed=options.seed,
+            block=options.replay.block_size,
+            length_scale=options.replay.length_scale,
+            least_input=least,
+        )
+        return Listed(sessions, timed=True), []
+    if chosen.dataset is not None:
+        turns = round(chosen.turn_distribution.parameters[-1])
+        conversations = await asyncio.to_thread(
+            datasets.read_conversations,
+            datasets.resolve(chosen.dataset), options.pace.requests or _LISTED_SESSIONS, turns, options.seed,
+        )  # fmt: skip
+        replies = [e.reply for conversation in conversations for e in conversation]
+        lengths, how = await endpoint.count_texts(http, target, replies)
+        listed = Listed(datasets.conversation_sessions(conversations, lengths))
+        return listed, [f"output lengths are those of the data set's replies, counted {how}"]
+    needed = least + chosen.prefix_len
+    if chosen.input_distribution.kind == "fixed" and chosen.input_distribution.least < needed:
+        raise ValueError(
+            f"--input-len {chosen.input_distribution}: the server itself adds {tokenization.overhead} tokens "
+            f"to every prompt; give at least {needed}."
+        )
+    return Synthetic(
+        seed=options.seed,
+        input_len=chosen.input_distribution,
+        output_len=chosen.output_distribution,
+        turns=chosen.turn_distribution,
+        think_time=chosen.think_distribution,
+        prefix_groups=chosen.prefix_groups,
+        prefix_len=chosen.prefix_len,
+        least_input=needed,
+    ), []
+
+
+def _check_lengths(options: Options, workload: Workload, max_model_len: int | None) -> None:
+    """Requests that the server must refuse are an error of the user's, to be told before the run."""
+    if max_model_len is None:
+        return
+    count = min(workload.count or _CHECKED_SESSIONS, options.pace.requests or sys.maxsize)
+    longest = [_longest(workload.session(i)) for i in range(count)]
+    over = sum(length > max_model_len for length in longest)
+    if over:
+        remedy = "--length-scale" if options.trace else "--input-len, --output-len or --turns"
+        raise ValueError(
+            f"{over} of {count} sessions need more than the model's {max_model_len} tokens, up to "
+            f"{max(longest)}. Give a smaller {remedy}, or serve with a larger --max-model-len."
+        )
+
+
+def _longest(session: Session) -> int:
+    """Tokens of the last turn with all its history, as far as they are known."""
+    return sum(turn.input_tokens + turn.output_tokens for turn in session.turns)
+
+
+def _described(options: Options) -> dict[str, Any]:
+    workload, replay = options.workload, options.replay
+    if options.trace is not None:
+        scaled = {} if replay.length_scale == 1 else {"length_scale": replay.length_scale}
+        return {"trace": options.trace.name, "block_size": replay.block_size} | scaled
+    if workload.dataset is not None:
+        return {"dataset": workload.dataset.name, "turns": workload.turns}
+    found: dict[str, Any] = {
+        "input_len": str(workload.input_distribution),
+        "output_len": str(workload.output_distribution),
+    }
+    if workload.prefix_groups:
+        found |= {"prefix_groups": workload.prefix_groups, "prefix_len": workload.prefix_len}
+    if workload.turns != "1":
+        found |= {"turns": workload.turns, "think_time": workload.think_time}
+    return found

@@ -1,0 +1,122 @@
+"""Runs the client processes of one run and gathers what they report."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.load.client import ClientConfig
+from bench.load.record import Record
+from bench.load.wire import Finished, Load, Progress, Ready, Start, Stop, frame, messages, read_frame
+
+_HEADSTART_SECONDS = 0.1  # between the word to start and the start, for all clients to hear it
+_STOP_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class Harvest:
+    """Everything that came back. `died`: why a client process ended before it had reported all."""
+
+    started: float = 0.0  # time.monotonic()
+    ended: float = 0.0
+    records: list[Record] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    sent: dict[int, int] = field(default_factory=dict)
+    in_flight: dict[int, int] = field(default_factory=dict)
+    interrupted: bool = False
+    died: list[str] = field(default_factory=list)
+
+
+class Fleet:
+    """One process for each configuration. `run` once; `stop` from a signal handler ends it early."""
+
+    def __init__(self, configs: Sequence[ClientConfig]) -> None:
+        self.harvest = Harvest()
+        self._configs = configs
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._stopping = False
+
+    async def run(self, on_record: Callable[[Record], None]) -> Harvest:
+        try:
+            for config in self._configs:
+                self._processes.append(await _spawn(config))
+            ready = [await read_frame(_out(p)) for p in self._processes]
+            if not self._stopping:
+                assert all(data and isinstance(messages.decode(data), Ready) for data in ready), (
+                    "a client process could not start; its message is above"
+                )
+            self.harvest.started = time.monotonic() + _HEADSTART_SECONDS
+            self._tell(Start(self.harvest.started))
+            readers = (self._read(i, p, on_record) for i, p in enumerate(self._processes))
+            await asyncio.gather(*readers)
+            self.harvest.ended = time.monotonic()
+        finally:
+            await self._end()
+        return self.harvest
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.harvest.interrupted = True
+        self._tell(Stop())
+
+    def _tell(self, message: Start | Stop) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            if not process.stdin.is_closing():
+                process.stdin.write(frame(message))
+
+    async def _read(
+        self, index: int, process: asyncio.subprocess.Process, on_record: Callable[[Record], None]
+    ) -> None:
+        harvest = self.harvest
+        while (data := await read_frame(_out(process))) is not None:
+            message = messages.decode(data)
+            if isinstance(message, Finished):
+                harvest.records.append(message.record)
+                on_record(message.record)
+            elif isinstance(message, Progress):
+                harvest.sent[index], harvest.in_flight[index] = message.sent, message.in_flight
+            elif isinstance(message, Load):
+                harvest.loads.append(message)
+                return
+        # A client that was stopped before it started has nothing to report.
+        if not (self._stopping and index not in harvest.sent):
+            harvest.died.append(f"client process {index} died ({await process.wait()})")
+
+    async def _end(self) -> None:
+        """Every process is gone when this returns: they end when their stdin does, or else are killed."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def _spawn(config: ClientConfig) -> asyncio.subprocess.Process:
+    # Found from wherever `baton bench` was started, installed or not.
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.load.client_process",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,  # a Ctrl-C at the terminal reaches the parent alone
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(frame(config))
+    return process
+
+
+def _out(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
+    assert process.stdout is not None
+    return process.stdout

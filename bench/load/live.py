@@ -1,0 +1,105 @@
+"""Progress while a run lasts: a bar and current percentiles in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from bench.contract import percentile
+from bench.load.fleet import Harvest
+from bench.load.record import Failure, Record
+
+_RECENT_SECONDS = 15.0
+_MOST_RECENT = 300
+_REFRESH = 0.5
+_LINE_EVERY = 10.0
+
+
+class Progression:
+    """`async with` around a run; `saw` gets every record. Shows on stderr, so that stdout stays the
+    result's.
+    """
+
+    def __init__(self, title: str, duration: float | None, total: int | None, *, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, highlight=False, quiet=quiet)
+        self._duration, self._total = duration, total
+        self._recent: deque[tuple[float, Record]] = deque(maxlen=_MOST_RECENT)
+        self._ok = self._failed = 0
+        self._harvest: Harvest | None = None
+        self._bar = Progress(
+            TextColumn(f"[bold]{title}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("", total=1.0)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._ticker: asyncio.Task[None] | None = None
+
+    def watch(self, harvest: Harvest) -> None:
+        self._harvest = harvest
+
+    def saw(self, record: Record) -> None:
+        self._recent.append((time.monotonic(), record))
+        if record.ok:
+            self._ok += 1
+        elif record.failure is not Failure.INTERRUPTED:
+            self._failed += 1
+
+    async def __aenter__(self) -> Progression:
+        if self._console.is_terminal:
+            self._live.start()
+        self._ticker = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._ticker is not None
+        self._ticker.cancel()
+        self._live.stop()
+
+    async def _tick(self) -> None:
+        terminal = self._console.is_terminal
+        while True:
+            await asyncio.sleep(_REFRESH if terminal else _LINE_EVERY)
+            if terminal:
+                self._live.update(self._render(), refresh=True)
+            else:
+                self._console.print(self._line())
+
+    def _render(self) -> RenderableType:
+        self._bar.update(self._task, completed=self._share())
+        return Group(self._bar, self._line())
+
+    def _share(self) -> float:
+        harvest = self._harvest
+        if harvest is None or not harvest.started:
+            return 0.0
+        by_time = (time.monotonic() - harvest.started) / self._duration if self._duration else 0.0
+        by_count = (self._ok + self._failed) / self._total if self._total else 0.0
+        return min(1.0, max(by_time, by_count))
+
+    def _line(self) -> Text:
+        now = time.monotonic()
+        recent = [r for at, r in self._recent if r.ok and now - at < _RECENT_SECONDS]
+        in_flight = sum(self._harvest.in_flight.values()) if self._harvest else 0
+        text = f"{self._ok} answered, {in_flight} in flight"
+        if self._failed:
+            text += f", {self._failed} FAILED"
+        for name, values in (
+            ("TTFT", [r.ttft for r in recent]),
+            ("TTIT", [g for r in recent for g in r.gaps]),
+        ):
+            if values:
+                p50, p99 = (percentile(values, q) * 1e3 for q in (0.5, 0.99))
+                text += f"   {name} p50 {p50:.1f} p99 {p99:.1f} ms"
+        return Text(text, "red" if self._failed else "cyan")

@@ -1,0 +1,37 @@
+"""The highest rate within an objective: pure, one question at a time.
+
+Doubles from the first rate until a run misses, halves until one keeps to the objective, then bisects
+geometrically until the bracket is narrow. What it returns was itself measured to be good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+
+LEAST_RATE = 1e-2
+MOST_RATE = 1e5
+
+
+def highest_rate(first: float, precision: float) -> Generator[float, bool, float | None]:
+    """Yields rates to measure, is sent whether each was good, returns the highest good one (None: none was).
+
+    Ends when the lowest bad rate is at most `1 + precision` times the highest good one.
+    """
+    assert first > 0
+    assert precision > 0
+    good: float | None = None
+    bad: float | None = None
+    rate = first
+    while LEAST_RATE <= rate <= MOST_RATE:
+        if (yield rate):
+            good = rate
+        else:
+            bad = rate
+        if good is not None and bad is not None:
+            if bad <= good * (1 + precision):
+                return good
+            rate = math.sqrt(good * bad)
+        else:
+            rate = rate * 2 if bad is None else rate / 2
+    return good

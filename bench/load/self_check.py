@@ -1,0 +1,76 @@
+"""Was the client the bottleneck? A run in which it was is invalid, whatever its numbers look like.
+
+The bounds are relative to what is measured: a client that is 3 ms late spoils a TTFT of 20 ms, not one of 2
+s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from bench.load.wire import Load
+
+MAX_CPU = 0.9  # of one core, of the busiest client process: beyond it chunks queue in the client
+MAX_WAITED = 0.2  # share of the time that a client process was ready to run and had no core
+_LEAST_SECONDS = 0.005
+_OF_LATENCY = 0.05
+
+
+class SelfCheck(msgspec.Struct, frozen=True):
+    """Seconds; `cpu` and `waited` are shares of the run's time, of the worst client process."""
+
+    lag_p99: float
+    lag_max: float
+    stall_p99: float
+    stall_max: float
+    cpu: float
+    waited: float
+    reasons: tuple[str, ...]
+
+    @property
+    def valid(self) -> bool:
+        return not self.reasons
+
+
+def check(
+    loads: Sequence[Load],
+    lags: Sequence[float],
+    ttft_p50: float | None,
+    gap_p50: float | None,
+    died: Sequence[str],
+) -> SelfCheck:
+    """`lags`: how late the client was with each request. The medians are what was measured, None if
+    nothing.
+    """
+    stalls = np.asarray([s for load in loads for s in load.stalls] or [0.0])
+    late = np.asarray(lags or [0.0])
+    lag_p99, stall_p99 = float(np.percentile(late, 99)), float(np.percentile(stalls, 99))
+    cpu = max((load.cpu / load.elapsed for load in loads if load.elapsed), default=0.0)
+    waited = max((load.waited / load.elapsed for load in loads if load.elapsed), default=0.0)
+    reasons = list(died)
+    lag_bound = max(_LEAST_SECONDS, _OF_LATENCY * (ttft_p50 or 0.0))
+    if lag_p99 > lag_bound:
+        reasons.append(f"requests went out late: p99 {lag_p99 * 1e3:.1f} ms, bound {lag_bound * 1e3:.1f} ms")
+    stall_bound = max(_LEAST_SECONDS, _OF_LATENCY * 2 * (gap_p50 or 0.0))
+    if stall_p99 > stall_bound:
+        reasons.append(
+            f"the client's event loop stalled: p99 {stall_p99 * 1e3:.1f} ms, bound {stall_bound * 1e3:.1f} ms"
+        )
+    if cpu > MAX_CPU:
+        reasons.append(f"a client process used {cpu:.0%} of a core: give more --processes")
+    if waited > MAX_WAITED:
+        reasons.append(
+            f"a client process waited for a core {waited:.0%} of the time: run it on another machine"
+        )
+    return SelfCheck(
+        lag_p99=lag_p99,
+        lag_max=float(late.max()),
+        stall_p99=stall_p99,
+        stall_max=float(stalls.max()),
+        cpu=cpu,
+        waited=waited,
+        reasons=tuple(reasons),
+    )

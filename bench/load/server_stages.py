@@ -1,0 +1,154 @@
+"""Where the time went inside the server: its own histograms, from `/metrics` before and after the run.
+
+Reads the names of vLLM's metrics and Baton's. A server without them, or whose page cannot be read, only makes
+this section say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+# Stage → the histogram that measures it.
+STAGES: Mapping[str, str] = {
+    "queue": "vllm:request_queue_time_seconds",
+    "prefill": "vllm:request_prefill_time_seconds",
+    "transfer": "baton:kv_transfer_seconds",
+    "exposed_transfer": "baton:kv_exposed_seconds",
+    "handover": "baton:handover_seconds",
+    "decode": "vllm:request_decode_time_seconds",
+    "ttft": "vllm:time_to_first_token_seconds",
+    "e2e": "vllm:e2e_request_latency_seconds",
+}
+_PAGE_BYTES = 16 << 20
+
+
+class Histogram(msgspec.Struct):
+    """Cumulative counts by upper bound, over all label sets."""
+
+    total: float = 0.0
+    count: float = 0.0
+    buckets: dict[float, float] = {}
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """What the server measured of one stage while the run lasted. Seconds."""
+
+    name: str
+    metric: str
+    count: int
+    mean: float
+    p50: float
+    p99: float
+
+
+class ServerView(msgspec.Struct, frozen=True):
+    """`statement` says why there are no stages, or from where they are."""
+
+    stages: tuple[Stage, ...]
+    statement: str
+
+
+Snapshot = dict[str, Histogram] | str  # or why there is none
+
+
+async def scrape(http: aiohttp.ClientSession, urls: Sequence[str], headers: Mapping[str, str]) -> Snapshot:
+    """All pages together: a stage may be exported by several workers."""
+    merged: dict[str, Histogram] = {}
+    for url in urls:
+        try:
+            async with http.get(url, headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as response:
+                if response.status != 200:
+                    return f"{url} answered {response.status}"
+                data = await response.content.read(_PAGE_BYTES)
+            parse(data.decode(errors="replace"), merged)
+        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+            return f"{url}: {e or type(e).__name__}"
+        except (ValueError, KeyError, IndexError) as e:  # the parser's ways to reject a page
+            return f"{url} is not in Prometheus's text format ({e})"
+    return merged
+
+
+def parse(text: str, into: dict[str, Histogram]) -> None:
+    """Add the histograms we know. Raises ValueError and whatever else the parser does on nonsense."""
+    known = set(STAGES.values())
+    for family in text_string_to_metric_families(text):
+        if family.name not in known:
+            continue
+        histogram = into.setdefault(family.name, Histogram())
+        for sample in family.samples:
+            if sample.name.endswith("_sum"):
+                histogram.total += sample.value
+            elif sample.name.endswith("_count"):
+                histogram.count += sample.value
+            elif sample.name.endswith("_bucket"):
+                bound = float(sample.labels["le"])
+                histogram.buckets[bound] = histogram.buckets.get(bound, 0.0) + sample.value
+
+
+def between(before: Snapshot, after: Snapshot) -> ServerView:
+    """What was added from one snapshot to the other."""
+    for snapshot in (before, after):
+        if isinstance(snapshot, str):
+            return ServerView((), f"no server-side stages: {snapshot}")
+    assert isinstance(before, dict)
+    assert isinstance(after, dict)
+    stages = []
+    restarted = False
+    for name, metric in STAGES.items():
+        if metric not in after:
+            continue
+        added = _difference(before.get(metric, Histogram()), after[metric])
+        if added is None:
+            restarted = True
+        elif added.count:
+            stages.append(
+                Stage(
+                    name=name,
+                    metric=metric,
+                    count=round(added.count),
+                    mean=added.total / added.count,
+                    p50=_quantile(added, 0.5),
+                    p99=_quantile(added, 0.99),
+                )
+            )
+    if restarted:
+        return ServerView(
+            (), "no server-side stages: counters went backwards, the server restarted during the run"
+        )
+    if not stages:
+        return ServerView(
+            (), "no server-side stages: /metrics has none of the histograms that vLLM and Baton export"
+        )
+    return ServerView(
+        tuple(stages),
+        "by the server's own histograms over the whole run, warm-up included; quantiles from buckets",
+    )
+
+
+def _difference(before: Histogram, after: Histogram) -> Histogram | None:
+    """None if it went backwards."""
+    added = defaultdict(float)
+    for bound, count in after.buckets.items():
+        added[bound] = count - before.buckets.get(bound, 0.0)
+    result = Histogram(after.total - before.total, after.count - before.count, dict(added))
+    backwards = result.count < 0 or result.total < -1e-9 or any(count < 0 for count in added.values())
+    return None if backwards else result
+
+
+def _quantile(histogram: Histogram, q: float) -> float:
+    """Linear within the bucket, as Prometheus's histogram_quantile; the last finite bound if beyond it."""
+    below, lower = 0.0, 0.0
+    wanted = q * histogram.count
+    for bound, count in sorted(histogram.buckets.items()):
+        if count >= wanted and count > below:
+            if math.isinf(bound):
+                return lower
+            return lower + (bound - lower) * (wanted - below) / (count - below)
+        below, lower = count, bound
+    return lower

@@ -1,0 +1,203 @@
+"""What a command does with the terminal: measures, shows, writes, and turns Ctrl-C into a result marked
+incomplete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import typer
+
+from bench.contract import Report, Row
+from bench.load import experiment, results, table
+from bench.load.endpoint import EndpointError
+from bench.load.experiment import Outcome
+from bench.load.fleet import Fleet
+from bench.load.live import Progression
+from bench.load.options import Options, OutputOptions
+from bench.load.page import page
+from bench.load.search import highest_rate
+
+T = TypeVar("T")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+OK, NOTHING, INVALID, INTERRUPTED = 0, 1, 3, 130
+
+
+async def measure(options: Options, output: OutputOptions) -> int:
+    """One run. Returns the exit code."""
+    started = _now()
+    with _Interrupt() as interrupt:
+        outcome = await _one(options, output, "run", interrupt)
+    if not isinstance(outcome, Outcome):
+        return outcome
+    report = results.report_of(outcome, started, output.json)
+    table.console().print(table.render(report.as_dict()))
+    _write(report, output)
+    if output.jsonl is not None:
+        results.write_requests(outcome, output.jsonl)
+    return _code(outcome)
+
+
+async def sweep_over(points: Sequence[Options], output: OutputOptions) -> int:
+    """One run after the other, each with prompts of its own. Returns the exit code."""
+    started = _now()
+    done: list[tuple[str, Report]] = []
+    codes: list[int] = []
+    with _Interrupt() as interrupt:
+        for number, options in enumerate(points):
+            title = f"{number + 1}/{len(points)} {_prefix(options)}"
+            outcome = await _point(options, number, output, title, interrupt)
+            if not isinstance(outcome, Outcome):
+                codes.append(outcome)
+                break
+            done.append((_prefix(options), results.report_of(outcome, started)))
+            codes.append(_code(outcome))
+            if outcome.incomplete:
+                break
+    return _finish_sweep(done, None, started, output, max(codes))
+
+
+async def search(options: Options, output: OutputOptions, first: float, precision: float) -> int:
+    """Runs until the highest rate within the objectives is known. Returns the exit code."""
+    started = _now()
+    done: list[tuple[str, Report]] = []
+    asked = highest_rate(first, precision)
+    rate, best, code = next(asked), None, None
+    with _Interrupt() as interrupt:
+        while code is None:
+            point = dataclasses.replace(options, shape=dataclasses.replace(options.shape, rate=rate))
+            outcome = await _point(point, len(done), output, f"{rate:.4g}/s", interrupt)
+            if not isinstance(outcome, Outcome):
+                code = outcome
+                break
+            done.append((_prefix(point), results.report_of(outcome, started)))
+            if outcome.incomplete or not outcome.valid:
+                code = _code(outcome)  # such a run says nothing about the server
+                break
+            try:
+                rate = asked.send(
+                    bool(outcome.summary.slo_met) and outcome.summary.steadiness.steady is not False
+                )
+            except StopIteration as found:
+                best = found.value
+                code = NOTHING if best is None else OK
+    row = None if best is None else Row("max_rate", best, "sessions/s")
+    if code == NOTHING and done:
+        typer.secho(f"No rate keeps to {options.slo.objectives}.", fg="yellow", err=True)
+    return _finish_sweep(done, row, started, output, code)
+
+
+async def _point(
+    options: Options, number: int, output: OutputOptions, title: str, interrupt: _Interrupt
+) -> Outcome | int:
+    """Other prompts for each run, lest one warms the server's prefix cache for the next."""
+    return await _one(dataclasses.replace(options, seed=options.seed + number), output, title, interrupt)
+
+
+async def _one(options: Options, output: OutputOptions, title: str, interrupt: _Interrupt) -> Outcome | int:
+    """The outcome, or an exit code if there is none."""
+    try:
+        plan = await interrupt.guard(experiment.prepare(options))
+        if plan is None:
+            return INTERRUPTED
+        async with Progression(title, plan.duration, plan.requests, quiet=output.quiet) as progression:
+
+            def watch(fleet: Fleet) -> None:
+                progression.watch(fleet.harvest)
+                interrupt.then(fleet.stop)
+
+            return await experiment.run(plan, progression.saw, watch)
+    except EndpointError as error:
+        typer.secho(f"Error: {error}", fg="red", err=True)
+        return NOTHING
+
+
+def _finish_sweep(
+    done: Sequence[tuple[str, Report]],
+    found: Row | None,
+    started: str,
+    output: OutputOptions,
+    code: int,
+) -> int:
+    if done:
+        report = results.report_of_sweep(done, found, started, output.json)
+        table.console().print(table.render_sweep(report.as_dict()))
+        _write(report, output)
+    return code
+
+
+def _write(report: Report, output: OutputOptions) -> None:
+    report.write()
+    if output.html is not None:
+        output.html.write_text(page([report.as_dict()], [output.label or "this run"]))
+    for path in (output.json, output.html, output.jsonl):
+        if path is not None:
+            typer.echo(f"{path} written.", err=True)
+
+
+def _code(outcome: Outcome) -> int:
+    if outcome.incomplete:
+        return INTERRUPTED
+    if not outcome.valid:
+        return INVALID
+    return OK if outcome.summary.ok else NOTHING
+
+
+def _prefix(options: Options) -> str:
+    """Of the row names of one run in a sweep."""
+    shape = options.shape
+    return f"rate={shape.rate:.4g}" if shape.rate is not None else f"concurrency={shape.concurrency}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class _Interrupt:
+    """While it is entered, the first SIGINT or SIGTERM ends what is going on in order; the second kills."""
+
+    def __init__(self) -> None:
+        self.happened = False
+        self._end: Callable[[], object] | None = None
+
+    def __enter__(self) -> _Interrupt:
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._fire)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def then(self, end: Callable[[], object]) -> None:
+        """What a signal calls from now on; at once if it has come."""
+        self._end = end
+        if self.happened:
+            end()
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, None if a signal ended it."""
+        task = asyncio.create_task(work)
+        self.then(task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not self.happened:
+                raise
+            return None
+
+    def _fire(self) -> None:
+        self.happened = True
+        self._release()
+        typer.secho("Stopping; once more to stop at once.", fg="yellow", err=True)
+        if self._end is not None:
+            self._end()
+
+    def _release(self) -> None:
+        for number in _SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)

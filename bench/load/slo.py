@@ -1,0 +1,73 @@
+"""Service-level objectives: `ttft=500,ttit=50` bounds every request, `ttft.p99=500,ttit.p99=15` the run.
+
+Goodput is the rate of requests that meet all bounds of the first kind (after DistServe, OSDI 2024). A request
+that failed meets none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+METRICS = ("ttft", "ttit", "gap", "handover", "e2e")
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+SYNTAX = (
+    "METRIC=LIMIT or METRIC.QUANTILE=LIMIT, separated by commas; METRIC one of "
+    f"{', '.join(METRICS)}; QUANTILE one of {', '.join(QUANTILES)}; LIMIT in ms, or with a unit: 1.5s"
+)
+
+
+class Bound(msgspec.Struct, frozen=True):
+    metric: str
+    quantile: str  # "" bounds every request
+    limit_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.metric}{'.' if self.quantile else ''}{self.quantile}={self.limit_ms:g}ms"
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """What a request and a run must keep to. Empty: no objective."""
+
+    bounds: tuple[Bound, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        return cls(tuple(_bound(part, text) for part in text.split(",") if part.strip()))
+
+    @property
+    def per_request(self) -> Sequence[Bound]:
+        return [b for b in self.bounds if not b.quantile]
+
+    @property
+    def per_run(self) -> Sequence[Bound]:
+        return [b for b in self.bounds if b.quantile]
+
+    def met_by_request(self, value_ms: Callable[[str], float | None]) -> bool:
+        """`value_ms(metric)` of a request that succeeded; None (one token has no gap) meets any bound."""
+        values = ((value_ms(bound.metric), bound.limit_ms) for bound in self.per_request)
+        return all(value is None or value <= limit for value, limit in values)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.bounds))
+
+
+def _bound(part: str, whole: str) -> Bound:
+    name, equals, limit = (x.strip() for x in part.partition("="))
+    metric, _, quantile = name.partition(".")
+    try:
+        limit_ms = parse_ms(limit)
+    except ValueError:
+        limit_ms = -1.0
+    if not equals or metric not in METRICS or (quantile and quantile not in QUANTILES) or limit_ms <= 0:
+        raise ValueError(f"--slo {whole!r}: cannot read {part.strip()!r}. Write {SYNTAX}.")
+    return Bound(metric, quantile, limit_ms)
+
+
+def parse_ms(text: str) -> float:
+    """`50`, `50ms` and `0.05s` are the same. Raises ValueError."""
+    for suffix, factor in (("ms", 1.0), ("s", 1000.0)):
+        if text.endswith(suffix):
+            return float(text.removesuffix(suffix)) * factor
+    return float(text)

@@ -1,0 +1,47 @@
+"""Server-sent events from bytes, as they come (the parsing rules of the HTML standard's event streams)."""
+
+from __future__ import annotations
+
+MAX_EVENT_BYTES = 1 << 20
+
+
+class SSEError(ValueError):
+    """The bytes are no event stream that we would read."""
+
+
+class SSEParser:
+    """Feed bytes, get the data of each event that became whole; comments and empty events yield nothing."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if not self._rest and data[:6] == b"data: " and data.find(b"\n") == len(data) - 2 and data[-1] == 10:
+            return [data[6:-2]]  # one event in one chunk: nearly all of them
+        data = self._rest + data if self._rest else data
+        if b"\r" in data:
+            # A CR at the very end may be half of a CRLF.
+            held = b"\r" if data.endswith(b"\r") else b""
+            data = data.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
+        *blocks, self._rest = data.split(b"\n\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise SSEError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        return [event for block in blocks if (event := _data_of(block)) is not None]
+
+    @property
+    def rest(self) -> bytes:
+        """What came after the last whole event."""
+        return self._rest
+
+
+def _data_of(block: bytes) -> bytes | None:
+    lines = [_field(line) for line in block.split(b"\n") if line and not line.startswith(b":")]
+    found = [value for name, value in lines if name == b"data"]
+    if not found and any(name not in (b"event", b"id", b"retry") for name, _ in lines):
+        raise SSEError(f"not an event: {block[:80]!r}")
+    return b"\n".join(found) if found else None
+
+
+def _field(line: bytes) -> tuple[bytes, bytes]:
+    name, _, value = line.partition(b":")
+    return name, value.removeprefix(b" ")

@@ -1,0 +1,303 @@
+"""Prompts of exact lengths in the server's own tokens.
+
+A prompt is a row of segments, and a segment is (seed, length): the same segment is the same text wherever it
+stands, which is how shared prefixes and Mooncake's blocks are made. Text is a row of common words that the
+server's tokenizer was seen to take as one token each, so that lengths add up (`endpoint.find_tokenization`
+checks this against `/tokenize`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+# Short and common, hence one token each (with the space before) in the usual vocabularies.
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "it",
+    "you",
+    "that",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "with",
+    "as",
+    "his",
+    "they",
+    "be",
+    "at",
+    "one",
+    "have",
+    "this",
+    "from",
+    "or",
+    "had",
+    "by",
+    "hot",
+    "but",
+    "some",
+    "what",
+    "there",
+    "we",
+    "can",
+    "out",
+    "other",
+    "were",
+    "all",
+    "your",
+    "when",
+    "up",
+    "use",
+    "how",
+    "said",
+    "each",
+    "she",
+    "which",
+    "do",
+    "their",
+    "time",
+    "if",
+    "will",
+    "way",
+    "about",
+    "many",
+    "then",
+    "them",
+    "would",
+    "write",
+    "like",
+    "so",
+    "these",
+    "her",
+    "long",
+    "make",
+    "thing",
+    "see",
+    "him",
+    "two",
+    "has",
+    "look",
+    "more",
+    "day",
+    "could",
+    "go",
+    "come",
+    "did",
+    "my",
+    "no",
+    "most",
+    "number",
+    "who",
+    "over",
+    "know",
+    "than",
+    "call",
+    "first",
+    "people",
+    "may",
+    "down",
+    "side",
+    "been",
+    "now",
+    "find",
+    "any",
+    "new",
+    "work",
+    "part",
+    "take",
+    "get",
+    "place",
+    "made",
+    "where",
+    "after",
+    "back",
+    "little",
+    "only",
+    "round",
+    "man",
+    "year",
+    "came",
+    "show",
+    "every",
+    "good",
+    "me",
+    "give",
+    "our",
+    "under",
+    "name",
+    "very",
+    "through",
+    "just",
+    "form",
+    "much",
+    "great",
+    "think",
+    "say",
+    "help",
+    "low",
+    "line",
+    "before",
+    "turn",
+    "cause",
+    "same",
+    "mean",
+    "move",
+    "right",
+    "boy",
+    "old",
+    "too",
+    "does",
+    "tell",
+    "set",
+    "three",
+    "want",
+    "air",
+    "well",
+    "also",
+    "play",
+    "small",
+    "end",
+    "put",
+    "home",
+    "read",
+    "hand",
+    "port",
+    "large",
+    "add",
+    "even",
+    "land",
+    "here",
+    "must",
+    "big",
+    "high",
+    "such",
+    "follow",
+    "act",
+    "why",
+    "ask",
+    "men",
+    "change",
+    "went",
+    "light",
+    "kind",
+    "off",
+    "need",
+    "house",
+    "point",
+    "try",
+    "us",
+    "again",
+    "near",
+    "build",
+    "self",
+    "earth",
+    "father",
+    "head",
+    "stand",
+    "own",
+    "page",
+    "should",
+    "found",
+    "answer",
+    "school",
+]
+# Ids that every vocabulary has and that are no special tokens in the usual ones.
+_FIRST_ID, _NUM_IDS = 1000, 7000
+_LONG = 1 << 18  # words or ids: the longest segment
+_HEAD = 6
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """`length` tokens drawn from `seed`."""
+
+    seed: tuple[int, ...]
+    length: int
+
+
+class Tokenization(msgspec.Struct, frozen=True):
+    """How lengths in tokens become prompts.
+
+    `overhead` tokens are the server's own in every prompt (BOS, the chat template). `statement` says to the
+    reader of a report how exact the lengths are.
+    """
+
+    kind: Literal["text", "ids"]
+    words: tuple[str, ...]
+    tokens_per_word: float
+    overhead: int
+    exact: bool
+    statement: str
+
+
+class Composer:
+    """Makes prompts fast enough to do it between two tokens: a segment is a slice of one long random text.
+
+    The long text is the same in every process. A few words drawn for the segment alone precede the slice, so
+    that prompts which happen to meet in the long text still differ from their start.
+    """
+
+    def __init__(self, tokenization: Tokenization) -> None:
+        self._tokenization = tokenization
+        rng = np.random.default_rng(0)
+        if tokenization.kind == "ids":
+            self._head: Sequence[str] | Sequence[int] = range(_FIRST_ID, _FIRST_ID + _NUM_IDS)
+            self._ids = rng.integers(_FIRST_ID, _FIRST_ID + _NUM_IDS, 2 * _LONG)
+        else:
+            self._head = tokenization.words
+            words = [
+                tokenization.words[i] for i in rng.integers(0, len(tokenization.words), 2 * _LONG).tolist()
+            ]
+            self._text = " ".join(words)
+            # Where word i starts; the last entry is one past the end, as if a word followed.
+            self._starts = np.concatenate(([0], np.cumsum([len(word) + 1 for word in words])))
+
+    def compose(self, segments: Sequence[Segment], *, first: bool = True) -> str | list[int]:
+        """The prompt that the server will count as the sum of the segments' lengths.
+
+        Only the `first` turn of a session pays the overhead. It is taken off the end, so that what prompts
+        share at their start stays shared.
+        """
+        lengths = [s.length for s in segments]
+        excess = self._tokenization.overhead if first else 0
+        assert excess < sum(lengths), f"a prompt of {sum(lengths)} tokens has no room beside the server's own"
+        for i in reversed(range(len(lengths))):
+            cut = min(excess, lengths[i])
+            lengths[i] -= cut
+            excess -= cut
+        parts = list(zip(segments, lengths, strict=True))
+        if self._tokenization.kind == "ids":
+            return [token for segment, length in parts for token in self._slice_ids(segment, length)]
+        per_word = self._tokenization.tokens_per_word
+        texts = (self._slice_text(segment, round(length / per_word)) for segment, length in parts)
+        return " ".join(text for text in texts if text)
+
+    def _slice_text(self, segment: Segment, count: int) -> str:
+        head, start = self._draw(segment, count)
+        rest = self._text[self._starts[start] : self._starts[start + count - len(head)] - 1]
+        return " ".join([*map(str, head), rest] if rest else map(str, head))
+
+    def _slice_ids(self, segment: Segment, count: int) -> list[int]:
+        head, start = self._draw(segment, count)
+        return [*map(int, head), *self._ids[start : start + count - len(head)].tolist()]
+
+    def _draw(self, segment: Segment, count: int) -> tuple[list[str | int], int]:
+        """The segment's own first words, and where its slice of the long text begins."""
+        assert count <= _LONG, f"a segment of {count} words is longer than {_LONG}"
+        number = xxhash.xxh3_128_intdigest(repr(segment.seed).encode())
+        number, start = divmod(number, _LONG)
+        head: list[str | int] = []
+        for _ in range(min(_HEAD, count)):
+            number, i = divmod(number, len(self._head))
+            head.append(self._head[i])
+        return head, start

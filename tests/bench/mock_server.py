@@ -1,0 +1,310 @@
+"""An OpenAI-compatible server whose every delay is known, and which fails in every known way.
+
+In a test: `async with MockServer(Behavior(ttft=0.02)) as server: …  server.url`. As a process: `python
+tests/bench/mock_server.py --port 8199 --ttft-ms 200 --gaps-ms 30,30,90`. It keeps the times at which it
+really wrote each chunk, on the monotonic clock that client and server share (`served`, or GET /truth), so
+that a client can be judged apart from the server's own lateness.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import uvloop
+from aiohttp import web
+
+Fault = Literal[
+    "none", "429", "500", "reset", "half", "done_only", "garbage", "not_json", "error_event", "empty",
+    "abort", "hang", "html", "bad_types",
+]  # fmt: skip
+BOS = 1  # tokens the server adds to a prompt of completions
+TEMPLATE = 7  # and to one of chat
+
+
+@dataclass
+class Behavior:
+    """Delays in seconds. `gaps` and `faults` are repeated; a stall keeps every write within it back to its
+    end.
+    """
+
+    ttft: float = 0.005
+    gaps: Sequence[float] = (0.002,)
+    tokens_per_chunk: int = 1
+    stall: tuple[float, float] | None = None  # seconds since the server's start
+    faults: Sequence[Fault] = ("none",)
+    tokenize: bool = True
+    metrics: bool = True
+    token_ids: bool = True
+    usage: bool = True
+    running_usage: bool = True
+    strict: bool = False  # refuses fields that OpenAI's API does not have
+    max_model_len: int | None = 8192
+    api_key: str | None = None
+
+
+@dataclass
+class Served:
+    """One request as the server saw it. Times are time.monotonic()."""
+
+    arrived: float
+    prompt: Any
+    prompt_tokens: int
+    max_tokens: int
+    session: str
+    writes: list[float] = field(default_factory=list)
+
+
+class MockServer:
+    def __init__(self, behavior: Behavior, port: int = 0) -> None:
+        self.behavior = behavior
+        self.served: list[Served] = []
+        self.url = ""
+        self._port = port
+        self._numbers = itertools.count()
+        self._runner: web.AppRunner | None = None
+        self._started = 0.0
+
+    async def __aenter__(self) -> MockServer:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/truth", self._truth)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=4096)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        self.restart_clock()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    def restart_clock(self) -> None:
+        """`stall` counts from here, and faults begin anew."""
+        self._started = time.monotonic()
+        self._numbers = itertools.count()
+        self.served.clear()
+
+    def _authorized(self, request: web.Request) -> bool:
+        key = self.behavior.api_key
+        return key is None or request.headers.get("authorization") == f"Bearer {key}"
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if not self._authorized(request):
+            return web.json_response({"error": {"message": "wrong key"}}, status=401)
+        model: dict[str, Any] = {"id": "mock", "object": "model"}
+        if self.behavior.max_model_len is not None:
+            model["max_model_len"] = self.behavior.max_model_len
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _truth(self, _: web.Request) -> web.Response:
+        return web.json_response([{"arrived": s.arrived, "writes": s.writes} for s in self.served])
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        if not self.behavior.metrics:
+            raise web.HTTPNotFound
+        done = [s for s in self.served if s.writes]
+        queue, prefill = 0.25 * self.behavior.ttft, 0.75 * self.behavior.ttft
+        return web.Response(
+            text=_histogram("vllm:request_queue_time_seconds", [queue] * len(done))
+            + _histogram("vllm:request_prefill_time_seconds", [prefill] * len(done))
+            + _histogram("vllm:request_decode_time_seconds", [s.writes[-1] - s.writes[0] for s in done])
+        )
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        if not self.behavior.tokenize:
+            raise web.HTTPNotFound
+        count = count_tokens(await request.json())
+        return web.json_response({"count": count, "tokens": list(range(count)), "max_model_len": 8192})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        arrived = time.monotonic()
+        body = await request.json()
+        refusal = self._refusal(request, body)
+        if refusal is not None:
+            return refusal
+        served = Served(
+            arrived, body.get("prompt", body.get("messages")), count_tokens(body), body["max_tokens"],
+            request.headers.get("x-session-id", ""),
+        )  # fmt: skip
+        self.served.append(served)
+        faults = self.behavior.faults
+        fault: Fault = faults[next(self._numbers) % len(faults)]
+        match fault:
+            case "429":
+                return _error(429, "too many requests", {"retry-after": "1"})
+            case "500":
+                return _error(500, "engine died")
+            case "html":
+                return web.Response(text="<html>hello</html>", content_type="text/html")
+            case "reset":
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        await self._stream(response, request, body, served, fault)
+        return response
+
+    def _refusal(self, request: web.Request, body: dict[str, Any]) -> web.Response | None:
+        if not self._authorized(request):
+            return _error(401, "wrong key")
+        known = {"model", "prompt", "messages", "max_tokens", "stream", "temperature", "stream_options"}
+        unknown = set(body) - known
+        if "continuous_usage_stats" in body.get("stream_options", {}):
+            unknown.add("continuous_usage_stats")
+        if self.behavior.strict and unknown:
+            return _error(400, f"unknown fields {sorted(unknown)}")
+        if isinstance(body.get("prompt"), list) and not self.behavior.token_ids:
+            return _error(400, "prompt must be text")
+        return None
+
+    async def _stream(
+        self,
+        response: web.StreamResponse,
+        request: web.Request,
+        body: dict[str, Any],
+        served: Served,
+        fault: Fault,
+    ) -> None:
+        chat = "messages" in body
+        if chat:
+            await response.write(
+                _event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+            )
+        count, per_chunk = body["max_tokens"], self.behavior.tokens_per_chunk
+        due = served.arrived + self.behavior.ttft
+        gaps = itertools.cycle(self.behavior.gaps)
+        options = body.get("stream_options", {})
+        running = (
+            options.get("continuous_usage_stats") and self.behavior.usage and self.behavior.running_usage
+        )
+        half = max(1, count // 2)
+        for sent in range(0, count if fault not in ("empty", "done_only") else 0, per_chunk):
+            if fault != "none" and sent >= half:
+                await self._break(response, request, fault)
+                if fault != "abort":
+                    return
+                break
+            now = min(count, sent + per_chunk)
+            text = "".join(f" t{i}" for i in range(sent, now))
+            choice = {"index": 0} | ({"delta": {"content": text}} if chat else {"text": text})
+            chunk: dict[str, Any] = {"choices": [choice]}
+            if running:
+                chunk["usage"] = _usage(served, now)
+            event = _event(chunk)
+            await self._until(due)
+            served.writes.append(time.monotonic())
+            await response.write(event)
+            due += next(gaps)
+        if fault != "done_only":
+            reason = "abort" if fault == "abort" else "length"
+            last = {"index": 0, "finish_reason": reason} | ({"delta": {}} if chat else {"text": ""})
+            await response.write(_event({"choices": [last]}))
+        if options.get("include_usage") and self.behavior.usage:
+            produced = count if fault == "none" else 0
+            await response.write(_event({"choices": [], "usage": _usage(served, produced)}))
+        await response.write(b"data: [DONE]\n\n")
+
+    async def _break(self, response: web.StreamResponse, request: web.Request, fault: Fault) -> None:
+        match fault:
+            case "half":
+                assert request.transport is not None
+                request.transport.abort()
+            case "garbage":
+                await response.write(b"\x00\xff\x13 no event at all\n\n")
+            case "not_json":
+                await response.write(b'data: {"choices": [{"text": "cut\n\n')
+            case "bad_types":
+                await response.write(b'data: {"choices": [{"text": 7}]}\n\n')
+            case "error_event":
+                await response.write(_event({"error": {"message": "decode worker lost", "code": 500}}))
+            case "hang":
+                await asyncio.sleep(3600)
+
+    async def _until(self, due: float) -> None:
+        stall = self.behavior.stall
+        if stall is not None and self._started + stall[0] <= due < self._started + stall[1]:
+            due = self._started + stall[1]
+        # Timers of the loop have a resolution of 1 ms.
+        while (remaining := due - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(remaining - 0.001 if remaining > 0.0015 else 0)
+
+
+def count_tokens(body: dict[str, Any]) -> int:
+    """A word is a token; words of more than 5 letters are two, which a load generator has to find out."""
+    if "messages" in body:
+        return TEMPLATE + sum(_words(m["content"]) for m in body["messages"])
+    prompt = body["prompt"]
+    return len(prompt) if isinstance(prompt, list) else BOS + _words(prompt)
+
+
+def _words(text: str) -> int:
+    return sum(2 if len(word) > 5 else 1 for word in text.split())
+
+
+def _usage(served: Served, completion: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": served.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": served.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return (
+        b"data: "
+        + json.dumps({"id": "x", "object": "chunk", "created": 0, "model": "mock"} | chunk).encode()
+        + b"\n\n"
+    )
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status, headers=headers)
+
+
+def _histogram(name: str, values: Sequence[float]) -> str:
+    bounds = [0.001 * 2**i for i in range(14)]
+    lines = [f"# TYPE {name} histogram"]
+    lines += [f'{name}_bucket{{le="{b}"}} {sum(v <= b for v in values)}' for b in bounds]
+    lines += [
+        f'{name}_bucket{{le="+Inf"}} {len(values)}',
+        f"{name}_sum {sum(values)}",
+        f"{name}_count {len(values)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=8199)
+    parser.add_argument("--ttft-ms", type=float, default=200.0)
+    parser.add_argument("--gaps-ms", default="30")
+    parser.add_argument("--tokens-per-chunk", type=int, default=1)
+    args = parser.parse_args()
+    behavior = Behavior(
+        ttft=args.ttft_ms / 1e3,
+        gaps=[float(g) / 1e3 for g in args.gaps_ms.split(",")],
+        tokens_per_chunk=args.tokens_per_chunk,
+    )
+    async with MockServer(behavior, args.port) as server:
+        print(server.url, flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
