@@ -55,7 +55,8 @@ class Chat:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(answer.stream(self._endpoint, self._request([*self._messages, asked])))
         self._messages += [asked, {"role": "assistant", "content": answer.text}]
-        print(f"\n{answer.figures()}", file=sys.stderr)
+        print(flush=True)
+        print(answer.figures(), file=sys.stderr)
 
     def _request(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         request: dict[str, Any] = {

@@ -10,6 +10,7 @@ import typer
 
 from cluster import options
 from cluster.parameters import takes_options
+from cluster.plan import Plan
 
 app = typer.Typer(
     name="baton",
@@ -63,29 +64,16 @@ def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
     "baton serve --model Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2",
     "baton serve --config cluster.toml",
 )
-def serve(
-    model: options.ModelOptions,
-    pool: options.PoolOptions,
-    ray: options.RayOptions,
-    front: options.FrontOptions,
-    engine: options.EngineOptions,
-    transfer: options.TransferOptions,
-    deadlines: options.DeadlineOptions,
-    secret: options.SecretOptions,
-    run_dir: options.RunDirOptions,
-    logs: options.LogOptions,
-    traces: options.TraceOptions,
-) -> int:
+def serve(plan: Plan) -> int:
     """Start a cluster on this machine: Ray, prefill workers, decode workers and a router.
 
     Without any option it serves the embedded SmolLM2-135M-Instruct with one worker of each role at
     http://127.0.0.1:8000. Ctrl-C stops everything, in order, and leaves nothing behind; a second Ctrl-C does
     it at once. SIGTERM lets running requests finish first.
     """
-    from cluster.plan import Plan
     from cluster.serve import run
 
-    return run(Plan(model, pool, ray, front, engine, transfer, deadlines, secret, run_dir, logs, traces))
+    return run(plan)
 
 
 @command(CLUSTER, "baton stop --ray-address 10.0.0.1:6379")
@@ -103,61 +91,27 @@ def stop(ray: options.RayOptions) -> int:
     "baton router --worker 10.0.0.5:7001 --worker 10.0.0.6:7001 --host 0.0.0.0",
     "baton router --workers-file /etc/baton/workers",
 )
-def router(
-    model: options.ModelOptions,
-    front: options.FrontOptions,
-    membership: options.MembershipOptions,
-    secret: options.SecretOptions,
-    role: options.RoleOptions,
-) -> int:
+def router(router: options.RouterRole) -> int:
     """Run a router: the OpenAI API in front of the given workers."""
     from cluster.roles import run_router
 
-    return run_router(model, front, membership, secret, role)
+    return run_router(router)
 
 
-@command(
-    ROLES,
-    "BATON_CLUSTER_SECRET=$(cat secret) baton prefill --host 10.0.0.5 --port 7001 --kv-port 7002",
-)
-def prefill(
-    model: options.ModelOptions,
-    engine: options.EngineOptions,
-    network: options.WorkerOptions,
-    transfer: options.TransferOptions,
-    deadlines: options.DeadlineOptions,
-    secret: options.SecretOptions,
-    role: options.RoleOptions,
-    run_dir: options.RunDirOptions,
-    traces: options.TraceOptions,
-) -> int:
+@command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton prefill --host 10.0.0.5 --port 7001 --kv-port 7002")
+def prefill(worker: options.WorkerRole) -> int:
     """Run a prefill worker: computes prompts and streams their KV to decode workers."""
     from cluster.roles import run_worker
 
-    return run_worker(
-        "prefill", model, engine, network, transfer, deadlines, secret, role, run_dir, traces
-    )  # fmt: skip
+    return run_worker("prefill", worker)
 
 
-@command(
-    ROLES,
-    "BATON_CLUSTER_SECRET=$(cat secret) baton decode --host 10.0.0.6 --port 7001",
-)
-def decode(
-    model: options.ModelOptions,
-    engine: options.EngineOptions,
-    network: options.WorkerOptions,
-    transfer: options.TransferOptions,
-    deadlines: options.DeadlineOptions,
-    secret: options.SecretOptions,
-    role: options.RoleOptions,
-    run_dir: options.RunDirOptions,
-    traces: options.TraceOptions,
-) -> int:
+@command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton decode --host 10.0.0.6 --port 7001")
+def decode(worker: options.WorkerRole) -> int:
     """Run a decode worker: takes over after the first token and produces all others."""
     from cluster.roles import run_worker
 
-    return run_worker("decode", model, engine, network, transfer, deadlines, secret, role, run_dir, traces)
+    return run_worker("decode", worker)
 
 
 @command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")

@@ -66,6 +66,7 @@ class Display:
             "model": model,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
             "max_tokens": 32,
+            "temperature": 0,
         }
         key = ' -H "Authorization: Bearer $BATON_API_KEY"' if plan.front.api_key else ""
         json_type = "-H 'Content-Type: application/json'"

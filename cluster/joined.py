@@ -88,7 +88,7 @@ class Start:
         from cluster.actors import NAMESPACE, SUPERVISOR, ClusterActor
 
         signals = StopSignals()
-        signals.install()
+        signals.install()  # after ray.init, which puts handlers of its own there
         log_dir = self._plan.logs.log_dir.absolute() if self._plan.logs.log_dir else None
         supervisor = (
             ray.remote(ClusterActor)

@@ -134,6 +134,11 @@ class DeadlineOptions:
     tombstone_timeout: Annotated[float, opt("The id of a closed transfer is remembered.", "S")] = 60.0
     peer_timeout: Annotated[float, opt("The other end of the lanes is silent.", "S")] = 5.0
     engine_timeout: Annotated[float, opt("An engine gives no sign of life.", "S")] = 10.0
+
+
+@dataclass(frozen=True)
+class DrainOptions:
+    panel: ClassVar[str] = "Deadlines"
     drain_timeout: Annotated[float, opt("Running requests finish after SIGTERM.", "S")] = 60.0
 
 
@@ -148,6 +153,10 @@ class FrontOptions:
     api_key: Annotated[list[str], opt(f"Ask clients for one of these keys. {NO_ARGV}", "KEY")] = field(
         default_factory=list
     )
+    max_body_bytes: Annotated[int, opt("Longest body of a request.", "BYTES", check=between(1))] = 16 << 20
+    max_waiting_tokens: Annotated[
+        int, opt("Prompt tokens of requests without an answer; beyond it, 429.", "TOKENS", check=between(1))
+    ] = 1_000_000
     request_timeout: Annotated[float, opt("What one request may take in all.", "S", check=between(1))] = 600.0
     worker_wait: Annotated[
         float, opt("How long requests wait while a role has no worker.", "S", check=between(0))
@@ -248,6 +257,34 @@ class LogOptions:
     log_dir: Annotated[
         Path | None, directory("Keep logs here.", shown="the run directory, which goes with the cluster")
     ] = None
+
+
+@dataclass(frozen=True)
+class WorkerRole:
+    """`baton prefill` and `baton decode`."""
+
+    model: ModelOptions
+    engine: EngineOptions
+    network: WorkerOptions
+    transfer: TransferOptions
+    deadlines: DeadlineOptions
+    drain: DrainOptions
+    secret: SecretOptions
+    process: RoleOptions
+    run_dir: RunDirOptions
+    traces: TraceOptions
+
+
+@dataclass(frozen=True)
+class RouterRole:
+    """`baton router`."""
+
+    model: ModelOptions
+    front: FrontOptions
+    membership: MembershipOptions
+    drain: DrainOptions
+    secret: SecretOptions
+    process: RoleOptions
 
 
 @dataclass(frozen=True)

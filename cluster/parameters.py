@@ -5,7 +5,8 @@ An option is declared once, as a dataclass field:
     dtype: Annotated[Dtype, typer.Option(help="…")] = "auto"
 
 and every command whose function takes that group has it: as a flag `--dtype`, as the environment variable
-`BATON_DTYPE`, as the key `dtype` of the `--config` file, in this order of precedence (typer's own).
+`BATON_DTYPE`, as the key `dtype` of the `--config` file, in this order of precedence (typer's own). A field
+that is a group itself brings its options along.
 `to_argv` writes the same group as the flags of a child process.
 """
 
@@ -16,7 +17,7 @@ import difflib
 import inspect
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -53,9 +54,26 @@ def default_of(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
+def _build(group: type, values: Mapping[str, Any]) -> Any:
+    """An instance of the group, from the flat values of its options."""
+    hints = get_type_hints(group)
+    return group(
+        **{
+            field.name: _build(hints[field.name], values)
+            if is_dataclass(hints[field.name])
+            else values[field.name]
+            for field in fields(group)
+        }
+    )
+
+
 def _group_parameters(group: type) -> list[inspect.Parameter]:
-    parameters = []
+    parameters: list[inspect.Parameter] = []
     for field in fields(group):
+        if is_dataclass(inner := get_type_hints(group)[field.name]):
+            assert isinstance(inner, type)
+            parameters += _group_parameters(inner)
+            continue
         type_, declared = option_of(group, field)
         if isinstance(declared, ArgumentInfo):
             parameters.append(_parameter(field.name, default_of(field), type_, declared))
@@ -126,12 +144,7 @@ def takes_options(command: Callable[..., Any], refuse: bool) -> Callable[..., An
     parameters = [_config_parameter(), *parameters, *(_refused_parameters() if refuse else ())]
 
     def run(**values: Any) -> Any:
-        return command(
-            **{
-                name: group(**{field.name: values[field.name] for field in fields(group)})
-                for name, group in groups.items()
-            }
-        )
+        return command(**{name: _build(group, values) for name, group in groups.items()})
 
     run.__name__ = command.__name__
     run.__doc__ = command.__doc__

@@ -42,6 +42,7 @@ class Plan:
     engine: options.EngineOptions
     transfer: options.TransferOptions
     deadlines: options.DeadlineOptions
+    drain: options.DrainOptions
     secret: options.SecretOptions
     run_dir: options.RunDirOptions
     logs: options.LogOptions
@@ -70,7 +71,7 @@ class Plan:
             self.engine, device=device, num_threads=self.engine.num_threads or self._threads(device)
         )
         shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}
-        worker_args = tuple(to_argv(named, engine, self.transfer, self.deadlines, self.traces))
+        worker_args = tuple(to_argv(named, engine, self.transfer, self.deadlines, self.drain, self.traces))
         workers = [
             RoleSpec(
                 role,
@@ -85,7 +86,7 @@ class Plan:
         ]
         front = replace(self.front, api_key=[])
         keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
-        router = RoleSpec("router", 0, tuple(to_argv(named, front)), shared | keys)
+        router = RoleSpec("router", 0, tuple(to_argv(named, front, self.drain)), shared | keys)
         return [*workers, router]
 
     def _cluster_secret(self) -> str:

@@ -102,6 +102,7 @@ class LocalCluster:
             ray = LocalRay(run_dir.directory("r"), cpus, gpus)
             to_stop.push_async_callback(ray.stop)
             await ray.start()
+            self._signals.install()  # again: Ray's C++ part has put a handler of its own on SIGTERM
             self._display.stage("ray", "ready", 1.0)
             OrphanReaper(self._ray_lost).install()
             if self._signals.stop.is_set():
@@ -151,7 +152,7 @@ class LocalCluster:
     async def _stop_roles(self, supervisor: Supervisor, following: asyncio.Task[None]) -> None:
         """Ctrl-C cancels what runs, SIGTERM lets it finish; the second signal ends all of it."""
         drain = self._signals.first == signal.SIGTERM and self._signals.stop.is_set()
-        grace = self._plan.deadlines.drain_timeout + CANCEL_GRACE if drain else CANCEL_GRACE
+        grace = self._plan.drain.drain_timeout + CANCEL_GRACE if drain else CANCEL_GRACE
         signum = signal.SIGTERM if drain else signal.SIGINT
         stopping = asyncio.create_task(supervisor.stop(signum, grace))
         hurry = asyncio.create_task(self._signals.hurry.wait())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import aiohttp
@@ -33,7 +34,7 @@ def ready(worker: dict[str, Any]) -> bool:
     return worker.get("state") == "ready"
 
 
-COLUMNS = ("worker", "state", "incarnation", "address", "running", "waiting", "KV in use", "transfers")
+COLUMNS = ("worker", "state", "incarnation", "address", "running", "waiting", "KV used", "transfers")
 
 
 def show(report: dict[str, Any]) -> None:
@@ -43,19 +44,19 @@ def show(report: dict[str, Any]) -> None:
     table = Table(*COLUMNS, header_style="bold", box=None, pad_edge=False)
     for worker in sorted(report["workers"], key=lambda w: (w.get("role") != "prefill", w.get("index") or 0)):
         table.add_row(*row(worker))
-    Console(highlight=False, soft_wrap=True).print(table)
+    # In a pipe nothing is cut off.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def row(worker: dict[str, Any]) -> list[str]:
     """One line of the table; what the router does not know yet is a dash."""
     load = worker.get("status") or {}
     total = load.get("blocks_total")
-    used = f"{total - load['blocks_free']}/{total} blocks" if total else "–"
-    incarnation = worker.get("incarnation")
+    used = f"{(total - load['blocks_free']) / total:.0%}" if total else "–"
     return [
         f"{worker.get('role') or '?'} {worker.get('index', '')}".strip(),
-        str(worker.get("state") or "–"),
-        f"{incarnation:016x}" if isinstance(incarnation, int) else str(incarnation or "–"),
+        " ".join(filter(None, (worker.get("state"), worker.get("reason")))) or "–",
+        str(worker.get("incarnation") or "–"),
         str(worker.get("address") or "–"),
         *(str(load.get(key, "–")) for key in ("requests_running", "requests_waiting")),
         used,

@@ -160,11 +160,12 @@ def test_what_serve_passes_on_is_what_a_role_understands(
     assert not any("k1" in arg or "s" * 32 in arg for role in roles for arg in role.args)
     result = baton("decode", *roles[1].args, "--index", "1")
     assert result.exit_code == 0, result.output
-    [(name, model, engine, _, transfer, deadlines, _, role, _, traces)] = workers
-    assert (name, role.index) == ("decode", 1)
-    assert (engine, transfer, deadlines, traces) == (plan.engine, plan.transfer, plan.deadlines, plan.traces)
-    assert model.served_model_name == "SmolLM2-135M-Instruct"
-    assert Path(model.model).is_file()
+    [(name, given)] = workers
+    assert (name, given.process.index) == ("decode", 1)
+    for group in ("engine", "transfer", "deadlines", "drain", "traces"):
+        assert getattr(given, group) == getattr(plan, group)
+    assert given.model.served_model_name == "SmolLM2-135M-Instruct"
+    assert Path(given.model.model).is_file()
 
 
 def test_engines_share_the_cores(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,169 @@
+"""`baton chat` and `baton status` against a server that speaks just enough of the API."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster.cli import app
+from cluster.runner import PACKAGES
+
+STATUS = {
+    "workers": [
+        {
+            "role": "decode", "index": 0, "incarnation": "7cd5cd6aa2f23fee", "state": "ready", "address": "127.0.0.1:5",
+            "status": {"requests_running": 3, "requests_waiting": 1, "blocks_free": 6, "blocks_total": 8},
+        },
+        {"role": "prefill", "index": 0, "state": "connecting", "address": "127.0.0.1:4", "status": None},
+    ]
+}  # fmt: skip
+
+
+class Router(BaseHTTPRequestHandler):
+    """Answers every chat with the words of its last question, each a token; "wait" never ends."""
+
+    requests: list[dict[str, Any]] = []  # noqa: RUF012
+    asked = threading.Event()
+
+    def do_GET(self) -> None:
+        if self.headers.get("Authorization") == "Bearer wrong":
+            self._json(401, {"error": {"message": "unknown key"}})
+        else:
+            self._json(200, STATUS if self.path == "/status" else {"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(request)
+        question = request["messages"][-1]["content"]
+        if question == "bad":
+            self._json(400, {"error": {"message": "messages: too bad"}})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        words = question.split()
+        for word in words:
+            self._event({"choices": [{"delta": {"content": word.upper() + " "}}]})
+        if question == "wait":
+            self.asked.set()
+            threading.Event().wait(5)
+        if question == "broken":
+            self._event({"error": {"message": "the engine is gone"}})
+            return
+        self._event({"choices": [], "usage": {"completion_tokens": len(words)}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def _json(self, code: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Router.requests.clear()
+    Router.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def baton(*args: str, typed: str | None = None) -> Result:
+    return CliRunner().invoke(app, args, input=typed)
+
+
+def test_one_question(url: str) -> None:
+    result = baton("chat", "--url", url, "--system", "be brief", "--max-tokens", "9", "how are you")
+    assert result.exit_code == 0
+    assert result.stdout == "HOW ARE YOU \n"
+    assert re.search(r"first token after \d+ ms, 3 tokens, then [\d.]+ tokens/s", result.stderr)
+    [request] = Router.requests
+    assert request["model"] == "tiny", "the first one served"
+    assert [m["role"] for m in request["messages"]] == ["system", "user"]
+    assert (request["max_tokens"], request["stream"]) == (9, True)
+    assert "temperature" not in request, "the server's default"
+
+
+def test_a_chat_remembers_its_turns(url: str) -> None:
+    result = baton("chat", "--url", url, typed="one\n\ntwo words\n")
+    assert result.exit_code == 0
+    assert [m["content"] for m in Router.requests[1]["messages"]] == ["one", "ONE ", "two words"]
+
+
+def test_a_failed_turn_does_not_end_the_chat_and_is_forgotten(url: str) -> None:
+    result = baton("chat", "--url", url, typed="bad\nbroken\ngood\n")
+    assert "400 messages: too bad" in result.stderr
+    assert "the engine is gone" in result.stderr
+    assert [m["content"] for m in Router.requests[2]["messages"]] == ["good"]
+    assert "GOOD" in result.stdout
+
+
+def test_ctrl_c_interrupts_the_answer_and_keeps_what_came(url: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "chat", "--url", url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ) | {"PYTHONPATH": PACKAGES, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("wait\n")
+    process.stdin.flush()
+    assert Router.asked.wait(20)
+    shown = b""
+    while b"WAIT" not in shown:
+        shown += os.read(process.stdout.fileno(), 4096)
+    process.send_signal(signal.SIGINT)
+    process.stdin.write("more\n")
+    process.stdin.flush()
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert "MORE" in out
+    assert [m["content"] for m in Router.requests[1]["messages"]] == ["wait", "WAIT ", "more"]
+
+
+def test_status_as_a_table_and_as_json(url: str) -> None:
+    result = baton("status", "--url", url)
+    assert result.exit_code == 1, "prefill is not ready"
+    lines = result.stdout.splitlines()
+    assert lines[1].split()[:3] == ["prefill", "0", "connecting"]
+    assert lines[2].split()[:3] == ["decode", "0", "ready"]
+    assert "25%" in lines[2]
+    assert json.loads(baton("status", "--url", url, "--json").stdout) == STATUS
+
+
+def test_nobody_there_and_the_wrong_key(url: str) -> None:
+    gone = baton("status", "--url", "http://127.0.0.1:9")
+    assert gone.exit_code == 2
+    assert "--url http://127.0.0.1:9" in gone.stderr
+    assert "baton serve" in gone.stderr
+    refused = baton("status", "--url", url, "--api-key", "wrong")
+    assert refused.exit_code == 2
+    assert "unknown key" in refused.stderr
+    assert "--api-key" in refused.stderr
