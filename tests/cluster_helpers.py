@@ -190,6 +190,7 @@ class WorkerStream:
     call: grpc.aio.StreamStreamCall
     stub: WorkerStub
     reading: asyncio.Task[None] = field(init=False)
+    may_read: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     steps: list[pb.StepOutput] = field(default_factory=list)
     statuses: asyncio.Queue[pb.WorkerStatus] = field(default_factory=asyncio.Queue)
@@ -247,6 +248,7 @@ class WorkerStream:
     async def read(self) -> None:
         try:
             async for message in self.call:
+                await self.may_read.wait()
                 self._sort(message, time.monotonic())
         except grpc.aio.AioRpcError:
             pass  # whoever cares asks the call for its code
@@ -275,6 +277,7 @@ async def attached(worker: WorkerProcess, secret: bytes = SECRET) -> AsyncIterat
         call = stub.Attach()  # pyrefly: ignore[missing-argument]  (it is written to)
         stream = WorkerStream(call, stub)
         await stream.send(hello=pb.RouterHello(router_id=os.urandom(16)))
+        stream.may_read.set()
         stream.reading = asyncio.create_task(stream.read())
         try:
             yield stream

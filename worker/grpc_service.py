@@ -76,19 +76,22 @@ class AttachService(WorkerServicer):
         overflow = asyncio.create_task(stream.overflow.wait())
         try:
             await asyncio.wait({reading, writing, overflow}, return_when=asyncio.FIRST_COMPLETED)
+            self._detach(stream)
+            reading.cancel()
+            # gRPC cannot end a call while a write is pending: a router that does not read learns of its end
+            # when it reads again, or is gone.
+            stream.discard()
+            await asyncio.wait({reading, writing})
         finally:
-            del self._streams[stream.number]
-            self._cancel_all(stream)
+            self._detach(stream)
             for task in (reading, writing, overflow):
                 task.cancel()
-            broken, *_ = await asyncio.gather(reading, writing, overflow, return_exceptions=True)
+            await asyncio.gather(reading, writing, overflow, return_exceptions=True)
             log.info("router %s detached", router)
         if stream.overflow.is_set():
             log.warning("router %s left more than 8 MiB unread and was cut", router)
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, "more than 8 MiB of output was left unread"
-            )
-        if isinstance(broken, ProtocolError):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "more than 8 MiB was left unread")
+        if not reading.cancelled() and (broken := reading.exception()) is not None:
             log.warning("router %s broke the protocol: %s", router, broken)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(broken))
 
@@ -174,7 +177,10 @@ class AttachService(WorkerServicer):
         if self._backend.draining:
             raise Refused(Code.DRAINING, "the worker is shutting down")
 
-    def _cancel_all(self, stream: RouterStream) -> None:
+    def _detach(self, stream: RouterStream) -> None:
+        """Nothing reaches it any more, and what was submitted on it is cancelled. Idempotent."""
+        if self._streams.pop(stream.number, None) is None:
+            return
         # In a task of its own: the call that ends may be cancelled while the engine is behind.
         task = asyncio.create_task(self._backend.send(messages.CancelStream(stream.number)))
         self._cancels.add(task)

@@ -36,14 +36,19 @@ class RouterStream:
         self.unread_bytes += message.ByteSize()
         self._queue.append(message)
         if self.unread_bytes > MAX_UNREAD_BYTES:
-            self._queue.clear()
             self.overflow.set()
+            self.discard()
         self._changed.set()
 
     def finish(self) -> None:
         """What is queued is still written, then `write_to` returns."""
         self._finishing = True
         self._changed.set()
+
+    def discard(self) -> None:
+        """`write_to` returns after the message that it is writing."""
+        self._queue.clear()
+        self.finish()
 
     async def write_to(self, context: grpc.aio.ServicerContext) -> None:
         while not (self._finishing and not self._queue):

@@ -10,6 +10,8 @@ from kv_transfer import Drain, Drained, Ready, StatsRequest, TransferStats
 from worker.failure import TreeError
 
 _MAX_MESSAGE = 1 << 16
+_EXIT_SOON = 5.0
+"""Seconds in which a process that closed its socket should be gone: how it ended says more."""
 
 
 class TransferLink:
@@ -63,8 +65,12 @@ class TransferLink:
         await asyncio.get_running_loop().sock_sendall(self._end, kv_transfer.encode(message))
 
     async def _receive(self) -> kv_transfer.FromTransfer:
-        data = await asyncio.get_running_loop().sock_recv(self._end, _MAX_MESSAGE)
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._end, _MAX_MESSAGE)
+        except ConnectionResetError:
+            data = b""
         if not data:
-            raise TreeError("the transfer process closed its socket")
+            await asyncio.sleep(_EXIT_SOON)
+            raise TreeError("the transfer process closed its socket, and lives")
         self.reports += 1
         return kv_transfer.decode_from_transfer(data)

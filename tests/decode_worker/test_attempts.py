@@ -87,6 +87,7 @@ async def test_a_finished_request_is_released_on_both_sides(workers: Workers) ->
 async def test_cancel_before_anything_is_computed(workers: Workers) -> None:
     async with paired(*workers) as pair:
         _, blocking = await pair.submit(request(prompt(2000), ENDLESS))
+        await pair.decode.reserved(blocking)
         prefill_id, decode_id = await pair.submit(request(prompt(1000), ENDLESS))
         await pair.decode.reserved(decode_id)
         await pair.prefill.cancel(prefill_id)
