@@ -8,6 +8,11 @@ no secret.
 The stubs `worker_pb2*` are written by `make proto` and checked in.
 """
 
+import os
+
+# gRPC writes about every connection that ends; what matters reaches us as status codes.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 from rpc.auth import load_secret
 from rpc.channel import HealthServicer, connect, create_server
 from rpc.chunk_hash import CHUNK_TOKENS, chunk_hashes

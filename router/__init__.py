@@ -1,0 +1,20 @@
+"""The router: OpenAI's API in front of prefill and decode workers.
+
+The life of a request here: HTTP body → validated (`api`) → chat template and tokenizer, once (`jobs`) →
+admitted (`admission`) → one `generation` for each choice: a prefill and a decode worker are chosen (`policy`,
+`pool`) and asked at the same time over their streams (`connection`) → each output index is emitted once
+(`emit`), from whichever worker brings it first, through failures of either → text and stop strings
+(`detokenizer`, `choice`) → the answer, whole or as events (`serving`, `answers`).
+"""
+
+from router.config import RouterConfig
+
+
+def main(config: RouterConfig) -> int:
+    """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for what a user got wrong."""
+    from router.server import main as run
+
+    return run(config)
+
+
+__all__ = ["RouterConfig", "main"]

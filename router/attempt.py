@@ -1,0 +1,25 @@
+"""What a generation asks workers for: one prefill and one decode at a time, each with a fresh id."""
+
+from dataclasses import dataclass
+
+from router.connection import WorkerConnection
+
+
+@dataclass(slots=True)
+class Prefill:
+    id: bytes
+    worker: WorkerConnection
+    base: int  # output tokens that were emitted before it: the index of its own token
+    handover: bool = True
+    sent: bool = False
+    answered: bool = False
+    over: bool = False  # decode has what it needs of it; only its token may still be on the way
+    replaces: bool = False  # decode was first pointed at another one
+    refetched: bool = False  # decode is the second to ask for its KV, which may be gone
+
+
+@dataclass(slots=True)
+class Decode:
+    id: bytes
+    worker: WorkerConnection
+    joined: bool = False

@@ -1,0 +1,68 @@
+"""From chat messages to the text that a model was trained on: its Jinja template, sandboxed.
+
+Templates come with the model, never from a request. They get what transformers gives them.
+"""
+
+import json
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+
+class ChatTemplateError(ValueError):
+    """The template refuses these messages; the text says why and is for the client."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what a trainer may learn from; here it is only passed through."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Raises ValueError when `source` is no template."""
+
+    def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        offered = {"raise_exception": _raise, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source, globals=offered)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is no valid Jinja: {error}") from error
+        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """Raises ChatTemplateError when the template refuses the messages or fails on them."""
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # A template is a program of the model's author: what it trips over is in the messages.
+            raise ChatTemplateError(
+                f"the model's chat template does not take these messages: {error}"
+            ) from error
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,62 @@
+"""What a router is told when it starts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Raises ValueError naming the flag and the remedy."""
+
+    model: str
+    """Path of a Hugging Face directory or a GGUF file, or a hub id. Only its tokenizer is read."""
+    secret: bytes
+    """The cluster secret."""
+    served_model_name: str | None = None
+    """The id clients use; None is `model`."""
+    revision: str | None = None
+    chat_template: str | None = None
+    """Path of a Jinja file; None is the model's own."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: chosen by the system, and reported."""
+    api_keys: tuple[str, ...] = ()
+    """When there are any, clients must send one of them."""
+    workers: tuple[str, ...] = ()
+    """gRPC addresses, for good."""
+    workers_file: str | None = None
+    """One address a line; read again whenever it is replaced."""
+    request_timeout: float = 600.0
+    """Seconds that one request may take in all."""
+    worker_wait: float = 60.0
+    """Seconds that a request waits while a role has no worker."""
+    drain_timeout: float = 60.0
+    """Seconds that running requests have after SIGTERM."""
+    max_body_bytes: int = 16 << 20
+    max_waiting_tokens: int = 1_000_000
+    """Prompt tokens of requests without a first token; beyond it clients get 429."""
+    index: int = 0
+    """Its number among the routers, for people."""
+    ready_fd: int | None = None
+
+    def __post_init__(self) -> None:
+        def require(flag: str, holds: bool, bound: str, value: object) -> None:
+            if not holds:
+                raise ValueError(f"--{flag} must be {bound}, not {value!r}")
+
+        require("port", 0 <= self.port <= 65_535, "0 to 65535", self.port)
+        require("request-timeout", self.request_timeout > 0, "above 0", self.request_timeout)
+        require("worker-wait", self.worker_wait >= 0, "at least 0", self.worker_wait)
+        require("drain-timeout", self.drain_timeout >= 0, "at least 0", self.drain_timeout)
+        require("max-body-bytes", self.max_body_bytes > 0, "above 0", self.max_body_bytes)
+        require("max-waiting-tokens", self.max_waiting_tokens > 0, "above 0", self.max_waiting_tokens)
+        require("index", self.index >= 0, "at least 0", self.index)
+        if "" in self.api_keys:
+            raise ValueError("--api-key: a key cannot be empty")
+        for address in self.workers:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:
+                raise ValueError(f"--worker must be HOST:PORT, not {address!r}")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model

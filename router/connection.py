@@ -1,0 +1,313 @@
+"""One worker, as a router sees it: a stream that owns what was submitted on it, and the worker's load.
+
+Life: connect → Describe → accept or refuse it → GetStatus → Attach → ready → the stream ends, and with it, at
+once, every attempt on it → wait a little → again, until the worker is taken off the list.
+"""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+import rpc
+from rpc import worker_pb2 as pb
+from rpc.worker_pb2_grpc import WorkerStub
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT = 5.0
+FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
+MAX_UNSENT_BYTES = 8 << 20
+
+
+class State(StrEnum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"  # serves what it has, takes nothing new
+    REFUSED = "refused"  # another model, or a description that makes no sense
+
+
+class Refused(Exception):
+    """This worker cannot be part of the pool."""
+
+
+class AttemptOwner(Protocol):
+    """Whose attempts they are. Called from the connection's task; must not wait."""
+
+    def on_token(self, event: pb.TokenEvent) -> None: ...
+    def on_reserved(self, decode_id: bytes) -> None: ...
+    def on_failed(self, failure: pb.AttemptFailed) -> None: ...
+    def on_lost(self, attempt_id: bytes) -> None: ...
+
+
+class Observer(Protocol):
+    """The pool. Called from the connection's task."""
+
+    def check(self, connection: "WorkerConnection") -> None:
+        """Raises Refused when a worker of this description does not fit the others."""
+
+    def membership_changed(self, connection: "WorkerConnection") -> None: ...
+    def load_changed(self, connection: "WorkerConnection") -> None: ...
+
+
+@dataclass(slots=True)
+class _Attempt:
+    owner: AttemptOwner
+    tokens: int  # positions to compute (prefill) or to hold (decode)
+    waiting: bool  # a prefill whose token has not come
+
+
+class WorkerConnection:
+    """Owns the stream to one worker, and the table of what is submitted on it.
+
+    Attributes:
+        description: of the incarnation that is attached; the last one while it is not.
+        status: as last reported.
+        waiting_tokens: prompt tokens that this router has waiting there.
+        blocks_taken: blocks that this router's reservations took (less those it gave back) since `status`.
+        full: it had no room for a reservation, and has not reported since.
+    """
+
+    def __init__(self, address: str, secret: bytes, router_id: bytes, observer: Observer) -> None:
+        self.address = address
+        self.state = State.CONNECTING
+        self.reason = ""
+        self.description = pb.WorkerDescription()
+        self.status = pb.WorkerStatus()
+        self.waiting_tokens = 0
+        self.blocks_taken = 0
+        self.full = False
+        self.retired = False
+        self._secret = secret
+        self._router_id = router_id
+        self._observer = observer
+        self._attempts: dict[bytes, _Attempt] = {}
+        self._outgoing: _Outgoing | None = None
+        self._stub: WorkerStub | None = None
+        self._task = asyncio.create_task(self._run(), name=f"worker {address}")
+
+    def __str__(self) -> str:
+        role = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}.get(self.description.role, "worker")
+        return f"{role} {self.description.index} at {self.address}"
+
+    @property
+    def attempts(self) -> int:
+        return len(self._attempts)
+
+    def retire(self) -> None:
+        """It is off the list: nothing new goes there, and the stream is closed once nothing is left on it."""
+        self.retired = True
+        self._observer.membership_changed(self)
+        self._close_if_done()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def current_status(self) -> pb.WorkerStatus:
+        """Asked for now; the last report when it does not answer in time."""
+        if self._stub is None:
+            return self.status
+        try:
+            return await self._stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT)
+        except grpc.aio.AioRpcError:
+            return self.status
+
+    # ------------------------------------------------------------ attempts
+
+    def submit_prefill(self, submit: pb.SubmitPrefill, owner: AttemptOwner, tokens: int) -> None:
+        self.waiting_tokens += tokens
+        self._submit(
+            submit.prefill_id, _Attempt(owner, tokens, waiting=True), pb.RouterMessage(prefill=submit)
+        )
+
+    def submit_decode(self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int) -> None:
+        self.blocks_taken += self.blocks(tokens)
+        self._submit(
+            submit.decode_id, _Attempt(owner, tokens, waiting=False), pb.RouterMessage(decode=submit)
+        )
+
+    def retarget(self, message: pb.Retarget) -> None:
+        self._send(pb.RouterMessage(retarget=message))
+
+    def cancel(self, attempt_id: bytes) -> None:
+        """Nobody wants it any more; harmless when it is over."""
+        if self._end(attempt_id):
+            self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id)))
+
+    def forget(self, attempt_id: bytes) -> None:
+        """It ended over there."""
+        self._end(attempt_id)
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // max(1, self.description.block_size))
+
+    def _submit(self, attempt_id: bytes, attempt: _Attempt, message: pb.RouterMessage) -> None:
+        assert self.state is State.READY, "work goes to ready workers only"
+        self._attempts[attempt_id] = attempt
+        self._send(message)
+        self._observer.load_changed(self)
+
+    def _end(self, attempt_id: bytes) -> bool:
+        attempt = self._attempts.pop(attempt_id, None)
+        if attempt is None:
+            return False
+        self._uncharge(attempt)
+        self._observer.load_changed(self)
+        self._close_if_done()
+        return True
+
+    def _uncharge(self, attempt: _Attempt) -> None:
+        if attempt.waiting:
+            attempt.waiting = False
+            self.waiting_tokens -= attempt.tokens
+        elif self.description.role == pb.ROLE_DECODE:
+            self.blocks_taken -= self.blocks(attempt.tokens)
+            self.full = False
+
+    def _send(self, message: pb.RouterMessage) -> None:
+        if self._outgoing is not None and not self._outgoing.put(message):
+            log.error("%s takes no more messages: the stream is closed", self)
+            self._call.cancel()
+
+    def _close_if_done(self) -> None:
+        if self.retired and not self._attempts:
+            self._task.cancel()
+
+    # ------------------------------------------------------------ the stream
+
+    async def _run(self) -> None:
+        backoff = FIRST_BACKOFF
+        while not self.retired:
+            try:
+                await self._attached()
+                self.reason = "the worker ended the stream"
+                backoff = FIRST_BACKOFF
+            except grpc.aio.AioRpcError as error:
+                self.reason = f"{error.code().name.lower()}: {error.details()}"
+            except Refused as error:
+                self.state, self.reason = State.REFUSED, str(error)
+                backoff = LAST_BACKOFF
+            finally:
+                was_ready = self._detached()
+            log.log(logging.WARNING if was_ready else logging.DEBUG, "%s: %s", self, self.reason)
+            if was_ready:
+                backoff = FIRST_BACKOFF
+            await asyncio.sleep(backoff * random.uniform(0.5, 1))
+            backoff = min(2 * backoff, LAST_BACKOFF)
+
+    async def _attached(self) -> None:
+        """One session, from Describe to the end of the stream."""
+        async with rpc.connect(self.address, self._secret) as channel:
+            stub = WorkerStub(channel)
+            self.description = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
+            self._observer.check(self)
+            self._report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
+            self._outgoing = _Outgoing()
+            self._outgoing.put(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
+            self._call = stub.Attach(self._outgoing.messages())
+            self._stub, self.reason = stub, ""
+            log.info("%s is %s", self, self.state)
+            self._observer.membership_changed(self)
+            try:
+                async for message in self._call:
+                    self._receive(message)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise Refused("it leaves what it is sent unread") from None
+
+    def _detached(self) -> bool:
+        """Every attempt on the stream is lost with it. Returns whether it was attached."""
+        was_attached = self._outgoing is not None
+        self._outgoing = self._stub = None
+        if self.state is not State.REFUSED:
+            self.state = State.CONNECTING
+        lost, self._attempts = self._attempts, {}
+        self.waiting_tokens = self.blocks_taken = 0
+        self.full = False
+        if was_attached:
+            self._observer.membership_changed(self)
+        for attempt_id, attempt in lost.items():
+            attempt.owner.on_lost(attempt_id)
+        return was_attached
+
+    def _receive(self, message: pb.WorkerMessage) -> None:
+        match message.WhichOneof("kind"):
+            case "step":
+                for event in message.step.tokens:
+                    attempt = self._attempts.get(event.attempt_id)
+                    if attempt is not None:
+                        if attempt.waiting:
+                            self._uncharge(attempt)
+                            self._observer.load_changed(self)
+                        attempt.owner.on_token(event)
+            case "reserved":
+                attempt = self._attempts.get(message.reserved.decode_id)
+                if attempt is not None:
+                    attempt.owner.on_reserved(message.reserved.decode_id)
+            case "failed":
+                self._receive_failure(message.failed)
+            case "status":
+                changed = self._report(message.status)
+                self._observer.load_changed(self)
+                if changed:
+                    self._observer.membership_changed(self)
+
+    def _receive_failure(self, failure: pb.AttemptFailed) -> None:
+        attempt = self._attempts.get(failure.attempt_id)
+        if attempt is None:
+            return
+        if failure.code == pb.FAILURE_CODE_NO_ROOM:
+            del self._attempts[failure.attempt_id]
+            self._uncharge(attempt)
+            self.full = True  # before anybody else is sent there
+            self._observer.load_changed(self)
+        elif failure.code != pb.FAILURE_CODE_KV_FAILED:  # which leaves the reservation
+            self._end(failure.attempt_id)
+        if failure.code == pb.FAILURE_CODE_DRAINING and self.state is State.READY:
+            self.state = State.DRAINING
+            self._observer.membership_changed(self)
+        attempt.owner.on_failed(failure)
+
+    def _report(self, status: pb.WorkerStatus) -> bool:
+        """Takes a status in. Returns whether the worker's health changed with it."""
+        self.status = status
+        self.blocks_taken, self.full = 0, False
+        before = self.state
+        serving = status.health == pb.WorkerStatus.HEALTH_SERVING
+        self.state = State.READY if serving else State.DRAINING
+        return self.state is not before
+
+
+class _Outgoing:
+    """Messages on their way to a worker, in order."""
+
+    def __init__(self) -> None:
+        self._queue: deque[pb.RouterMessage] = deque()
+        self._bytes = 0
+        self._filled = asyncio.Event()
+
+    def put(self, message: pb.RouterMessage) -> bool:
+        """False: the worker has left too much unread."""
+        self._queue.append(message)
+        self._bytes += message.ByteSize()
+        self._filled.set()
+        return self._bytes <= MAX_UNSENT_BYTES
+
+    async def messages(self) -> AsyncIterator[pb.RouterMessage]:
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            while self._queue:
+                message = self._queue.popleft()
+                self._bytes -= message.ByteSize()
+                yield message

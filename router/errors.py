@@ -1,0 +1,77 @@
+"""What goes wrong with a request, in the shape in which OpenAI's API says it."""
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """An answer to a client: as an HTTP status, or as an SSE event once a stream has begun."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class InvalidRequest(ApiError):
+    status, type, code = 400, "invalid_request_error", "invalid_value"
+
+
+class Unsupported(InvalidRequest):
+    """Well-formed, but a feature that Baton does not have."""
+
+    code = "unsupported_value"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(ApiError):
+    status, type, code = 401, "invalid_request_error", "invalid_api_key"
+
+
+class NotFound(ApiError):
+    status, type, code = 404, "invalid_request_error", "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(ApiError):
+    status, type, code = 405, "invalid_request_error", "method_not_allowed"
+
+
+class BodyTooLarge(ApiError):
+    status, type, code = 413, "invalid_request_error", "body_too_large"
+
+
+class Overloaded(ApiError):
+    status, type, code = 429, "rate_limit_error", "overloaded"
+
+
+class Failed(ApiError):
+    """Given up after repeated failures of workers."""
+
+    code = "request_failed"
+
+
+class NoWorker(ApiError):
+    status, type, code = 503, "service_unavailable_error", "no_worker"
+
+
+class ShuttingDown(ApiError):
+    status, type, code = 503, "service_unavailable_error", "shutting_down"
+
+
+class TimedOut(ApiError):
+    status, type, code = 504, "timeout_error", "timeout"

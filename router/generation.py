@@ -1,0 +1,408 @@
+"""The life of one generation: from a prompt to its last token, through whatever happens to workers.
+
+A state machine without tasks of its own. `_advance` gets whatever the generation lacks; connections report
+what happened; between the two nothing waits:
+
+    decode  none ─ submitted ─ reserved ─ joined (its first token came) ─ finished
+    prefill none ─ planned ─ sent ─ answered (its token came) ─ over (decode has joined, or needs none)
+
+At first both are submitted at the same time. After a failure the reservation comes first and the prefill
+when it is there, so that no prompt is computed for a pool without room. What was emitted is never emitted
+again and never lost: a new prefill is of prompt + output.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+from router.attempt import Decode, Prefill
+from router.connection import State, WorkerConnection
+from router.emit import EmitOnce, Verdict
+from router.errors import ApiError, Failed, InvalidRequest, NoWorker, TimedOut
+from router.metrics import Metrics
+from router.outbox import Outbox, Token
+from router.pool import WorkerPool
+from rpc import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+_FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+# Ends of an attempt that say nothing against its worker.
+_NO_FAILURE = {
+    pb.FAILURE_CODE_NO_ROOM,
+    pb.FAILURE_CODE_HANDED_BACK,
+    pb.FAILURE_CODE_DRAINING,
+    pb.FAILURE_CODE_DROPPED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be generated: token ids and primitive types only."""
+
+    prompt_ids: list[int]
+    sampling: pb.SamplingParams
+    session_key: int
+    priority: int = 0
+
+
+class Generation:
+    """Puts tokens into `outbox` under `index`, ending with one that has a finish reason, or with an ApiError.
+
+    `name` is the request's id as its client knows it.
+
+    Attributes:
+        cached_tokens: prompt tokens that the first prefill found in its prefix cache.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        pool: WorkerPool,
+        outbox: Outbox,
+        metrics: Metrics,
+        *,
+        index: int,
+        name: str,
+        timeout: float,
+        worker_wait: float,
+    ) -> None:
+        self.id = os.urandom(16)
+        self.name = name
+        self.arrival = pool.arrival()
+        self.cached_tokens = 0
+        self._job = job
+        self._pool = pool
+        self._outbox = outbox
+        self._metrics = metrics
+        self._index = index
+        self._worker_wait = worker_wait
+        self._emit = EmitOnce()
+        self._prefill: Prefill | None = None
+        self._decode: Decode | None = None
+        self._failures = 0  # consecutive, without a new token
+        self._avoid: set[str] = set()
+        self._retrying = False
+        self._done = False
+        self._began = self._last_token_at = time.monotonic()
+        self._deadline = self._began + timeout
+        loop = asyncio.get_running_loop()
+        self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
+        self._worker_timer: asyncio.TimerHandle | None = None
+        metrics.waiting.inc()
+        self._advance()
+
+    def __repr__(self) -> str:
+        return f"request {self.name}"
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self._emit.output_ids
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    def cancel(self) -> None:
+        """Nobody wants its tokens any more (the client went, or a stop string was met). May come late."""
+        self._end()
+
+    # ------------------------------------------------------------ getting what it lacks
+
+    def _advance(self) -> None:
+        if self._done:
+            return
+        one_token_left = self._job.sampling.max_tokens - len(self.output_ids) == 1
+        if one_token_left and self._prefill is None:
+            # A prefill yields it, and decode has nothing to do.
+            self._pool.room.leave(self)
+            self._end_decode(cancel=True)
+            if self._plan_prefill(handover=False):
+                self._send_prefill()
+        elif self._prefill is not None and not self._prefill.handover:
+            return
+        elif self._decode is None:
+            if self._pool.room.blocks(self):
+                self._pool.room.wait(self)
+            else:
+                self._reserve()
+        elif self._prefill is None and not self._decode.joined:
+            self._retarget()
+
+    def _reserve(self) -> bool:
+        """Asks a decode worker for room, and at first a prefill worker too. False: there is nobody to ask."""
+        output_ids = self.output_ids
+        if self._prefill is not None and not self._prefill.over:
+            # Held: the new decode worker takes over the KV, and repeats prefill's token.
+            output_ids = output_ids[: self._prefill.base]
+            self._prefill.refetched = self._prefill.sent
+        tokens = len(self._job.prompt_ids) + len(output_ids) + 1
+        worker = self._pool.choose_decode(tokens, self._avoid)
+        if worker is None:
+            if self._pool.has_decode:
+                self._stop_waiting()
+                self._pool.room.wait(self)
+            else:
+                self._wait_for_worker("decode")
+            return False
+        self._stop_waiting()
+        if self._prefill is None and not self._plan_prefill():
+            return False
+        assert self._prefill is not None
+        decode = self._decode = Decode(os.urandom(16), worker)
+        self._emit.begin_decode(decode.id)
+        submit = pb.SubmitDecode(
+            decode_id=decode.id, request=self._request(output_ids), source=self._source(self._prefill)
+        )
+        worker.submit_decode(submit, self, tokens)
+        if not self._retrying and not self._prefill.sent:
+            self._send_prefill()
+        return True
+
+    def _plan_prefill(self, *, handover: bool = True) -> bool:
+        """Chooses a prefill worker. False: there is none, and the generation waits for one."""
+        tokens = len(self._job.prompt_ids) + len(self.output_ids)
+        worker = self._pool.choose_prefill(self._job.session_key, tokens, self._avoid)
+        if worker is None:
+            self._wait_for_worker("prefill")
+            return False
+        self._stop_waiting()
+        prefill_id = os.urandom(16)
+        self._prefill = Prefill(prefill_id, worker, self._emit.begin_prefill(prefill_id), handover)
+        return True
+
+    def _send_prefill(self) -> None:
+        prefill = self._prefill
+        assert prefill is not None
+        prefill.sent = True
+        submit = pb.SubmitPrefill(
+            prefill_id=prefill.id, request=self._request(self.output_ids), handover=prefill.handover
+        )
+        prefill.worker.submit_prefill(submit, self, len(self._job.prompt_ids) + prefill.base)
+
+    def _retarget(self) -> None:
+        """Keeps the reservation, and takes the KV from a new prefill of prompt + output."""
+        if not self._plan_prefill():
+            return
+        prefill, decode = self._prefill, self._decode
+        assert prefill is not None
+        assert decode is not None
+        prefill.replaces = True
+        decode.worker.retarget(
+            pb.Retarget(decode_id=decode.id, source=self._source(prefill), output_ids=self.output_ids)
+        )
+        self._send_prefill()
+
+    def _request(self, output_ids: list[int]) -> pb.Request:
+        return pb.Request(
+            request_id=self.id,
+            prompt_ids=self._job.prompt_ids,
+            output_ids=output_ids,
+            sampling=self._job.sampling,
+            timeout_ms=max(1, int(1000 * (self._deadline - time.monotonic()))),
+            priority=self._job.priority,
+        )
+
+    def _source(self, prefill: Prefill) -> pb.PrefillSource:
+        described = prefill.worker.description
+        return pb.PrefillSource(
+            prefill_id=prefill.id, kv_address=described.kv_address, incarnation=described.incarnation
+        )
+
+    # ------------------------------------------------------------ waiting
+
+    def on_room(self) -> bool:
+        return self._done or self._decode is not None or self._reserve()
+
+    def on_workers(self) -> None:
+        self._advance()
+
+    def _wait_for_worker(self, role: str) -> None:
+        self._pool.waiters[self] = None
+        if self._worker_timer is None:
+            loop = asyncio.get_running_loop()
+            self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, role)
+
+    def _stop_waiting(self) -> None:
+        self._pool.waiters.pop(self, None)
+        if self._worker_timer is not None:
+            self._worker_timer.cancel()
+            self._worker_timer = None
+
+    def _no_worker(self, role: str) -> None:
+        text = f"no {role} worker became available within {self._worker_wait:g} s"
+        self._fail(NoWorker(text, retry_after=max(1, round(self._worker_wait))))
+
+    def _timed_out(self, timeout: float) -> None:
+        self._fail(TimedOut(f"{self} was not finished within {timeout:g} s"))
+
+    # ------------------------------------------------------------ what connections report
+
+    def on_token(self, event: pb.TokenEvent) -> None:
+        prefill, decode = self._prefill, self._decode
+        from_prefill = prefill is not None and event.attempt_id == prefill.id
+        if from_prefill:
+            assert prefill is not None
+            prefill.answered = True
+            if prefill.base == 0:
+                self.cached_tokens = event.cached_tokens
+        elif decode is not None and not decode.joined and event.attempt_id == decode.id:
+            decode.joined = True
+            self._prefill_served()
+        verdict = self._emit.offer(event.attempt_id, event.output_index, event.token_id)
+        if verdict is Verdict.BROKEN:
+            log.warning("%r: %s continues another text; starting again", self, decode and decode.worker)
+            self._decode_failed("mismatch", counts=True, cancel=True)
+        elif verdict is Verdict.EMIT:
+            self._emitted(event, from_prefill=from_prefill)
+        if from_prefill and prefill is self._prefill and prefill is not None and prefill.over:
+            prefill.worker.forget(prefill.id)
+
+    def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
+        self._failures = 0
+        self._avoid.clear()
+        self._measure(len(self.output_ids))
+        finish_reason = _FINISH.get(event.finish_reason, "")
+        if not finish_reason and len(self.output_ids) >= self._job.sampling.max_tokens:
+            finish_reason = "length"
+        logprobs = event.logprobs if event.HasField("logprobs") else None
+        self._outbox.put(self._index, Token(event.token_id, logprobs, finish_reason))
+        if finish_reason:
+            if event.finish_reason:
+                ended = self._prefill if from_prefill else self._decode
+                assert ended is not None
+                ended.worker.forget(ended.id)
+            self._end()
+        elif self._decode is None:
+            self._advance()
+
+    def on_reserved(self, decode_id: bytes) -> None:
+        prefill, decode = self._prefill, self._decode
+        if self._done or decode is None or decode.id != decode_id or prefill is None or prefill.sent:
+            return
+        if prefill.worker.state is State.READY:
+            self._send_prefill()
+        else:
+            self._end_prefill()
+            self._advance()
+
+    def on_failed(self, failure: pb.AttemptFailed) -> None:
+        prefill, decode = self._prefill, self._decode
+        code, cause = failure.code, pb.FailureCode.Name(failure.code).removeprefix("FAILURE_CODE_").lower()
+        if self._done:
+            return
+        if code == pb.FAILURE_CODE_INVALID:
+            self._fail(InvalidRequest(f"the workers refuse {self}: {failure.message}"))
+        elif prefill is not None and failure.attempt_id == prefill.id:
+            self._prefill_failed(cause, counts=code not in _NO_FAILURE, message=failure.message)
+        elif decode is not None and failure.attempt_id == decode.id:
+            if code != pb.FAILURE_CODE_KV_FAILED:
+                self._decode_failed(cause, counts=code not in _NO_FAILURE, message=failure.message)
+            elif prefill is not None and failure.prefill_id in (b"", prefill.id):
+                # Of a prefill that had to be asked twice nobody promised that it is still there.
+                self._prefill_failed(cause, counts=not prefill.refetched, message=failure.message)
+
+    def on_lost(self, attempt_id: bytes) -> None:
+        if self._done:
+            return
+        if self._prefill is not None and attempt_id == self._prefill.id:
+            self._prefill_failed("lost", counts=True, message=f"{self._prefill.worker} was lost")
+        elif self._decode is not None and attempt_id == self._decode.id:
+            self._decode_failed("lost", counts=True, message=f"{self._decode.worker} was lost")
+
+    # ------------------------------------------------------------ ends of attempts
+
+    def _prefill_served(self) -> None:
+        """Decode has the KV: the prefill is never used again."""
+        prefill = self._prefill
+        if prefill is None:
+            return
+        prefill.over = True
+        self._emit.end_prefill()
+        if prefill.answered:
+            prefill.worker.forget(prefill.id)
+        elif prefill.replaces:
+            # Decode may have had all it needed of the one before; this one may still be computing.
+            prefill.worker.cancel(prefill.id)
+
+    def _prefill_failed(self, cause: str, *, counts: bool, message: str) -> None:
+        prefill = self._prefill
+        assert prefill is not None
+        if prefill.over:
+            return
+        self._end_prefill()
+        self._failed(cause, prefill.worker, counts=counts, message=message)
+
+    def _decode_failed(self, cause: str, *, counts: bool, message: str = "", cancel: bool = False) -> None:
+        decode = self._decode
+        assert decode is not None
+        self._end_decode(cancel=cancel)
+        prefill = self._prefill
+        if prefill is not None and (decode.joined or len(self.output_ids) > prefill.base + 1):
+            # Its KV is of a shorter text than what the client has, or was released when decode had it.
+            self._end_prefill()
+        self._failed(cause, decode.worker, counts=counts, message=message)
+
+    def _failed(self, cause: str, worker: WorkerConnection, *, counts: bool, message: str) -> None:
+        self._metrics.retried(cause)
+        self._retrying = True
+        if counts:
+            self._failures += 1
+            self._avoid.add(worker.address)
+            log.info("%r: attempt %d failed (%s): %s", self, self._failures, cause, message)
+            if self._failures >= MAX_FAILURES:
+                self._fail(
+                    Failed(f"{self} failed {MAX_FAILURES} times without a new token, at last: {message}")
+                )
+                return
+        self._advance()
+
+    def _end_prefill(self) -> None:
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            self._emit.end_prefill()
+            prefill.worker.cancel(prefill.id)
+
+    def _end_decode(self, *, cancel: bool) -> None:
+        decode, self._decode = self._decode, None
+        if decode is not None:
+            self._emit.end_decode()
+            if cancel:
+                decode.worker.cancel(decode.id)
+            else:
+                decode.worker.forget(decode.id)
+
+    # ------------------------------------------------------------ its own end
+
+    def _fail(self, error: ApiError) -> None:
+        if not self._done:
+            self._outbox.put(self._index, error)
+            self._end()
+
+    def _end(self) -> None:
+        """Exactly once; from here on whatever is still running for it is cancelled."""
+        if self._done:
+            return
+        self._done = True
+        self._emit.end()
+        (self._metrics.running if self.output_ids else self._metrics.waiting).dec()
+        self._deadline_timer.cancel()
+        self._stop_waiting()
+        self._pool.room.leave(self)
+        self._end_prefill()
+        self._end_decode(cancel=True)
+
+    def _measure(self, emitted: int) -> None:
+        now = time.monotonic()
+        since, self._last_token_at = now - self._last_token_at, now
+        if emitted == 1:
+            self._metrics.waiting.dec()
+            self._metrics.running.inc()
+            self._metrics.time_to_first_token.observe(since)
+            return
+        self._metrics.inter_token.observe(since)
+        if emitted == 2:
+            self._metrics.handover_gap.observe(since)

@@ -1,0 +1,102 @@
+"""A tokenizer out of a GGUF file's metadata, which has no tokenizer.json.
+
+Byte-level BPE ("gpt2" in the file's words) is supported. How text is split before the merges is only named
+there ("smollm"), so each name stands for the rule of the model that it comes from.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2, "tekken": _TEKKEN}
+_CONTROL, _USER_DEFINED = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """What a router takes from a GGUF file."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    max_model_len: int
+
+
+def read_gguf(path: Path) -> GGUFModel:
+    """Raises ValueError when it is no GGUF file, or its kind of tokenizer is not supported."""
+    try:
+        fields = gguf.GGUFReader(path).fields
+    except (OSError, ValueError, IndexError) as error:
+        raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
+
+    def get(key: str, default: Any = None) -> Any:
+        return fields[key].contents() if key in fields else default
+
+    kind, split = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2":
+        raise ValueError(f"{path} has a tokenizer of kind {kind!r}; of GGUF files only 'gpt2' is supported")
+    tokens: list[str] = get("tokenizer.ggml.tokens")
+    types: list[int] = get("tokenizer.ggml.token_type", [])
+
+    def token(name: str) -> str | None:
+        token_id = get(f"tokenizer.ggml.{name}_token_id")
+        return None if token_id is None else tokens[token_id]
+
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={text: token_id for token_id, text in enumerate(tokens)},
+            merges=[tuple(merge.split(" ", 1)) for merge in get("tokenizer.ggml.merges")],
+            ignore_merges=split in ("llama-bpe", "llama3", "llama-v3", "tekken"),
+        )
+    )
+    tokenizer.pre_tokenizer = _pre_tokenizer(split, path)
+    tokenizer.decoder = decoders.ByteLevel()
+    bos = token("bos")
+    if get("tokenizer.ggml.add_bos_token", False) and bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, get("tokenizer.ggml.bos_token_id"))]
+        )
+    for text, token_type in zip(tokens, types, strict=False):
+        if token_type in (_CONTROL, _USER_DEFINED):
+            special = token_type == _CONTROL
+            tokenizer.add_tokens([AddedToken(text, normalized=False, special=special)])
+    architecture = get("general.architecture")
+    max_model_len = get(f"{architecture}.context_length")
+    if max_model_len is None:
+        raise ValueError(f"{path} does not say how long {architecture}'s context is")
+    return GGUFModel(tokenizer, get("tokenizer.chat_template"), bos, token("eos"), max_model_len)
+
+
+def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:
+    if name in ("gpt-2", "default"):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name == "smollm":
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    if name not in _SPLITS:
+        known = ", ".join(sorted({"gpt-2", "smollm", *_SPLITS}))
+        raise ValueError(f"{path} splits text as {name!r}; supported are {known}")
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLITS[name]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )

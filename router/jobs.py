@@ -1,0 +1,134 @@
+"""From a validated request to what is to be generated. Text ends here: from now on there are token ids."""
+
+import asyncio
+import os
+from typing import Any
+
+import xxhash
+
+from router.api import ChatBody, CompletionBody, GenerationBody
+from router.errors import ContextLengthExceeded, InvalidRequest
+from router.generation import Job
+from router.tokenizer import ModelTokenizer
+from rpc import CHUNK_TOKENS, chunk_hashes
+from rpc import worker_pb2 as pb
+
+LONG_TEXT = 20_000
+"""Characters from which on tokenizing (about a millisecond per 1,000 tokens) leaves the event loop."""
+DEFAULT_COMPLETION_TOKENS = 16
+SESSION_CHUNKS = 4
+_SEED_MASK = 2**64 - 1
+
+
+async def chat_prompt(tokenizer: ModelTokenizer, body: ChatBody) -> list[int]:
+    try:
+        text = tokenizer.render_chat(body.template_messages())
+    except ValueError as error:
+        raise InvalidRequest(f"messages: {error}", param="messages") from error
+    return await encode(tokenizer, text, add_special_tokens=False)
+
+
+async def completion_prompts(tokenizer: ModelTokenizer, body: CompletionBody) -> list[list[int]]:
+    prompts: list[list[int]] = []
+    for prompt in body.prompt:
+        ids = prompt if isinstance(prompt, list) else await encode(tokenizer, prompt)
+        if max(ids, default=0) >= tokenizer.vocab_size:
+            text = f"prompt: token id {max(ids)} is not below the vocabulary's {tokenizer.vocab_size}"
+            raise InvalidRequest(text, param="prompt")
+        prompts.append(ids)
+    return prompts
+
+
+async def encode(tokenizer: ModelTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    try:
+        if len(text) < LONG_TEXT:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("prompt: half a surrogate pair is no text", param="prompt") from error
+
+
+def make_jobs(
+    body: GenerationBody,
+    prompts: list[list[int]],
+    *,
+    field: str,
+    capacity: int,
+    vocab_size: int,
+    session: str | None,
+) -> list[Job]:
+    """`n` jobs for each prompt, in the order of the answer's choices.
+
+    `field` is where the prompts came from, `capacity` the positions that a request may have. Raises
+    InvalidRequest.
+    """
+    session = session or body.prompt_cache_key or body.user
+    sampling = _sampling(body, vocab_size)
+    jobs: list[Job] = []
+    for prompt_ids in prompts:
+        if not prompt_ids:
+            raise InvalidRequest(f"{field}: must not be empty", param=field)
+        max_tokens = _max_tokens(body, len(prompt_ids), field, capacity)
+        if body.min_tokens > max_tokens:
+            text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
+            raise InvalidRequest(text, param="min_tokens")
+        key = _session_key(session, prompt_ids)
+        seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
+        for i in range(body.n):
+            seeded = pb.SamplingParams(**sampling, max_tokens=max_tokens, seed=(seed + i) & _SEED_MASK)
+            jobs.append(Job(prompt_ids, seeded, key, body.priority))
+    return jobs
+
+
+def _max_tokens(body: GenerationBody, prompt_tokens: int, field: str, capacity: int) -> int:
+    room = capacity - prompt_tokens
+    if room < 1:
+        text = f"{field}: {prompt_tokens} tokens leave no room for output in a context of {capacity}"
+        raise ContextLengthExceeded(text, param=field)
+    wanted = body.max_tokens_wanted
+    if wanted is None:
+        return min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
+    if wanted > room:
+        name = body.max_tokens_field
+        # Without the prompt it would fit: then the prompt is too long as much as the output.
+        text = f"{name}: {wanted} and a prompt of {prompt_tokens} tokens exceed the context of {capacity}"
+        raise ContextLengthExceeded(text, param=name)
+    return wanted
+
+
+def _sampling(body: GenerationBody, vocab_size: int) -> dict[str, Any]:
+    def given(value: Any, otherwise: Any) -> Any:
+        return otherwise if value is None else value
+
+    bias: dict[int, float] = {}
+    for key, value in (body.logit_bias or {}).items():
+        if not key.isdecimal() or int(key) >= vocab_size:
+            text = f"logit_bias: {key[:20]!r} is no token id below {vocab_size}"
+            raise InvalidRequest(text, param="logit_bias")
+        bias[int(key)] = value
+    for token_id in body.stop_token_ids or ():
+        if token_id >= vocab_size:
+            text = f"stop_token_ids: {token_id} is not below the vocabulary's {vocab_size}"
+            raise InvalidRequest(text, param="stop_token_ids")
+    return {
+        "temperature": given(body.temperature, 1.0),
+        "top_k": max(0, given(body.top_k, 0)),
+        "top_p": given(body.top_p, 1.0),
+        "min_p": given(body.min_p, 0.0),
+        "repetition_penalty": given(body.repetition_penalty, 1.0),
+        "presence_penalty": given(body.presence_penalty, 0.0),
+        "frequency_penalty": given(body.frequency_penalty, 0.0),
+        "min_tokens": body.min_tokens,
+        "stop_token_ids": body.stop_token_ids or (),
+        "ignore_eos": body.ignore_eos,
+        "logit_bias": bias,
+        "logprobs": body.logprobs_wanted,
+    }
+
+
+def _session_key(session: str | None, prompt_ids: list[int]) -> int:
+    """By what the client calls it; else sessions are told apart by how they begin."""
+    if session:
+        return xxhash.xxh3_64_intdigest(session.encode(errors="replace"))
+    hashes = chunk_hashes(prompt_ids[: SESSION_CHUNKS * CHUNK_TOKENS])
+    return hashes[-1] if hashes else xxhash.xxh3_64_intdigest(repr(prompt_ids).encode())

@@ -1,0 +1,75 @@
+"""Where a model's tokenizer, chat template and context length are: a directory, a GGUF file, or the hub."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja"]
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """A Hugging Face directory, as far as a router needs it."""
+
+    path: Path
+    tokenizer_config: dict[str, Any]
+    config: dict[str, Any]
+    chat_template: str | None
+
+    @property
+    def max_model_len(self) -> int:
+        length = self.config.get("max_position_embeddings")
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"{self.path / 'config.json'} has no max_position_embeddings")
+        return length
+
+    def special_token(self, name: str) -> str | None:
+        """Content of "bos_token" or "eos_token"; older files keep it in an object."""
+        token = self.tokenizer_config.get(name)
+        return token.get("content") if isinstance(token, dict) else token
+
+
+def locate(model: str, revision: str | None) -> Path:
+    """The path that `model` names; a hub id's tokenizer files are downloaded, its weights are not.
+
+    Raises ValueError when there is nothing.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if model.endswith(".gguf") or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ValueError(f"--model {model}: there is no such file or directory")
+    try:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=HUB_FILES))
+    except HFValidationError as error:
+        raise ValueError(f"--model {model}: neither a path nor the id of a model on the hub") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ValueError(f"--model {model}: not a path, and not to be had from the hub: {error}") from error
+
+
+def read_directory(path: Path) -> ModelDirectory:
+    """Raises ValueError when a file that a router needs is missing or malformed."""
+    if not (path / "tokenizer.json").is_file():
+        raise ValueError(f"{path} has no tokenizer.json (slow tokenizers are not supported)")
+    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    template_file = path / "chat_template.jinja"
+    template = template_file.read_text() if template_file.is_file() else tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return ModelDirectory(path, tokenizer_config, _read_json(path / "config.json"), template)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value

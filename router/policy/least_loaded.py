@@ -1,0 +1,56 @@
+"""Decode: of two workers with room, drawn at random, the less loaded one.
+
+Loads are up to a second old. Taking the best of all would send everybody to the same worker until the next
+report; the better of two random ones (Mitzenmacher 2001) stays balanced on stale data.
+"""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+DRAWS = 4
+
+
+@dataclass(slots=True)
+class DecodeLoad:
+    """One decode worker as last reported, corrected by what this router did since."""
+
+    worker: str
+    block_size: int
+    blocks_total: int
+    max_running: int
+    blocks_free: int = 0
+    running: int = 0
+
+    @property
+    def pressure(self) -> float:
+        """The scarcer of memory and batch slots: 0 is idle, 1 is full."""
+        blocks = 1 - self.blocks_free / self.blocks_total if self.blocks_total else 1.0
+        batch = self.running / self.max_running if self.max_running else 1.0
+        return max(blocks, batch)
+
+    def has_room(self, tokens: int) -> bool:
+        return self.blocks_free * self.block_size >= tokens
+
+
+def least_loaded(
+    loads: Sequence[DecodeLoad], *, tokens: int, rng: random.Random, avoid: Collection[str] = ()
+) -> str | None:
+    """The worker to ask for a reservation of `tokens` positions; None when none seems to have room.
+
+    Those in `avoid`, which failed this request, are taken only when there is no other.
+    """
+
+    def fits(load: DecodeLoad) -> bool:
+        return load.has_room(tokens) and load.worker not in avoid
+
+    # A few draws find room in any pool that is not nearly full, without looking at all of it.
+    for _ in range(DRAWS if len(loads) > 2 else 0):
+        drawn = [load for load in rng.sample(loads, 2) if fits(load)]
+        if drawn:
+            return min(drawn, key=lambda load: load.pressure).worker
+    found = [load for load in loads if fits(load)] or [load for load in loads if load.has_room(tokens)]
+    if not found:
+        return None
+    drawn = found if len(found) <= 2 else rng.sample(found, 2)
+    return min(drawn, key=lambda load: load.pressure).worker

@@ -1,0 +1,142 @@
+"""The router process: comes up, serves until a signal, and goes in order.
+
+SIGTERM drains: nothing new is taken, running requests finish within `drain_timeout`. SIGINT, or a second
+signal, ends them at once. Then the connections to workers close, which cancels whatever was left there.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import setproctitle
+import uvloop
+from aiohttp import web
+
+from router.admission import Admission
+from router.config import RouterConfig
+from router.discovery import Discovery, FileDiscovery, StaticDiscovery
+from router.errors import ShuttingDown
+from router.front import Front
+from router.metrics import Metrics
+from router.pool import WorkerPool
+from router.serving import Services
+from router.tokenizer import ModelTokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 5.0
+"""For telling clients that their request was cut."""
+
+
+def main(config: RouterConfig) -> int:
+    """Runs the router until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
+    setproctitle.setproctitle(f"baton: router {config.index}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
+    tokenizer = load_tokenizer(config.model, revision=config.revision, chat_template=config.chat_template)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config, tokenizer))
+
+
+@dataclass(frozen=True)
+class Running:
+    """A router that listens."""
+
+    url: str
+    services: Services
+    following: asyncio.Task[None]
+    """Follows the workers; ends only by an error."""
+    stop_listening: Callable[[], Awaitable[None]]
+    """From now on nothing new is taken."""
+
+
+@contextlib.asynccontextmanager
+async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[Running]:
+    """Listens while the context is open; what still runs when it closes is cut."""
+    pool = WorkerPool(config.secret, _discovery(config))
+    services = Services(
+        tokenizer=tokenizer,
+        pool=pool,
+        admission=Admission(config.max_waiting_tokens),
+        metrics=Metrics(config.model_name),
+        request_timeout=config.request_timeout,
+        worker_wait=config.worker_wait,
+    )
+    front = Front(config, services)
+    runner = web.AppRunner(front.app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    following = asyncio.create_task(pool.run(), name="workers")
+    try:
+        site = web.TCPSite(runner, config.host, config.port, reuse_address=True)
+        try:
+            await site.start()
+        except OSError as error:
+            where = f"{config.host}:{config.port}"
+            reason = error.strerror or error
+            raise ValueError(f"--host, --port: cannot listen on {where}: {reason}") from error
+
+        async def stop_listening() -> None:
+            front.draining = True
+            await site.stop()
+
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        yield Running(f"http://{host}:{runner.addresses[0][1]}", services, following, stop_listening)
+        await stop_listening()
+        await _cut(services)
+    finally:
+        await runner.cleanup()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
+    """Until a signal."""
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    async with running(config, tokenizer) as router:
+        log.info("listening on %s", router.url)
+        _report(config.ready_fd, {"ready": {"url": router.url, "pid": os.getpid()}}, last=True)
+        stopped = asyncio.create_task(signals.get())
+        await asyncio.wait({stopped, router.following}, return_when=asyncio.FIRST_COMPLETED)
+        if router.following.done():
+            router.following.result()
+        await router.stop_listening()
+        if stopped.result() == signal.SIGTERM:
+            await _drain(router.services, signals, config.drain_timeout)
+    return 0
+
+
+async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float) -> None:
+    """Waits for running requests; a further signal ends the wait."""
+    log.info("draining %d requests", len(services.active))
+    waits = {asyncio.create_task(services.active.wait_for_none()), asyncio.create_task(signals.get())}
+    await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+async def _cut(services: Services) -> None:
+    """Ends what still runs, telling its client."""
+    services.active.abort(ShuttingDown("the router is shutting down", retry_after=1))
+    with contextlib.suppress(TimeoutError):  # of clients that do not read: the connection is closed on them
+        await asyncio.wait_for(services.active.wait_for_none(), LAST_WORDS_SECONDS)
+
+
+def _discovery(config: RouterConfig) -> Discovery:
+    if config.workers_file is not None:
+        return FileDiscovery(config.workers_file, config.workers)
+    return StaticDiscovery(config.workers)
+
+
+def _report(ready_fd: int | None, line: dict[str, object], *, last: bool = False) -> None:
+    if ready_fd is not None:
+        os.write(ready_fd, json.dumps(line).encode() + b"\n")
+        if last:
+            os.close(ready_fd)

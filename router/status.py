@@ -1,0 +1,62 @@
+"""What `baton status` shows: the router, and every worker as it is now."""
+
+import asyncio
+import os
+from typing import Any
+
+from google.protobuf.message import Message
+
+from router.config import RouterConfig
+from router.connection import WorkerConnection
+from router.serving import Services
+from rpc import worker_pb2 as pb
+
+_ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
+
+
+async def router_status(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
+    """Asks all workers at once; one that does not answer is shown as last reported."""
+    pool = services.pool
+    return {
+        "router": {
+            "index": config.index,
+            "pid": os.getpid(),
+            "model": config.model_name,
+            "state": "draining" if draining else "serving",
+            "ready": pool.complete,
+            "requests": len(services.active),
+            "waiting_for_room": len(pool.room),
+            "waiting_for_workers": len(pool.waiters),
+            "waiting_tokens": services.admission.waiting_tokens,
+        },
+        "workers": list(await asyncio.gather(*map(_worker, pool.connections))),
+    }
+
+
+async def _worker(connection: WorkerConnection) -> dict[str, Any]:
+    status = await connection.current_status()
+    described = connection.description
+    return {
+        "address": connection.address,
+        "role": _ROLES.get(described.role, "unknown"),
+        "index": described.index,
+        "incarnation": f"{described.incarnation:016x}",
+        "state": str(connection.state),
+        "reason": connection.reason,
+        "attempts": connection.attempts,
+        "description": _plain(described),
+        "status": _plain(status),
+    }
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Like MessageToDict, but with numbers as numbers and defaults included."""
+    plain: dict[str, Any] = {}
+    for described in message.DESCRIPTOR.fields:
+        value = getattr(message, described.name)
+        if described.enum_type is not None:
+            value = described.enum_type.values_by_number[value].name.lower()
+        elif described.name == "incarnation":
+            value = f"{value:016x}"  # JavaScript cannot hold it as a number
+        plain[described.name] = value
+    return plain

@@ -1,0 +1,125 @@
+"""Text to tokens and tokens to text, for every kind of model that a router can serve."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from router.chat_template import ChatTemplate
+from router.gguf_tokenizer import read_gguf
+from router.model_files import locate, read_directory
+
+
+class ModelTokenizer:
+    """A model's tokenizer and chat template. Immutable, and shared by all requests.
+
+    Attributes:
+        max_model_len: positions that the model was made for; its workers may offer fewer.
+        vocab_size: every token id is below it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.max_model_len = max_model_len
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        self._spell = _speller(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Raises ChatTemplateError (a ValueError) when the model has no template or its template refuses."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        if self._template is None:
+            raise ValueError("this model has no chat template; use /v1/completions, or give --chat-template")
+        return self._template.render(messages)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """What is no UTF-8 becomes U+FFFD."""
+        kept = (t for t in token_ids if not (skip_special_tokens and t in self._special))
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What this token adds to a text that goes on; often not a whole number of characters."""
+        spelled = self._bytes.get(token_id)
+        if spelled is None:
+            spelled = self._added.get(token_id)
+            if spelled is None:
+                token = self._tokenizer.id_to_token(token_id)
+                spelled = b"" if token is None else self._spell(token)
+            self._bytes[token_id] = spelled
+        return spelled
+
+
+def load_tokenizer(
+    model: str, *, revision: str | None = None, chat_template: str | None = None
+) -> ModelTokenizer:
+    """Of a Hugging Face directory, a GGUF file or a hub id.
+
+    `chat_template` is the path of a Jinja file that replaces the model's own. Raises ValueError when
+    something is missing, unreadable or of an unsupported kind.
+    """
+    path = locate(model, revision)
+    if path.is_dir():
+        directory = read_directory(path)
+        try:
+            tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{path / 'tokenizer.json'} cannot be loaded: {error}") from error
+        source, max_model_len = directory.chat_template, directory.max_model_len
+        bos, eos = directory.special_token("bos_token"), directory.special_token("eos_token")
+    else:
+        model_file = read_gguf(path)
+        tokenizer, source, max_model_len = (
+            model_file.tokenizer,
+            model_file.chat_template,
+            model_file.max_model_len,
+        )
+        bos, eos = model_file.bos_token, model_file.eos_token
+    if chat_template is not None:
+        try:
+            source = Path(chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
+    template = None if source is None else ChatTemplate(source, bos_token=bos, eos_token=eos)
+    return ModelTokenizer(tokenizer, template, max_model_len)
+
+
+def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:
+    """How an ordinary token's name says its bytes. Raises ValueError for a decoder that it cannot tell."""
+    state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {"type": "none"}
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if "ByteLevel" in kinds:
+        table = _byte_alphabet()
+        return lambda token: b"".join(table.get(c) or c.encode() for c in token)
+    if "Metaspace" in kinds or {"Replace", "ByteFallback"} <= set(kinds):
+        return _spell_sentencepiece
+    raise ValueError(f"this model's tokenizer decodes with {' + '.join(kinds)}, which is not supported")
+
+
+def _spell_sentencepiece(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    spelled = {chr(byte): bytes([byte]) for byte in printable}
+    spelled |= {chr(0x100 + i): bytes([byte]) for i, byte in enumerate(others)}
+    return spelled

@@ -1,0 +1,141 @@
+"""A real router over fake workers, and clients for it."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.config import RouterConfig
+from router.server import Running, running
+from router.tokenizer import ModelTokenizer, load_tokenizer
+from rpc import worker_pb2 as pb
+
+from .fake_worker import SECRET, FakeWorker, Lanes
+
+TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
+
+
+@pytest.fixture(scope="session")
+def tokenizer(embedded_model_path: Path) -> ModelTokenizer:
+    return load_tokenizer(str(embedded_model_path))
+
+
+@dataclass
+class Cluster:
+    """Fake workers behind a router that listens on a real port."""
+
+    router: Running
+    http: aiohttp.ClientSession
+    tokenizer: ModelTokenizer
+    lanes: Lanes
+    answer: list[int]
+    workers: list[FakeWorker] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return self.router.url
+
+    @property
+    def prefills(self) -> list[FakeWorker]:
+        return [w for w in self.workers if w.role == pb.ROLE_PREFILL]
+
+    @property
+    def decodes(self) -> list[FakeWorker]:
+        return [w for w in self.workers if w.role == pb.ROLE_DECODE]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """For what the router does by itself, and nobody else sees."""
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def idle(self) -> None:
+        """Nothing is left anywhere in the router: no attempt, no waiter, no token that waits."""
+        services = self.router.services
+        await self.until(
+            lambda: (
+                not services.active
+                and not len(services.pool.room)
+                and not services.pool.waiters
+                and services.admission.waiting_tokens == 0
+                and all(c.attempts == 0 and c.waiting_tokens == 0 for c in services.pool.connections)
+            )
+        )
+
+    async def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        async with self.http.post(self.url + path, json=body) as response:
+            return response.status, await response.json()
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        status, answer = await self.post("/v1/completions", **{"prompt": "Hello", "max_tokens": 200, **body})
+        assert status == 200, answer
+        return answer
+
+    async def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The parsed events of a stream, without [DONE], which must be the last."""
+        async with self.http.post(self.url + path, json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            raw = (await response.read()).decode()
+        lines = [line for line in raw.split("\n\n") if line and not line.startswith(":")]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@contextlib.asynccontextmanager
+async def make_cluster(
+    tokenizer: ModelTokenizer,
+    tmp_path: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    text: str = TEXT,
+    wait: bool = True,
+    **config: Any,
+) -> AsyncIterator[Cluster]:
+    lanes, answer = Lanes(), [*tokenizer.encode(text), 2]
+    workers = [FakeWorker(pb.ROLE_PREFILL, lanes, answer, index=i) for i in range(prefill)]
+    workers += [FakeWorker(pb.ROLE_DECODE, lanes, answer, index=i) for i in range(decode)]
+    for worker in workers:
+        await worker.start()
+    workers_file = tmp_path / "workers"
+    workers_file.write_text("".join(f"{worker.address}\n" for worker in workers))
+    made = RouterConfig(
+        model="fake",
+        secret=SECRET,
+        port=0,
+        workers_file=str(workers_file),
+        **{"request_timeout": 20, **config},
+    )
+    async with running(made, tokenizer) as router, aiohttp.ClientSession() as http:
+        cluster = Cluster(router, http, tokenizer, lanes, answer, workers)
+        if wait:
+            pool = router.services.pool
+            await cluster.until(lambda: len(pool.ready(pb.ROLE_PREFILL)) == prefill)
+            await cluster.until(lambda: len(pool.ready(pb.ROLE_DECODE)) == decode)
+        try:
+            yield cluster
+        finally:
+            for worker in workers:
+                await worker.kill()
+
+
+@pytest.fixture
+async def cluster(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """One worker of each role."""
+    async with make_cluster(tokenizer, tmp_path) as made:
+        yield made
+        await made.idle()
+
+
+@pytest.fixture
+async def pair(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """Two workers of each role."""
+    async with make_cluster(tokenizer, tmp_path, prefill=2, decode=2) as made:
+        yield made
+        await made.idle()

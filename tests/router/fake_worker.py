@@ -1,0 +1,280 @@
+"""Workers that speak the real gRPC service on real sockets, with a model that a test can predict.
+
+Output token i of a request is `answer[i]`, whoever computes it, so that a stream which went through any
+number of failures must read exactly like one that did not. KV is an entry in a table that fake prefill and
+decode workers share. Everything that a real worker may do wrong can be switched on.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from rpc import create_server
+from rpc import worker_pb2 as pb
+from rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+
+SECRET = b"a secret of the cluster"
+
+
+@dataclass
+class KV:
+    """What happened to a prefill's KV: decode waits for `settled`, then looks at `good`."""
+
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    good: bool = False
+
+    def settle(self, good: bool) -> None:
+        self.good = good
+        self.settled.set()
+
+
+@dataclass
+class Lanes:
+    """The KV of all prefills, by prefill id."""
+
+    table: dict[bytes, KV] = field(default_factory=dict)
+
+    def of(self, prefill_id: bytes) -> KV:
+        return self.table.setdefault(prefill_id, KV())
+
+
+class FakeWorker(WorkerServicer):
+    """One worker of either role.
+
+    Scripts (all may be changed while it runs):
+        steps: None, or a semaphore of tokens that it may still send.
+        no_room: refuse that many reservations.
+        fail: answer that many attempts with this code.
+        kv_fail: let that many transfers fail.
+        duplicate, late: send each token twice; say old ones again in between.
+    """
+
+    def __init__(
+        self, role: "pb.Role", lanes: Lanes, answer: list[int], *, index: int = 0, eos: int = 2
+    ) -> None:
+        self.role = role
+        self.lanes = lanes
+        self.answer = answer
+        self.index = index
+        self.eos = eos
+        self.steps: asyncio.Semaphore | None = None
+        self.no_room = 0
+        self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
+        self.kv_fail = 0
+        self.duplicate = self.late = False
+        self.step_seconds = 0.0
+        self.submitted: list[pb.RouterMessage] = []
+        self.cancelled: list[bytes] = []
+        self.arrived = asyncio.Event()  # set with each message from a router
+        self.status = pb.WorkerStatus(
+            health=pb.WorkerStatus.HEALTH_SERVING,
+            blocks_free=512,
+            blocks_total=512,
+            prefill_tokens_per_s=1000,
+        )
+        self.model_fingerprint = "m1"
+        self.incarnation = int.from_bytes(os.urandom(8))
+        self.address = ""
+        self._outputs: set[asyncio.Queue[pb.WorkerMessage]] = set()
+        self._attempts: dict[bytes, asyncio.Task[None]] = {}
+        self._sources: dict[bytes, Source] = {}
+        self._server: grpc.aio.Server | None = None
+
+    # ------------------------------------------------------------ its life
+
+    async def start(self, port: int = 0) -> "FakeWorker":
+        self._server = create_server(SECRET)
+        add_WorkerServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await self._server.start()
+        return self
+
+    async def kill(self) -> None:
+        """As with kill -9: streams break at once, and what it held is gone."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            for task in self._attempts.values():
+                task.cancel()
+            if self.role == pb.ROLE_PREFILL:
+                for message in self.submitted:
+                    kv = self.lanes.of(message.prefill.prefill_id)
+                    if not kv.settled.is_set():
+                        kv.settle(False)
+                    kv.good = False
+            await server.stop(None)
+
+    async def until(self, condition) -> None:
+        """Waits for `condition(self)`, looked at with each message from a router."""
+        async with asyncio.timeout(10):
+            while not condition(self):
+                self.arrived.clear()
+                await self.arrived.wait()
+
+    def report(self) -> None:
+        """Sends `status` to all routers."""
+        for outputs in self._outputs:
+            outputs.put_nowait(pb.WorkerMessage(status=self.status))
+
+    # ------------------------------------------------------------ the service
+
+    async def Describe(
+        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerDescription:
+        return pb.WorkerDescription(
+            role=self.role, index=self.index, incarnation=self.incarnation, model="fake",
+            model_fingerprint=self.model_fingerprint, layout_fingerprint="l1", kv_address="127.0.0.1:1",
+            block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
+        )  # fmt: skip
+
+    async def GetStatus(
+        self, request: pb.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerStatus:
+        return self.status
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WorkerMessage]:
+        outputs: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+        self._outputs.add(outputs)
+        reading = asyncio.create_task(self._read(request_iterator, outputs))
+        try:
+            while True:
+                yield await outputs.get()
+        finally:
+            reading.cancel()
+            self._outputs.discard(outputs)
+
+    async def _read(
+        self, messages: AsyncIterator[pb.RouterMessage], outputs: asyncio.Queue[pb.WorkerMessage]
+    ) -> None:
+        async for message in messages:
+            match message.WhichOneof("kind"):
+                case "prefill":
+                    self._begin(message.prefill.prefill_id, self._prefill(message.prefill, outputs))
+                case "decode":
+                    submit = message.decode
+                    source = Source(submit.source.prefill_id, len(submit.request.output_ids))
+                    self._sources[submit.decode_id] = source
+                    self._begin(message.decode.decode_id, self._decode(message.decode, outputs))
+                case "retarget":
+                    source = self._sources[message.retarget.decode_id]
+                    source.prefill_id = message.retarget.source.prefill_id
+                    source.base = len(message.retarget.output_ids)
+                    source.changed.set()
+                case "cancel":
+                    self._cancel(message.cancel.attempt_id)
+            self.submitted.append(message)
+            self.arrived.set()
+
+    def _begin(self, attempt_id: bytes, work) -> None:
+        self._attempts[attempt_id] = asyncio.create_task(work)
+
+    def _cancel(self, attempt_id: bytes) -> None:
+        self.cancelled.append(attempt_id)
+        task = self._attempts.get(attempt_id)
+        if task is not None:
+            task.cancel()
+        if self.role == pb.ROLE_PREFILL and not self.lanes.of(attempt_id).settled.is_set():
+            self.lanes.of(attempt_id).settle(False)
+
+    # ------------------------------------------------------------ the model
+
+    def _fails(self, attempt_id: bytes, outputs: asyncio.Queue[pb.WorkerMessage]) -> bool:
+        left, code = self.fail
+        if left > 0:
+            self.fail = (left - 1, code)
+            failed = pb.AttemptFailed(attempt_id=attempt_id, code=code, message="as the test wants")
+            outputs.put_nowait(pb.WorkerMessage(failed=failed))
+        return left > 0
+
+    async def _emit(
+        self, attempt_id: bytes, request: pb.Request, index: int, outputs: asyncio.Queue[pb.WorkerMessage]
+    ) -> bool:
+        """Sends output token `index`. Returns whether it was the last."""
+        if self.step_seconds:
+            await asyncio.sleep(self.step_seconds)
+        if self.steps is not None:
+            await self.steps.acquire()
+        token_id = self.answer[index % len(self.answer)]
+        finish = pb.FINISH_REASON_NONE
+        sampling = request.sampling
+        if (token_id == self.eos and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
+            finish = pb.FINISH_REASON_STOP
+        elif index + 1 >= sampling.max_tokens:
+            finish = pb.FINISH_REASON_LENGTH
+        event = pb.TokenEvent(
+            attempt_id=attempt_id, output_index=index, token_id=token_id, finish_reason=finish
+        )
+        if self.role == pb.ROLE_PREFILL:
+            event.cached_tokens = 3
+        if sampling.HasField("logprobs"):
+            event.logprobs.logprob = -0.5 * (index + 1)
+            event.logprobs.top_ids.extend(range(100, 100 + sampling.logprobs))
+            event.logprobs.top_logprobs.extend(-float(i) for i in range(sampling.logprobs))
+        events = [event, event] if self.duplicate else [event]
+        if self.late and index > len(request.output_ids):
+            old = pb.TokenEvent(
+                attempt_id=attempt_id, output_index=index - 1, token_id=self.answer[index - 1]
+            )
+            events.insert(0, old)
+        outputs.put_nowait(pb.WorkerMessage(step=pb.StepOutput(tokens=events)))
+        return finish != pb.FINISH_REASON_NONE
+
+    async def _prefill(self, submit: pb.SubmitPrefill, outputs: asyncio.Queue[pb.WorkerMessage]) -> None:
+        if self._fails(submit.prefill_id, outputs):
+            self.lanes.of(submit.prefill_id).settle(False)
+            return
+        finished = await self._emit(
+            submit.prefill_id, submit.request, len(submit.request.output_ids), outputs
+        )
+        if submit.handover and not finished:
+            self.lanes.of(submit.prefill_id).settle(True)
+
+    async def _decode(self, submit: pb.SubmitDecode, outputs: asyncio.Queue[pb.WorkerMessage]) -> None:
+        decode_id, request = submit.decode_id, submit.request
+        if self._fails(decode_id, outputs):
+            return
+        if self.no_room > 0:
+            self.no_room -= 1
+            failed = pb.AttemptFailed(attempt_id=decode_id, code=pb.FAILURE_CODE_NO_ROOM)
+            outputs.put_nowait(pb.WorkerMessage(failed=failed))
+            return
+        outputs.put_nowait(pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id)))
+        source = self._sources[decode_id]
+        while not await self._fetched(source):
+            if not source.changed.is_set():
+                failed = pb.AttemptFailed(
+                    attempt_id=decode_id, code=pb.FAILURE_CODE_KV_FAILED, prefill_id=source.prefill_id
+                )
+                outputs.put_nowait(pb.WorkerMessage(failed=failed))
+                await source.changed.wait()
+            source.changed.clear()
+        index = source.base
+        while not await self._emit(decode_id, request, index, outputs):
+            index += 1
+
+    async def _fetched(self, source: "Source") -> bool:
+        """Whether the KV came; False also when another source was named meanwhile."""
+        kv = self.lanes.of(source.prefill_id)
+        waits = [asyncio.create_task(kv.settled.wait()), asyncio.create_task(source.changed.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
+            task.cancel()
+        if source.changed.is_set() or not kv.good:
+            return False
+        if self.kv_fail > 0:
+            self.kv_fail -= 1
+            return False
+        return True
+
+
+@dataclass
+class Source:
+    """Where a reservation's KV comes from; a Retarget changes it."""
+
+    prefill_id: bytes
+    base: int
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
