@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from engine.attention import paged_attention
 from engine.batch import StepBatch, build_batch
@@ -87,20 +88,20 @@ class Engine:
         result = StepResult(preempted=[live.id for live in plan.handed_back])
         if plan.chunks:
             batch = build_batch(plan.chunks, self.block_size, self.dtype, self.device)
-            logits = self._run(plan, batch)
-            self._postprocess(plan, batch, logits, result)
+            hidden = self._run(plan, batch)
+            self._postprocess(plan, batch, hidden, result)
         self._meters.record(plan, time.perf_counter() - started)
         return result
 
-    def _run(self, plan: Schedule, batch: StepBatch) -> torch.Tensor:
-        """The forward pass: KV of all chunks, logits of the requests that are complete."""
+    def _run(self, plan: Schedule, batch: StepBatch) -> Tensor:
+        """The forward pass: writes the KV of all chunks, returns the hidden state of each of their tokens."""
         moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
         if self._kv_sink is not None:
             for live in plan.started:
                 if live.handover:
                     self._kv_sink.prefill_started(live.id, live.blocks, len(live.token_ids), live.num_cached)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return paged_attention(q, k, v, self.kv_cache[layer], batch.attention)
 
         def layer_done(layer: int) -> None:
@@ -108,16 +109,16 @@ class Engine:
             if moved and self._kv_sink is not None:
                 self._kv_sink.layer_done(layer, moved)
 
-        hidden = self._model(batch.token_ids, batch.positions, attend, layer_done)
-        return self._model.logits(hidden[batch.sampled_rows])
+        return self._model(batch.token_ids, batch.positions, attend, layer_done)
 
-    def _postprocess(
-        self, plan: Schedule, batch: StepBatch, logits: torch.Tensor, result: StepResult
-    ) -> None:
+    def _postprocess(self, plan: Schedule, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
         """Samples, and sees every request on: to its next token, to its handover, to its end."""
         for chunk in plan.chunks:
             self._scheduler.computed(chunk)
-        choices = sample(logits, batch.sampled, self.model_config.eos_ids) if batch.sampled else []
+        if not batch.sampled:
+            return
+        logits = self._model.logits(hidden[batch.sampled_rows])
+        choices = sample(logits, batch.sampled, self.model_config.eos_ids)
         for live, choice in zip(batch.sampled, choices, strict=True):
             if choice is None:
                 result.failed.append((live.id, "the model's logits are not finite numbers"))

@@ -21,14 +21,14 @@ class LlamaAttention:
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = Linear(
+        self.qkv = Linear.fused(
             weights,
             [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
             [q_rows, kv_rows, kv_rows],
             config.hidden_size,
             bias=self.qkv_bias or config.attention_bias,
         )
-        self.out = Linear(
+        self.out = Linear.fused(
             weights, [f"{name}.o_proj"], [config.hidden_size], q_rows, bias=config.attention_bias
         )
 
@@ -68,7 +68,8 @@ class Llama:
             for name in (f"model.layers.{i}" for i in range(config.num_layers))
         ]
         self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
-        self.head = self.embedding if config.tie_embeddings else weights.take("lm_head.weight", vocabulary)
+        tied = config.tie_embeddings
+        self.head = Linear(self.embedding if tied else weights.take("lm_head.weight", vocabulary))
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, layer_done: Callable[[int], None]
@@ -83,4 +84,4 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size], float32."""
-        return F.linear(hidden, self.head).float()
+        return self.head(hidden).float()

@@ -302,7 +302,9 @@ def test_cached_prefix_is_announced_as_ready(
 
 def test_cancel_in_every_phase(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
     engine = tiny_engine(max_num_batched_tokens=8, max_num_seqs=4)
-    waiting, chunked, decoding, held, reserved, joined = (request_of(i, [*PROMPT, i]) for i in range(6))
+    waiting, chunked, decoding, held, reserved, joined = (
+        request_of(i, [*PROMPT, i], ignore_eos=True) for i in range(6)
+    )
     engine.add(held, handover=True)
     engine.step()
     engine.step()
@@ -310,7 +312,10 @@ def test_cancel_in_every_phase(tiny_engine: Callable[..., Engine], request_of: A
     engine.step()
     engine.step()
     assert engine.reserve(reserved) is not None
-    assert engine.reserve(joined) is not None
+    table = engine.reserve(joined)
+    assert table is not None
+    for cache in engine.kv_cache:
+        cache[:, list(table)] = 0.5  # in place of the KV that a prefill would send
     engine.join(joined.id, 3)
     engine.add(chunked)
     engine.step()
