@@ -143,7 +143,9 @@ def loop(role: Role, parts: Parts) -> None:
     poller.register(link.socket, zmq.POLLIN)
     poller.register(role.kv_fd, zmq.POLLIN)
     while True:
-        poller.poll(0 if engine.has_work else _milliseconds(role.poll_within))
+        idle = not engine.has_work
+        if not poller.poll(_milliseconds(role.poll_within) if idle else 0) and idle:
+            parts.trace.flush()
         for message in link.receive_all():
             if isinstance(message, Stop):
                 parts.attempts.fail_all(Code.DRAINING, "the worker shuts down")

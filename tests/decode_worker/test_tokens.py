@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.cluster_helpers import (
 )
 
 CHUNK = 128
+LAYERS = 30
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +122,39 @@ async def test_concurrent_mixed_requests_yield_the_tokens_of_one_engine(
 async def test_layers_leave_while_later_ones_are_computed(
     workers: tuple[WorkerProcess, WorkerProcess], directory: Path
 ) -> None:
-    async with paired(*workers) as pair:
-        answer = await pair.generate(prompt(4 * CHUNK, 99), sampling(max_tokens=24, ignore_eos=True))
-    assert len(answer.tokens) == 24
-    await assert_whole(*workers)
+    began = time.monotonic() * 1e6
     before = metrics(workers[1])
-    assert before["baton:kv_hidden_share_count"] >= 1
-    assert before["baton:handover_seconds_count"] >= 1
-    print(f"TTFT {answer.ttft * 1000:.0f} ms, handover {answer.handover * 1000:.1f} ms")
+    async with paired(*workers) as pair:
+        await pair.generate(prompt(4 * CHUNK, 99), sampling(max_tokens=4, ignore_eos=True))
+    await assert_whole(*workers)
+    after = metrics(workers[1])
+    assert after["baton:kv_hidden_share_count"] == before["baton:kv_hidden_share_count"] + 1
+    hidden = after["baton:kv_hidden_share_sum"] - before["baton:kv_hidden_share_sum"]
+    assert 0.5 < hidden <= 1.0, "most of the transfer is over before prefill's token is there"
+
+    layers = [
+        (event["args"]["layer"], event["args"]["start"], event["ts"])
+        for event in events(directory / "traces" / "prefill-0-engine.trace", "layer", began, 4 * LAYERS)
+    ]
+    left = [
+        event["ts"] + event["dur"]
+        for event in events(directory / "traces" / "prefill-0-transfer.trace", "send", began, 4 * LAYERS)
+        if event["args"]["layer"] == 0
+    ]
+    computed = {start: at for layer, start, at in layers if layer == LAYERS - 1}
+    assert sorted(computed) == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
+    for leaving, at in zip(sorted(left), sorted(computed.values()), strict=True):
+        assert leaving < at, "layer 0 of a chunk is gone before the chunk's last layer is computed"
 
 
-def events(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines()[1:]
-    return [json.loads(line.rstrip(",")) for line in lines]
+def events(path: Path, name: str, since: float, count: int) -> list[dict[str, Any]]:
+    """Trace events of this name; waits for as many, since processes write their traces in batches."""
+    deadline = time.monotonic() + 10
+    while True:
+        lines = path.read_text().rpartition("\n")[0].splitlines()[1:]
+        found = [json.loads(line.rstrip(",")) for line in lines]
+        found = [event for event in found if event["name"] == name and event["ts"] >= since]
+        if len(found) >= count:
+            return found
+        assert time.monotonic() < deadline, f"{len(found)} of {count} {name} events in {path}"
+        time.sleep(0.05)
