@@ -32,15 +32,15 @@ async def main() -> None:
     config = await _command(reader)
     assert isinstance(config, ClientConfig)
     client = Client(config, lambda record: transport.write(frame(Finished(record))))
+    # Pauses of the collector would be measured as the server's.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 100)
     transport.write(frame(Ready()))
     start = await _command(reader)
     if not isinstance(start, Start):
         return  # stopped, or orphaned, before it began
 
-    # Pauses of the collector would be measured as the server's.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(200_000, 50, 100)
     stop = asyncio.Event()
     stalls: list[float] = []
     helpers = [

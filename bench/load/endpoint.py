@@ -203,7 +203,7 @@ async def _by_ids(http: aiohttp.ClientSession, target: Target) -> Tokenization |
 
 
 async def _by_usage(http: aiohttp.ClientSession, target: Target) -> Tokenization:
-    plain = Tokenization("text", tuple(WORDS), 1.0, 0, False, "")
+    plain = Tokenization("text", WORDS, 1.0, 0, False, "")
     composer = Composer(plain)
 
     async def count(words: int) -> int:

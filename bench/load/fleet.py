@@ -14,7 +14,7 @@ from bench.load.client import ClientConfig
 from bench.load.record import Record
 from bench.load.wire import Finished, Load, Progress, Ready, Start, Stop, frame, messages, read_frame
 
-_HEADSTART_SECONDS = 0.1  # between the word to start and the start, for all clients to hear it
+_HEADSTART_SECONDS = 0.2  # between the word to start and the start, for all clients to hear it
 _STOP_SECONDS = 10.0
 
 
