@@ -71,6 +71,7 @@ class TransferProcess:
         self._next_tick = 0.0
         self._next_stats = 0.0
         self._drain_until: float | None = None
+        self._watches_room = False  # in the channel, because something waits to go into it
         self._stopping = False
 
     def run(self, parent_pid: int) -> int:
@@ -87,11 +88,11 @@ class TransferProcess:
         try:
             while not self._stopping and os.getppid() == parent_pid:
                 self._serve()
+            self._connector.stop()
         except ChannelClosed as e:
             log.error("the engine process is gone: %s", e)
             return 1
         finally:
-            self._connector.stop()
             self._trace.close()
         return 0
 
@@ -109,8 +110,10 @@ class TransferProcess:
                     os.eventfd_read(self._wake)
                 elif self._listener is not None:
                     self._connector.accept(self._listener)
-            write = select.EPOLLOUT if self._channel.pending else 0
-            self._epoll.modify(self._channel.fileno(), select.EPOLLIN | write)
+            if bool(self._channel.pending) != self._watches_room:
+                self._watches_room = not self._watches_room
+                events_wanted = select.EPOLLIN | (select.EPOLLOUT if self._watches_room else 0)
+                self._epoll.modify(self._channel.fileno(), events_wanted)
             self._tick(time.monotonic())
 
     def _tick(self, now: float) -> None:
