@@ -106,10 +106,8 @@ def _head(reports: Sequence[Report], groups: Sequence[str]) -> str:
         loads = f"{len(reports)} reports"
     work = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in first["workload"].items())
     urls = ", ".join(dict.fromkeys(r["parameters"]["url"] for r in reports))
-    return (
-        f"<h1>{escape(str(title))}</h1>"
-        f'<p class="sub">{escape(urls)} · {escape(loads)} · {escape(work)} · {escape(reports[0]["started"])}</p>'
-    )
+    about = " · ".join((urls, loads, work, reports[0]["started"]))
+    return f'<h1>{escape(str(title))}</h1><p class="sub">{escape(about)}</p>'
 
 
 def _banner(run: Run, *, alone: bool) -> str:
@@ -220,6 +218,7 @@ def _timeline(run: Run, *, folded: bool, titled: bool) -> str:
             "seconds since the start",
             unit,
             lines,
+            x_scale=svg.seconds,
             log_y=log,
             shaded=shaded,
             marks=failures,

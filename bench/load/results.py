@@ -31,7 +31,7 @@ def report_of_sweep(
     SLO.
     """
     parameters = dict(points[0][1].parameters)
-    parameters["load"] = "sweep: " + "; ".join(str(report.parameters["load"]) for _, report in points)
+    parameters["load"] = f"sweep: {', '.join(prefix for prefix, _ in points)}"
     report = Report("load", parameters, json_path, started)
     if found is not None:
         report.add(found)
