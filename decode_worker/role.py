@@ -179,7 +179,12 @@ class DecodeRole:
         attempt.phase = Phase.RUNNING
         attempt.first_token_at = time.monotonic() - event.stats.exposed_seconds
         self._counters.prompt_tokens += attempt.prompt_tokens
-        self._trace.instant("joined", decode=event.decode_id.hex())
+        self._trace.instant(
+            "joined",
+            decode=event.decode_id.hex(),
+            bytes=event.stats.bytes,
+            fetch_us=event.stats.fetch_seconds * 1e6,
+        )
         self._link.send(
             messages.Injected(
                 event.stats.transfer_seconds,

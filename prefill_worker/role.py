@@ -33,6 +33,7 @@ class PrefillRole:
     def __init__(self, parts: Parts) -> None:
         self._attempts = parts.attempts
         self._counters = parts.counters
+        self._trace = parts.trace
         self._sink = SenderSink(parts.trace)
         self.engine = parts.start_engine(self._sink)
         self._sender = self._sink.sender = KVSender(
@@ -148,6 +149,7 @@ class PrefillRole:
 
     def _first_token(self, output: Output) -> None:
         prefill = self._prefills[output.id]
+        self._trace.instant("first token", prefill=output.id.hex())
         self._counters.prompt_tokens += prefill.tokens
         self._counters.count(output)
         self._attempts.token(output)
