@@ -249,7 +249,7 @@ class KVSender:
             self._used_by[slot] = session
             prefill = transfer.prefill
             prefill.gathers += 1
-            with self._trace.measure("gather", layer=piece.layer, start=piece.token_start):
+            with self._trace.measure("gather", layer=piece.layer, token_start=piece.token_start):
                 done = self._pool.gather(piece, prefill.table, slot)
             gather = _Gather(transfer, piece, slot, done, transfer.seq)
             transfer.seq += 1

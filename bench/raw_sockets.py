@@ -1,0 +1,87 @@
+"""The baseline of everything that moves KV: plain sockets between two processes, one thread a stream.
+
+Each stream sends its part of one large buffer with `sendall` in 1 MiB pieces and receives with `recv_into`
+into another: no checksum, no frames, nothing beside. What Python's sockets can do on this machine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+MIB = 1 << 20
+_SIZE = 8  # bytes of the order: how much each stream shall send
+
+
+class RawPair:
+    """`streams` connections to a child process that sends. Use as a context manager."""
+
+    def __init__(self, streams: int) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=streams) as listener:
+            context = multiprocessing.get_context("spawn")
+            self._child = context.Process(
+                target=_sender, args=(listener.getsockname()[1], streams), daemon=True
+            )
+            self._child.start()
+            self._streams = [listener.accept()[0] for _ in range(streams)]
+        self._buffer = memoryview(b"").cast("B")
+
+    def seconds(self, size: int) -> float:
+        """How long `size` bytes take, from the order to the last byte in the buffer."""
+        part = size // len(self._streams)
+        if len(self._buffer) < part * len(self._streams):
+            self._buffer = memoryview(bytearray(part * len(self._streams)))
+
+        def receive(number: int) -> None:
+            at, stop = number * part, (number + 1) * part
+            while at < stop:
+                got = self._streams[number].recv_into(self._buffer[at : min(at + MIB, stop)])
+                assert got, "the raw sender died"
+                at += got
+
+        started = time.perf_counter()
+        for stream in self._streams:
+            stream.sendall(part.to_bytes(_SIZE, "little"))
+        _in_threads(receive, len(self._streams))
+        return time.perf_counter() - started
+
+    def __enter__(self) -> RawPair:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._child.join()
+
+
+def _sender(port: int, streams: int) -> None:
+    """The child: each thread sends as much as it is told, until its connection ends."""
+    source = memoryview(bytearray(os.urandom(MIB)) * 64)
+
+    def send(_: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as stream:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while order := stream.recv(_SIZE, socket.MSG_WAITALL):
+                left = int.from_bytes(order, "little")
+                while left:
+                    piece = min(left, MIB)
+                    at = left % (len(source) - MIB)
+                    stream.sendall(source[at : at + piece])
+                    left -= piece
+
+    _in_threads(send, streams)
+
+
+def _in_threads(function: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=function, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,129 @@
+"""Real workers for a bench: `baton prefill` and `baton decode` as child processes, without Ray or a router.
+
+`Roles` starts them with a cluster secret of its own and waits until each reports ready; leaving it ends them.
+`Driver` is the least of a router: one authenticated Attach stream to a worker, with the time at which every
+message arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import rpc
+from rpc import worker_pb2 as pb
+from rpc.worker_pb2_grpc import WorkerStub
+
+STOP_TIMEOUT_S = 20.0
+
+
+class Roles:
+    """Owns the processes it starts. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_hex(16).encode()
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def start(self, role: str, *flags: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
+        """Starts `baton ROLE FLAGS` and returns what it reports when ready (address, kv_address, pid, …).
+
+        Raises RuntimeError with the worker's own words if it does not come up.
+        """
+        read_end, write_end = os.pipe()
+        child = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", role, "--ready-fd", str(write_end), *flags],
+            env={**os.environ, **(environment or {}), "BATON_CLUSTER_SECRET": self.secret.decode()},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(write_end,),
+        )
+        self._children.append(child)
+        os.close(write_end)
+        with os.fdopen(read_end) as pipe:
+            for line in pipe:
+                message = json.loads(line)
+                if "ready" in message:
+                    return message["ready"]
+                if "error" in message:
+                    raise RuntimeError(f"baton {role}: {message['error']}")
+        raise RuntimeError(f"baton {role} ended with {child.wait()} before it was ready")
+
+    def __enter__(self) -> Roles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self._children:
+            child.send_signal(signal.SIGINT)
+        for child in self._children:
+            try:
+                child.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+class Driver:
+    """One Attach stream. Tokens are kept per attempt with the time.perf_counter() at which they came."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._channel = rpc.connect(address, secret)
+        self.stub = WorkerStub(self._channel)
+        self._call = self.stub.Attach()
+        self._tokens: dict[bytes, list[tuple[float, pb.TokenEvent]]] = defaultdict(list)
+        self._failed: dict[bytes, pb.AttemptFailed] = {}
+        self._news = asyncio.Condition()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def attach(self) -> None:
+        await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
+        self._reader = asyncio.create_task(self._read())
+
+    async def send(self, message: pb.RouterMessage) -> None:
+        await self._call.write(message)
+
+    async def tokens(self, attempt_id: bytes, count: int) -> list[tuple[float, pb.TokenEvent]]:
+        """The first `count` tokens of an attempt. Raises RuntimeError if it fails before."""
+
+        def decided() -> bool:
+            return attempt_id in self._failed or len(self._tokens[attempt_id]) >= count
+
+        async with self._news:
+            await self._news.wait_for(decided)
+        if attempt_id in self._failed:
+            raise RuntimeError(f"attempt failed: {self._failed[attempt_id].message}")
+        return self._tokens[attempt_id][:count]
+
+    async def close(self) -> None:
+        assert self._reader is not None
+        self._call.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close()
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            now = time.perf_counter()
+            async with self._news:
+                for event in message.step.tokens:
+                    self._tokens[event.attempt_id].append((now, event))
+                if message.HasField("failed"):
+                    self._failed[message.failed.attempt_id] = message.failed
+                self._news.notify_all()
+
+
+def request(prompt_ids: Sequence[int], max_tokens: int) -> pb.Request:
+    """A greedy request that runs to its full length."""
+    sampling = pb.SamplingParams(
+        temperature=0, top_p=1, repetition_penalty=1, seed=1, max_tokens=max_tokens, ignore_eos=True
+    )
+    return pb.Request(request_id=os.urandom(16), prompt_ids=prompt_ids, sampling=sampling, timeout_ms=600_000)
