@@ -28,7 +28,7 @@ class Deadlines(msgspec.Struct, frozen=True):
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of JSON on stdin of `python -m kv_transfer.process`."""
+    """The first line on stdin of `python -m kv_transfer.process`, as JSON."""
 
     role: Literal["prefill", "decode"]
     name: str  # "prefill 0": for the process title, logs and the peer's logs

@@ -261,5 +261,5 @@ class HeldPrefills:
                 effects.append(Send(held.session, held.transfer_id, Aborted(reason, held.sent)))
         held.state = State.RELEASED
         del self.held[held.prefill_id]
-        self._tombstones.bury(held.prefill_id, "gone" if reason == "acked" else reason, now)
+        self._tombstones.bury(held.prefill_id, "gone" if reason in ("acked", "deadline") else reason, now)
         return [Release(held.prefill_id, reason), *effects]

@@ -1,6 +1,8 @@
 """The transfer process: sockets, checksums, credits and deadlines of one worker. No torch, no CUDA.
 
-    python -m kv_transfer.process --channel-fd N --arena-fd N --service-fd N --parent-pid N  < TransferConfig
+    python -m kv_transfer.process --channel-fd N --arena-fd N --service-fd N --parent-pid N
+
+On stdin come the TransferConfig as one line of JSON, and the cluster secret in hexadecimal.
 
 One control thread (this file) serves the engine channel, the service socket, the listener and the clock; a
 fixed number of I/O threads serve the lanes. One lock guards all state. It is held for microseconds at a time,
@@ -218,8 +220,8 @@ def main() -> int:
         parser.add_argument(name, type=int, required=True)
     args = parser.parse_args()
     _die_with_parent(args.parent_pid)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=TransferConfig)
-    secret = os.environ.pop(spawn.SECRET_VARIABLE).encode("latin-1")
+    config = msgspec.json.decode(sys.stdin.readline(), type=TransferConfig)
+    secret = bytes.fromhex(sys.stdin.readline())
     setproctitle.setproctitle(f"baton: {config.name} transfer")
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname)s {config.name} transfer: %(message)s"

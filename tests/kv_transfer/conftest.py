@@ -1,0 +1,294 @@
+"""Real transfer processes with a small arena and a small model, and engines' endpoints around them."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kv_transfer as kv
+
+LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")  # 256 B a position and layer
+SLOT_BYTES = 4096  # 16 positions
+SECRET = b"a cluster secret for tests"
+MODEL = "model of the tests"
+
+
+def until(condition: Callable[[], Any], what: str, *waiting: Any, seconds: float = 20.0) -> Any:
+    """The first true value of `condition`, looked at again whenever something in `waiting` is readable."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        select.select(waiting, [], [], 0.02)
+    return value
+
+
+class Worker:
+    """A transfer process and what its engine and service processes hold of it."""
+
+    def __init__(
+        self, role: Any, *, blocks: int, block_size: int, slots: int = 16, secret: bytes = SECRET,
+        incarnation: int | None = None, layout: kv.KVLayout = LAYOUT, slot_bytes: int = SLOT_BYTES, **config: Any,
+    ) -> None:  # fmt: skip
+        self.block_size = block_size
+        self.layout = layout
+        self.incarnation = incarnation or random.getrandbits(64)
+        self.arena = kv.Arena.create(slots, slot_bytes)
+        self.channel, channel = kv.channel_pair()
+        self.service, service = kv.channel_pair()
+        settings: Any = {"name": f"{role} 0", "model_fingerprint": MODEL, **config}
+        self.process = kv.spawn_transfer(
+            kv.TransferConfig(
+                role=role, incarnation=self.incarnation, layout=layout, num_slots=slots, slot_bytes=slot_bytes,
+                **settings,
+            ),
+            channel=channel, arena=self.arena, service=service, secret=secret,
+        )  # fmt: skip
+        channel.close()
+        service.close()
+        self.service.settimeout(20)
+        ready = kv.decode_from_transfer(self.service.recv(1 << 16))
+        assert isinstance(ready, kv.Ready)
+        self.port = ready.port
+        shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        self.pool = [torch.zeros(shape) for _ in range(layout.num_layers)]
+        self.free = list(range(blocks))
+        random.shuffle(self.free)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def stats(self) -> kv.TransferStats:
+        """As of now: what was queued before the request is skipped."""
+        self.service.setblocking(False)
+        while True:
+            try:
+                self.service.recv(1 << 16)
+            except BlockingIOError:
+                break
+        self.service.settimeout(20)
+        self.service.send(kv.encode(kv.StatsRequest()))
+        while True:
+            message = kv.decode_from_transfer(self.service.recv(1 << 16))
+            if isinstance(message, kv.TransferStats):
+                return message
+
+    def allocate(self, num_tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-num_tokens // self.block_size))]
+
+    def rows(self, blocks: list[int], layer: int, start: int, stop: int) -> torch.Tensor:
+        """[2, stop − start, heads, head_dim] of these positions."""
+        index = [
+            blocks[p // self.block_size] * self.block_size + p % self.block_size for p in range(start, stop)
+        ]
+        return self.pool[layer].flatten(1, 2)[:, index]
+
+    def stop(self) -> None:
+        self.service.close()
+        self.process.wait(10)
+        self.arena.close()
+
+
+class Prefill(Worker):
+    def __init__(self, blocks: int = 64, block_size: int = 16, **config: Any) -> None:
+        super().__init__("prefill", blocks=blocks, block_size=block_size, **config)
+        for layer in self.pool:
+            layer.normal_()
+        self.sender = kv.KVSender(self.channel, self.arena, self.pool, block_size, self.layout)
+        self.released: dict[bytes, str] = {}
+        self.held: dict[bytes, list[int]] = {}
+
+    def open(self, num_tokens: int, prefill_id: bytes | None = None) -> bytes:
+        prefill_id = prefill_id or os.urandom(16)
+        self.held[prefill_id] = self.allocate(num_tokens)
+        self.sender.open(prefill_id, self.held[prefill_id], num_tokens)
+        return prefill_id
+
+    def hold(self, num_tokens: int, prefill_id: bytes | None = None, token: int = 7) -> bytes:
+        """A finished prefill."""
+        prefill_id = self.open(num_tokens, prefill_id)
+        self.sender.ready(prefill_id, None, 0, num_tokens)
+        self.sender.commit(prefill_id, kv.FirstToken(token))
+        return prefill_id
+
+    def poll(self) -> None:
+        for event in self.sender.poll():
+            assert event.prefill_id not in self.released, "released twice"
+            self.released[event.prefill_id] = event.reason
+            self.free += self.held.pop(event.prefill_id)
+
+    def close(self) -> None:
+        self.sender.shutdown()
+        self.stop()
+
+
+class Decode(Worker):
+    def __init__(self, blocks: int = 64, block_size: int = 16, **config: Any) -> None:
+        super().__init__("decode", blocks=blocks, block_size=block_size, **config)
+        self.receiver = kv.KVReceiver(self.channel, self.arena, self.pool, block_size, self.layout)
+        self.reserved: dict[bytes, list[int]] = {}
+        self.events: dict[bytes, Any] = {}  # decode id → the one event that ended it
+
+    def fetch(
+        self, source: Prefill, prefill_id: bytes, num_tokens: int, start: int = 0, **other: Any
+    ) -> bytes:
+        decode_id = os.urandom(16)
+        self.reserved[decode_id] = self.allocate(num_tokens)
+        where: Any = {"kv_address": source.address, "incarnation": source.incarnation} | other
+        self.receiver.fetch(
+            decode_id, prefill_id=prefill_id, block_ids=self.reserved[decode_id], num_tokens=num_tokens,
+            start=start, **where,
+        )  # fmt: skip
+        return decode_id
+
+    def poll(self) -> None:
+        for event in self.receiver.poll():
+            assert event.decode_id not in self.events, "reported twice"
+            self.events[event.decode_id] = event
+
+    def release(self, decode_id: bytes) -> None:
+        """Give its blocks back, wiped: late bytes would show."""
+        blocks = self.reserved.pop(decode_id)
+        for layer in self.pool:
+            layer[:, blocks] = 0
+        self.free += blocks
+
+    def close(self) -> None:
+        self.receiver.shutdown()
+        self.stop()
+
+
+class Pair:
+    """One prefill and one decode worker."""
+
+    def __init__(self, prefill: Prefill, decode: Decode) -> None:
+        self.prefill = prefill
+        self.decode = decode
+
+    def poll(self) -> None:
+        self.prefill.poll()
+        self.decode.poll()
+
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+        def polled() -> Any:
+            self.poll()
+            return condition()
+
+        return until(polled, what, self.prefill.sender, self.decode.receiver, seconds=seconds)
+
+    def event(self, decode_id: bytes) -> Any:
+        """How a fetch ended."""
+        return self.until(lambda: self.decode.events.get(decode_id), "the fetch to end")
+
+    def assert_same(self, prefill_blocks: list[int], decode_id: bytes, start: int, stop: int) -> None:
+        """Bit for bit the same KV at both sides."""
+        for layer in range(LAYOUT.num_layers):
+            there = self.prefill.rows(prefill_blocks, layer, start, stop)
+            here = self.decode.rows(self.decode.reserved[decode_id], layer, start, stop)
+            assert torch.equal(there, here), f"layer {layer} differs"
+
+    def assert_whole(self) -> None:
+        """Nothing is open and every slot is home, in all four processes."""
+
+        def whole() -> bool:
+            a, b = self.prefill.stats(), self.decode.stats()
+            return (
+                self.prefill.sender.idle
+                and self.decode.receiver.idle
+                and (a.transfers_open, a.prefills_held, a.fetches_waiting, b.transfers_open) == (0, 0, 0, 0)
+                and a.slots_free == a.slots_total
+                and b.slots_free == b.slots_total
+            )
+
+        self.until(whole, "the pools to be whole")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Any]]:
+    """Workers appended here are closed at the end."""
+    made: list[Any] = []
+    yield made
+    for worker in made:
+        worker.close()
+
+
+@pytest.fixture
+def make_prefill(workers: list[Any]) -> Callable[..., Prefill]:
+    def make(**config: Any) -> Prefill:
+        workers.append(Prefill(**config))
+        return workers[-1]
+
+    return make
+
+
+@pytest.fixture
+def make_decode(workers: list[Any]) -> Callable[..., Decode]:
+    def make(**config: Any) -> Decode:
+        workers.append(Decode(**config))
+        return workers[-1]
+
+    return make
+
+
+@pytest.fixture
+def make_pair(
+    make_prefill: Callable[..., Prefill], make_decode: Callable[..., Decode]
+) -> Callable[..., Pair]:
+    def make(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Pair:
+        return Pair(make_prefill(**(prefill or {})), make_decode(**(decode or {})))
+
+    return make
+
+
+@pytest.fixture(name="until")
+def _until() -> Callable[..., Any]:
+    return until
+
+
+@pytest.fixture
+def pair_of() -> type[Pair]:
+    return Pair
+
+
+class BareDecode(Worker):
+    """A decode worker whose engine may hold another layout: it only asks."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__("decode", blocks=4, block_size=16, **config)
+        self.pool = [t.to(getattr(torch, self.layout.dtype)) for t in self.pool]
+        self.receiver = kv.KVReceiver(self.channel, self.arena, self.pool, 16, self.layout)
+
+    def failure(self, source: Prefill, **other: Any) -> str:
+        """Why a fetch from that prefill worker fails."""
+        where: Any = {"kv_address": source.address, "incarnation": source.incarnation} | other
+        self.receiver.fetch(
+            os.urandom(16), prefill_id=source.hold(20), block_ids=[0, 1], num_tokens=20, **where
+        )
+        (event,) = until(self.receiver.poll, "the fetch to fail", self.receiver)
+        assert isinstance(event, kv.Failed)
+        return event.reason
+
+    def close(self) -> None:
+        self.receiver.shutdown()
+        self.stop()
+
+
+@pytest.fixture
+def bare_decode(workers: list[Any]) -> Callable[[dict[str, Any]], BareDecode]:
+    def make(config: dict[str, Any]) -> BareDecode:
+        workers.append(BareDecode(config))
+        return workers[-1]
+
+    return make

@@ -1,0 +1,372 @@
+"""Whole transfers: two real transfer processes, real sockets, real pools. KV arrives bit for bit or not at all."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kv_transfer as kv
+
+FAST = kv.Deadlines(fetch_wait=0.5, hold=0.6, progress=2.0, unreachable=0.6, tombstone=30.0)
+
+
+def test_layers_stream_while_the_prefill_computes(make_pair: Any) -> None:
+    """FETCH first, then chunk by chunk and layer by layer, block size 16 to 32; a cached prefix is sent at once."""
+    pair = make_pair({"block_size": 16}, {"block_size": 32, "blocks": 32})
+    n = 300
+    prefill_id = pair.prefill.open(n)
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, n)
+    pair.prefill.sender.ready(prefill_id, None, 0, 64)
+    pair.until(
+        lambda: pair.decode.stats().kv_frames >= 3, "the cached prefix to arrive before anything is computed"
+    )
+    for start, stop in ((64, 200), (200, n)):
+        for layer in range(3):
+            pair.prefill.sender.ready(prefill_id, layer, start, stop)
+    pair.until(lambda: pair.decode.stats().kv_frames >= 57, "all layers to arrive before COMMIT")
+    assert decode_id not in pair.decode.events
+    first = kv.FirstToken(42, -0.5, (42, 7), (-0.5, -1.5))
+    blocks = pair.prefill.held[prefill_id]
+    pair.prefill.sender.commit(prefill_id, first)
+    event = pair.event(decode_id)
+    assert isinstance(event, kv.Injected)
+    assert event.first_token == first
+    assert event.stats.bytes == n * pair.prefill.layout.bytes_per_token
+    assert 0 < event.stats.exposed_seconds < event.stats.fetch_seconds
+    pair.assert_same(blocks, decode_id, 0, n)
+    pair.until(lambda: pair.prefill.released, "the ACK to release the prefill")
+    assert pair.prefill.released[prefill_id] == "acked"
+    pair.assert_whole()
+
+
+def test_only_missing_positions_travel(make_pair: Any) -> None:
+    pair = make_pair({"block_size": 32, "blocks": 16}, {"block_size": 16})
+    prefill_id = pair.prefill.hold(100)
+    blocks = pair.prefill.held[prefill_id]
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 100, start=37)
+    event = pair.event(decode_id)
+    assert event.stats.bytes == 63 * pair.prefill.layout.bytes_per_token
+    pair.assert_same(blocks, decode_id, 37, 100)
+    for layer in range(3):
+        assert not pair.decode.rows(pair.decode.reserved[decode_id], layer, 0, 37).any()
+    pair.assert_whole()
+
+
+def test_nothing_missing_is_a_commit_of_no_frames(make_pair: Any) -> None:
+    pair = make_pair()
+    prefill_id = pair.prefill.hold(40, token=99)
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 40, start=40)
+    event = pair.event(decode_id)
+    assert (event.first_token.token_id, event.stats.frames, event.stats.hidden_share) == (99, 0, 1.0)
+    pair.assert_whole()
+
+
+def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> None:
+    """Far more data in flight than slots, from both ends of the size range: no mix blocks another."""
+    pair = make_pair({"slots": 6, "blocks": 600}, {"slots": 5, "blocks": 300, "block_size": 32})
+    random.seed(1)
+    sizes = [4000, 1, 3000, *(random.randrange(1, 60) for _ in range(12)), 1500]
+    early, late = sizes[:8], sizes[8:]
+    jobs = []
+    for n in early:
+        prefill_id = pair.prefill.hold(n)
+        jobs.append((prefill_id, n, pair.decode.fetch(pair.prefill, prefill_id, n)))
+    half = [(pair.prefill.open(n), n) for n in late]
+    for prefill_id, n in half:
+        pair.prefill.sender.ready(prefill_id, None, 0, n // 2)
+        jobs.append((prefill_id, n, pair.decode.fetch(pair.prefill, prefill_id, n)))
+    blocks = dict(pair.prefill.held)
+    for prefill_id, n in reversed(half):
+        pair.prefill.sender.ready(prefill_id, None, n // 2, n)
+        pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
+    for prefill_id, n, decode_id in jobs:
+        assert isinstance(pair.event(decode_id), kv.Injected), n
+        pair.assert_same(blocks[prefill_id], decode_id, 0, n)
+    pair.assert_whole()
+    assert len(pair.prefill.free) == 600
+
+
+def test_a_prefill_that_computes_nothing_yet_starves_nobody(
+    make_prefill: Any, make_decode: Any, pair_of: Any
+) -> None:
+    """Its FETCH came first and took the credits of a small arena: they are recalled for who can use them."""
+    slow, fast = make_prefill(name="prefill slow"), make_prefill(name="prefill fast", blocks=200)
+    decode = make_decode(slots=4, blocks=400)
+    waiting = pair_of(slow, decode)
+    slow_id = slow.open(500)
+    slow_fetch = decode.fetch(slow, slow_id, 500)
+    waiting.until(lambda: slow.sender.has_fetch(slow_id), "the first FETCH to arrive")
+    other = pair_of(fast, decode)
+    decode_id = decode.fetch(fast, fast.hold(2000), 2000)
+    assert isinstance(other.event(decode_id), kv.Injected)
+    other.until(lambda: fast.sender.idle, "the ACK")
+    slow.sender.ready(slow_id, None, 0, 500)
+    slow.sender.commit(slow_id, kv.FirstToken(1))
+    assert isinstance(waiting.event(slow_fetch), kv.Injected)
+    waiting.assert_whole()
+
+
+def test_a_new_fetch_supersedes(make_prefill: Any, make_decode: Any, pair_of: Any) -> None:
+    """A second decode worker takes over in mid-transfer; then the first dies: that costs no second prefill."""
+    prefill, first, second = make_prefill(), make_decode(name="decode 0"), make_decode(name="decode 1")
+    a, b = pair_of(prefill, first), pair_of(prefill, second)
+    prefill_id = prefill.open(200)
+    prefill.sender.ready(prefill_id, None, 0, 100)
+    lost = first.fetch(prefill, prefill_id, 200)
+    a.until(lambda: first.stats().kv_frames, "the first transfer to be under way")
+    taken = second.fetch(prefill, prefill_id, 200)
+    assert a.event(lost) == kv.Failed(lost, "superseded")
+    blocks = prefill.held[prefill_id]
+    prefill.sender.ready(prefill_id, None, 100, 200)
+    prefill.sender.commit(prefill_id, kv.FirstToken(1))
+    assert isinstance(b.event(taken), kv.Injected)
+    b.assert_same(blocks, taken, 0, 200)
+    a.assert_whole()
+    b.assert_whole()
+
+
+def test_decode_killed_before_its_ack(make_prefill: Any, make_decode: Any, pair_of: Any) -> None:
+    prefill, second = make_prefill(), make_decode(name="decode 1")
+    first = make_decode(name="decode 0")
+    a, b = pair_of(prefill, first), pair_of(prefill, second)
+    prefill_id = prefill.open(64)
+    first.fetch(prefill, prefill_id, 64)
+    a.until(lambda: prefill.sender.has_fetch(prefill_id), "the first FETCH")
+    first.process.kill()
+    prefill.sender.ready(prefill_id, None, 0, 64)
+    prefill.sender.commit(prefill_id, kv.FirstToken(1))
+    blocks = prefill.held[prefill_id]
+    taken = second.fetch(prefill, prefill_id, 64)
+    assert isinstance(b.event(taken), kv.Injected)
+    b.assert_same(blocks, taken, 0, 64)
+    b.assert_whole()
+
+
+def test_fetch_before_the_prefill_is_known(make_pair: Any) -> None:
+    pair = make_pair({"deadlines": FAST})
+    early, queued = os.urandom(16), os.urandom(16)
+    fetch = pair.decode.fetch(pair.prefill, early, 30)
+    pair.until(lambda: pair.prefill.sender.has_fetch(early), "the FETCH to wait")
+    pair.prefill.sender.expect(queued)
+    patient = pair.decode.fetch(pair.prefill, queued, 30)
+    pair.until(lambda: pair.prefill.sender.has_fetch(queued), "the second FETCH")
+    # Only the one that nobody expects runs into the deadline.
+    assert pair.event(fetch) == kv.Failed(fetch, "deadline")
+    assert pair.prefill.stats().deadlines == {"fetch_wait": 1}
+    assert not pair.prefill.sender.has_fetch(early)
+    pair.prefill.hold(30, queued)
+    assert isinstance(pair.event(patient), kv.Injected)
+    pair.assert_whole()
+
+
+@pytest.mark.parametrize("reason", ["finished", "cancelled", "gone"])
+@pytest.mark.parametrize("when", ["before the fetch", "waiting", "streaming"])
+def test_the_senders_own_end(make_pair: Any, reason: Any, when: str) -> None:
+    pair = make_pair()
+    prefill_id = os.urandom(16)
+    if when == "before the fetch":
+        pair.prefill.open(50, prefill_id)
+        pair.prefill.sender.close(prefill_id, reason)
+        pair.until(lambda: prefill_id in pair.prefill.released, "the release")
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 50)
+    if when != "before the fetch":
+        pair.until(lambda: pair.prefill.sender.has_fetch(prefill_id), "the FETCH")
+        if when == "streaming":
+            pair.prefill.open(50, prefill_id)
+            pair.prefill.sender.ready(prefill_id, None, 0, 30)
+        pair.prefill.sender.close(prefill_id, reason)
+    assert pair.event(decode_id) == kv.Failed(decode_id, reason)
+    if when != "waiting":
+        assert pair.prefill.released == {prefill_id: reason}
+    pair.assert_whole()
+
+
+def test_after_the_ack_and_after_the_hold_deadline_it_is_gone(make_pair: Any) -> None:
+    pair = make_pair({"deadlines": FAST})
+    acked = pair.prefill.hold(20)
+    pair.event(pair.decode.fetch(pair.prefill, acked, 20))
+    unwanted = pair.prefill.hold(20)
+    pair.until(lambda: len(pair.prefill.released) == 2, "the hold deadline")
+    assert pair.prefill.released == {acked: "acked", unwanted: "deadline"}
+    assert pair.prefill.stats().deadlines == {"hold": 1}
+    for prefill_id in (acked, unwanted):
+        again = pair.decode.fetch(pair.prefill, prefill_id, 20)
+        assert pair.event(again) == kv.Failed(again, "gone")
+    pair.assert_whole()
+
+
+def test_asking_for_positions_that_are_not_there(make_pair: Any) -> None:
+    pair = make_pair()
+    prefill_id = pair.prefill.hold(20)
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 21)
+    assert pair.event(decode_id) == kv.Failed(decode_id, "integrity")
+    assert pair.prefill.stats().refused == {"fetch_range": 3}  # two FETCHes more, by itself
+    pair.prefill.sender.close(prefill_id, "cancelled")
+    pair.assert_whole()
+
+
+def test_cancel_at_random_moments(make_pair: Any) -> None:
+    """Half of all fetches are cancelled, at either side, and their blocks re-used at once: no late byte lands."""
+    pair = make_pair({"slots": 8, "blocks": 128}, {"slots": 8, "blocks": 48})
+    rng = random.Random(3)
+    running: dict[bytes, tuple[bytes, int, list[int]]] = {}
+    ended = 0
+    while ended < 80:
+        pair.poll()
+        if len(running) < 6 and len(pair.decode.free) > 8 and len(pair.prefill.free) > 8:
+            n = rng.randrange(1, 120)
+            prefill_id = pair.prefill.open(n)
+            cut = rng.randrange(n)
+            pair.prefill.sender.ready(prefill_id, None, 0, cut)
+            decode_id = pair.decode.fetch(pair.prefill, prefill_id, n)
+            pair.prefill.sender.ready(prefill_id, None, cut, n)
+            pair.prefill.sender.commit(prefill_id, kv.FirstToken(n))
+            running[decode_id] = (prefill_id, n, pair.prefill.held[prefill_id])
+        for decode_id in [d for d in running if rng.random() < 0.01]:
+            if rng.random() < 0.5:
+                pair.decode.receiver.cancel(decode_id)
+            pair.prefill.sender.close(running[decode_id][0], "cancelled")
+        for decode_id in [d for d in running if d in pair.decode.events]:
+            prefill_id, n, blocks = running.pop(decode_id)
+            event = pair.decode.events[decode_id]
+            if isinstance(event, kv.Injected):
+                assert event.first_token.token_id == n
+                if prefill_id in pair.prefill.held:  # not re-used yet
+                    pair.assert_same(blocks, decode_id, 0, n)
+            else:
+                pair.prefill.sender.close(prefill_id, "cancelled")
+            pair.decode.release(decode_id)
+            ended += 1
+    for decode_id, (prefill_id, _, _) in running.items():
+        pair.decode.receiver.cancel(decode_id)
+        pair.prefill.sender.close(prefill_id, "cancelled")
+    pair.until(lambda: all(d in pair.decode.events for d in running) and not pair.prefill.held, "the end")
+    for decode_id in running:
+        pair.decode.release(decode_id)
+    pair.assert_whole()
+    assert (len(pair.prefill.free), len(pair.decode.free)) == (128, 48)
+    assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
+    kinds = {type(e) for e in pair.decode.events.values()}
+    assert kinds == {kv.Injected, kv.Failed, kv.Closed}
+
+
+def test_fetch_again_under_the_same_decode_id(make_pair: Any) -> None:
+    """Retarget: the reservation stays, the KV comes from another prefill; the first fetch reports nothing."""
+    pair = make_pair()
+    stuck, other = pair.prefill.open(40), pair.prefill.hold(40, token=5)
+    blocks = pair.prefill.held[other]
+    decode_id = pair.decode.fetch(pair.prefill, stuck, 40)
+    pair.until(lambda: pair.prefill.sender.has_fetch(stuck), "the first FETCH")
+    pair.decode.receiver.fetch(
+        decode_id, prefill_id=other, kv_address=pair.prefill.address, incarnation=pair.prefill.incarnation,
+        block_ids=pair.decode.reserved[decode_id], num_tokens=40,
+    )  # fmt: skip
+    assert pair.event(decode_id).first_token.token_id == 5
+    pair.assert_same(blocks, decode_id, 0, 40)
+    pair.prefill.sender.close(stuck, "cancelled")
+    pair.assert_whole()
+
+
+# ---------------------------------------------------------------- peers that are not to be talked to
+
+
+@pytest.mark.parametrize(
+    ("config", "fetch", "reason"),
+    [
+        ({"secret": b"another secret, not ours"}, {}, "secret"),
+        ({"model_fingerprint": "another model"}, {}, "model"),
+        ({"layout": kv.KVLayout(3, 2, 16, "float16"), "slot_bytes": 4096}, {}, "layout"),
+        ({}, {"incarnation": 12345}, "incarnation"),
+    ],
+)
+def test_refused_at_hello(
+    make_prefill: Any,
+    bare_decode: Any,
+    until: Any,
+    config: dict[str, Any],
+    fetch: dict[str, Any],
+    reason: str,
+) -> None:
+    prefill = make_prefill()
+    decode = bare_decode(config)
+    assert decode.failure(prefill, **fetch) == reason
+    assert reason in decode.stats().refused
+    if reason in ("model", "layout"):  # proven peers: the other side knows why, too
+        until(lambda: reason in prefill.stats().refused, "prefill to refuse, too")
+    until(lambda: prefill.stats().lanes == 0, "the lanes to close")
+
+
+def test_nobody_listens(make_pair: Any) -> None:
+    pair = make_pair(decode={"deadlines": FAST})
+    decode_id = pair.decode.fetch(pair.prefill, os.urandom(16), 10, kv_address="127.0.0.1:1")
+    assert pair.event(decode_id) == kv.Failed(decode_id, "unreachable")
+
+
+# ---------------------------------------------------------------- the process itself
+
+
+def test_the_process_names_itself_and_has_no_torch(make_pair: Any) -> None:
+    pair = make_pair()
+    for worker, role in ((pair.prefill, b"prefill"), (pair.decode, b"decode")):
+        proc = Path(f"/proc/{worker.process.pid}")
+        assert proc.joinpath("cmdline").read_bytes().startswith(b"baton: %s 0 transfer" % role)
+        assert b"libtorch" not in proc.joinpath("maps").read_bytes()
+        assert b"a cluster secret" not in proc.joinpath("environ").read_bytes()
+
+
+def test_idle_lanes_close_and_reopen(make_pair: Any) -> None:
+    pair = make_pair(decode={"deadlines": kv.Deadlines(idle_close=0.3)})
+    for _ in range(2):
+        assert isinstance(pair.event(pair.decode.fetch(pair.prefill, pair.prefill.hold(20), 20)), kv.Injected)
+        pair.until(lambda: pair.prefill.stats().lanes == pair.decode.stats().lanes == 0, "the lanes to close")
+    pair.assert_whole()
+
+
+def test_drain_lets_what_runs_end(make_pair: Any) -> None:
+    pair = make_pair()
+    prefill_id = pair.prefill.open(50)
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 50)
+    pair.until(lambda: pair.prefill.sender.has_fetch(prefill_id), "the FETCH")
+    pair.prefill.service.send(kv.encode(kv.Drain(10.0)))
+    late = pair.decode.fetch(pair.prefill, os.urandom(16), 10)
+    assert pair.event(late) == kv.Failed(late, "busy")
+    pair.prefill.sender.ready(prefill_id, None, 0, 50)
+    pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
+    assert isinstance(pair.event(decode_id), kv.Injected)
+
+    def drained() -> bool:
+        return kv.decode_from_transfer(pair.prefill.service.recv(1 << 16)) == kv.Drained(0)
+
+    pair.until(drained, "Drained")
+    pair.assert_whole()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
+    """A parent that is killed cannot tell its children; the kernel does. SIGTERM goes to the child itself."""
+    code = (
+        "import kv_transfer as kv, sys, time\n"
+        "arena = kv.Arena.create(4, 4096); a, b = kv.channel_pair(); c, d = kv.channel_pair()\n"
+        "layout = kv.KVLayout(1, 1, 8, 'float32')\n"
+        "config = kv.TransferConfig(role='decode', name='decode 0', incarnation=1, model_fingerprint='m',"
+        " layout=layout, num_slots=4, slot_bytes=4096)\n"
+        "child = kv.spawn_transfer(config, channel=b, arena=arena, service=d, secret=b'x' * 16)\n"
+        "c.recv(1000); print(child.pid, flush=True); sys.exit(child.wait() if 'wait' in sys.argv else time.sleep(60))"
+    )
+    wait = ["wait"] if how is signal.SIGTERM else []
+    parent = subprocess.Popen([sys.executable, "-c", code, *wait], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    watch = os.pidfd_open(child)
+    os.kill(child if how is signal.SIGTERM else parent.pid, how)
+    assert select.select([watch], [], [], 10)[0], "the transfer process lives on"
+    os.close(watch)
+    assert parent.wait(10) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
