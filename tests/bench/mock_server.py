@@ -2,19 +2,22 @@
 
 In a test: `async with MockServer(Behavior(ttft=0.02)) as server: …  server.url`. As a process: `python
 tests/bench/mock_server.py --port 8199 --ttft-ms 200 --gaps-ms 30,30,90`. It keeps the times at which it
-really wrote each chunk, on the monotonic clock that client and server share (`served`, or GET /truth), so
-that a client can be judged apart from the server's own lateness.
+really wrote each chunk, on the monotonic clock that client and server share (`served`, or the file --truth,
+written on SIGTERM), so that a client can be judged apart from the server's own lateness.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import uvloop
@@ -75,13 +78,13 @@ class MockServer:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/truth", self._truth)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=4096)
+        # Several processes may share a port, to be no bottleneck.
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=4096, reuse_port=bool(self._port))
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
@@ -109,9 +112,6 @@ class MockServer:
         if self.behavior.max_model_len is not None:
             model["max_model_len"] = self.behavior.max_model_len
         return web.json_response({"object": "list", "data": [model]})
-
-    async def _truth(self, _: web.Request) -> web.Response:
-        return web.json_response([{"arrived": s.arrived, "writes": s.writes} for s in self.served])
 
     async def _metrics(self, _: web.Request) -> web.Response:
         if not self.behavior.metrics:
@@ -239,9 +239,9 @@ class MockServer:
         stall = self.behavior.stall
         if stall is not None and self._started + stall[0] <= due < self._started + stall[1]:
             due = self._started + stall[1]
-        # Timers of the loop have a resolution of 1 ms.
+        # Whole milliseconds, the resolution of the loop's timers: spinning would take a core from the client.
         while (remaining := due - time.monotonic()) > 0:  # noqa: ASYNC110
-            await asyncio.sleep(remaining - 0.001 if remaining > 0.0015 else 0)
+            await asyncio.sleep(max(0.001, remaining))
 
 
 def count_tokens(body: dict[str, Any]) -> int:
@@ -295,15 +295,21 @@ async def main() -> None:
     parser.add_argument("--ttft-ms", type=float, default=200.0)
     parser.add_argument("--gaps-ms", default="30")
     parser.add_argument("--tokens-per-chunk", type=int, default=1)
+    parser.add_argument("--truth", type=Path)
     args = parser.parse_args()
     behavior = Behavior(
         ttft=args.ttft_ms / 1e3,
         gaps=[float(g) / 1e3 for g in args.gaps_ms.split(",")],
         tokens_per_chunk=args.tokens_per_chunk,
     )
+    gc.disable()  # its pauses would be delays that nobody knows
     async with MockServer(behavior, args.port) as server:
+        told = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
         print(server.url, flush=True)
-        await asyncio.Event().wait()
+        await told.wait()
+        if args.truth is not None:
+            args.truth.write_text(json.dumps([[s.arrived, *s.writes] for s in server.served]))
 
 
 if __name__ == "__main__":

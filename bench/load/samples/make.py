@@ -19,8 +19,8 @@ _LONGEST = 8  # blocks
 _TOPICS = (
     "the tides", "sourdough bread", "binary search", "the moons of Jupiter", "bicycle gears",
     "compound interest", "photosynthesis", "the French Revolution", "garbage collection in Python",
-    "how vaccines work", "chess openings", "the water cycle", "public-key cryptography", "growing tomatoes", "jazz harmony",
-    "plate tectonics",
+    "how vaccines work", "chess openings", "the water cycle", "public-key cryptography",
+    "growing tomatoes", "jazz harmony", "plate tectonics",
 )  # fmt: skip
 _QUESTIONS = (
     "Explain {} to me as if I were twelve.",
