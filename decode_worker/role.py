@@ -178,7 +178,6 @@ class DecodeRole:
         attempt = self._table[event.decode_id]
         attempt.phase = Phase.RUNNING
         attempt.first_token_at = time.monotonic() - event.stats.exposed_seconds
-        self._counters.prompt_tokens += attempt.prompt_tokens
         self._trace.instant(
             "joined",
             decode=event.decode_id.hex(),

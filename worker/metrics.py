@@ -108,9 +108,7 @@ class Metrics(Collector):
             "baton:prefill_tokens_per_second", "Recent prefill speed.", status.prefill_tokens_per_s
         )
         yield self._gauge("baton:step_seconds", "Mean of recent engine steps.", status.step_seconds)
-        yield self._counter(
-            "vllm:prompt_tokens", "Prompt tokens prefilled or taken over.", status.prompt_tokens
-        )
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens prefilled here.", status.prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Tokens sampled.", status.generation_tokens)
         yield self._counter("vllm:num_preemptions", "Requests that had to make room.", status.preemptions)
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", status.prefix_cache_queries)

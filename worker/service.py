@@ -75,6 +75,8 @@ class Service:
         self._metrics = Metrics(config.role, config.model_name)
         self._tree = WorkerTree(config, engine_module, self._incarnation)
         self._routers: AttachService
+        self._reporting: asyncio.Task[None] | None = None
+        self._last_status = pb.WorkerStatus()
         self._questions = count()
         self._asked: dict[int, asyncio.Future[EngineStatus]] = {}
 
@@ -86,10 +88,10 @@ class Service:
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         try:
             await self._unless_it_ends(self._live())
-            await self._tree.stop()
+            await self._stop()
         except Interrupted:
             log.info("interrupted: stopping")
-            await self._tree.stop()
+            await self._stop()
         except (StartError, TreeError) as error:
             log.error("%s", error)
             self._ready.error(str(error))
@@ -120,7 +122,8 @@ class Service:
         )
         add_WorkerServicer_to_server(self._routers, self._server)
         self._tree.follow(self._deliver)
-        self._tree.watch(self._report())
+        self._reporting = self._tree.watch(self._report())
+        await self.status()
         await self._server.start()
         self._serving = True
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -162,12 +165,19 @@ class Service:
         self.draining = True
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         end = time.monotonic() + timeout
-        self._routers.broadcast(pb.WorkerMessage(status=await self.status()))
+        # At once: the engine may be deep in a step.
+        self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
+        self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
         while not (await self._engine_status()).idle:
             if time.monotonic() > end:
                 log.warning("still busy after %.0f s: what is left is handed back", timeout)
                 return
             await asyncio.sleep(DRAIN_CHECK)
+
+    async def _stop(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+        await self._tree.stop()
 
     async def _leave(self) -> None:
         """After the processes: the last words reach the routers, then everything is closed."""
@@ -209,7 +219,7 @@ class Service:
         engine, transfer = await asyncio.gather(self._engine_status(), self._tree.transfer_link.stats())
         self._metrics.engine_status = engine
         self._metrics.transfer_stats = transfer
-        return pb.WorkerStatus(
+        self._last_status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
             requests_running=engine.running,
             requests_waiting=engine.waiting,
@@ -224,6 +234,7 @@ class Service:
             prefill_tokens_per_s=engine.prefill_tokens_per_s,
             step_seconds=engine.step_seconds,
         )
+        return self._last_status
 
     async def _engine_status(self) -> EngineStatus:
         question = next(self._questions)

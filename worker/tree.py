@@ -161,7 +161,7 @@ class WorkerTree:
 
     # ------------------------------------------------------------ watch
 
-    def watch(self, watcher: Coroutine[None, None, None]) -> None:
+    def watch(self, watcher: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """What ends it unasked ends the tree."""
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -173,6 +173,7 @@ class WorkerTree:
         task = asyncio.create_task(watcher)
         task.add_done_callback(ended)
         self._watchers.append(task)
+        return task
 
     async def _watch_exit(self, child: ChildProcess) -> None:
         code = await child.wait()

@@ -165,7 +165,7 @@ def test_all_children_die_with_the_service(start: Starter) -> None:
 
 
 async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(start: Starter) -> None:
-    started = [start(role) for role in ("prefill", "decode")]
+    started = [start("prefill", deadlines={"hold": 1.0}), start("decode")]
     prefill, decode = (worker.wait_ready() for worker in started)
     trees = [worker.tree() for worker in started]
     async with paired(prefill, decode) as pair:
@@ -173,6 +173,8 @@ async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(start: Starter) 
         _, decode_id = await pair.submit(request(range(100), running))
         await pair.decode.reserved(decode_id)
         await pair.decode.token(decode_id)
+        held = await pair.prefill.submit_prefill(request(range(50), running), handover=True)
+        await pair.prefill.token(held)
         for worker in started:
             worker.popen.terminate()
         while (await pair.decode.next_status()).health != pb.WorkerStatus.HEALTH_DRAINING:
@@ -180,6 +182,12 @@ async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(start: Starter) 
         late = await pair.decode.submit_decode(request([1], running), pair.source(os.urandom(16)))
         assert (await pair.decode.failure(late)).code == pb.FAILURE_CODE_DRAINING
         assert len(await pair.decode.tokens(decode_id)) == 299
+        # Nobody fetches it: the prefill worker waits no longer than for its deadline.
+        failure = await pair.prefill.failure(held)
+        assert (failure.code, failure.message) == (
+            pb.FAILURE_CODE_DROPPED,
+            "not fetched before the hold deadline",
+        )
         assert [await exit_code(worker) for worker in started] == [0, 0]
         await asyncio.wait_for(pair.decode.ended.wait(), 5)
     for worker, tree in zip(started, trees, strict=True):
