@@ -35,7 +35,7 @@ CASES: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "x", "stream": "perhaps"}, 400, "stream", "boolean"),
     (COMPLETIONS, {"prompt": "x", "best_of": 4}, 400, "best_of", "best_of"),
     (CHAT, {"messages": []}, 400, "messages", ""),
-    (CHAT, {"messages": "hello"}, 400, "messages", "list"),
+    (CHAT, {"messages": "hello"}, 400, "messages", "array"),
     (CHAT, {"messages": [{"content": "no role"}]}, 400, "messages", "role"),
     (CHAT, {"messages": HELLO, "max_tokens": -1}, 400, "max_tokens", "-1"),
     (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 99}, 400, "top_logprobs", "20"),

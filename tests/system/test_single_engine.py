@@ -1,0 +1,65 @@
+"""The cluster gives the tokens of one engine, in float32: greedy and seeded, mixed and chunked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from engine import Engine, EngineConfig, EngineRequest, SamplingParams
+
+from .conftest import Server
+
+PROMPT_LENGTHS = (1, 2, 17, 40, 63, 128, 200, 257, 300, 511, 700, 900)  # the cluster's step budget is 256
+NUM_TOKENS = 20
+VARIANTS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 11},
+    {"temperature": 1.0, "seed": 12, "top_k": 40, "top_p": 0.9},
+    {"temperature": 1.2, "seed": 13, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+]
+
+
+def requests() -> list[tuple[list[int], dict[str, Any]]]:
+    """Ordinary tokens (no special ones), every length with another variant."""
+    draw = random.Random(5)
+    return [
+        ([draw.randrange(100, 20_000) for _ in range(length)], VARIANTS[i % len(VARIANTS)])
+        for i, length in enumerate(PROMPT_LENGTHS)
+    ]
+
+
+def single_engine(model: Path, work: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
+    engine = Engine(EngineConfig(model=str(model), dtype="float32", num_blocks=512, num_threads=1))
+    tokens: dict[bytes, list[int]] = {}
+    for i, (prompt, sampling) in enumerate(work):
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
+        tokens[i.to_bytes(16)] = []
+        engine.add(EngineRequest(i.to_bytes(16), prompt, [], params))
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens[output.id].append(output.token)
+    engine.assert_whole()
+    return list(tokens.values())
+
+
+async def test_equals_one_engine(
+    server: Server, aclient: openai.AsyncOpenAI, model_id: str, embedded_model_path: Path
+) -> None:
+    work = requests()
+
+    async def ask(prompt: list[int], sampling: dict[str, Any]) -> list[int]:
+        answer: Any = await aclient.completions.create(
+            model=model_id, prompt=prompt, max_tokens=NUM_TOKENS,
+            extra_body={"return_token_ids": True, "ignore_eos": True, **sampling},
+        )  # fmt: skip
+        return answer.choices[0].token_ids
+
+    got = await asyncio.gather(*(ask(prompt, sampling) for prompt, sampling in work))
+    want = single_engine(embedded_model_path, work)
+    for (prompt, sampling), cluster, one in zip(work, got, want, strict=True):
+        assert cluster == one, f"{len(prompt)} prompt tokens, {sampling}"
+    server.assert_whole()
