@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,10 +70,17 @@ def place(spec: RoleSpec, directory: Path, logs: Path) -> RemoteRole:
     return RemoteRole(ray.remote(RoleActor).options(**_options(spec)).remote(spec, directory, logs))
 
 
+def _end_if_failed(following: asyncio.Task[None]) -> None:
+    """A supervisor with a bug must not look alive: Ray starts a new one, which finds the roles as they are."""
+    if not following.cancelled() and (error := following.exception()) is not None:
+        logging.getLogger(__name__).error("the supervisor failed", exc_info=error)
+        os._exit(1)
+
+
 class ClusterActor:
     """The supervisor of a cluster that outlives the command that started it.
 
-    Ray starts it again when it is lost; it then finds the actors of its roles by name, and them as they were.
+    Ray starts it again when it is lost; it then finds the actors of its roles by name, as they were.
     """
 
     def __init__(self, roles: Sequence[RoleSpec], logs: Path | None, front_node: str) -> None:
@@ -92,6 +101,7 @@ class ClusterActor:
         self._changed = asyncio.Event()
         self._supervisor = Supervisor(self._roles, self._note)
         self._following = asyncio.create_task(self._supervisor.run())
+        self._following.add_done_callback(_end_if_failed)
 
     async def changed(self, seen: int) -> tuple[int, list[tuple[RoleSpec, RoleState]]]:
         """Waits for a change after number `seen`; returns the last one's number, and every role's state."""

@@ -36,7 +36,7 @@ class RoleState:
     ready: Mapping[str, Any] | None = None  # what the role reported: addresses, incarnation, pid
     pid: int | None = None
     restarts: int = 0
-    error: str = ""  # why the last run ended, for people; "" until one did
+    error: str = ""  # why the last run ended, for people; "" until one did, or when it ended well
     crash_loop: bool = False
     seconds_to_ready: float | None = None  # of the current run
 
@@ -99,8 +99,10 @@ class RoleProcess:
         restarts = 0
         while not self._stopping.is_set():
             started = time.monotonic()
-            why = await self._run_once(restarts)
+            code, why = await self._run_once(restarts)
             if self._stopping.is_set():
+                unclean = code != 0 and self._state.phase == "ready"  # while it starts, a signal may kill it
+                self._set(error=why if unclean else "")
                 break
             restarts += 1
             now = time.monotonic()
@@ -111,8 +113,8 @@ class RoleProcess:
                 await asyncio.wait_for(self._stopping.wait(), delay)
         self._set(phase="stopped", ready=None, pid=None)
 
-    async def _run_once(self, restarts: int) -> str:
-        """One life of the child. Returns why it ended."""
+    async def _run_once(self, restarts: int) -> tuple[int, str]:
+        """One life of the child. Returns how it exited, and why, for people."""
         started = time.monotonic()
         read_end, write_end = os.pipe()
         try:
@@ -139,7 +141,7 @@ class RoleProcess:
         self._kill_tree()  # before the pid is reaped, so that the group cannot be somebody else's
         code = popen.wait()
         self._popen = None
-        return await said or describe_exit(code)
+        return code, await said or describe_exit(code)
 
     async def _follow(self, read_end: int, started: float) -> str:
         """Reads the ready pipe to its end. Returns the role's own words on why it failed, if it had any."""

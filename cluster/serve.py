@@ -167,6 +167,8 @@ class LocalCluster:
         """Shows what a role does; before all are ready, one that ends is a failed start."""
         self._changed.set()
         if self._signals.stop.is_set():
+            if state.phase == "stopped" and state.error and not self._signals.hurry.is_set():
+                self._display.line(f"{role.name}: {state.error} instead of stopping cleanly; see its log")
             return
         if not self._up:
             self._display.stage(role.name, state.stage, state.fraction)

@@ -100,6 +100,8 @@ class Supervisor:
 
     async def _tell_routers(self) -> None:
         """Brings every running router up to date; one that cannot be reached is told when it is back."""
+        if self._stopping:
+            return  # routers are the first to go
         addresses = self.worker_addresses()
 
         async def tell(router: _Member) -> None:

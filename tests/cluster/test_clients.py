@@ -22,7 +22,8 @@ from cluster.runner import PACKAGES
 STATUS = {
     "workers": [
         {
-            "role": "decode", "index": 0, "incarnation": "7cd5cd6aa2f23fee", "state": "ready", "address": "127.0.0.1:5",
+            "role": "decode", "index": 0, "incarnation": "7cd5cd6aa2f23fee", "state": "ready",
+            "address": "127.0.0.1:5",
             "status": {"requests_running": 3, "requests_waiting": 1, "blocks_free": 6, "blocks_total": 8},
         },
         {"role": "prefill", "index": 0, "state": "connecting", "address": "127.0.0.1:4", "status": None},

@@ -108,6 +108,15 @@ async def test_stop_ends_it_without_a_restart(tmp_path: Path, environment: dict[
     assert gone(state.pid)
 
 
+async def test_a_role_that_fails_to_stop_cleanly_is_told(tmp_path: Path, environment: dict[str, str]) -> None:
+    process = role(tmp_path, environment)
+    process.start()
+    await until_ready(process)
+    await process.stop(signal.SIGABRT, 10)
+    assert process.state.phase == "stopped"
+    assert process.state.error == "was killed by SIGABRT"
+
+
 async def test_stop_kills_what_does_not_listen(tmp_path: Path, environment: dict[str, str]) -> None:
     process = role(tmp_path, environment, MISBEHAVIOUR="deaf")
     process.start()

@@ -5,69 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from cluster.processes import Process, descendants
 
 from .conftest import free_port
+from .machine import BATON, Machine, alive, answers, listening, titled, tree, until
 
-BATON = [sys.executable, "-m", "cluster.cli"]
 START_S, STOP_S = 90.0, 45.0
-T = TypeVar("T")
-
-
-def until(what: Callable[[], T | None], within: float, why: str) -> T:
-    """Polls what another process does and tells nobody."""
-    deadline = time.monotonic() + within
-    while (result := what()) is None:
-        assert time.monotonic() < deadline, f"not within {within} s: {why}"
-        time.sleep(0.05)
-    return result
-
-
-class Machine:
-    """What a run may leave traces on: a home and a directory for temporary files of its own, and the rest."""
-
-    def __init__(self) -> None:
-        # Short, because sockets go there.
-        self.tmp = Path(tempfile.mkdtemp(prefix="bs", dir="/tmp"))
-        self.home = Path(tempfile.mkdtemp(prefix="bh", dir="/tmp"))
-        ours = ("BATON_", "RAY_", "XDG_")
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-        self.environment |= {"TMPDIR": str(self.tmp), "HOME": str(self.home)}
-        self._shared_memory = set(os.listdir("/dev/shm"))
-        self._default_ray = Path("/tmp/ray").exists()
-
-    def baton(self, *args: str, within: float = 60) -> subprocess.CompletedProcess[str]:
-        """Runs a command to its end."""
-        command = [*BATON, *args]
-        return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=within, check=False
-        )
-
-    def assert_no_trace(self) -> None:
-        assert list(self.tmp.iterdir()) == []
-        assert [path.name for path in self.home.iterdir()] in ([], [".cache"]), "nothing in ~ but the cache"
-        assert set(os.listdir("/dev/shm")) <= self._shared_memory
-        assert Path("/tmp/ray").exists() == self._default_ray
-        assert str(self.tmp) not in Path("/proc/net/unix").read_text(), "a socket"
-
-    def remove(self) -> None:
-        shutil.rmtree(self.tmp)
-        shutil.rmtree(self.home)
 
 
 class Serve:
@@ -102,19 +55,9 @@ class Serve:
 
         until(ready, START_S, "ready")
 
-    def tree(self) -> list[Process]:
-        return [process for process in descendants(self.process.pid) if process.alive]
-
     def role(self, name: str) -> Process | None:
-        """The service process of a role, by its title."""
-        for process in self.tree():
-            try:
-                title = Path(f"/proc/{process.pid}/cmdline").read_bytes().partition(b"\0")[0].strip().decode()
-            except OSError:
-                continue
-            if title == f"baton: {name}":
-                return process
-        return None
+        """The service process of a role."""
+        return titled(self.process.pid, f"baton: {name}")
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """`baton status --json`, by name."""
@@ -132,56 +75,20 @@ class Serve:
 
     def stop(self, signum: int) -> None:
         """Sends the signal, and asserts a clean end: exit code, processes, ports."""
-        tree, ports = self.tree(), listening(self.tree())
-        assert len(tree) > 10, "Ray, and two or three processes for each worker"
+        processes = tree(self.process.pid)
+        ports = listening(processes)
+        assert len(processes) > 10, "Ray, and two or three processes for each worker"
         assert self.port in ports
         self.process.send_signal(signum)
         assert self.process.wait(STOP_S) == 0, self.output()
-        assert alive(tree) == [], "no process outlives serve, not even for a moment"
+        assert alive(processes) == [], "no process outlives serve, not even for a moment"
         assert [port for port in ports if answers(port)] == []
-        assert "Killed" not in self.output(), "everything ended by itself"
+        assert self.output().splitlines()[-2:] == ["Stopping …", "Stopped."], "nothing had to be killed"
 
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-
-
-def alive(processes: list[Process]) -> list[Process]:
-    living = []
-    for process in processes:
-        try:
-            stat = Path(f"/proc/{process.pid}/stat").read_text()
-        except OSError:
-            continue
-        if stat.rpartition(")")[2].split()[0] != "Z" and f"({process.name})" in stat:
-            living.append(process)
-    return living
-
-
-def listening(processes: list[Process]) -> set[int]:
-    """The TCP ports that these processes listen on."""
-    ports = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                ports[fields[9]] = int(fields[1].rpartition(":")[2], 16)
-    found = set()
-    for process in processes:
-        for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            try:
-                target = os.readlink(link)
-            except OSError:
-                continue
-            if (inode := target.removeprefix("socket:[").rstrip("]")) in ports:
-                found.add(ports[inode])
-    return found
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +155,9 @@ def test_a_killed_worker_comes_back_as_a_new_incarnation(served: Serve, name: st
 
     def back() -> dict[str, Any] | None:
         now = served.workers().get(name)
-        ready = now is not None and now["state"] == "ready"
-        return now if ready and now["incarnation"] != before["incarnation"] else None
+        if now is None or now["state"] != "ready" or now["incarnation"] == before["incarnation"]:
+            return None
+        return now
 
     until(back, 60, "a new incarnation")
     assert served.ask()["choices"][0]["text"].strip().startswith("Paris")
@@ -274,13 +182,13 @@ def test_a_killed_serve_takes_all_roles_along_and_the_next_start_cleans_up(machi
     serve = Serve(machine)
     try:
         until(lambda: serve.role("router 0"), START_S, "a router")
-        tree = serve.tree()
+        processes = tree(serve.process.pid)
     finally:
         serve.kill()
 
     def baton_gone() -> bool | None:
         # Ray's two agents look for their server for up to a minute before they end.
-        return True if all(process.name.startswith("ray::") for process in alive(tree)) else None
+        return True if all(process.name.startswith("ray::") for process in alive(processes)) else None
 
     until(baton_gone, 15, "everything but Ray's agents dies with serve")
     assert list(machine.tmp.iterdir()) != []
@@ -291,7 +199,7 @@ def test_a_killed_serve_takes_all_roles_along_and_the_next_start_cleans_up(machi
         sigterm_drains(next_)
     finally:
         next_.kill()
-        for process in alive(tree):
+        for process in alive(processes):
             os.kill(process.pid, signal.SIGKILL)
     machine.assert_no_trace()
 

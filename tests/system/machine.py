@@ -1,0 +1,115 @@
+"""What tests that start and stop whole clusters share: a machine of their own, and a look at its traces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from cluster.processes import Process, descendants
+
+BATON = [sys.executable, "-m", "cluster.cli"]
+T = TypeVar("T")
+
+
+def until(what: Callable[[], T | None], within: float, why: str) -> T:
+    """Polls what another process does and tells nobody."""
+    deadline = time.monotonic() + within
+    while (result := what()) is None:
+        assert time.monotonic() < deadline, f"not within {within} s: {why}"
+        time.sleep(0.05)
+    return result
+
+
+class Machine:
+    """What a run may leave traces on: a home and a directory for temporary files of its own, and the rest."""
+
+    def __init__(self) -> None:
+        # Short, because sockets go there.
+        self.tmp = Path(tempfile.mkdtemp(prefix="bs", dir="/tmp"))
+        self.home = Path(tempfile.mkdtemp(prefix="bh", dir="/tmp"))
+        ours = ("BATON_", "RAY_", "XDG_")
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        self.environment |= {"TMPDIR": str(self.tmp), "HOME": str(self.home)}
+        self._shared_memory = set(os.listdir("/dev/shm"))
+        self._default_ray = Path("/tmp/ray").exists()
+
+    def baton(self, *args: str, within: float = 60) -> subprocess.CompletedProcess[str]:
+        """Runs a command to its end."""
+        command = [*BATON, *args]
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=within, check=False
+        )
+
+    def assert_no_trace(self) -> None:
+        assert list(self.tmp.iterdir()) == []
+        assert [path.name for path in self.home.iterdir()] in ([], [".cache"]), "nothing in ~ but the cache"
+        assert set(os.listdir("/dev/shm")) <= self._shared_memory
+        assert Path("/tmp/ray").exists() == self._default_ray
+        assert str(self.tmp) not in Path("/proc/net/unix").read_text(), "a socket"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.tmp)
+        shutil.rmtree(self.home)
+
+
+def tree(pid: int) -> list[Process]:
+    """The living descendants."""
+    return [process for process in descendants(pid) if process.alive]
+
+
+def titled(pid: int, title: str) -> Process | None:
+    """The descendant with this title: `baton: decode 0`."""
+    for process in tree(pid):
+        try:
+            line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        except OSError:
+            continue  # gone
+        if line.partition(b"\0")[0].strip().decode() == title:
+            return process
+    return None
+
+
+def alive(processes: list[Process]) -> list[Process]:
+    """Those that still live, also when they are no longer anybody's descendants."""
+    living = []
+    for process in processes:
+        try:
+            stat = Path(f"/proc/{process.pid}/stat").read_text()
+        except OSError:
+            continue
+        if stat.rpartition(")")[2].split()[0] != "Z" and f"({process.name})" in stat:
+            living.append(process)
+    return living
+
+
+def listening(processes: list[Process]) -> set[int]:
+    """The TCP ports that these processes listen on."""
+    ports = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":  # LISTEN
+                ports[fields[9]] = int(fields[1].rpartition(":")[2], 16)
+    found = set()
+    for process in processes:
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if (inode := target.removeprefix("socket:[").rstrip("]")) in ports:
+                found.add(ports[inode])
+    return found
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
