@@ -88,12 +88,12 @@ class CreditPool:
         out: list[tuple[int, Credit]] = []
         hungry = [(key, a) for key, a in self.accounts.items() if a.want]
         share = max(1, self.total // max(2, len(hungry)))
-        hungry.sort(key=lambda item: (item[1].outstanding > 0, item[1].last_grant))
-        for i, (key, account) in enumerate(hungry):
-            target = min(account.want, share)
-            if self.free == 0 or account.outstanding * 2 > target:
-                continue  # half of it is still there: one larger grant later instead of many small ones
-            give = min(target - account.outstanding, max(1, self.free // (len(hungry) - i)))
+        # While half of it is still there: one larger grant later, instead of many small ones.
+        takers = [(key, a) for key, a in hungry if a.outstanding * 2 <= min(a.want, share)]
+        takers.sort(key=lambda item: (item[1].outstanding > 0, item[1].last_grant))
+        for i, (key, account) in enumerate(takers[: self.free]):
+            room = min(account.want, share) - account.outstanding
+            give = min(room, max(1, self.free // (len(takers) - i)))
             self._grants += 1
             account.granted += give
             account.last_grant = self._grants

@@ -1,0 +1,190 @@
+"""Credits: slots are neither lost nor promised twice, whatever the order of events; and nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from kv_transfer.credits import CreditExceeded, CreditPool, SenderCredits
+from kv_transfer.messages import Credit
+
+
+def test_a_frame_beyond_credit_is_an_error() -> None:
+    pool = CreditPool(8)
+    pool.open(1)
+    with pytest.raises(CreditExceeded):
+        pool.arrive(1)
+    pool.want(1, 2)
+    assert pool.settle() == [(1, Credit(2))]
+    pool.arrive(1)
+    pool.arrive(1)
+    with pytest.raises(CreditExceeded):
+        pool.arrive(1)
+
+
+def test_no_session_gets_more_than_half() -> None:
+    pool = CreditPool(8)
+    pool.open(1)
+    pool.want(1, 100)
+    assert pool.settle() == [(1, Credit(4))]
+    for session in (2, 3):
+        pool.open(session)
+        pool.want(session, 100)
+    assert pool.settle() == [(2, Credit(2)), (3, Credit(2))]
+
+
+def test_what_is_not_wanted_any_more_is_recalled() -> None:
+    pool = CreditPool(8)
+    pool.open(1)
+    pool.want(1, 4)
+    pool.settle()
+    pool.arrive(1)
+    pool.want(1, 0)
+    assert pool.settle() == [(1, Credit(4, recall=True))]
+    assert pool.settle() == [], "one recall at a time"
+    pool.returned(1, 4, 2)  # one arrived, one is on its way
+    assert (pool.free, pool.promised) == (6, 1)
+    with pytest.raises(ValueError):
+        pool.returned(1, 4, 2)
+
+
+def test_a_grant_after_the_recall_makes_its_answer_void() -> None:
+    pool = CreditPool(8)
+    pool.open(1)
+    pool.want(1, 2)
+    pool.settle()
+    pool.want(1, 0)
+    pool.settle()
+    pool.want(1, 4)
+    ((_, credit),) = pool.settle() or [(1, None)]
+    if credit is None:  # half of what it wants is still out: the answer comes first
+        pool.returned(1, 2, 0)
+        assert pool.settle() == [(1, Credit(4))]
+    assert pool.free + pool.promised == 8
+
+
+@pytest.mark.parametrize(("total", "sent"), [(5, 0), (4, 5), (4, 0)])
+def test_an_impossible_answer_to_a_recall(total: int, sent: int) -> None:
+    pool = CreditPool(8)
+    pool.open(1)
+    pool.want(1, 4)
+    pool.settle()
+    pool.arrive(1)
+    pool.want(1, 0)
+    pool.settle()
+    with pytest.raises(ValueError):
+        pool.returned(1, total, sent)
+
+
+class Credits(RuleBasedStateMachine):
+    """A receiver and three senders, with everything between them on its way for any length of time."""
+
+    frames = Bundle("frames")  # on their way: session numbers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = CreditPool(7)
+        self.senders: dict[int, SenderCredits] = {}
+        self.to_sender: dict[int, list[Credit]] = {}
+        self.to_pool: dict[int, list[tuple[int, int]]] = {}
+        self.in_use = 0
+        self.made = 0
+
+    @precondition(lambda self: len(self.senders) < 3)
+    @rule()
+    def session_up(self) -> None:
+        self.made += 1
+        self.pool.open(self.made)
+        self.senders[self.made] = SenderCredits()
+        self.to_sender[self.made], self.to_pool[self.made] = [], []
+
+    @precondition(lambda self: self.senders)
+    @rule(data=st.data())
+    def session_down(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(sorted(self.senders)))
+        self.pool.close(session)
+        del self.senders[session]
+
+    @precondition(lambda self: self.senders)
+    @rule(data=st.data(), frames=st.integers(0, 9))
+    def want(self, data: st.DataObject, frames: int) -> None:
+        self.pool.want(data.draw(st.sampled_from(sorted(self.senders))), frames)
+        for session, credit in self.pool.settle():
+            self.to_sender[session].append(credit)
+
+    @precondition(lambda self: any(self.to_sender[s] for s in self.senders))
+    @rule(data=st.data())
+    def credit_comes(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from([s for s in self.senders if self.to_sender[s]]))
+        credit = self.to_sender[session].pop(0)
+        if credit.recall:
+            self.to_pool[session].append((credit.total, self.senders[session].recall()))
+        else:
+            self.senders[session].grant(credit.total)
+
+    @precondition(lambda self: any(self.to_pool[s] for s in self.senders))
+    @rule(data=st.data())
+    def answer_comes(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from([s for s in self.senders if self.to_pool[s]]))
+        self.pool.returned(session, *self.to_pool[session].pop(0))
+
+    @precondition(lambda self: any(s.available for s in self.senders.values()))
+    @rule(target=frames, data=st.data(), dropped=st.booleans())
+    def send(self, data: st.DataObject, dropped: bool) -> int:
+        session = data.draw(st.sampled_from([n for n, s in self.senders.items() if s.available]))
+        self.senders[session].take()
+        if dropped:
+            self.senders[session].drop()
+            return 0
+        return session
+
+    @rule(session=consumes(frames), scratch=st.booleans())
+    def frame_comes(self, session: int, scratch: bool) -> None:
+        if session in self.senders:
+            self.pool.arrive(session)
+            self.in_use += 1
+            if scratch:
+                self.slot_free()
+
+    @precondition(lambda self: self.in_use)
+    @rule()
+    def slot_free(self) -> None:
+        self.in_use -= 1
+        self.pool.release()
+
+    @invariant()
+    def every_slot_is_in_one_place(self) -> None:
+        assert self.pool.free >= 0
+        assert self.pool.free + self.pool.promised + self.in_use == 7
+        for session, sender in self.senders.items():
+            assert sender.granted <= self.pool.accounts[session].granted, "credit from nowhere"
+
+    def teardown(self) -> None:
+        """Whatever state this is: who wants credit gets some, once the others' mail is read."""
+        for session in self.senders:
+            self.pool.want(session, 1)
+        for _ in range(40):
+            while self.in_use:
+                self.slot_free()
+            for session, credit in self.pool.settle():
+                self.to_sender[session].append(credit)
+            for session, sender in self.senders.items():
+                for credit in self.to_sender[session]:
+                    if credit.recall:
+                        self.to_pool[session].append((credit.total, sender.recall()))
+                    else:
+                        sender.grant(credit.total)
+                self.to_sender[session].clear()
+                for answer in self.to_pool[session]:
+                    self.pool.returned(session, *answer)
+                self.to_pool[session].clear()
+        on_their_way = sum(self.pool.accounts[n].arrived < s.used for n, s in self.senders.items())
+        assert on_their_way or all(self.pool.accounts[n].outstanding for n in self.senders), (
+            "somebody starves"
+        )
+
+
+TestCredits = Credits.TestCase
+TestCredits.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -1,0 +1,63 @@
+"""The 64-byte header, against a layout written down here a second time."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.frame import FrameError, FrameType, Header, pack, parse
+
+u8, u16, u32 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32))
+headers = st.builds(
+    Header, st.sampled_from(FrameType), st.binary(min_size=16, max_size=16), u16, u16, u16, u16, u32, u32, u32, u32,
+    st.integers(0, (1 << 64) - 1), u8, u8,
+)  # fmt: skip
+
+
+def test_every_byte_is_where_the_table_says() -> None:
+    header = Header(FrameType.KV, bytes(range(16)), 1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    expected = (
+        b"BtKV\x01\x04\x00\x00" + bytes(range(16)) + struct.pack("<4H", 1, 0, 2, 3) + struct.pack("<4I", 4, 5, 6, 7)
+        + struct.pack("<Q", 8) + b"\x09\x0a\x00\x00"
+    )  # fmt: skip
+    check = struct.pack("<I", xxhash.xxh3_64_intdigest(expected) & 0xFFFFFFFF)
+    assert pack(header) == expected + check
+    assert len(expected + check) == 64
+
+
+@given(headers)
+def test_parse_inverts_pack(header: Header) -> None:
+    assert parse(pack(header)) == header
+
+
+@given(headers, st.integers(0, 511))
+def test_any_flipped_bit_is_seen(header: Header, bit: int) -> None:
+    damaged = bytearray(pack(header))
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(FrameError, match="checksum") as error:
+        parse(damaged)
+    assert error.value.kind == "header"
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "kind"),
+    [
+        (0, b"HTTP", "magic"),
+        (4, b"\x02", "version"),
+        (5, b"\x63", "type"),
+        (6, b"\x01", "type"),
+        (58, b"\x01", "type"),
+    ],
+)
+def test_whole_but_not_ours(at: int, value: bytes, kind: str) -> None:
+    """The checksum is right, the content is not: another program, version, or a type of the future."""
+    raw = bytearray(pack(Header(FrameType.PING)))
+    raw[at : at + len(value)] = value
+    raw[60:] = struct.pack("<I", xxhash.xxh3_64_intdigest(bytes(raw[:60])) & 0xFFFFFFFF)
+    with pytest.raises(FrameError) as error:
+        parse(raw)
+    assert error.value.kind == kind

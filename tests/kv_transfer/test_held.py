@@ -1,0 +1,139 @@
+"""Held prefills: each transition by itself. tests/kv_transfer/test_lifecycle.py explores them together."""
+
+from __future__ import annotations
+
+from kv_transfer.config import Deadlines
+from kv_transfer.held import HeldPrefills, Release, Send, Start, State, Stop, Waiting
+from kv_transfer.messages import Aborted, Commit, Fetch, FirstToken
+
+P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
+FETCH = Fetch(P, ((0, 8),), 0, 0, 4)
+COMMIT = Commit(FirstToken(1), 2, 64)
+A, B = 1, 2  # sessions
+
+
+def table(max_waiting: int = 2) -> HeldPrefills:
+    return HeldPrefills(Deadlines(fetch_wait=30, hold=30, progress=10, tombstone=60), max_waiting)
+
+
+def streaming() -> HeldPrefills:
+    held = table()
+    held.offer(P, 0)
+    assert held.fetch(T1, A, FETCH, 0) == [Start(P, T1, A, FETCH)]
+    return held
+
+
+def aborted(reason: str, frames: int = 0, session: int = A, transfer: bytes = T1) -> Send:
+    return Send(session, transfer, Aborted(reason, frames))  # type: ignore[arg-type]
+
+
+def test_the_good_way() -> None:
+    held = streaming()
+    assert held.begin_send(T1, 1)
+    assert held.begin_send(T1, 1)
+    held.finish(P, 2)
+    assert held.commit(T1, COMMIT, 2) == [Send(A, T1, COMMIT)]
+    assert held.ack(T1, 3) == [Release(P, "acked")]
+    assert not held.held
+    assert not held.open
+    assert held.fetch(T2, A, FETCH, 4) == [aborted("gone", transfer=T2)]
+
+
+def test_a_fetch_waits_for_its_prefill() -> None:
+    held = table()
+    assert held.fetch(T1, A, FETCH, 0) == [Waiting(P)]
+    assert held.offer(P, 1) == [Start(P, T1, A, FETCH)]
+    assert not held.waiting
+
+
+def test_the_table_of_waiting_fetches_is_bounded() -> None:
+    held = table(max_waiting=1)
+    held.fetch(T1, A, FETCH, 0)
+    other = Fetch(Q, (), 0, 0, 4)
+    assert held.fetch(T2, A, other, 0) == [aborted("busy", transfer=T2)]
+    # A newer FETCH for the same id takes its place.
+    assert held.fetch(T2, B, FETCH, 0) == [aborted("superseded")]
+    assert held.offer(P, 1) == [Start(P, T2, B, FETCH)]
+
+
+def test_waiting_ends_by_abort_deadline_or_session() -> None:
+    for event in ("abort", "deadline", "session"):
+        held = table()
+        held.fetch(T1, A, FETCH, 0)
+        if event == "abort":
+            assert held.abort(T1, "cancelled", 1) == [aborted("cancelled"), Waiting(P, gone=True)]
+        elif event == "session":
+            assert held.session_down(A, 1) == [Waiting(P, gone=True)]
+        else:
+            assert held.expire(29.9) == []
+            assert held.expire(30) == [("fetch_wait", aborted("deadline")), ("", Waiting(P, gone=True))]
+        assert not held.waiting
+
+
+def test_abort_makes_it_ready_again() -> None:
+    held = streaming()
+    held.begin_send(T1, 1)
+    assert held.abort(T1, "integrity", 2) == [aborted("integrity", 1), Stop(P, T1)]
+    assert held.held[P].state is State.READY
+    assert not held.begin_send(T1, 2), "a queued frame of an ended transfer must not leave"
+    assert held.abort(T1, "integrity", 2) == []
+    assert held.fetch(T2, A, FETCH, 3) == [Start(P, T2, A, FETCH)]
+    assert held.ack(T1, 4) == [], "only the current transfer's ACK counts"
+
+
+def test_superseded() -> None:
+    held = streaming()
+    held.begin_send(T1, 1)
+    assert held.fetch(T2, B, FETCH, 2) == [aborted("superseded", 1), Stop(P, T1), Start(P, T2, B, FETCH)]
+    assert held.abort(T1, "cancelled", 3) == []
+    assert held.session_down(A, 3) == []
+    held.commit(T2, COMMIT, 4)
+    assert held.ack(T2, 5) == [Release(P, "acked")]
+
+
+def test_the_engines_own_end() -> None:
+    held = streaming()
+    held.begin_send(T1, 1)
+    assert held.close(P, "cancelled", 2) == [aborted("cancelled", 1)]
+    assert held.close(P, "cancelled", 2) == []
+    assert held.ack(T1, 3) == []
+    assert held.offer(P, 3) == [], "cancelled before it was scheduled"
+    assert held.fetch(T2, A, FETCH, 3) == [aborted("cancelled", transfer=T2)]
+    held.expire(63)
+    assert held.fetch(T2, A, FETCH, 63) == [Waiting(P)], "tombstones do not last"
+
+
+def test_a_committed_transfer_survives_its_session() -> None:
+    """Decode has everything; its ACK comes over the next session."""
+    held = streaming()
+    held.commit(T1, COMMIT, 1)
+    assert held.session_down(A, 2) == [Stop(P, T1)]
+    assert held.ack(T1, 3) == [Release(P, "acked")]
+
+
+def test_an_ack_of_what_was_never_committed_is_an_error() -> None:
+    held = streaming()
+    assert held.ack(T1, 1) == [aborted("integrity"), Stop(P, T1)]
+
+
+def test_a_transfer_id_is_used_once() -> None:
+    held = streaming()
+    held.offer(Q, 0)
+    assert held.fetch(T1, B, Fetch(Q, (), 0, 0, 4), 1) == [aborted("integrity", session=B)]
+    assert held.open[T1].prefill_id == P
+
+
+def test_deadlines_run_only_once_it_is_computed() -> None:
+    held = streaming()
+    assert held.expire(1000) == []
+    held.finish(P, 1000)
+    held.begin_send(T1, 1005)
+    assert held.expire(1014) == []
+    assert held.expire(1015) == [("progress", aborted("deadline", 1)), ("", Stop(P, T1))]
+    assert held.expire(1044) == []
+    assert held.expire(1045) == [("hold", Release(P, "deadline"))]
+    assert held.expire(2000) == []
+    idle = table()
+    idle.offer(Q, 0)
+    idle.finish(Q, 5)
+    assert idle.expire(35) == [("hold", Release(Q, "deadline"))]

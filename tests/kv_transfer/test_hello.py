@@ -1,0 +1,104 @@
+"""The handshake without sockets: who is let in, and what each side says when not."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+
+from kv_transfer.hello import Initiator, Listener, Refused
+from kv_transfer.messages import HelloProof, HelloReply, Identity
+
+SECRET = b"0123456789abcdef"
+PREFILL = Identity("prefill", "prefill 0", 7, "m", "layout a", 1 << 20)
+DECODE = Identity("decode", "decode 3", 9, "m", "layout a", 1 << 16)
+replace = msgspec.structs.replace
+
+
+def initiator(identity: Identity = DECODE, secret: bytes = SECRET, incarnation: int = 7) -> Initiator:
+    return Initiator(secret, identity, b"s" * 16, 2, 4, incarnation)
+
+
+def test_both_sides_learn_who_the_other_is() -> None:
+    a, b = initiator(), Listener(SECRET, PREFILL)
+    assert a.reply(b.answer(a.open)) == PREFILL
+    assert a.proof is not None
+    opened, peer = b.check(a.proof)
+    assert (peer, opened.session_id, opened.lane, opened.lanes) == (DECODE, b"s" * 16, 2, 4)
+
+
+def test_neither_accepts_another_secret() -> None:
+    a, b = initiator(secret=b"another secret!!"), Listener(SECRET, PREFILL)
+    reply = b.answer(a.open)
+    with pytest.raises(Refused, match="secret"):
+        a.reply(reply)
+    assert a.proof is None, "nothing is proven to who proved nothing"
+    with pytest.raises(Refused, match="secret"):
+        b.check(HelloProof(bytes(32)))
+
+
+def test_a_mac_cannot_be_reflected_or_replayed() -> None:
+    a, b = initiator(), Listener(SECRET, PREFILL)
+    reply = b.answer(a.open)
+    with pytest.raises(Refused, match="secret"):
+        b.check(HelloProof(reply.mac))  # the listener's own words sent back
+    a.reply(reply)
+    assert a.proof is not None
+    second = Listener(SECRET, PREFILL)
+    second.answer(a.open)  # the same opening, another nonce
+    with pytest.raises(Refused, match="secret"):
+        second.check(a.proof)
+    with pytest.raises(Refused, match="secret"):
+        initiator().reply(reply)
+
+
+def test_every_word_is_signed() -> None:
+    a, b = initiator(), Listener(SECRET, PREFILL)
+    reply = b.answer(a.open)
+    forged = msgspec.msgpack.encode(replace(PREFILL, slot_bytes=1 << 16))
+    for bad in (HelloReply(bytes(32), reply.identity, reply.mac), HelloReply(reply.nonce, forged, reply.mac)):
+        with pytest.raises(Refused, match="secret"):
+            a.reply(bad)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"model_fingerprint": "n"}, "model"),
+        ({"layout_fingerprint": "layout b"}, "layout"),
+        ({"role": "prefill"}, "role"),
+        ({"slot_bytes": 100}, "limits"),
+        ({"slot_bytes": 1 << 31}, "limits"),
+    ],
+)
+def test_mismatch_names_both_sides(changed: dict[str, object], reason: str) -> None:
+    theirs = replace(DECODE, **changed)
+    a, b = initiator(theirs), Listener(SECRET, PREFILL)
+    with contextlib.suppress(Refused):  # it may see the mismatch, too; the proof is there all the same
+        a.reply(b.answer(a.open))
+    assert a.proof is not None
+    with pytest.raises(Refused, match="decode 3") as refused:
+        b.check(a.proof)
+    assert refused.value.reason == reason
+    if reason in ("model", "layout"):
+        assert "prefill 0" in refused.value.detail
+        for value in (*changed.values(), PREFILL.model_fingerprint if reason == "model" else "layout a"):
+            assert repr(value) in refused.value.detail
+
+
+def test_another_incarnation_is_not_the_one_asked_for() -> None:
+    a, b = initiator(incarnation=8), Listener(SECRET, PREFILL)
+    with pytest.raises(Refused, match="incarnation"):
+        a.reply(b.answer(a.open))
+
+
+def test_out_of_order() -> None:
+    a, b = initiator(), Listener(SECRET, PREFILL)
+    with pytest.raises(Refused, match="hello"):
+        b.check(HelloProof(bytes(32)))
+    b.answer(a.open)
+    with pytest.raises(Refused, match="hello"):
+        b.answer(a.open)
+    with pytest.raises(Refused, match="hello"):
+        Listener(SECRET, PREFILL).answer(replace(a.open, lane=4))

@@ -1,0 +1,156 @@
+"""One transfer at its receiver: COMPLETE exactly when every byte asked for came once, in any order."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.frame import FrameType, Header
+from kv_transfer.incoming import Fault, Incoming, State
+from kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
+from kv_transfer.messages import Commit, FirstToken
+
+LAYOUT = KVLayout(2, 4, 8, "float32")
+FIRST = FirstToken(3)
+
+
+def header(piece: Slice, seq: int, **changed: Any) -> Header:
+    return Header(
+        FrameType.KV, layer=piece.layer, head_start=piece.head_start, head_count=piece.head_count,
+        token_start=piece.token_start, token_count=piece.token_count, seq=seq,
+        length=slice_bytes(LAYOUT, piece),
+    )._replace(**changed)  # fmt: skip
+
+
+def incoming(*ranges: tuple[int, int], **other: Any) -> Incoming:
+    return Incoming(LAYOUT, ranges, (0, 4), slot_bytes=4096, **other)
+
+
+def frames_of(ranges: list[tuple[int, int]], slot_bytes: int = 1024) -> list[Header]:
+    pieces = [
+        piece for layer in range(2) for r in ranges for piece in cut(LAYOUT, layer, r, (0, 4), slot_bytes)
+    ]
+    return [header(piece, seq) for seq, piece in enumerate(pieces)]
+
+
+def take(it: Incoming, h: Header) -> bool:
+    it.begin(h)
+    return it.verified(h)
+
+
+def test_all_orders_of_four_frames_and_the_commit() -> None:
+    frames = frames_of([(0, 8)])
+    assert len(frames) == 4
+    commit = Commit(FIRST, 4, 4 * 1024)
+    for order in itertools.permutations([*frames, None]):
+        it = incoming((0, 8))
+        results = [it.commit(0, commit) if h is None else take(it, h) for h in order]
+        assert results == [False] * 4 + [True]
+        assert (it.state, it.first_token, it.missing_frames) == (State.COMPLETE, FIRST, 0)
+        it.injected()
+        assert it.state is State.INJECTED
+
+
+@given(st.data())
+def test_any_cutting_in_any_order(data: st.DataObject) -> None:
+    """Overlapping begin and end of frames on several lanes; different slice sizes; several ranges."""
+    ranges = [(0, 9), (20, 21), (40, 47)]
+    frames = frames_of(ranges, data.draw(st.integers(256, 4000)))
+    commit = Commit(FIRST, len(frames), sum(h.length for h in frames))
+    it = incoming(*ranges)
+    todo: list[Any] = [*data.draw(st.permutations(frames)), "commit"]
+    begun: list[Header] = []
+    done = 0
+    while todo or begun:
+        if begun and (not todo or data.draw(st.booleans())):
+            h = begun.pop(data.draw(st.integers(0, len(begun) - 1)))
+            complete = it.verified(h)
+        else:
+            item = todo.pop(data.draw(st.integers(0, len(todo) - 1)))
+            if item != "commit":
+                it.begin(item)
+                begun.append(item)
+                continue
+            complete = it.commit(0, commit)
+        done += 1
+        assert complete == (done == len(frames) + 1)
+        assert complete or it.missing_frames > 0 or it.frames == len(frames)
+    assert it.bytes == commit.bytes
+
+
+def test_two_sender_ranks_are_counted_apart() -> None:
+    it = incoming((0, 4), sender_ranks=2)
+    for rank in (0, 1):
+        for layer in (0, 1):
+            take(it, header(Slice(layer, 2 * rank, 2, 0, 4), layer, sender_rank=rank))
+    assert not it.commit(1, Commit(FirstToken(9), 2, 1024))
+    assert it.commit(0, Commit(FIRST, 2, 1024))
+    assert it.first_token == FIRST
+
+
+def test_nothing_asked_for_is_complete_with_the_commit() -> None:
+    assert incoming().commit(0, Commit(FIRST, 0, 0))
+
+
+WHOLE = Slice(0, 0, 4, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        (header(WHOLE, 0, layer=2), "frame_fields"),
+        (header(WHOLE, 0, kind=1), "frame_fields"),
+        (header(WHOLE, 0, sender_rank=1), "frame_fields"),
+        (header(WHOLE, 0, receiver_rank=1), "frame_fields"),
+        (header(WHOLE, 0, length=100), "frame_length"),
+        (header(WHOLE, 0, token_count=0, length=0), "frame_length"),
+        (header(Slice(0, 0, 4, 0, 9), 0), "frame_range"),
+        (header(Slice(0, 0, 4, 8, 1), 0), "frame_range"),
+        (header(Slice(0, 2, 3, 0, 8), 0), "frame_range"),
+        (header(WHOLE, 64), "sequence"),
+        (header(WHOLE, (1 << 32) - 1), "sequence"),
+    ],
+)
+def test_a_frame_that_does_not_belong(bad: Header, kind: str) -> None:
+    with pytest.raises(Fault) as fault:
+        incoming((0, 8)).begin(bad)
+    assert fault.value.kind == kind
+
+
+def test_duplicates() -> None:
+    it = incoming((0, 8))
+    take(it, header(Slice(0, 0, 4, 2, 4), 5))
+    with pytest.raises(Fault, match="sequence number 5 came twice"):
+        it.begin(header(Slice(0, 0, 4, 0, 2), 5))
+    for start, count in ((2, 4), (0, 3), (5, 3), (3, 1), (0, 8)):
+        with pytest.raises(Fault, match="came twice"):
+            it.begin(header(Slice(0, 0, 4, start, count), 6 + start * 8 + count))
+    take(it, header(Slice(0, 0, 4, 0, 2), 1))
+    take(it, header(Slice(0, 0, 4, 6, 2), 2))
+
+
+@pytest.mark.parametrize("commit", [Commit(FIRST, 2, 4095), Commit(FIRST, 2, 4097), Commit(FIRST, 1, 4096)])
+def test_a_commit_that_does_not_match(commit: Commit) -> None:
+    it = incoming((0, 8))
+    frames = frames_of([(0, 8)], 2048)
+    take(it, frames[0])
+    with pytest.raises(Fault):
+        _ = it.commit(0, commit) or take(it, frames[1])
+    late = incoming((0, 8))
+    for h in frames:
+        take(late, h)
+    with pytest.raises(Fault):
+        late.commit(0, commit)
+
+
+def test_a_second_commit() -> None:
+    it = incoming((0, 8))
+    it.commit(0, Commit(FIRST, 2, 4096))
+    with pytest.raises(Fault):
+        it.commit(0, Commit(FIRST, 2, 4096))
+    with pytest.raises(Fault):
+        it.begin(frames_of([(0, 8)])[3])  # beyond its count

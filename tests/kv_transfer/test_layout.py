@@ -1,0 +1,66 @@
+"""Slicing and mapping: whatever is cut on one side covers exactly what the other side asked for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.layout import KVLayout, Slice, cut, intersect, runs, slice_bytes
+
+LAYOUT = KVLayout(4, 8, 64, "bfloat16")
+
+
+@given(
+    st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 7), st.integers(1, 8), st.integers(1, 1 << 20)
+)
+def test_cut_covers_exactly_and_fits(start: int, count: int, head: int, heads: int, slot_bytes: int) -> None:
+    tokens, heads_range = (start, start + count), (head, min(8, head + heads))
+    if slot_bytes < (heads_range[1] - head) * LAYOUT.head_bytes:
+        with pytest.raises(ValueError, match="larger slots"):
+            list(cut(LAYOUT, 0, tokens, heads_range, slot_bytes))
+        return
+    pieces = list(cut(LAYOUT, 3, tokens, heads_range, slot_bytes))
+    position = start
+    for piece in pieces:
+        assert piece == Slice(3, head, heads_range[1] - head, position, piece.token_count)
+        assert 0 < slice_bytes(LAYOUT, piece) <= slot_bytes
+        position += piece.token_count
+    assert position == start + count
+    most = slot_bytes // ((heads_range[1] - head) * LAYOUT.head_bytes)
+    assert len(pieces) == -(-count // most), "as few as it takes"
+    if pieces:
+        sizes = [p.token_count for p in pieces]
+        assert max(sizes) - min(sizes) <= 1, "as even as they can be"
+
+
+@given(st.permutations(range(40)), st.sampled_from([1, 7, 16, 128]), st.data())
+def test_runs_map_every_position_once(table: list[int], block_size: int, data: st.DataObject) -> None:
+    total = len(table) * block_size
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    mapped = [
+        (position + i, row + i)
+        for position, row, count in runs(table, block_size, start, stop)
+        for i in range(count)
+    ]
+    assert mapped == [(p, table[p // block_size] * block_size + p % block_size) for p in range(start, stop)]
+
+
+def test_neighbouring_blocks_are_one_run() -> None:
+    assert list(runs([3, 4, 5, 9, 10, 1], 16, 5, 96)) == [(5, 53, 43), (48, 144, 32), (80, 16, 16)]
+
+
+def test_intersect() -> None:
+    assert list(intersect(10, 50, [(0, 12), (20, 30), (45, 60), (60, 70)])) == [(10, 12), (20, 30), (45, 50)]
+
+
+def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
+    assert LAYOUT.fingerprint == "kv1 layers=4 kv_heads=8 head_dim=64 dtype=bfloat16"
+    assert LAYOUT.bytes_per_token_layer == 2 * 8 * 64 * 2
+
+
+@pytest.mark.parametrize("bad", [(0, 8, 64, "float32"), (4, 70000, 64, "float32"), (4, 8, 64, "int8")])
+def test_what_cannot_be_moved_is_named(bad: tuple[int, int, int, str]) -> None:
+    with pytest.raises(ValueError, match=r"num_kv_heads|num_layers|dtype"):
+        KVLayout(*bad)

@@ -1,0 +1,258 @@
+"""Both lifecycles and the network between them: every order of events to a small depth, then random long ones.
+
+The network may delay anything, lets frames overtake each other and COMMIT, keeps control messages of one
+direction in order, and may lose a session at any time. The worlds here are the real machines with nothing else.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kv_transfer.config import Deadlines
+from kv_transfer.frame import FrameType, Header
+from kv_transfer.held import HeldPrefills, Release, Send, Start
+from kv_transfer.incoming import Incoming, State
+from kv_transfer.layout import KVLayout
+from kv_transfer.messages import Abort, Aborted, Ack, Commit, Fetch, FirstToken
+
+LAYOUT = KVLayout(2, 1, 8, "float32")
+P = b"p" * 16
+RANGES = ((0, 4),)
+FRAME_BYTES = 4 * LAYOUT.bytes_per_token_layer
+
+
+class World:
+    """One prefill id, up to two transfers of it, two frames each; decode works one transfer at a time."""
+
+    def __init__(self) -> None:
+        self.held = HeldPrefills(Deadlines(), 4)
+        self.session = 1
+        self.offered = self.finished = self.closed = False
+        self.started: bytes | None = None  # what the pump serves
+        self.queued: list[tuple[bytes, int]] = []  # frames handed to lanes, not begun
+        self.flying: list[tuple[int, bytes, int]] = []  # (session, transfer, seq)
+        self.to_decode: list[tuple[int, bytes, Any]] = []
+        self.to_prefill: list[tuple[int, bytes, Any]] = []
+        self.transfers: dict[bytes, Incoming] = {}  # at decode, live or complete
+        self.used = 0
+        self.injected: list[bytes] = []
+        self.pending_acks: list[bytes] = []
+        self.released: list[str] = []
+        self.left: Counter[bytes] = Counter()  # frames that really left, by transfer
+        self.now = 0.0
+
+    # ------------------------------------------------------------ what may happen next
+
+    def moves(self) -> list[tuple[Any, ...]]:
+        out: list[tuple[Any, ...]] = []
+        if not self.offered:
+            out.append(("offer",))
+        elif not self.finished and not self.closed:
+            out.append(("finish",))
+        if self.offered and not self.closed and not self.released:
+            out.append(("close",))
+        if self.used < 2 and not any(t.live for t in self.transfers.values()):
+            out.append(("fetch",))
+        out += [("begin", i) for i in range(len(self.queued))]
+        out += [("frame", i) for i in range(len(self.flying))]
+        if self.to_decode:
+            out.append(("to_decode",))
+        if self.to_prefill:
+            out.append(("to_prefill",))
+        for transfer_id, t in self.transfers.items():
+            if t.live:
+                out.append(("abort", transfer_id))
+            if t.state is State.COMPLETE:
+                out.append(("inject", transfer_id))
+        if self.session == 1 and (self.transfers or self.flying):
+            out.append(("lose_session",))
+        return out
+
+    def do(self, move: tuple[Any, ...]) -> None:
+        self.now += 0.001
+        getattr(self, "do_" + move[0])(*move[1:])
+        self.check()
+
+    # ------------------------------------------------------------ prefill
+
+    def apply(self, effects: list[Any]) -> None:
+        for e in effects:
+            if isinstance(e, Start):
+                assert not self.released, "a released prefill is served"
+                self.started = e.transfer_id
+                self.queued += [(e.transfer_id, 0), (e.transfer_id, 1)]
+                if self.finished:
+                    self.commit()
+            elif isinstance(e, Release):
+                self.released.append(e.reason)
+            elif isinstance(e, Send):
+                if isinstance(e.message, Aborted):
+                    assert e.message.frames == self.left[e.transfer_id], "ABORTED miscounts what was sent"
+                if e.session == self.session:
+                    self.to_decode.append((e.session, e.transfer_id, e.message))
+
+    def commit(self) -> None:
+        if self.started is not None and self.started in self.held.open:
+            commit = Commit(FirstToken(1), 2, 2 * FRAME_BYTES)
+            self.apply(self.held.commit(self.started, commit, self.now))
+
+    def do_offer(self) -> None:
+        self.offered = True
+        self.apply(self.held.offer(P, self.now))
+
+    def do_finish(self) -> None:
+        self.finished = True
+        self.apply(self.held.finish(P, self.now))
+        self.commit()
+
+    def do_close(self) -> None:
+        self.closed = True
+        self.apply(self.held.close(P, "cancelled", self.now))
+
+    def do_begin(self, i: int) -> None:
+        transfer_id, seq = self.queued.pop(i)
+        if self.held.begin_send(transfer_id, self.now):
+            self.left[transfer_id] += 1
+            self.flying.append((self.held.open[transfer_id].session, transfer_id, seq))
+
+    def do_to_prefill(self) -> None:
+        session, transfer_id, message = self.to_prefill.pop(0)
+        if isinstance(message, Fetch):
+            self.apply(self.held.fetch(transfer_id, session, message, self.now))
+        elif isinstance(message, Ack):
+            self.apply(self.held.ack(transfer_id, self.now))
+        else:
+            self.apply(self.held.abort(transfer_id, message.reason, self.now))
+
+    # ------------------------------------------------------------ decode
+
+    def say(self, transfer_id: bytes, message: Any) -> None:
+        self.to_prefill.append((self.session, transfer_id, message))
+
+    def do_fetch(self) -> None:
+        self.used += 1
+        transfer_id = bytes([self.used]) * 16
+        self.transfers[transfer_id] = Incoming(LAYOUT, RANGES, (0, 1), slot_bytes=4096)
+        self.say(transfer_id, Fetch(P, RANGES, 0, 0, 1))
+
+    def do_frame(self, i: int) -> None:
+        _, transfer_id, seq = self.flying.pop(i)
+        t = self.transfers.get(transfer_id)
+        if t is not None and t.live:
+            h = Header(
+                FrameType.KV, transfer_id, layer=seq, head_count=1, token_count=4, seq=seq, length=FRAME_BYTES
+            )
+            t.begin(h)
+            t.verified(h)
+
+    def do_to_decode(self) -> None:
+        _, transfer_id, message = self.to_decode.pop(0)
+        t = self.transfers.get(transfer_id)
+        if t is None or not t.live:
+            return
+        if isinstance(message, Commit):
+            t.commit(0, message)
+        else:
+            del self.transfers[transfer_id]
+
+    def do_abort(self, transfer_id: bytes) -> None:
+        del self.transfers[transfer_id]
+        self.say(transfer_id, Abort("cancelled"))
+
+    def do_inject(self, transfer_id: bytes) -> None:
+        t = self.transfers.pop(transfer_id)
+        assert (t.frames, t.bytes) == (2, 2 * FRAME_BYTES)
+        t.injected()
+        self.injected.append(transfer_id)
+        self.say(transfer_id, Ack())
+
+    # ------------------------------------------------------------ the network
+
+    def do_lose_session(self) -> None:
+        """Both ends learn of it; whatever was on its way is gone; ACKs are said again on the next session."""
+        lost_acks = [(t, m) for _, t, m in self.to_prefill if isinstance(m, Ack)]
+        self.session += 1
+        self.flying.clear()
+        self.to_decode.clear()
+        self.to_prefill.clear()
+        self.apply(self.held.session_down(self.session - 1, self.now))
+        for transfer_id in [t for t, x in self.transfers.items() if x.live]:
+            del self.transfers[transfer_id]
+        for transfer_id, message in lost_acks:
+            self.say(transfer_id, message)
+
+    # ------------------------------------------------------------ what must hold
+
+    def check(self) -> None:
+        assert len(self.released) <= 1, "released twice"
+        assert len(set(self.injected)) == len(self.injected)
+        if self.released == ["acked"]:
+            assert self.injected, "released, but nobody has the KV"
+        if self.closed or self.released:
+            assert P not in self.held.held
+        for transfer_id, held in self.held.open.items():
+            assert held.transfer_id == transfer_id
+            assert held.sent == self.left[transfer_id]
+
+    def settled(self) -> None:
+        """With nothing on its way, the last transfer was acknowledged if it was injected."""
+        if not (self.to_prefill or self.to_decode or self.flying or self.closed):
+            last = bytes([self.used]) * 16
+            assert last not in self.injected or self.released == ["acked"]
+
+    def key(self) -> tuple[Any, ...]:
+        held = self.held.held.get(P)
+        return (
+            self.session, self.offered, self.finished, self.closed, self.started, tuple(self.queued),
+            tuple(sorted(self.flying)), tuple((s, t, repr(m)) for s, t, m in self.to_decode),
+            tuple((s, t, repr(m)) for s, t, m in self.to_prefill), self.used, tuple(self.injected),
+            tuple(self.released), tuple(sorted(self.left.items())),
+            held and (held.state, held.transfer_id, held.session, held.sent, held.finished),
+            tuple((t, w.transfer_id, w.session) for t, w in self.held.waiting.items()),
+            tuple((t, x.state, x.frames, x.committed) for t, x in self.transfers.items()),
+        )  # fmt: skip
+
+
+def test_every_order_of_events() -> None:
+    """Breadth first over all distinct states, until there are no new ones."""
+    frontier = [World()]
+    seen = {frontier[0].key()}
+    ends: Counter[str] = Counter()
+    depth = 0
+    while frontier:
+        depth += 1
+        following = []
+        for world in frontier:
+            world.settled()
+            for move in world.moves():
+                after = pickle.loads(pickle.dumps(world))  # noqa: S301  a copy, and faster than deepcopy
+                after.do(move)
+                if (key := after.key()) not in seen:
+                    seen.add(key)
+                    following.append(after)
+                    ends[(after.released or ["-"])[0]] += 1
+        frontier = following
+    assert ends["acked"] > 0
+    assert (depth, len(seen)) > (20, 10_000), "the exploration became trivial"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_random_orders_end_well(seed: int) -> None:
+    """Run until nothing can happen: whoever injected was the one acknowledged."""
+    rng = random.Random(seed)
+    acked = 0
+    for _ in range(400):
+        world = World()
+        while moves := world.moves():
+            quiet = [m for m in moves if m[0] not in ("abort", "close", "lose_session")]
+            world.do(rng.choice(moves if rng.random() < 0.15 else quiet or moves))
+            if not quiet and rng.random() < 0.5:
+                break
+        world.settled()
+        acked += world.released == ["acked"]
+    assert acked > 100

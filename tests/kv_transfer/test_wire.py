@@ -1,0 +1,495 @@
+"""A second implementation of the wire, written from docs/protocol.md alone: it talks to real transfer processes.
+
+First it behaves, as a decode and as a prefill worker. Then it does not, and is refused each time with a reason
+and a counter, nothing leaks, and the next transfer works. It imports nothing of kv_transfer's wire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import random
+import select
+import socket
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import xxhash
+
+import kv_transfer as kv
+
+SECRET = b"a cluster secret for tests"
+LAYOUT = "kv1 layers=3 kv_heads=2 head_dim=16 dtype=float32"
+HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING = range(1, 10)
+pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
+
+
+class Lane:
+    """One connection, blocking. `head` fields as in the table of frames."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.granted = self.sent = 0  # of KV frames
+        self.answers = True  # recalls of credit, as one must
+        sock.settimeout(20)
+
+    def send(self, frame_type: int, body: bytes = b"", transfer: bytes = bytes(16), **head: Any) -> None:
+        self.sent += frame_type == KV
+        self.sock.sendall(frame(frame_type, body, transfer, **head))
+
+    def say(self, kind: int, message: object, transfer: bytes = bytes(16)) -> None:
+        self.send(kind, pack(message), transfer)
+
+    def read(self) -> tuple[int, bytes, dict[str, int], bytes]:
+        """The next frame but PINGs: type, transfer id, header fields, payload. Type 0: the lane was closed."""
+        while True:
+            raw = self._exactly(64)
+            if raw is None:
+                return 0, b"", {}, b""
+            (check,) = struct.unpack("<I", raw[60:])
+            assert check == xxhash.xxh3_64_intdigest(raw[:60]) & 0xFFFFFFFF
+            magic, version, kind, flags = struct.unpack("<4sBBH", raw[:8])
+            assert (magic, version, flags) == (b"BtKV", 1, 0)
+            names = (
+                "layer",
+                "kind",
+                "head_start",
+                "head_count",
+                "token_start",
+                "token_count",
+                "seq",
+                "length",
+            )
+            head = dict(zip(names, struct.unpack("<4H4I", raw[24:48]), strict=True))
+            payload = self._exactly(head["length"]) or b""
+            assert struct.unpack("<Q", raw[48:56])[0] == xxhash.xxh3_64_intdigest(payload)
+            if kind == CREDIT:
+                self.granted, recall = unpack(payload)
+                if recall and self.answers:
+                    self.say(CREDIT, [self.granted, self.sent])
+                    self.granted = self.sent
+            if kind != PING:
+                return kind, raw[8:24], head, payload
+
+    def expect(self, kind: int) -> tuple[bytes, Any]:
+        """Transfer id and message of the next frame that is no CREDIT."""
+        found, transfer, _, payload = self.read()
+        while found == CREDIT:
+            found, transfer, _, payload = self.read()
+        assert found == kind
+        return transfer, unpack(payload)
+
+    def _exactly(self, size: int) -> bytes | None:
+        data = b""
+        while len(data) < size:
+            try:
+                more = self.sock.recv(size - len(data))
+            except ConnectionResetError:
+                return None
+            if not more:
+                return None
+            data += more
+        return data
+
+
+def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -> bytes:
+    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 1), frame_type, h.get("flags", 0))
+    head += transfer
+    head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
+    head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))
+    head += struct.pack(
+        "<IQ", h.get("length", len(body)), h.get("payload_hash", xxhash.xxh3_64_intdigest(body))
+    )
+    head += bytes(4)
+    return head + struct.pack("<I", h.get("check", xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF)) + body
+
+
+def mac(secret: bytes, label: bytes, opened: bytes, nonce: bytes, identity: bytes) -> bytes:
+    parts = (b"baton kv lane v1", label, opened, nonce, identity)
+    return hmac.digest(secret, b"".join(struct.pack("<I", len(p)) + p for p in parts), hashlib.sha256)
+
+
+def identity(role: str, incarnation: int = 5) -> bytes:
+    return pack([role, f"fake {role}", incarnation, "model of the tests", LAYOUT, 4096])
+
+
+def connect(port: int, secret: bytes = SECRET, session: bytes | None = None) -> Lane:
+    """As a decode worker with one lane, up to the listener's verdict."""
+    lane = Lane(socket.create_connection(("127.0.0.1", port)))
+    lane.answers = False
+    opened = pack(["open", session or os.urandom(16), 0, 1, os.urandom(32), identity("decode")])
+    lane.send(HELLO, opened)
+    kind, _, _, payload = lane.read()
+    tag, nonce, theirs, proof = unpack(payload)
+    assert (kind, tag) == (HELLO, "reply")
+    if secret == SECRET:
+        assert proof == mac(secret, b"listener", opened, nonce, theirs)
+    lane.say(HELLO, ["proof", mac(secret, b"initiator", opened, nonce, theirs)])
+    return lane
+
+
+class FakePrefill:
+    """As a prefill worker: accepts the lanes of one session."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def accept(self) -> Lane:
+        self.listener.settimeout(20)
+        lane = Lane(self.listener.accept()[0])
+        _, _, _, opened = lane.read()
+        nonce, mine = os.urandom(32), identity("prefill")
+        lane.say(HELLO, ["reply", nonce, mine, mac(SECRET, b"listener", opened, nonce, mine)])
+        tag, proof = unpack(lane.read()[3])
+        assert (tag, proof) == ("proof", mac(SECRET, b"initiator", opened, nonce, mine))
+        return lane
+
+
+def slices(n: int) -> list[tuple[dict[str, int], bytes]]:
+    """`n` ≤ 16 positions of the tests' three layers, a frame for each layer, filled with noise."""
+    return [
+        ({"layer": i, "head_count": 2, "token_count": n, "seq": i}, os.urandom(2 * n * 2 * 16 * 4))
+        for i in range(3)
+    ]
+
+
+@pytest.fixture
+def fetching(make_decode: Any) -> Any:
+    """A decode worker (one lane) that has asked a fake prefill worker for 10 positions, with its credit read."""
+
+    def make(**deadlines: float) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
+        fake = FakePrefill()
+        decode = make_decode(lanes=1, deadlines=kv.Deadlines(**deadlines))
+        blocks = decode.reserved[b"d"] = decode.allocate(10)
+        decode.receiver.fetch(
+            b"d",
+            prefill_id=b"p" * 16,
+            kv_address=fake.address,
+            incarnation=5,
+            block_ids=blocks,
+            num_tokens=10,
+        )
+        lane = fake.accept()
+        transfer = asked(lane)
+        return decode, fake, lane, transfer, blocks
+
+    return make
+
+
+def asked(lane: Lane) -> bytes:
+    transfer, message = lane.expect(FETCH)
+    assert message == [b"p" * 16, [[0, 10]], 0, 0, 2]
+    kind, _, _, payload = lane.read()
+    assert (kind, unpack(payload)) == (CREDIT, [4, False])  # a frame a layer, and one for the lane
+    return transfer
+
+
+def serve(lane: Lane, transfer: bytes) -> list[tuple[dict[str, int], bytes]]:
+    """A whole transfer, COMMIT first and the frames backwards, within the credit that there is."""
+    frames = slices(10)
+    lane.say(COMMIT, [[77, -0.5, [77], [-0.5]], 3, 3 * 2560], transfer)
+    for head, body in reversed(frames):
+        while lane.sent == lane.granted:
+            assert lane.read()[0] == CREDIT
+        lane.send(KV, body, transfer, **head)
+    return frames
+
+
+def assert_pool(decode: Any, blocks: list[int], frames: list[tuple[dict[str, int], bytes]]) -> None:
+    """The pool holds these bytes (noise: NaNs among them, hence integers)."""
+    for head, body in frames:
+        expected = torch.frombuffer(bytearray(body), dtype=torch.int32).view(2, 10, 2, 16)
+        assert torch.equal(decode.rows(blocks, head["layer"], 0, 10).view(torch.int32), expected)
+
+
+def ended(decode: Any, until: Any) -> Any:
+    def event() -> Any:
+        decode.poll()
+        return decode.events.get(b"d")
+
+    return until(event, "the fetch to end", decode.receiver)
+
+
+# ---------------------------------------------------------------- it behaves
+
+
+def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill()
+    prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
+    expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
+    lane = connect(prefill.port)
+    lane.say(FETCH, [prefill_id, [[0, 10]], 0, 0, 2], transfer)
+    kind, which, _, payload = lane.read()  # before any credit: only COMMIT can come
+    assert (kind, which, unpack(payload)) == (COMMIT, transfer, [[42, None, [], []], 3, 3 * 2560])
+    lane.say(CREDIT, [5, False])
+    for seq in range(3):
+        kind, which, head, payload = lane.read()
+        assert (kind, which, head["seq"], head["token_count"]) == (KV, transfer, seq, 10)
+        got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
+        assert torch.equal(got, expected[head["layer"]])
+    lane.say(CREDIT, [5, True])
+    kind, _, _, payload = lane.read()
+    assert (kind, unpack(payload)) == (CREDIT, [5, 3])
+    lane.say(ACK, [], transfer)
+    until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)
+    assert prefill.sender.idle
+
+
+def test_as_a_prefill_worker(fetching: Any, until: Any) -> None:
+    decode, _, lane, transfer, blocks = fetching()
+    lane.answers = False
+    frames = serve(lane, transfer)
+    event = ended(decode, until)
+    assert event.first_token == kv.FirstToken(77, -0.5, (77,), (-0.5,))
+    assert_pool(decode, blocks, frames)
+    # Nothing is missing: what is not used of the credit is recalled, before or after the ACK.
+    said = {kind: (which, unpack(payload)) for kind, which, _, payload in (lane.read(), lane.read())}
+    assert said == {ACK: (transfer, []), CREDIT: (bytes(16), [4, True])}
+    lane.say(CREDIT, [4, 3])
+    until(lambda: decode.stats().slots_free == 16, "the slots to come home")
+
+
+# ---------------------------------------------------------------- it does not: at prefill
+
+
+def refused(worker: Any, until: Any, reason: str, count: int = 1) -> None:
+    until(lambda: worker.stats().refused.get(reason, 0) >= count, f"{reason} to be counted")
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: prefill\r\nUser-Agent: someone who is lost\r\n\r\n", None),
+        (frame(HELLO, b"x", magic=b"HTTP"), "magic"),
+        (frame(HELLO, b"x", version=2), "version"),
+        (frame(99, b"x"), "type"),
+        (frame(HELLO, b"", length=1 << 31), "hello"),
+        (frame(FETCH, b"x"), "hello"),
+        (frame(KV, b"x"), "hello"),
+        (frame(HELLO, b"x"), "hello"),
+        (frame(HELLO, pack(["proof", bytes(32)])), "hello"),
+        (frame(HELLO, pack(["open", bytes(15), 0, 1, bytes(32), b""])), "hello"),
+    ],
+)
+def test_before_the_handshake(make_prefill: Any, until: Any, data: bytes, kind: str | None) -> None:
+    prefill = make_prefill()
+    lane = Lane(socket.create_connection(("127.0.0.1", prefill.port)))
+    lane.sock.sendall(data)
+    while lane.read()[0]:
+        pass  # at most a word about why
+    until(lambda: prefill.stats().refused.get(kind or "header", 0) == 1, f"{kind} to be counted")
+    until(lambda: prefill.stats().lanes == 0, "the lane to close")
+
+
+def test_a_wrong_secret(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill()
+    lane = connect(prefill.port, secret=b"guessed")
+    kind, _, _, payload = lane.read()
+    assert (kind, unpack(payload)[:2]) == (HELLO, ["refused", "secret"])
+    assert lane.read()[0] == 0
+    refused(prefill, until, "secret")
+
+
+def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill(max_handshakes=3, deadlines=kv.Deadlines(handshake=0.7))
+    lanes = [Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(5)]
+    refused(prefill, until, "handshakes", 2)
+    assert [lane.read()[0] for lane in lanes] == [0] * 5, "all are closed, the silent ones by their deadline"
+    assert prefill.stats().deadlines == {"handshake": 3}
+    connect(prefill.port)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "reason"),
+    [
+        (KV, b"x" * 100, "direction"),
+        (KV, b"x" * 5000, "length"),
+        (FETCH, b"x" * (65 << 10), "length"),
+        (FETCH, pack([b"p" * 16, [[5, 5]], 0, 0, 2]), "message"),
+        (ABORTED, pack(["gone", 0]), "message"),
+        (HELLO, pack(["proof", bytes(32)]), "message"),
+        (PING, pack([6, 0]), "incarnation"),
+    ],
+)
+def test_an_authenticated_peer_that_breaks_the_protocol(
+    make_prefill: Any, until: Any, kind: int, body: bytes, reason: str
+) -> None:
+    prefill = make_prefill()
+    prefill_id = prefill.open(10)
+    lane = connect(prefill.port)
+    lane.say(FETCH, [prefill_id, [[0, 10]], 0, 0, 2], os.urandom(16))
+    until(lambda: prefill.sender.has_fetch(prefill_id), "the FETCH")
+    lane.send(kind, body)
+    refused(prefill, until, reason)
+    until(lambda: not prefill.sender.has_fetch(prefill_id), "its transfer to end with its session")
+    assert prefill.stats().sessions == 0
+    assert lane.read()[0] == 0
+
+
+def test_damaged_control_messages(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill()
+    damages: dict[str, Any] = {"header": {"check": 1}, "control": {"payload_hash": 1}}
+    for kind, damage in damages.items():
+        lane = connect(prefill.port)
+        until(lambda: prefill.stats().sessions == 1, "the session")
+        lane.send(ABORT, pack(["gone"]), **damage)
+        assert lane.read()[0] == 0
+        assert prefill.stats().checksum_failures[kind] == 1
+
+
+# ---------------------------------------------------------------- it does not: at decode
+
+
+@pytest.mark.parametrize(
+    ("change", "counter"),
+    [
+        ({"payload_hash": 1}, "payload"),
+        ({"layer": 3}, "frame_fields"),
+        ({"token_count": 9}, "frame_length"),
+        ({"token_start": 1}, "frame_range"),
+        ({"head_start": 1}, "frame_range"),
+        ({"seq": 1 << 31}, "sequence"),
+        ({"seq": 1}, "sequence"),  # twice
+        ({"layer": 1}, "frame_range"),  # twice
+    ],
+)
+def test_a_bad_frame_ends_the_transfer_not_the_lane(
+    fetching: Any, until: Any, change: dict[str, int], counter: str
+) -> None:
+    """Decode asks again under a new transfer id, over the same lane, and gets it right; no bad byte is left."""
+    decode, _, lane, transfer, blocks = fetching()
+    (head, body), second, _ = slices(10)
+    lane.send(KV, second[1], transfer, **second[0])
+    lane.send(KV, body, transfer, **(head | change))
+    assert lane.expect(ABORT) == (transfer, ["integrity"])
+    refused(decode, until, counter)
+    assert decode.stats().checksum_failures == ({"payload": 1} if counter == "payload" else {})
+    decode.poll()
+    again, _ = lane.expect(FETCH)
+    assert again != transfer
+    while lane.sent == lane.granted:
+        lane.read()
+    lane.send(KV, body, transfer, **head)  # stale: its transfer has ended
+    frames = serve(lane, again)
+    assert isinstance(ended(decode, until), kv.Injected)
+    assert_pool(decode, blocks, frames)
+    assert decode.stats().late_frames == 1
+
+
+def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: Any) -> None:
+    decode, _, lane, transfer, _ = fetching()
+    for attempt in range(3):
+        (head, body), *_ = slices(10)
+        lane.send(KV, body, transfer, **head, payload_hash=1)
+        lane.expect(ABORT)
+        decode.poll()
+        if attempt < 2:
+            transfer, _ = lane.expect(FETCH)
+            while lane.sent == lane.granted:
+                lane.read()
+    assert ended(decode, until) == kv.Failed(b"d", "integrity")
+    assert decode.stats().checksum_failures == {"payload": 3}
+    until(lambda: decode.stats().slots_free == 16 and decode.receiver.idle, "the slots to come home")
+
+
+def test_a_frame_of_no_transfer(fetching: Any, until: Any) -> None:
+    decode, _, lane, transfer, _ = fetching()
+    (head, body), *_ = slices(10)
+    lane.send(KV, body, os.urandom(16), **head)
+    refused(decode, until, "transfer_id")
+    serve(lane, transfer)
+    assert isinstance(ended(decode, until), kv.Injected), "the frame took a credit, and that came back"
+
+
+@pytest.mark.parametrize("how", ["credit", "recall", "length", "header", "eof"])
+def test_what_ends_the_session(fetching: Any, until: Any, how: str) -> None:
+    """Decode reopens its lanes under a new session, and FETCHes again."""
+    decode, fake, lane, transfer, blocks = fetching()
+    frames = slices(10)
+    lane.send(KV, frames[0][1], transfer, **frames[0][0])
+    if how == "credit":
+        for _ in range(4):
+            lane.send(KV, frames[1][1], os.urandom(16), **frames[1][0])
+    elif how == "recall":
+        lane.say(CREDIT, [4, 0])
+    elif how == "length":
+        lane.send(KV, bytes(8192), transfer)
+    elif how == "header":
+        lane.send(KV, frames[1][1], transfer, **frames[1][0], check=1)
+    else:
+        lane.sock.sendall(frame(KV, frames[1][1], transfer, **frames[1][0])[:999])  # in mid-frame
+        lane.sock.close()
+    session = kv_refetched(decode, fake)
+    if how in ("length", "credit"):
+        refused(decode, until, how)
+    elif how == "recall":
+        refused(decode, until, "credit")
+    elif how == "header":
+        assert decode.stats().checksum_failures == {"header": 1}
+    frames = serve(session, asked(session))
+    assert isinstance(ended(decode, until), kv.Injected)
+    assert_pool(decode, blocks, frames)
+
+
+def kv_refetched(decode: Any, fake: FakePrefill) -> Lane:
+    """The lane of decode's next session; its engine must poll to ask for it."""
+    while not select.select([fake.listener], [], [], 0.05)[0]:
+        decode.poll()
+    return fake.accept()
+
+
+def test_a_commit_whose_frames_never_come(fetching: Any, until: Any) -> None:
+    decode, _, lane, transfer, _ = fetching(progress=0.5)
+    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
+    assert lane.expect(ABORT) == (transfer, ["deadline"])
+    assert decode.stats().deadlines == {"progress": 1}
+
+
+def test_a_peer_that_falls_silent(fetching: Any, until: Any) -> None:
+    """The lane stays open, as over a network that is gone; no PING comes."""
+    decode, fake, silent, _, _ = fetching(peer_dead=1.0)
+    session = kv_refetched(decode, fake)
+    assert decode.stats().deadlines == {"peer_dead": 1}
+    assert silent.sock.fileno() >= 0
+    serve(session, asked(session))
+    assert isinstance(ended(decode, until), kv.Injected)
+
+
+def test_a_peer_whose_engine_hangs(fetching: Any) -> None:
+    decode, fake, lane, _, _ = fetching()
+    lane.say(PING, [5, 11_000])
+    kv_refetched(decode, fake)
+    assert decode.stats().deadlines == {"engine_dead": 1}
+
+
+def test_mutated_frames(fetching: Any, until: Any) -> None:
+    """Frames damaged at random, with a right header checksum: no crash, no wrong byte, and it still works."""
+    rng = random.Random(5)
+    decode, fake, lane, transfer, _ = fetching()
+    for _ in range(40):
+        while lane.sent < lane.granted:
+            head, body = rng.choice(slices(10))
+            field = rng.choice([*head, "kind", "head_start", "length", "payload_hash", "flags", "version"])
+            value = rng.choice([0, 1, 2, 3, 10, 255, 65535, rng.getrandbits(16)])
+            bad = head | {field: value if field != "version" else value % 256}
+            try:
+                lane.send(
+                    rng.choice([KV, KV, KV, COMMIT, CREDIT]), body, rng.choice([transfer, bytes(16)]), **bad
+                )
+            except OSError:
+                break
+        decode.poll()
+        if b"d" in decode.events:
+            break
+        lane.sock.setblocking(False)
+        if select.select([fake.listener], [], [], 0.1)[0]:
+            lane = fake.accept()
+            transfer = asked(lane)
+    decode.poll()
+    assert decode.process.poll() is None, "the transfer process died"
+    assert not isinstance(decode.events.get(b"d"), kv.Injected)
