@@ -2,9 +2,9 @@
 
     python -m bench.kv [--json PATH] [--short]
 
-Ours: pool → arena → transfer process → 4 lanes → transfer process → arena → pool, checksums on, block size 16,
-shuffled blocks, from fetch() until the receiver reports it injected. Raw: as many threads and connections move
-the same bytes from one buffer to another, with nothing in between. Both between two processes, in turn.
+Ours: pool → arena → transfer process → 4 lanes → transfer process → arena → pool, checksums on, block size
+16, shuffled blocks, from fetch() until the receiver reports it injected. Raw: as many threads and connections
+move the same bytes from one buffer to another, with nothing in between. Both between two processes, in turn.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kv_transfer.messages import Control, Identity
 
 
 class Session(Protocol):
-    """A pair of workers while they are connected. Ends once, and takes its credits and open transfers along."""
+    """A pair of workers while connected. Ends once, and takes its credits and open transfers along."""
 
     number: int  # unique in this process
     slot_bytes: int  # largest payload that both sides take

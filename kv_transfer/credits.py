@@ -1,7 +1,7 @@
 """Credits: how many KV frames a session may carry. Pure accounting, no I/O.
 
-One credit is one arena slot at the receiver, set aside until a frame of that session arrives in it. Totals are
-cumulative over the session: a message says the same however late it is read.
+One credit is one arena slot at the receiver, set aside until a frame of that session arrives in it. Totals
+are cumulative over the session: a message says the same however late it is read.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class CreditPool:
     def settle(self) -> list[tuple[int, Credit]]:
         """Grant what can be granted, recall what lies idle; the messages to send.
 
-        No session is granted more than its share of the slots, and never more than half. Who has nothing comes
-        first; if nothing is free for it, the largest holder is asked to return what it does not use.
+        No session is granted more than its share of the slots, and never more than half. Who has nothing
+        comes first; if nothing is free for it, the largest holder is asked to return what it does not use.
         """
         out: list[tuple[int, Credit]] = []
         hungry = [(key, a) for key, a in self.accounts.items() if a.want]

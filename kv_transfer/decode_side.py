@@ -1,7 +1,7 @@
 """The receiving side in its transfer process: between the engine's fetches, the credits and the sessions.
 
-Every method runs with the process's one lock held. Slots: `_free_slots` are here; a slot being received belongs
-to its lane (as ticket); from `Arrived` to `SlotsFree` it belongs to the engine.
+Every method runs with the process's one lock held. Slots: `_free_slots` are here; a slot being received
+belongs to its lane (as ticket); from `Arrived` to `SlotsFree` it belongs to the engine.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Staged:
 
 
 class Pool(Protocol):
-    """The engine's KV pool: per layer `[2, num_blocks, block_size, num_kv_heads, head_dim]`, owned by the engine."""
+    """The engine's own: per layer `[2, num_blocks, block_size, num_kv_heads, head_dim]`."""
 
     def enter_thread(self) -> None:
         """Call first in each thread that uses the pool."""
@@ -138,8 +138,8 @@ class CudaPool:
         self._dtype = kv_cache[0].dtype
         self._slot_bytes = arena.slot_bytes
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        # The arena is ours, not torch's, to allocate: pinned in place, so that the transfer process shares it.
-        _pin(self._arena)
+        # The arena is ours, not torch's, to allocate: pinned in place, so that the transfer process shares
+        # it. in(self._arena)
         self._stream = torch.cuda.Stream(self._device)
 
     def enter_thread(self) -> None:

@@ -1,8 +1,8 @@
 """Prefills as their sender sees them: READY → STREAMING → COMMITTED → RELEASED. Pure: events in, effects out.
 
-A prefill is *held* from `offer` until the ACK of its current transfer, the engine's own end, or a deadline. Only
-one transfer of it is open at a time: a new FETCH supersedes the old one, an ABORT or a lost session makes it
-READY again. FETCHes for ids not offered yet wait in a bounded table; ended ids leave a tombstone.
+A prefill is *held* from `offer` until the ACK of its current transfer, the engine's own end, or a deadline.
+Only one transfer of it is open at a time: a new FETCH supersedes the old one, an ABORT or a lost session
+makes it READY again. FETCHes for ids not offered yet wait in a bounded table; ended ids leave a tombstone.
 """
 
 from __future__ import annotations

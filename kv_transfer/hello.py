@@ -5,8 +5,8 @@
                                           <---  reply: nonce, identity, HMAC over both sides' words
     proof: HMAC over the same             --->  lane is up
 
-The two HMACs differ in their label, so that neither can be reflected. Fingerprints are compared after the peer
-has proved itself; both sides are named when they differ.
+The two HMACs differ in their label, so that neither can be reflected. Fingerprints are compared after the
+peer has proved itself; both sides are named when they differ.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Listener:
 
 
 def _mac(secret: bytes, label: bytes, opened: HelloOpen, reply: HelloReply) -> bytes:
-    """Over all that both said, the MAC itself apart; each part's length first, so that no two readings exist."""
+    """Over all that both said but the MAC; each part's length first, so that there is one reading."""
     parts = (b"baton kv lane v1", label, encode(opened), reply.nonce, reply.identity)
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return hmac.digest(secret, message, hashlib.sha256)

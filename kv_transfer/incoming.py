@@ -1,7 +1,8 @@
 """One transfer as its receiver sees it: RESERVED → RECEIVING → COMPLETE → INJECTED, or ENDED from any. Pure.
 
-Frames come over several lanes in any order, COMMIT too. The transfer is COMPLETE when every sender rank's COMMIT
-came, every sequence number it counts came exactly once, and together they cover exactly what was asked for.
+Frames come over several lanes in any order, COMMIT too. The transfer is COMPLETE when every sender rank's
+COMMIT came, every sequence number it counts came exactly once, and together they cover exactly what was
+asked for.
 """
 
 from __future__ import annotations

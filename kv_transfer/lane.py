@@ -1,8 +1,8 @@
 """A lane: one TCP connection, cut into frames. And the bounded set of I/O threads that serve all lanes.
 
-A lane belongs to one `IoThread`. That thread alone reads, writes and closes its socket; any thread may `push`.
-Payloads go straight between socket and arena slot: `sendmsg` from it, `recvmsg_into` it, and the checksum is
-computed here, while the bytes are in this core's cache.
+A lane belongs to one `IoThread`. That thread alone reads, writes and closes its socket; any thread may
+`push`. Payloads go straight between socket and arena slot: `sendmsg` from it, `recvmsg_into` it, and the
+checksum is computed here, while the bytes are in this core's cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SCRATCH = 256 << 10
 
 @dataclass(slots=True, eq=False)
 class OutgoingFrame:
-    """A KV frame on its way: its bytes stay in the arena until the owner is told `frame_sent` or `frame_dropped`."""
+    """A KV frame on its way. Its slot is in use until the owner is told `frame_sent` or `frame_dropped`."""
 
     header: Header  # without the payload's hash
     payload: memoryview
@@ -52,7 +52,7 @@ class LaneOwner(Protocol):
         ...
 
     def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
-        """The ticket comes back. `whole`: the checksum matched, or did not; None: the lane ended in mid-frame."""
+        """The ticket comes back. `whole`: the checksum matched, or not; None: the lane ended in mid-frame."""
         ...
 
     def control(self, lane: Lane, header: Header, payload: memoryview) -> None: ...

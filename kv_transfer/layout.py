@@ -1,7 +1,8 @@
 """The canonical layout: how KV is cut into slices, whatever block size and parallelism either side has.
 
-On the wire a slice is a dense ``[2 (K, V), tokens, heads, head_dim]`` of one layer, for one range of positions
-and one range of KV heads. Both sides map positions to their own block tables; a block size never travels.
+On the wire a slice is a dense ``[2 (K, V), tokens, heads, head_dim]`` of one layer, for one range of
+positions and one range of KV heads. Both sides map positions to their own block tables; a block size never
+travels.
 """
 
 from __future__ import annotations

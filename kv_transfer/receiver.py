@@ -1,7 +1,7 @@
 """The engine's half of the receiving side: from arena slots into reserved blocks.
 
-One thread, the engine's. A slot named in `Arrived` is ours until its copy is over; a fetch's blocks are written
-to until the event of its last scatter has passed, and nothing is reported of it before that.
+One thread, the engine's. A slot named in `Arrived` is ours until its copy is over; a fetch's blocks are
+written to until the event of its last scatter has passed, and nothing is reported of it before that.
 """
 
 from __future__ import annotations

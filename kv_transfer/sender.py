@@ -1,7 +1,8 @@
 """The engine's half of the sending side: what is ready, and the pump that moves it into the arena.
 
 Threads: the engine thread only appends to `_commands` and takes from `_released`; the pump thread owns
-everything else, the channel included. There is no lock: both deques are safe for one producer and one consumer.
+everything else, the channel included. There is no lock: both deques are safe for one producer and one
+consumer.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class KVSender:
                 return waiting
 
     def _gather_next(self) -> tuple[bool, bool]:
-        """Start the next gather, round robin over the transfers that have credit, a window and a ready slice."""
+        """Start the next gather, round robin over transfers with credit, a window and a ready slice."""
         waiting = False
         for _ in range(len(self._ring) if self._free else 0):
             transfer = self._ring[0]

@@ -77,7 +77,7 @@ class TcpSession:
                 lane.close_soon(reason, detail)
 
     def add(self, number: int, lane: Lane, peer: Identity) -> None:
-        """`lane` is authenticated. The session is up when it can be used: with lane 0, or on decode with all."""
+        """`lane` is authenticated. The session is up with lane 0, or on decode with all of its lanes."""
         self.lanes[number] = lane
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._connector.config.slot_bytes)

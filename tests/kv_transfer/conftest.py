@@ -34,7 +34,8 @@ class Worker:
 
     def __init__(
         self, role: Any, *, blocks: int, block_size: int, slots: int = 16, secret: bytes = SECRET,
-        incarnation: int | None = None, layout: kv.KVLayout = LAYOUT, slot_bytes: int = SLOT_BYTES, **config: Any,
+        incarnation: int | None = None, layout: kv.KVLayout = LAYOUT, slot_bytes: int = SLOT_BYTES,
+        **config: Any,
     ) -> None:  # fmt: skip
         self.block_size = block_size
         self.layout = layout
@@ -45,8 +46,8 @@ class Worker:
         settings: Any = {"name": f"{role} 0", "model_fingerprint": MODEL, **config}
         self.process = kv.spawn_transfer(
             kv.TransferConfig(
-                role=role, incarnation=self.incarnation, layout=layout, num_slots=slots, slot_bytes=slot_bytes,
-                **settings,
+                role=role, incarnation=self.incarnation, layout=layout, num_slots=slots,
+                slot_bytes=slot_bytes,                **settings,
             ),
             channel=channel, arena=self.arena, service=service, secret=secret,
         )  # fmt: skip

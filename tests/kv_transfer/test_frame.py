@@ -13,16 +13,16 @@ from kv_transfer.frame import FrameError, FrameType, Header, pack, parse
 
 u8, u16, u32 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32))
 headers = st.builds(
-    Header, st.sampled_from(FrameType), st.binary(min_size=16, max_size=16), u16, u16, u16, u16, u32, u32, u32, u32,
-    st.integers(0, (1 << 64) - 1), u8, u8,
+    Header, st.sampled_from(FrameType), st.binary(min_size=16, max_size=16), u16, u16, u16, u16,
+    u32, u32, u32, u32, st.integers(0, (1 << 64) - 1), u8, u8,
 )  # fmt: skip
 
 
 def test_every_byte_is_where_the_table_says() -> None:
     header = Header(FrameType.KV, bytes(range(16)), 1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10)
     expected = (
-        b"BtKV\x01\x04\x00\x00" + bytes(range(16)) + struct.pack("<4H", 1, 0, 2, 3) + struct.pack("<4I", 4, 5, 6, 7)
-        + struct.pack("<Q", 8) + b"\x09\x0a\x00\x00"
+        b"BtKV\x01\x04\x00\x00" + bytes(range(16)) + struct.pack("<4H", 1, 0, 2, 3)
+        + struct.pack("<4I", 4, 5, 6, 7) + struct.pack("<Q", 8) + b"\x09\x0a\x00\x00"
     )  # fmt: skip
     check = struct.pack("<I", xxhash.xxh3_64_intdigest(expected) & 0xFFFFFFFF)
     assert pack(header) == expected + check

@@ -1,7 +1,9 @@
-"""Both lifecycles and the network between them: every order of events to a small depth, then random long ones.
+"""Both lifecycles and the network between them: every order of events to a small depth, then random long
+ones.
 
 The network may delay anything, lets frames overtake each other and COMMIT, keeps control messages of one
-direction in order, and may lose a session at any time. The worlds here are the real machines with nothing else.
+direction in order, and may lose a session at any time. The worlds here are the real machines with nothing
+else.
 """
 
 from __future__ import annotations

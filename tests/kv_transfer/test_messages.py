@@ -15,7 +15,8 @@ from kv_transfer.frame import FrameType
 ID = bytes(range(16))
 TO_PREFILL = [m.Fetch(ID, ((0, 5), (9, 12)), 0, 0, 3), m.Credit(9, True), m.Ack(), m.Abort("cancelled")]
 TO_DECODE = [
-    m.CreditReturned(9, 4), m.Commit(m.FirstToken(5, -0.25, (5, 6), (-0.25, -2.0)), 3, 999), m.Aborted("gone", 2),
+    m.CreditReturned(9, 4), m.Commit(m.FirstToken(5, -0.25, (5, 6), (-0.25, -2.0)), 3, 999),
+    m.Aborted("gone", 2),
 ]  # fmt: skip
 BOTH = [m.Ping((1 << 64) - 1, 12)]
 

@@ -1,4 +1,4 @@
-"""Whole transfers: two real transfer processes, real sockets, real pools. KV arrives bit for bit or not at all."""
+"""Whole transfers: real transfer processes, sockets and pools. KV arrives bit for bit or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAST = kv.Deadlines(fetch_wait=0.5, hold=0.6, progress=2.0, unreachable=0.6, tom
 
 
 def test_layers_stream_while_the_prefill_computes(make_pair: Any) -> None:
-    """FETCH first, then chunk by chunk and layer by layer, block size 16 to 32; a cached prefix is sent at once."""
+    """FETCH first, then chunk by chunk, layer by layer, block size 16 to 32; a cached prefix at once."""
     pair = make_pair({"block_size": 16}, {"block_size": 32, "blocks": 32})
     n = 300
     prefill_id = pair.prefill.open(n)
@@ -115,7 +115,7 @@ def test_a_prefill_that_computes_nothing_yet_starves_nobody(
 
 
 def test_a_new_fetch_supersedes(make_prefill: Any, make_decode: Any, pair_of: Any) -> None:
-    """A second decode worker takes over in mid-transfer; then the first dies: that costs no second prefill."""
+    """A second decode worker takes over in mid-transfer, without a second prefill."""
     prefill, first, second = make_prefill(), make_decode(name="decode 0"), make_decode(name="decode 1")
     a, b = pair_of(prefill, first), pair_of(prefill, second)
     prefill_id = prefill.open(200)
@@ -214,7 +214,7 @@ def test_asking_for_positions_that_are_not_there(make_pair: Any) -> None:
 
 
 def test_cancel_at_random_moments(make_pair: Any) -> None:
-    """Half of all fetches are cancelled, at either side, and their blocks re-used at once: no late byte lands."""
+    """Many fetches are cancelled, at either side, and their blocks re-used at once: no late byte lands."""
     pair = make_pair({"slots": 8, "blocks": 128}, {"slots": 8, "blocks": 48})
     rng = random.Random(3)
     running: dict[bytes, tuple[bytes, int, list[int]]] = {}
@@ -359,7 +359,8 @@ def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
         "config = kv.TransferConfig(role='decode', name='decode 0', incarnation=1, model_fingerprint='m',"
         " layout=layout, num_slots=4, slot_bytes=4096)\n"
         "child = kv.spawn_transfer(config, channel=b, arena=arena, service=d, secret=b'x' * 16)\n"
-        "c.recv(1000); print(child.pid, flush=True); sys.exit(child.wait() if 'wait' in sys.argv else time.sleep(60))"
+        "c.recv(1000); print(child.pid, flush=True)\n"
+        "sys.exit(child.wait() if 'wait' in sys.argv else time.sleep(60))"
     )
     wait = ["wait"] if how is signal.SIGTERM else []
     parent = subprocess.Popen([sys.executable, "-c", code, *wait], stdout=subprocess.PIPE, text=True)

@@ -1,7 +1,8 @@
-"""A second implementation of the wire, written from docs/protocol.md alone: it talks to real transfer processes.
+"""A second implementation of the wire, written from docs/protocol.md alone: it talks to real transfer
+processes.
 
-First it behaves, as a decode and as a prefill worker. Then it does not, and is refused each time with a reason
-and a counter, nothing leaks, and the next transfer works. It imports nothing of kv_transfer's wire.
+First it behaves, as a decode and as a prefill worker. Then it does not, and is refused each time with a
+reason and a counter, nothing leaks, and the next transfer works. It imports nothing of kv_transfer's wire.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Lane:
         self.send(kind, pack(message), transfer)
 
     def read(self) -> tuple[int, bytes, dict[str, int], bytes]:
-        """The next frame but PINGs: type, transfer id, header fields, payload. Type 0: the lane was closed."""
+        """The next frame but PINGs: type, transfer id, header, payload. Type 0: the lane was closed."""
         while True:
             raw = self._exactly(64)
             if raw is None:
@@ -160,7 +161,7 @@ def slices(n: int) -> list[tuple[dict[str, int], bytes]]:
 
 @pytest.fixture
 def fetching(make_decode: Any) -> Any:
-    """A decode worker (one lane) that has asked a fake prefill worker for 10 positions, with its credit read."""
+    """A decode worker (one lane) that has asked a fake prefill worker for 10 positions."""
 
     def make(**deadlines: float) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
         fake = FakePrefill()
@@ -301,6 +302,7 @@ def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
     refused(prefill, until, "handshakes", 2)
     assert [lane.read()[0] for lane in lanes] == [0] * 5, "all are closed, the silent ones by their deadline"
     assert prefill.stats().deadlines == {"handshake": 3}
+    until(lambda: prefill.stats().lanes == 0, "the lanes to be gone")
     connect(prefill.port)
 
 
@@ -361,7 +363,7 @@ def test_damaged_control_messages(make_prefill: Any, until: Any) -> None:
 def test_a_bad_frame_ends_the_transfer_not_the_lane(
     fetching: Any, until: Any, change: dict[str, int], counter: str
 ) -> None:
-    """Decode asks again under a new transfer id, over the same lane, and gets it right; no bad byte is left."""
+    """Decode asks again under a new transfer id, over the same lane, and no bad byte is left."""
     decode, _, lane, transfer, blocks = fetching()
     (head, body), second, _ = slices(10)
     lane.send(KV, second[1], transfer, **second[0])
