@@ -56,11 +56,16 @@ class Answer:
 
     def __init__(self, record: Record, *, keep_text: bool = False) -> None:
         self.record = record
-        self.text: list[str] | None = [] if keep_text else None
+        self._texts: list[str] | None = [] if keep_text else None
         self.finished = False
         self._sse = SSEParser()
         self._done = False
         self._counted = 0
+
+    @property
+    def text(self) -> str:
+        """What was said, reasoning apart; "" unless it was to be kept."""
+        return "".join(self._texts or ())
 
     def feed(self, data: bytes, now: float) -> None:
         """`now`: when `data` arrived. After a failure nothing more is read."""
@@ -105,8 +110,8 @@ class Answer:
             return
         choices = chunk.choices or ()
         self._count(chunk.usage, any(map(_carries_tokens, choices)), bool(choices), now)
-        if self.text is not None:
-            self.text.extend(map(_said, choices))
+        if self._texts is not None:
+            self._texts.extend(map(_said, choices))
         for choice in choices:
             if choice.finish_reason is not None:
                 self.finished = True

@@ -177,7 +177,7 @@ class Client:
             self._emit(record)
             if not record.ok:
                 return
-            history.append((turn, "".join(answer.text or ())))
+            history.append((turn, answer.text))
 
     async def _request(self, http: aiohttp.ClientSession, answer: Answer, body: bytes) -> None:
         try:

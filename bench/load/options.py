@@ -182,7 +182,7 @@ class WorkloadOptions:
             raise ValueError(
                 f"--turns {self.turns}: with --dataset it is the most turns of one conversation, a number."
             )
-        self.output_distribution, self.think_distribution  # noqa: B018 - read for their errors
+        self.input_distribution, self.output_distribution, self.think_distribution  # noqa: B018 - for errors
 
     @property
     def input_distribution(self) -> Distribution:

@@ -1,0 +1,80 @@
+"""What the tests of the load harness share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.load.arrivals import Arrivals
+from bench.load.client import Client, ClientConfig
+from bench.load.record import Record
+from bench.load.request import Dialect, Target
+from bench.load.tokenization import WORDS, Tokenization
+from bench.load.workload import Session, Turn, Workload
+
+# Words that the mock server counts as one token each.
+SHORT_WORDS = tuple(w for w in WORDS if len(w) <= 5)
+EXACT = Tokenization("text", SHORT_WORDS, 1.0, 1, True, "exact")
+
+
+def record(
+    intended: float = 0.0,
+    ttft: float = 0.1,
+    gaps: Sequence[float] = (),
+    tokens: Sequence[int] = (),
+    **more: Any,
+) -> Record:
+    """A request that went as told. Times in seconds."""
+    arrivals = [intended + ttft]
+    for gap in gaps:
+        arrivals.append(arrivals[-1] + gap)
+    fields: dict[str, Any] = {"index": 0, "output_tokens": sum(tokens) or len(arrivals)} | more
+    return Record(
+        intended=intended,
+        sent=intended,
+        ended=arrivals[-1],
+        arrivals=[] if fields.get("failure") else arrivals,
+        tokens=list(tokens),
+        **fields,
+    )
+
+
+def client_config(url: str, workload: Workload, **more: Any) -> ClientConfig:
+    """One client in a closed loop of one user, unless told otherwise."""
+    fields: dict[str, Any] = {
+        "index": 0,
+        "clients": 1,
+        "target": Target(url, "completions", "mock", Dialect()),
+        "workload": workload,
+        "tokenization": EXACT,
+        "seed": 3,
+        "run_id": "run",
+        "arrivals": None,
+        "concurrency": 1,
+        "duration": None,
+        "sessions": None,
+        "time_scale": 1.0,
+        "timeout": 20.0,
+        "drain": 10.0,
+    }
+    return ClientConfig(**fields | more)
+
+
+def open_loop(rate: float) -> dict[str, Any]:
+    return {"arrivals": Arrivals("constant", rate), "concurrency": 0}
+
+
+async def run_client(config: ClientConfig, stop_after: float | None = None) -> list[Record]:
+    """All records, in the order in which they ended."""
+    records: list[Record] = []
+    stop = asyncio.Event()
+    if stop_after is not None:
+        asyncio.get_running_loop().call_later(stop_after, stop.set)
+    await Client(config, records.append).run(time.monotonic() + 0.01, stop)
+    return records
+
+
+def one_turn(output_tokens: int = 4, text: str = "hello there") -> Session:
+    return Session((Turn(output_tokens, text=text),))

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import pytest
+
+from bench.load import experiment
+from bench.load.endpoint import EndpointError
+from bench.load.experiment import Plan
+from bench.load.options import Options, PaceOptions, TargetOptions, WorkloadOptions
+from bench.load.request import Api
+from tests.bench.mock_server import BOS, TEMPLATE, Behavior, MockServer
+from tests.bench.support import run_client
+
+
+async def _plan(server: MockServer, **more: object) -> Plan:
+    target = {"url": server.url} | {k: v for k, v in more.items() if k in ("api", "model", "api_key")}
+    workload = {k: v for k, v in more.items() if k not in target}
+    return await experiment.prepare(
+        Options(
+            target=TargetOptions(**target),  # type: ignore[arg-type]
+            workload=WorkloadOptions(**{"input_len": "77", "output_len": "3"} | workload),  # type: ignore[arg-type]
+            pace=PaceOptions(requests=3),
+        )
+    )
+
+
+async def _prompt_lengths(plan: Plan) -> set[int | None]:
+    records = await run_client(plan.client_configs()[0])
+    assert all(r.ok for r in records)
+    return {r.prompt_tokens for r in records}
+
+
+@pytest.mark.parametrize(("api", "overhead"), [("completions", BOS), ("chat", TEMPLATE)])
+async def test_exact_by_tokenize(api: Api, overhead: int) -> None:
+    """Words of more than one token are found out, and so is what the server adds itself."""
+    async with MockServer(Behavior(ttft=0)) as server:
+        plan = await _plan(server, api=api)
+        assert (plan.tokenization.kind, plan.tokenization.overhead) == ("text", overhead)
+        assert plan.tokenization.exact
+        assert all(len(w) <= 5 for w in plan.tokenization.words)
+        assert plan.notes == ()
+        assert await _prompt_lengths(plan) == {77}
+
+
+async def test_exact_by_token_ids() -> None:
+    async with MockServer(Behavior(ttft=0, tokenize=False)) as server:
+        plan = await _plan(server)
+        assert plan.tokenization.kind == "ids"
+        assert await _prompt_lengths(plan) == {77}
+        assert isinstance(server.served[-1].prompt, list)
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+async def test_a_stated_approximation(api: Api) -> None:
+    async with MockServer(Behavior(ttft=0, tokenize=False, token_ids=False)) as server:
+        plan = await _plan(server, api=api)
+        assert not plan.tokenization.exact
+        assert "approximate" in plan.tokenization.statement
+        assert plan.tokenization.tokens_per_word > 1
+        lengths = await _prompt_lengths(plan)
+    assert all(n is not None and 60 <= n <= 95 for n in lengths)
+
+
+async def test_nothing_is_counted_at_all() -> None:
+    async with MockServer(Behavior(ttft=0, tokenize=False, token_ids=False, usage=False)) as server:
+        plan = await _plan(server)
+    assert "assumed" in plan.tokenization.statement
+    assert any("no usage" in note for note in plan.notes)
+
+
+async def test_a_strict_server_is_asked_without_extensions() -> None:
+    async with MockServer(Behavior(ttft=0, strict=True)) as server:
+        plan = await _plan(server)
+        records = await run_client(plan.client_configs()[0])
+    dialect = plan.target.dialect
+    assert (dialect.usage, dialect.running_usage, dialect.ignore_eos) == (True, False, False)
+    assert any("ignore_eos" in note for note in plan.notes)
+    assert [r.output_tokens for r in records] == [3, 3, 3]
+
+
+async def test_a_server_that_ignores_what_it_does_not_know() -> None:
+    async with MockServer(Behavior(ttft=0, running_usage=False, tokens_per_chunk=2)) as server:
+        plan = await _plan(server)
+    assert any("no running usage" in note for note in plan.notes)
+
+
+async def test_models() -> None:
+    async with MockServer(Behavior(ttft=0)) as server:
+        assert (await _plan(server)).target.model == "mock"
+        with pytest.raises(EndpointError, match="--model 'other': the server has mock"):
+            await _plan(server, model="other")
+
+
+async def test_a_key_is_needed() -> None:
+    async with MockServer(Behavior(ttft=0, api_key="secret")) as server:
+        with pytest.raises(EndpointError, match=r"401.*--api-key"):
+            await _plan(server)
+        plan = await _plan(server, api_key="secret")
+        assert await _prompt_lengths(plan) == {77}
+    assert "secret" not in str(plan.parameters())
+
+
+async def test_nobody_answers() -> None:
+    with pytest.raises(EndpointError, match=r"--url http://127.0.0.1:1: no answer.*Start the server"):
+        await experiment.prepare(Options(target=TargetOptions(url="http://127.0.0.1:1")))
+
+
+async def test_something_else_answers() -> None:
+    async with MockServer(Behavior(ttft=0)) as server:
+        with pytest.raises(EndpointError, match=r"lists no model.*without /v1"):
+            await experiment.prepare(Options(target=TargetOptions(url=f"{server.url}/metrics")))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("500", "http_500"), ("html", "garbage"), ("half", "half_streamed")]
+)
+async def test_a_probe_that_fails_says_how(fault: str, said: str) -> None:
+    async with MockServer(Behavior(ttft=0, faults=(fault,))) as server:  # type: ignore[arg-type]
+        with pytest.raises(EndpointError, match=rf"a probe of http.*failed: {said}"):
+            await _plan(server)
+
+
+async def test_prompts_that_the_server_must_refuse_are_told_before_the_run() -> None:
+    async with MockServer(Behavior(ttft=0, max_model_len=100)) as server:
+        await _plan(server, input_len="90", output_len="10")
+        with pytest.raises(
+            ValueError, match=r"3 of 3 sessions need more than the model's 100 tokens, up to 101"
+        ):
+            await _plan(server, input_len="91", output_len="10")
+        with pytest.raises(ValueError, match=r"--input-len 1: .*give at least 2"):
+            await _plan(server, input_len="1")

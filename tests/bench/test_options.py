@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.load.compare import Condition
+from bench.load.distribution import Distribution
+from bench.load.options import (
+    Options,
+    OutputOptions,
+    PaceOptions,
+    ShapeOptions,
+    SloOptions,
+    TargetOptions,
+    TraceOptions,
+    WorkloadOptions,
+)
+from bench.load.slo import Bound, Slo
+
+
+@pytest.mark.parametrize(
+    ("text", "mean", "least"),
+    [
+        ("128", 128, 128),
+        ("uniform:100,200", 150, 100),
+        ("normal:500,100", 500, 0),
+        ("lognormal:100,0.5", 100 * math.exp(0.125), 0),
+        ("exponential:40", 40, 0),
+    ],
+)
+def test_distributions(text: str, mean: float, least: float) -> None:
+    found = Distribution.parse(text, "--x")
+    rng = np.random.default_rng(1)
+    draws = [found.draw(rng) for _ in range(20_000)]
+    assert np.mean(draws) == pytest.approx(mean, rel=0.03)
+    assert min(draws) >= found.least == least
+    assert Distribution.parse(str(found), "--x") == found
+
+
+def test_objectives() -> None:
+    assert Slo.parse("ttft=0.5s, ttit.p99=15ms,gap=80").bounds == (
+        Bound("ttft", "", 500.0),
+        Bound("ttit", "p99", 15.0),
+        Bound("gap", "", 80.0),
+    )
+    assert Slo.parse("").bounds == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TargetOptions(url="localhost:8000"), r"--url 'localhost:8000'.*http://"),
+        (lambda: TargetOptions(metrics_url=["9090"]), r"--metrics-url '9090'"),
+        (lambda: TargetOptions(extra_body="{"), r"--extra-body '\{' is not JSON"),
+        (lambda: TargetOptions(extra_body="[1]"), r"--extra-body '\[1\]' must be an object"),
+        (lambda: WorkloadOptions(preset="3/4"), r"--preset '3/4'.*2000/150"),
+        (lambda: WorkloadOptions(input_len="many"), r"--input-len 'many'.*uniform:LOW,HIGH"),
+        (lambda: WorkloadOptions(output_len="uniform:9,3"), r"--output-len 'uniform:9,3'"),
+        (lambda: WorkloadOptions(output_len="-3"), r"--output-len '-3'"),
+        (lambda: WorkloadOptions(think_time="nan"), r"--think-time 'nan'"),
+        (lambda: WorkloadOptions(turns="0"), r"--turns 0: .*at least one"),
+        (lambda: WorkloadOptions(prefix_len=10), r"--prefix-groups 0 and --prefix-len 10: give both"),
+        (lambda: WorkloadOptions(prefix_len=300, prefix_groups=2), r"--prefix-len 300.*--input-len 256"),
+        (lambda: WorkloadOptions(dataset=Path("x"), input_len="3"), r"--dataset x brings its own"),
+        (lambda: WorkloadOptions(dataset=Path("x"), turns="uniform:1,3"), r"--turns uniform:1,3"),
+        (lambda: TraceOptions(speed=0), r"--speed 0 must be a positive"),
+        (lambda: ShapeOptions(rate=math.inf), r"--rate inf.*--concurrency instead"),
+        (lambda: ShapeOptions(concurrency=-1), r"--concurrency -1"),
+        (lambda: ShapeOptions(arrivals="gamma"), r"--arrivals gamma.*--rate"),
+        (lambda: ShapeOptions(rate=1, arrivals="ramp"), r"--ramp-to"),
+        (lambda: ShapeOptions(rate=1, ramp_to=2), r"--arrivals ramp"),
+        (lambda: ShapeOptions(rate=1, burstiness=2), r"--burstiness 2 is for --arrivals gamma"),
+        (lambda: PaceOptions(duration=0), r"--duration 0"),
+        (lambda: PaceOptions(drain=-1), r"--drain -1"),
+        (lambda: PaceOptions(duration=10, warm_up=10), r"--warmup 10 leaves nothing of --duration 10"),
+        (lambda: SloOptions(slo="ttft<5"), r"--slo 'ttft<5'.*METRIC=LIMIT"),
+        (lambda: SloOptions(slo="tpot=5"), r"--slo 'tpot=5': cannot read 'tpot=5'.*ttit"),
+        (lambda: SloOptions(slo="ttft.p95=5"), r"'ttft.p95=5'.*p99"),
+        (lambda: SloOptions(slo="ttft=soon"), r"'ttft=soon'"),
+        (lambda: SloOptions(attainment=99), r"--attainment 99 must be a share"),
+        (lambda: OutputOptions(json=Path("/nowhere/at/all.json")), r"--json /nowhere/at/all.json"),
+        (lambda: OutputOptions(html=Path("/tmp")), r"--html /tmp: no file"),
+        (
+            lambda: Options(shape=ShapeOptions(rate=1, arrivals="ramp", ramp_to=2)),
+            r"--ramp-to.*--duration",
+        ),
+        (lambda: Condition.parse("ttit.p99"), r"--fail-if 'ttit.p99' is no condition"),
+        (lambda: Condition.parse("ttit.p99>5%"), r"has a sign, like ttit.p99>\+5%"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_addresses_as_clients_are_configured() -> None:
+    assert TargetOptions(url="http://x:8000/v1/").base == "http://x:8000"
+    assert TargetOptions(url="http://x:8000/").base == "http://x:8000"

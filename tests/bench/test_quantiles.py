@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from bench.load.quantiles import Series
+
+
+def test_nearest_rank() -> None:
+    found = Series.of([[float(x)] for x in range(1, 1001)]).estimates()
+    assert {name: e.value for name, e in found.items()} == {
+        "p50": 500.0,
+        "p90": 900.0,
+        "p99": 990.0,
+        "p99.9": 999.0,
+        "max": 1000.0,
+    }
+
+
+def test_too_few_samples_have_no_upper_bound() -> None:
+    found = Series.of([[float(x)] for x in range(50)]).estimates()
+    assert found["p99"].value == 49.0
+    assert found["p99"].high is None
+    assert found["p50"].high is not None
+
+
+@pytest.mark.parametrize("size", [1, 20])
+def test_the_interval_covers_the_truth(size: int) -> None:
+    """95 of 100 times, also where the samples of a cluster are all alike."""
+    rng = np.random.default_rng(4)
+    covered = 0
+    for _ in range(300):
+        groups = [[x] * size for x in rng.exponential(1.0, 400).tolist()]
+        found = Series.of(groups).estimates()["p90"]
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= np.log(10) <= found.high
+    assert 0.90 <= covered / 300 <= 0.99
+
+
+def test_clusters_widen_the_interval() -> None:
+    rng = np.random.default_rng(5)
+    values = rng.exponential(1.0, 200)
+    clustered = Series.of([[x] * 50 for x in values.tolist()]).estimates()["p90"]
+    alone = Series.of([[x] for x in np.repeat(values, 50).tolist()]).estimates()["p90"]
+    assert clustered.high is not None
+    assert alone.high is not None
+    assert clustered.low is not None
+    assert alone.low is not None
+    assert clustered.high - clustered.low > 3 * (alone.high - alone.low)
+
+
+def test_the_curve_ends_at_the_maximum_and_never_falls() -> None:
+    curve = Series.of([[float(x)] for x in range(5000)]).curve()
+    assert curve[-1] == (1.0, 4999.0)
+    assert all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(curve))
+
+
+def test_nothing_was_measured() -> None:
+    assert Series.of([[], []]).estimates() == {}
+    assert Series.of([]).curve() == []

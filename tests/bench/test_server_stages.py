@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from bench.load.exchange import new_http_session
+from bench.load.server_stages import Histogram, ServerView, Snapshot, between, parse, scrape
+from tests.bench.mock_server import Behavior, MockServer, _histogram
+
+QUEUE = "vllm:request_queue_time_seconds"
+
+
+def _snapshot(*pages: str) -> dict[str, Histogram]:
+    found: dict[str, Histogram] = {}
+    for page in pages:
+        parse(page, found)
+    return found
+
+
+def test_what_was_added() -> None:
+    before = _snapshot(_histogram(QUEUE, [9.0] * 5))
+    view = between(before, _snapshot(_histogram(QUEUE, [9.0] * 5 + [0.003] * 90 + [0.1] * 10)))
+    (stage,) = view.stages
+    assert (stage.name, stage.metric, stage.count) == ("queue", QUEUE, 100)
+    assert stage.mean == pytest.approx(0.0127)
+    assert 0.002 < stage.p50 <= 0.004, "within its bucket"
+    assert 0.064 < stage.p99 <= 0.128
+
+
+def test_workers_and_labels_add_up() -> None:
+    labelled = _histogram("baton:kv_exposed_seconds", [0.01] * 3).replace('{le="', '{worker="1",le="')
+    view = between({}, _snapshot(labelled, _histogram("baton:kv_exposed_seconds", [0.03])))
+    (stage,) = view.stages
+    assert (stage.name, stage.count) == ("exposed_transfer", 4)
+    assert stage.mean == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("http://x/metrics answered 404", {}, "404"),
+        ({}, "no answer", "no answer"),
+        ({}, {}, "none of the histograms"),
+        (_snapshot(_histogram(QUEUE, [1.0] * 5)), _snapshot(_histogram(QUEUE, [1.0])), "restarted"),
+    ],
+)
+def test_no_stages_and_why(before: Snapshot, after: Snapshot, said: str) -> None:
+    view = between(before, after)
+    assert view == ServerView((), view.statement)
+    assert said in view.statement
+
+
+async def test_pages_that_cannot_be_used() -> None:
+    async with MockServer(Behavior(metrics=False)) as server, new_http_session(5.0) as http:
+        assert "404" in await scrape(http, [f"{server.url}/metrics"], {})
+        assert "not in Prometheus" in await scrape(http, [f"{server.url}/v1/models"], {})
+        assert "127.0.0.1:1" in await scrape(http, ["http://127.0.0.1:1/metrics"], {})

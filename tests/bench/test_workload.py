@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.load import datasets
+from bench.load.datasets import SAMPLE_CONVERSATIONS, SAMPLE_TRACE, Exchange, TraceLine
+from bench.load.distribution import Distribution
+from bench.load.samples import make
+from bench.load.tokenization import Composer, Segment, Tokenization
+from bench.load.workload import Listed, Session, Synthetic, Turn
+from tests.bench.mock_server import count_tokens
+from tests.bench.support import EXACT
+
+
+def _fixed(number: int) -> Distribution:
+    return Distribution("fixed", (number,))
+
+
+def _counted(text: str | list[int]) -> int:
+    return count_tokens({"prompt": text})
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 8, 100, 2000, 30_000])
+def test_a_prompt_has_exactly_its_length(length: int) -> None:
+    assert _counted(Composer(EXACT).compose([Segment((1, length), length)])) == length
+
+
+@pytest.mark.parametrize("lengths", [(512, 512, 1), (5, 1, 1), (1, 1, 1, 9), (2, 3), (700, 6)])
+def test_the_overhead_comes_off_the_end(lengths: tuple[int, ...]) -> None:
+    composer = Composer(Tokenization("text", EXACT.words, 1.0, 3, True, ""))
+    prompt = composer.compose([Segment((i,), n) for i, n in enumerate(lengths)])
+    assert isinstance(prompt, str)
+    assert len(prompt.split()) == sum(lengths) - 3
+
+
+def test_token_ids_have_exactly_their_number() -> None:
+    composer = Composer(Tokenization("ids", (), 1.0, 0, True, ""))
+    prompt = composer.compose([Segment((1,), 300), Segment((2,), 5)])
+    assert isinstance(prompt, list)
+    assert len(prompt) == 305
+    assert min(prompt) >= 1000
+    assert composer.compose([Segment((1,), 300)]) == prompt[:300]
+
+
+def test_the_same_segment_is_the_same_text_and_a_cut_one_its_start() -> None:
+    composer = Composer(Tokenization("text", EXACT.words, 1.0, 0, True, ""))
+    whole, again, cut, other = (
+        composer.compose([Segment((1, 2), 50)]),
+        Composer(Tokenization("text", EXACT.words, 1.0, 0, True, "")).compose([Segment((1, 2), 50)]),
+        composer.compose([Segment((1, 2), 20)]),
+        composer.compose([Segment((1, 3), 50)]),
+    )
+    assert whole == again
+    assert isinstance(whole, str)
+    assert isinstance(cut, str)
+    assert whole.startswith(cut + " ")
+    assert whole != other
+
+
+def test_prompts_differ_from_their_start() -> None:
+    """No prefix cache may help a workload that shares nothing."""
+    workload = Synthetic(1, _fixed(64), _fixed(4))
+    composer = Composer(EXACT)
+    starts = {str(composer.compose(workload.session(i).turns[0].segments))[:24] for i in range(3000)}
+    assert len(starts) == 3000
+
+
+def test_lengths_follow_their_distribution() -> None:
+    workload = Synthetic(1, Distribution("uniform", (100, 200)), Distribution("normal", (50, 10)))
+    turns = [workload.session(i).turns[0] for i in range(2000)]
+    inputs = [t.input_tokens for t in turns]
+    assert (min(inputs), max(inputs)) == (100, 200)
+    assert np.mean(inputs) == pytest.approx(150, rel=0.02)
+    assert np.mean([t.output_tokens for t in turns]) == pytest.approx(50, rel=0.02)
+
+
+def test_sessions_are_the_same_in_every_process_and_others_with_another_seed() -> None:
+    def sessions(seed: int) -> list[Session]:
+        workload = Synthetic(
+            seed, Distribution("lognormal", (100, 0.5)), _fixed(4), turns=Distribution("uniform", (1, 6))
+        )
+        return [workload.session(i) for i in range(50)]
+
+    assert sessions(3) == sessions(3)
+    assert sessions(3) != sessions(4)
+
+
+def test_groups_share_their_prefix_and_nothing_else() -> None:
+    workload = Synthetic(1, _fixed(100), _fixed(4), prefix_groups=3, prefix_len=40)
+    composer = Composer(EXACT)
+    prompts = [str(composer.compose(workload.session(i).turns[0].segments)) for i in range(60)]
+    assert {_counted(p) for p in prompts} == {100}
+    assert len({" ".join(p.split()[:40]) for p in prompts}) == 3
+    assert len({" ".join(p.split()[40:46]) for p in prompts}) == 60
+
+
+def test_only_later_turns_think() -> None:
+    workload = Synthetic(1, _fixed(9), _fixed(4), turns=_fixed(3), think_time=_fixed(2))
+    session = workload.session(0)
+    assert [t.think_seconds for t in session.turns] == [0, 2, 2]
+    assert len({t.segments for t in session.turns}) == 3
+
+
+def _trace(*lines: tuple[float, int, int, list[int]]) -> list[TraceLine]:
+    return [TraceLine(*line) for line in lines]
+
+
+def _sessions(lines: list[TraceLine], scale: float = 1.0) -> tuple[Session, ...]:
+    return datasets.trace_sessions(lines, seed=9, block=512, length_scale=scale, least_input=2)
+
+
+def test_a_trace_keeps_times_lengths_and_shared_blocks() -> None:
+    first, second = _sessions(_trace((5000, 1300, 20, [1, 2, 3]), (6500, 1100, 7, [1, 2, 8])))
+    assert (first.at, second.at) == (0.0, 1.5)
+    assert [s.length for s in first.turns[0].segments] == [512, 512, 276]
+    assert (second.turns[0].input_tokens, second.turns[0].output_tokens) == (1100, 7)
+    assert first.turns[0].segments[:2] == second.turns[0].segments[:2]
+    assert first.turns[0].segments[2] != second.turns[0].segments[2]
+
+
+def test_fewer_ids_than_blocks_leave_a_tail_of_its_own() -> None:
+    """Some tools write ids of whole blocks only."""
+    first, second = _sessions(_trace((0, 1300, 20, [1, 2]), (1, 1300, 20, [1, 2])))
+    assert first.turns[0].input_tokens == 1300
+    assert first.turns[0].segments[:2] == second.turns[0].segments[:2]
+    assert first.turns[0].segments[2] != second.turns[0].segments[2]
+
+
+def test_length_scale_keeps_what_is_shared() -> None:
+    first, second = _sessions(_trace((0, 1024, 100, [1, 2]), (1, 1536, 100, [1, 2, 3])), scale=0.1)
+    assert [s.length for s in first.turns[0].segments] == [51, 51]
+    assert second.turns[0].segments[:2] == first.turns[0].segments[:2]
+    assert (second.turns[0].input_tokens, second.turns[0].output_tokens) == (154, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"timestamp": 1, "input_length": 5}\n', "line 1.*output_length"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 2}\nnonsense\n', "line 2"),
+        ('{"timestamp": -1, "input_length": 5, "output_length": 2}\n', "line 1.*>= 0"),
+        ("", "is empty"),
+    ],
+)
+def test_a_broken_trace_names_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        datasets.read_trace(path)
+
+
+def test_a_trace_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"nowhere.*No such file"):
+        datasets.read_trace(Path("nowhere"))
+
+
+def test_conversations_with_question_and_answer_in_turn(tmp_path: Path) -> None:
+    said = {
+        "twice": ["human:q1", "gpt:a1", "human:q2", "gpt:a2", "human:q3"],
+        "system first": ["system:s", "human:q4", "gpt:a4"],
+        "greeted": ["gpt:hello", "user:q5", "assistant:a5"],
+        "unanswered": ["human:q6"],
+        "out of turn": ["human:q7", "human:q8", "gpt:a8"],
+    }
+    path = tmp_path / "talk.json"
+    path.write_text(
+        json.dumps(
+            [
+                {"conversations": [dict(zip(("from", "value"), s.split(":"), strict=True)) for s in turns]}
+                for turns in said.values()
+            ]
+        )
+    )
+    found = datasets.read_conversations(path, 10, 5, seed=1)
+    assert sorted(found) == [
+        [Exchange("q1", "a1"), Exchange("q2", "a2")],
+        [Exchange("q4", "a4")],
+        [Exchange("q5", "a5")],
+    ]
+    assert all(len(s) == 1 for s in datasets.read_conversations(path, 10, 1, seed=1))
+    assert len(datasets.read_conversations(path, 2, 1, seed=1)) == 2
+
+
+def test_conversations_of_another_shape_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text('[{"conversations": "hello"}]')
+    with pytest.raises(ValueError, match="ShareGPT-style"):
+        datasets.read_conversations(path, 10, 1, seed=1)
+
+
+def test_replies_give_the_output_lengths() -> None:
+    sessions = datasets.conversation_sessions(
+        [[Exchange("q1", "a"), Exchange("q2", "b")], [Exchange("q3", "c")]], [5, 6, 7]
+    )
+    assert [[t.output_tokens for t in s.turns] for s in sessions] == [[5, 6], [7]]
+    assert sessions[0].turns[1].text == "q2"
+
+
+def test_a_list_is_sent_once_if_it_has_times_and_over_and_over_if_not() -> None:
+    sessions = tuple(Session((Turn(i + 1, text="x"),), at=float(i)) for i in range(3))
+    assert Listed(sessions, timed=True).count == 3
+    assert Listed(sessions).count is None
+    assert Listed(sessions).session(4) == sessions[1]
+
+
+def test_the_samples_are_what_the_script_makes() -> None:
+    rng = random.Random(make._SEED)
+    assert json.loads(SAMPLE_CONVERSATIONS.read_text()) == make.conversations(rng)
+    assert [json.loads(line) for line in SAMPLE_TRACE.read_text().splitlines()] == make.trace(rng)
+
+
+def test_the_samples_can_be_used() -> None:
+    lines = datasets.read_trace(SAMPLE_TRACE)
+    shared = {i for line in lines for i in line.hash_ids}
+    assert sum(len(line.hash_ids) for line in lines) > 2 * len(shared), "the point of the trace is its reuse"
+    assert len(datasets.read_conversations(SAMPLE_CONVERSATIONS, 100, 4, seed=1)) >= 40
