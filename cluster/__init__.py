@@ -9,7 +9,7 @@ Life of a cluster (`baton serve`):
    `actors` places one actor per worker and router.
 4. Each actor runs one `role_process`: exactly the command that a user would type (`baton prefill …`),
    as a child that reports its progress and its addresses over a pipe, and is started again, as a new
-   incarnation, when it dies (`backoff` says when).
+   incarnation, when it dies or no longer answers (`backoff` says when, `health` asks).
 5. `supervisor` follows all of them, keeps the registry, and gives every router the list of workers.
 6. On Ctrl-C or SIGTERM `serve` stops routers, then workers, then Ray, waits until the last process of the
    tree is gone (`processes`), and removes the run directory.

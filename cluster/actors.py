@@ -71,7 +71,7 @@ def place(spec: RoleSpec, directory: Path, logs: Path) -> RemoteRole:
 
 
 def _end_if_failed(following: asyncio.Task[None]) -> None:
-    """A supervisor with a bug must not look alive: Ray starts a new one, which finds the roles as they are."""
+    """A supervisor with a bug must not look alive: Ray starts a new one, which finds the roles again."""
     if not following.cancelled() and (error := following.exception()) is not None:
         logging.getLogger(__name__).error("the supervisor failed", exc_info=error)
         os._exit(1)
@@ -80,7 +80,7 @@ def _end_if_failed(following: asyncio.Task[None]) -> None:
 class ClusterActor:
     """The supervisor of a cluster that outlives the command that started it.
 
-    Ray starts it again when it is lost; it then finds the actors of its roles by name, as they were.
+    When it is lost, Ray starts it again; it then finds the actors of its roles by name.
     """
 
     def __init__(self, roles: Sequence[RoleSpec], logs: Path | None, front_node: str) -> None:

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +41,15 @@ class RoleState:
     seconds_to_ready: float | None = None  # of the current run
 
 
+async def _forever(ready: Mapping[str, Any]) -> str:
+    await asyncio.Event().wait()
+    raise AssertionError("nothing sets this event")
+
+
+# Given what a role said when it was ready: returns, with the reason, when that role has to be taken for dead.
+Watch = Callable[[Mapping[str, Any]], Coroutine[Any, Any, str]]
+
+
 class RoleProcess:
     """Runs `command --ready-fd N` until `stop`. Lives in one event loop.
 
@@ -50,12 +59,18 @@ class RoleProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], log: Path, policy: RestartPolicy
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        policy: RestartPolicy,
+        until_silent: Watch = _forever,
     ) -> None:
         self._command = list(command)
         self._environment = dict(environment)
         self._log = log
         self._policy = policy
+        self._until_silent = until_silent
         self._epoch = os.urandom(8).hex()
         self._changes = 0
         self._changed = asyncio.Event()
@@ -137,11 +152,23 @@ class RoleProcess:
             restarts=restarts,
         )  # fmt: skip
         said = asyncio.create_task(self._follow(read_end, started))
+        watching = asyncio.create_task(self._watch())
         await _exited(popen.pid)
+        hung = watching.result() if watching.done() else ""
+        watching.cancel()
         self._kill_tree()  # before the pid is reaped, so that the group cannot be somebody else's
         code = popen.wait()
         self._popen = None
-        return code, await said or describe_exit(code)
+        return code, hung or await said or describe_exit(code)
+
+    async def _watch(self) -> str:
+        """Kills the child once it hangs; returns how that showed."""
+        state = self._state
+        while state.ready is None:
+            state = await self.changed(state.token)
+        why = await self._until_silent(state.ready)
+        self._kill_tree()
+        return why
 
     async def _follow(self, read_end: int, started: float) -> str:
         """Reads the ready pipe to its end. Returns the role's own words on why it failed, if it had any."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import cluster
 from cluster.backoff import RestartPolicy
+from cluster.health import until_silent
 from cluster.parameters import role_environment, to_argv
 from cluster.plan import RoleSpec
 from cluster.role_process import RoleProcess, RoleState
@@ -87,7 +89,12 @@ class RoleRunner:
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
+            self._until_silent,
         )
+        self._secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
+
+    async def _until_silent(self, ready: Mapping[str, Any]) -> str:
+        return await until_silent(ready, self._secret)
 
     async def start(self) -> RoleState:
         """Starts the role, unless it is started. A second supervisor finds it as the first one left it."""

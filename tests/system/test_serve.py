@@ -142,16 +142,17 @@ def test_a_port_in_use_is_an_error_before_anything_starts(served: Serve) -> None
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("name", ["prefill 0", "decode 0"])
-def test_a_killed_worker_comes_back_as_a_new_incarnation(served: Serve, name: str) -> None:
+@pytest.mark.parametrize(("name", "signum"), [("prefill 0", signal.SIGSTOP), ("decode 0", signal.SIGKILL)])
+def test_a_killed_or_hung_worker_comes_back_as_a_new_incarnation(
+    served: Serve, name: str, signum: int
+) -> None:
     before = served.workers()[name]
     victim = served.role(name)
     assert victim is not None
     family = [victim, *descendants(victim.pid)]
-    os.kill(victim.pid, signal.SIGKILL)
-    until(
-        lambda: True if not alive(family) else None, 5, "engine and transfer process die with their service"
-    )
+    os.kill(victim.pid, signum)
+    within = 5 if signum == signal.SIGKILL else 25
+    until(lambda: True if not alive(family) else None, within, "engine and transfer die with the service")
 
     def back() -> dict[str, Any] | None:
         now = served.workers().get(name)

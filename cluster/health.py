@@ -1,0 +1,61 @@
+"""Whether a ready role still answers. A process can hang without dying; then nothing else would end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+INTERVAL = 2.0  # seconds between questions
+PATIENCE = (
+    10.0  # seconds without an answer after which a role counts as dead, as an engine without a tick does
+)
+
+Check = Callable[[], Awaitable[None]]
+
+
+async def until_silent(
+    ready: Mapping[str, Any], secret: bytes, interval: float = INTERVAL, patience: float = PATIENCE
+) -> str:
+    """Returns when the role that reported `ready` has been silent for too long: in which words to say so."""
+    async with contextlib.AsyncExitStack() as open_:
+        check = await _check_of(ready, secret, open_)
+        answered = time.monotonic()
+        while (silent := time.monotonic() - answered) < patience:
+            await asyncio.sleep(interval)
+            try:
+                await asyncio.wait_for(check(), patience)
+                answered = time.monotonic()
+            except (OSError, TimeoutError):
+                pass
+    return f"gave no answer for {silent:.0f} s"
+
+
+async def _check_of(ready: Mapping[str, Any], secret: bytes, open_: contextlib.AsyncExitStack) -> Check:
+    """Workers have gRPC's own health service; any answer is one, also "not serving" while it drains."""
+    if "address" not in ready:
+        return lambda: asyncio.to_thread(_get, f"{ready['url']}/health")
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    import rpc
+
+    channel = await open_.enter_async_context(rpc.connect(ready["address"], secret))
+    stub = health_pb2_grpc.HealthStub(channel)
+
+    async def check() -> None:
+        try:
+            # pyrefly: ignore[missing-attribute]  (the stubs leave it out)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
+        except grpc.RpcError as error:
+            raise OSError(str(error)) from error
+
+    return check
+
+
+def _get(url: str) -> None:
+    with urllib.request.urlopen(url, timeout=PATIENCE):
+        pass

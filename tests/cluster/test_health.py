@@ -1,0 +1,75 @@
+"""A role that hangs: real gRPC and HTTP servers that stop answering."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import rpc
+from cluster.backoff import RestartPolicy
+from cluster.health import until_silent
+from cluster.role_process import RoleProcess
+
+from .conftest import FAKE, until, until_ready
+
+SECRET = b"x" * 32
+
+
+async def silent(ready: Mapping[str, Any], interval: float = 0.02, patience: float = 0.4) -> str:
+    return await until_silent(ready, SECRET, interval, patience)
+
+
+async def test_a_worker_is_silent_once_its_health_service_is() -> None:
+    server = rpc.create_server(SECRET)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    watching = asyncio.create_task(silent({"address": f"127.0.0.1:{port}"}))
+    await asyncio.sleep(1)
+    assert not watching.done(), "it answers"
+    await server.stop(None)
+    assert "gave no answer" in await asyncio.wait_for(watching, 10)
+
+
+async def test_a_router_is_silent_once_it_takes_connections_without_answering() -> None:
+    hanging = False
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if not hanging:
+            writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    watching = asyncio.create_task(silent({"url": f"http://127.0.0.1:{port}"}))
+    await asyncio.sleep(0.6)
+    assert not watching.done(), "it answers"
+    hanging = True
+    assert "gave no answer" in await asyncio.wait_for(watching, 10)
+    server.close()
+
+
+async def test_a_hung_role_is_killed_and_started_again(
+    tmp_path: Path, environment: dict[str, str], stopping: Callable[[RoleProcess], None]
+) -> None:
+    hung = asyncio.Event()
+
+    async def watch(ready: Mapping[str, Any]) -> str:
+        await hung.wait()
+        return "gave no answer"
+
+    process = RoleProcess([*FAKE, "decode"], environment, tmp_path / "log", RestartPolicy(0.01), watch)
+    stopping(process)
+    process.start()
+    first = await until_ready(process)
+    os.kill(first.pid, signal.SIGSTOP)  # which no other signal than SIGKILL ends
+    hung.set()
+    await until(process, lambda state: state.pid != first.pid)
+    hung.clear()
+    second = await until_ready(process)
+    assert second.state.error == "gave no answer"
+    assert second.pid != first.pid
