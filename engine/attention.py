@@ -1,8 +1,8 @@
 """Paged attention in plain torch: the definition, and what runs on a CPU.
 
-KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. Position p of a request is in slot
-block_table[p // block_size] * block_size + p % block_size of the same tensor seen as [2, slots, …]. Stale or
-foreign slots are never multiplied, not even by a zero: a NaN in there would come through.
+KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. Position p of a request is in
+slot block_table[p // block_size] * block_size + p % block_size of the same tensor seen as [2, slots, …].
+Stale or foreign slots are never multiplied, not even by a zero: a NaN in there would come through.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class PrefillSpan:
     rows: slice
     blocks: Tensor  # [blocks] int64, those of positions [0, context)
     context: int
-    mask: Tensor | None  # [queries, context] bool; None: the chunk starts the sequence
+    mask: Tensor | None  # [queries, context], 0 or -inf; None: the chunk starts the sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class AttentionPlan:
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
-    """Writes k and v [tokens, num_kv_heads, head_dim] of this step into the layer's cache `kv`, in place, then
-    lets every query of q [tokens, num_heads, head_dim] attend to its request up to its own position.
+    """Writes k and v [tokens, num_kv_heads, head_dim] of this step into the layer's cache `kv`, in place;
+    then every query of q [tokens, num_heads, head_dim] attends to its request up to its own position.
     Returns [tokens, num_heads, head_dim]."""
     slots = kv.flatten(1, 2)
     slots[0].index_copy_(0, plan.slots, k)

@@ -25,6 +25,9 @@ def build_batch(chunks: list[Chunk], block_size: int, dtype: torch.dtype, device
     def tensor(values: np.ndarray | list[int]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
+    def minus_infinity(where: Tensor) -> Tensor:
+        return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf")).to(device)
+
     def padded_length(chunk: Chunk) -> int:
         """Number of blocks, rounded up to a power of two: groups of like length waste at most half."""
         return 1 << (-(-chunk.stop // block_size) - 1).bit_length()
@@ -53,13 +56,12 @@ def build_batch(chunks: list[Chunk], block_size: int, dtype: torch.dtype, device
             own = chunk.live.blocks[:width]
             table[: len(own)] = own
         padded = np.arange(width * block_size) >= contexts[:, None]
-        mask = torch.zeros(padded.shape, dtype=dtype).masked_fill_(torch.from_numpy(padded), float("-inf"))
         groups.append(
             DecodeGroup(
                 rows=rows,
                 blocks=tensor(blocks.reshape(-1)),
                 padding=tensor(np.flatnonzero(padded)),
-                mask=mask[:, None, None].to(device),
+                mask=minus_infinity(torch.from_numpy(padded))[:, None, None],
             )
         )
 
@@ -67,8 +69,8 @@ def build_batch(chunks: list[Chunk], block_size: int, dtype: torch.dtype, device
     for chunk in prefills:
         mask = None
         if chunk.start:
-            visible = torch.arange(chunk.stop) <= torch.arange(chunk.start, chunk.stop)[:, None]
-            mask = visible.to(device)
+            future = torch.arange(chunk.stop) > torch.arange(chunk.start, chunk.stop)[:, None]
+            mask = minus_infinity(future)
         used = -(-chunk.stop // block_size)
         spans.append(
             PrefillSpan(

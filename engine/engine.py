@@ -27,9 +27,10 @@ def _nothing(*_: object) -> None:
 class Engine:
     """One model and its KV cache. All calls come from one thread; nothing happens between them.
 
-    Attributes for the one who moves KV: `kv_cache`, one tensor [2 (K, V), num_blocks, block_size,
-    num_kv_heads, head_dim] per layer, owned by the engine; a request's blocks may be read while it is held and
-    written while it is reserved. `model_config`, `dtype`, `model_fingerprint`, `block_size`, `num_blocks`.
+    For the one who moves KV: `kv_cache` has one tensor [2 (K, V), num_blocks, block_size, num_kv_heads,
+    head_dim] per layer. The engine owns it; a request's blocks may be read while it is prefilled and held, and
+    written while it is reserved. Position p of a request is in slot
+    block_table[p // block_size] * block_size + p % block_size.
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class Engine:
         tick: Callable[[], None] = _nothing,
         progress: Callable[[str, float], None] = _nothing,
     ) -> None:
-        """Loads the model. `tick` is called at least once per layer and tensor loaded: a sign of life.
-        `progress(stage, fraction)` tells how far starting is. Raises `ValueError` on what the user can mend."""
+        """Loads the model. `tick`, a sign of life, is called for each tensor loaded and each layer of a step;
+        `progress(stage, fraction)` tells how far the start is. Raises `ValueError` on what users can mend."""
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.device = torch.device(config.device)
@@ -99,7 +100,9 @@ class Engine:
         if self._kv_sink is not None:
             for live in plan.started:
                 if live.handover:
-                    self._kv_sink.prefill_started(live.id, live.blocks, len(live.token_ids), live.num_cached)
+                    self._kv_sink.prefill_started(
+                        live.id, tuple(live.blocks), len(live.token_ids), live.num_cached
+                    )
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return paged_attention(q, k, v, self.kv_cache[layer], batch.attention)
@@ -149,22 +152,22 @@ class Engine:
     # The life of a request
 
     def add(self, request: EngineRequest, *, handover: bool = False) -> None:
-        """Queues a request for prefill. With `handover` it is held after its first token, unless that ends it:
-        its blocks keep the KV of prompt and given output until `release`. Raises `ValueError` if the request
-        can never be served."""
+        """Queues a request for prefill. With `handover` it is held after its first token, unless that ends
+        it: its blocks keep the KV of prompt and given output until `release`. Raises `ValueError` if the
+        request can never be served."""
         self._validate(request)
         self._scheduler.add(request, handover=handover)
 
     def reserve(self, request: EngineRequest) -> Sequence[int] | None:
-        """Sets aside blocks for prompt + output + 1 positions, whose KV the caller will write into `kv_cache`:
-        returns the block table. None: no room now. Raises `ValueError` if there can never be room."""
+        """Sets aside blocks for prompt + output + 1 positions; the caller will write KV of all but the last
+        into `kv_cache`. Returns the block table; None: no room now. Raises `ValueError` if there never is."""
         self._validate(request)
         live = self._scheduler.reserve(request)
         return None if live is None else tuple(live.blocks)
 
     def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
-        """The reservation shall be for a longer output: returns its block table, which begins with the old one.
-        None: no room, the reservation is unchanged."""
+        """The reservation shall be for a longer output. Returns its block table, which begins with
+        the old one. None: no room, the reservation is unchanged."""
         live = self._scheduler.requests[request_id]
         extended = self._scheduler.extend_reservation(live, list(output_ids))
         return tuple(live.blocks) if extended else None

@@ -63,12 +63,11 @@ class LiveRequest:
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     def finish_reason(self, eos_ids: Collection[int], max_model_len: int) -> str:
-        """Whether the last token ends the request, in the words of `Output.finish_reason`."""
+        """Whether the last token ends the request, in the words of `Output.finish_reason`. Of min_tokens
+        the sampler takes care."""
         sampling = self.request.sampling
         token = self.token_ids[-1]
-        if self.num_generated >= sampling.min_tokens and (
-            token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
-        ):
+        if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
             return "stop"
         if self.num_generated >= sampling.max_tokens or len(self.token_ids) >= max_model_len:
             return "length"

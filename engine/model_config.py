@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class RopeScaling:
     """How rotary frequencies are stretched to a longer context.
 
-    linear: all divided by `factor`. llama3: low frequencies divided by `factor`, high ones kept, those between
-    interpolated. tensor: divided by a tensor of the checkpoint (GGUF's way to say llama3).
+    linear: all divided by `factor`. llama3: low frequencies divided by `factor`, high ones kept, those in
+    between interpolated. tensor: divided by a tensor of the checkpoint (GGUF's way to say llama3).
     """
 
     kind: str

@@ -76,9 +76,9 @@ class EngineStats:
     """Tokens looked up in the prefix cache since the start; `prefix_cache_hits` were found."""
     prefix_cache_hits: int
     prefill_tokens_per_s: float
-    """Over the last some steps that prefilled; 0 before the first."""
+    """Over the last some steps that prefilled, whatever else they did; 0 before the first."""
     step_seconds: float
-    """Of a step with tokens to sample, averaged over the last some."""
+    """Averaged over the last some steps that computed anything; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True)

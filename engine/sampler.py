@@ -1,7 +1,7 @@
 """From logits to tokens, for all requests of a step at once.
 
-A row's result depends on that row alone: its random number is a function of (seed, position), so a request gets
-the same tokens in whatever batch, and on whichever worker, it happens to be.
+A row's result depends on that row alone: its random number is a function of (seed, position), so a request
+gets the same tokens in whatever batch, and on whichever worker, it happens to be.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,7 +44,7 @@ def sample(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[
 
 
 def draw_key(seed: int, position: int) -> int:
-    """32 bits that stand for all random numbers of the token at `position`: splitmix64 (Steele 2014), twice."""
+    """32 bits that stand for all random numbers of the token at `position`: splitmix64, twice."""
 
     def mix(z: int) -> int:
         z = (z + 0x9E3779B97F4A7C15) & MASK64
@@ -73,7 +73,7 @@ def exponentials(keys: Sequence[int], count: int, device: torch.device) -> Tenso
 
 
 def _biased(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> Tensor:
-    """With logit_bias, and without the tokens that min_tokens forbids for now. Copies if it changes anything."""
+    """With logit_bias, and without tokens that min_tokens forbids for now. Copies if it changes anything."""
     edits: list[tuple[int, int, float]] = []  # row, token, what is added
     for row, live in enumerate(requests):
         p = live.request.sampling
@@ -121,9 +121,9 @@ def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:
-    """The race of exponential clocks, alias the Gumbel-max trick: token i wins with probability p[i]. Where one
-    number per row and the cumulative distribution would do, a rounding error in any logit moves all boundaries;
-    here it matters only if it swaps the first two."""
+    """A race of exponential clocks, also known as the Gumbel-max trick: token i wins with probability p[i].
+    One number per row, looked up in the cumulative distribution, would do, but there a rounding error in any
+    logit moves all the boundaries; here it matters only if it swaps the first two."""
     temperatures = [max(p.temperature, SMALLEST_TEMPERATURE) for p in params]
     probs = torch.softmax(logits / torch.tensor(temperatures, device=logits.device)[:, None], dim=-1)
     if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
@@ -132,7 +132,7 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int])
 
 
 def _thresholds(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """[rows]: the probability of the least likely token that top_k, then top_p, and min_p leave in each row."""
+    """[rows]: the probability of the least likely token that top_k, then top_p, and min_p leave in a row."""
     vocabulary = probs.shape[1]
     top_k = torch.tensor([p.top_k or vocabulary for p in params], device=probs.device)[:, None]
     # Rounded sums may pass 1, so what is no limit must be above it.

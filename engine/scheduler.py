@@ -53,7 +53,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_cache_root = prefix_cache_root
         self.watermark = max(1, pool.num_blocks // 100)
-        """Blocks that a request that will grow must leave free when it comes in, so that those who run can."""
+        """Blocks that whoever will grow must leave free when it comes in, so that those who run can grow."""
         self.requests: dict[bytes, LiveRequest] = {}
         self.waiting: list[LiveRequest] = []  # sorted by order
         self.running: list[LiveRequest] = []  # sorted by order
@@ -160,7 +160,7 @@ class Scheduler:
         self.running.remove(victim)
         self.pool.release(victim.blocks)
         victim.blocks = []
-        victim.num_computed = victim.num_published = 0
+        victim.num_computed = 0
         victim.phase = Phase.WAITING
         insort(self.waiting, victim, key=lambda r: r.order)
         plan.recomputed.append(victim)
@@ -193,7 +193,7 @@ class Scheduler:
         return live
 
     def _prefix_hits(self, live: LiveRequest) -> list[int]:
-        """Cached blocks for the beginning of `live`. The last position is always computed: it yields logits."""
+        """Cached blocks of the beginning of `live`; its last position is computed anyway, for the logits."""
         if self.prefix_cache_root is None:
             return []
         usable = (len(live.token_ids) - 1) // self.block_size
@@ -240,5 +240,6 @@ class Scheduler:
 
     def assert_whole(self) -> None:
         """Without requests nothing is left of any."""
-        assert not (self.requests or self.waiting or self.running or self.held or self.reserved)
+        left = [self.requests, self.waiting, self.running, self.held, self.reserved]
+        assert not any(left), f"requests left behind: {left}"
         self.pool.assert_whole()

@@ -67,8 +67,8 @@ class Weights:
         return tensor.to(self.device, self.dtype)
 
     def finish(self) -> str:
-        """To be called when the model is complete: returns the fingerprint of its weights. Raises `ValueError`
-        if the checkpoint has tensors that the model has no use for, since then it is another model."""
+        """To be called when the model is complete: returns the fingerprint of its weights. Raises
+        `ValueError` if the checkpoint has tensors that the model has no use for: it is another model then."""
         left = {name for name in self._names - self._taken.keys() if not name.endswith(IGNORED)}
         if self._checkpoint.config.tie_embeddings:
             left.discard("lm_head.weight")

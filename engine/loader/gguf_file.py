@@ -1,8 +1,8 @@
 """GGUF files: metadata and tensors of llama.cpp's format, dequantized when read.
 
 The layout is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the arithmetic of the quantization
-types is the `gguf` package's. Its reader, which makes an object of every token of the vocabulary, is not used:
-it takes longer than all the weights.
+types is the `gguf` package's. Its reader, which makes an object of every token of the vocabulary, is not
+used: it takes longer than all the weights.
 """
 
 import mmap
@@ -42,6 +42,7 @@ TENSOR_NAMES = {
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+KINDS = {int(kind): kind for kind in GGMLQuantizationType}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class GGUFFile:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
+        if not path.stat().st_size:
+            raise ValueError(f"{path}: empty; download it again")
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 0
@@ -87,7 +90,12 @@ class GGUFFile:
         )
         if info.kind == GGMLQuantizationType.F32:
             return raw.view(np.float32).reshape(info.shape).copy()
-        return dequantize(raw.reshape(info.bytes_shape), info.kind)
+        try:
+            return dequantize(raw.reshape(info.bytes_shape), info.kind)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"{self.path}: tensor {name} is of type {info.kind.name}, which is not supported"
+            ) from error
 
     def _parse(self) -> None:
         magic, version, num_tensors, num_entries = self._unpack("4sIQQ")
@@ -102,7 +110,7 @@ class GGUFFile:
             (dimensions,) = self._unpack("I")
             shape = self._unpack(f"{dimensions}Q")[::-1]
             kind, offset = self._unpack("IQ")
-            self.tensors[name] = TensorInfo(shape, GGMLQuantizationType(kind), offset)
+            self.tensors[name] = TensorInfo(shape, KINDS[kind], offset)
 
     def _value(self, kind: int) -> Any:
         if kind == STRING:

@@ -56,7 +56,8 @@ def request(
 ) -> EngineRequest:
     """Greedy unless told otherwise."""
     priority = sampling.pop("priority", 0)
-    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    settings: dict[str, Any] = {"temperature": 0.0, **sampling}
+    params = SamplingParams(**settings)
     return EngineRequest(number.to_bytes(16), list(prompt_ids), list(output_ids), params, priority)
 
 
@@ -111,14 +112,13 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
-    def make(*, kv_sink: Any = None, tick: Callable[[], None] | None = None, **config: Any) -> Engine:
+    def make(*, kv_sink: Any = None, tick: Callable[[], None] = lambda: None, **config: Any) -> Engine:
         settings: dict[str, Any] = {
             "model": str(tiny_path),
             "dtype": "float32",
             "block_size": 4,
             "num_blocks": 64,
         }
-        callbacks = {} if tick is None else {"tick": tick}
-        return Engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, **callbacks)
+        return Engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, tick=tick)
 
     return make

@@ -123,13 +123,15 @@ def test_tiny_model(
         ours, theirs = pair.outputs[request.id], single[request.id].outputs
         assert [o.finish_reason for o in ours] == [o.finish_reason for o in theirs]
         for a, b in zip(ours, theirs, strict=True):
+            assert a.logprobs is not None
+            assert b.logprobs is not None
             assert a.logprobs.top_ids == b.logprobs.top_ids
             assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-4)
 
 
 def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) -> None:
     def engine(**config: Any) -> Engine:
-        return Engine(EngineConfig(**{"model": str(embedded_model_path), "dtype": "float32", **config}))
+        return Engine(EngineConfig(model=str(embedded_model_path), dtype="float32", **config))
 
     requests = mixed_requests(request_of, [1, 3, 40, 16, 200, 77, 450, 33], 49152, 32)
     pair = Pair(engine(max_num_batched_tokens=64, num_blocks=128), engine(block_size=32, num_blocks=64))

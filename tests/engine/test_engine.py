@@ -148,6 +148,15 @@ def crowd(request_of: Any, **sampling: Any) -> list[Any]:
         pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 8}, id="small chunks"),
         pytest.param({"max_num_batched_tokens": 1, "max_num_seqs": 1}, id="one by one"),
         pytest.param({"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 9}, id="preemption"),
+        pytest.param(
+            {
+                "num_blocks": 20,
+                "max_num_batched_tokens": 16,
+                "max_num_seqs": 9,
+                "enable_prefix_caching": True,
+            },
+            id="preemption with prefix cache",
+        ),
         pytest.param({"enable_prefix_caching": True, "block_size": 2, "num_blocks": 128}, id="prefix cache"),
         pytest.param({"block_size": 128, "num_blocks": 9}, id="large blocks"),
         pytest.param({"block_size": 1, "num_blocks": 256}, id="blocks of one"),
@@ -173,7 +182,7 @@ def test_prefix_cache_saves_work_and_says_so(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any
 ) -> None:
     engine = tiny_engine(enable_prefix_caching=True)
-    first, second = request_of(1, PROMPT, max_tokens=4), request_of(2, PROMPT + [8], max_tokens=4)
+    first, second = request_of(1, PROMPT, max_tokens=4), request_of(2, [*PROMPT, 8], max_tokens=4)
     assert run(engine, [first])[first.id].outputs[0].cached_tokens == 0
     assert run(engine, [second])[second.id].outputs[0].cached_tokens == 8
     stats = engine.stats()

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
-from engine.config import EngineConfig as Config
 
 
 def load(path: Path, **config: Any) -> Engine:
-    return Engine(EngineConfig(**{"model": str(path), "dtype": "float32", "num_blocks": 8, **config}))
+    settings: dict[str, Any] = {"model": str(path), "dtype": "float32", "num_blocks": 8, **config}
+    return Engine(EngineConfig(**settings))
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def write_gguf(
         data = tensor.numpy()
         if name.endswith("up_proj.weight"):
             data = data.astype("float16")
-        writer.add_tensor(names.get_name(name, (".weight",)), data)
+        writer.add_tensor(str(names.get_name(name, (".weight",))), data)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.numpy())
     writer.write_header_to_file()
@@ -227,6 +227,9 @@ def test_broken_gguf(embedded_model_path: Path, tmp_path: Path) -> None:
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=r"model\.gguf: corrupt or cut short at byte"):
             load(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"model\.gguf: empty"):
+        load(path)
     path.write_bytes(b"PK\3\4" + whole[4:100])
     with pytest.raises(ValueError, match="no GGUF file"):
         load(path)
@@ -260,14 +263,15 @@ def test_broken_gguf(embedded_model_path: Path, tmp_path: Path) -> None:
     ],
 )
 def test_configuration_errors_name_flag_and_remedy(field: str, value: Any, message: str) -> None:
+    settings: dict[str, Any] = {"model": "m", field: value}
     with pytest.raises(ValueError, match=message):
-        Config(**{"model": "m", field: value})
+        EngineConfig(**settings)
 
 
 def test_context_and_pool_must_fit_each_other(tiny_path: Path) -> None:
     assert load(tiny_path, num_blocks=4, block_size=8).model_config.max_model_len == 32
     assert load(tiny_path, num_blocks=99).model_config.max_model_len == 256
-    with pytest.raises(ValueError, match="--max-model-len 40: the KV pool holds 32 tokens; .*--num-blocks"):
+    with pytest.raises(ValueError, match=r"--max-model-len 40: the KV pool holds 32 tokens; .*--num-blocks"):
         load(tiny_path, num_blocks=4, block_size=8, max_model_len=40)
     with pytest.raises(ValueError, match="--max-model-len 257: the model's context is 256"):
         load(tiny_path, max_model_len=257)

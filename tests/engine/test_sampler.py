@@ -17,7 +17,8 @@ EOS = (2,)
 
 
 def live(prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> LiveRequest:
-    request = EngineRequest(b"x", prompt or [5], output or [], SamplingParams(**{"max_tokens": 99, **params}))
+    settings: dict[str, Any] = {"max_tokens": 99, **params}
+    request = EngineRequest(b"x", prompt or [5], output or [], SamplingParams(**settings))
     return LiveRequest(request, Phase.RUNNING, 0)
 
 

@@ -261,6 +261,17 @@ def test_growth_wins_over_new_reservations() -> None:
     assert first.phase is Phase.RUNNING
 
 
+def test_what_will_grow_leaves_headroom_when_it_comes_in() -> None:
+    scheduler = make(num_blocks=4, budget=100)
+    add(scheduler, 1, 8)
+    step(scheduler)
+    waiting = add(scheduler, 2, 5)
+    assert not scheduler.can_admit, "2 blocks are free, one must stay"
+    scheduler.drop(waiting)
+    add(scheduler, 3, 4)
+    assert scheduler.can_admit
+
+
 def test_a_reservation_alone_may_take_the_whole_pool() -> None:
     scheduler = make(num_blocks=4)
     assert scheduler.reserve(EngineRequest(b"\1", [0] * 15)) is not None
