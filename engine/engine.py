@@ -28,8 +28,8 @@ class Engine:
     """One model and its KV cache. All calls come from one thread; nothing happens between them.
 
     For the one who moves KV: `kv_cache` has one tensor [2 (K, V), num_blocks, block_size, num_kv_heads,
-    head_dim] per layer. The engine owns it; a request's blocks may be read while it is prefilled and held, and
-    written while it is reserved. Position p of a request is in slot
+    head_dim] per layer. The engine owns it; a request's blocks may be read while it is prefilled and held,
+    and written while it is reserved. Position p of a request is in slot
     block_table[p // block_size] * block_size + p % block_size.
     """
 
