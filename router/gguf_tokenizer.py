@@ -1,7 +1,9 @@
 """A tokenizer out of a GGUF file's metadata, which has no tokenizer.json.
 
-Byte-level BPE ("gpt2" in the file's words) is supported. How text is split before the merges is only named
-there ("smollm"), so each name stands for the rule of the model that it comes from.
+Byte-level BPE ("gpt2" in the file's words) is supported, built as transformers builds it from the same file.
+How text is split before the merges is only named there ("smollm"). That model's own tokenizer.json also
+splits off every digit, which tells when several spaces come before one; transformers does not, and its
+tokens are what Baton promises.
 """
 
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2, "tekken": _TEKKEN}
+_PLAIN = ("default", "gpt-2", "smollm")
 _CONTROL, _USER_DEFINED = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
 
 
@@ -56,14 +59,14 @@ def read_gguf(path: Path) -> GGUFModel:
         token_id = get(f"tokenizer.ggml.{name}_token_id")
         return None if token_id is None else tokens[token_id]
 
+    splitter = _pre_tokenizer(split, path)
     tokenizer = Tokenizer(
         models.BPE(
             vocab={text: token_id for token_id, text in enumerate(tokens)},
             merges=[tuple(merge.split(" ", 1)) for merge in get("tokenizer.ggml.merges")],
-            ignore_merges=split in ("llama-bpe", "llama3", "llama-v3", "tekken"),
         )
     )
-    tokenizer.pre_tokenizer = _pre_tokenizer(split, path)
+    tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
     bos = token("bos")
     if get("tokenizer.ggml.add_bos_token", False) and bos is not None:
@@ -82,17 +85,10 @@ def read_gguf(path: Path) -> GGUFModel:
 
 
 def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:
-    if name in ("gpt-2", "default"):
+    if name in _PLAIN:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if name == "smollm":
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
     if name not in _SPLITS:
-        known = ", ".join(sorted({"gpt-2", "smollm", *_SPLITS}))
+        known = ", ".join(sorted({*_PLAIN, *_SPLITS}))
         raise ValueError(f"{path} splits text as {name!r}; supported are {known}")
     return pre_tokenizers.Sequence(
         [

@@ -40,12 +40,9 @@ async def completion_prompts(tokenizer: ModelTokenizer, body: CompletionBody) ->
 
 
 async def encode(tokenizer: ModelTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    try:
-        if len(text) < LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    except UnicodeEncodeError as error:
-        raise InvalidRequest("prompt: half a surrogate pair is no text", param="prompt") from error
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
 def make_jobs(

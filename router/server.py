@@ -81,8 +81,9 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
             raise ValueError(f"--host, --port: cannot listen on {where}: {reason}") from error
 
         async def stop_listening() -> None:
-            front.draining = True
-            await site.stop()
+            if not front.draining:
+                front.draining = True
+                await site.stop()
 
         host = f"[{config.host}]" if ":" in config.host else config.host
         yield Running(f"http://{host}:{runner.addresses[0][1]}", services, following, stop_listening)

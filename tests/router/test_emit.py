@@ -1,0 +1,146 @@
+"""Whatever attempts say, in whatever order: each index once, in order, and only from whoever is live."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.emit import EmitOnce, Verdict
+
+
+def true_token(index: int) -> int:
+    return 1000 + index
+
+
+class EmitMachine(RuleBasedStateMachine):
+    """A request whose attempts come and go; live ones say the truth, dead ones anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emit = EmitOnce()
+        self.received: list[int] = []
+        self.ids = iter(range(10**9))
+        self.prefill: bytes | None = None
+        self.prefill_base = 0
+        self.decode: bytes | None = None
+        self.decode_next = 0
+        self.dead: list[bytes] = []
+        self.ended = False
+
+    def fresh(self) -> bytes:
+        return next(self.ids).to_bytes(16)
+
+    def offer(self, attempt_id: bytes, index: int, token: int) -> Verdict:
+        verdict = self.emit.offer(attempt_id, index, token)
+        if verdict is Verdict.EMIT:
+            assert not self.ended
+            assert index == len(self.received)
+            self.received.append(token)
+        return verdict
+
+    @rule()
+    def new_prefill(self) -> None:
+        if self.prefill is not None:
+            self.dead.append(self.prefill)
+        self.prefill = self.fresh()
+        self.prefill_base = self.emit.begin_prefill(self.prefill)
+        assert self.prefill_base == len(self.received)
+
+    @rule()
+    def new_decode(self) -> None:
+        """Of whatever the client has, or from prefill's base: its first token repeats what is known."""
+        if self.decode is not None:
+            self.dead.append(self.decode)
+        self.decode = self.fresh()
+        self.emit.begin_decode(self.decode)
+        self.decode_next = min(self.prefill_base, len(self.received))
+
+    @rule()
+    def prefill_ends(self) -> None:
+        if self.prefill is not None:
+            self.dead.append(self.prefill)
+            self.prefill = None
+            self.emit.end_prefill()
+
+    @rule()
+    def decode_ends(self) -> None:
+        if self.decode is not None:
+            self.dead.append(self.decode)
+            self.decode = None
+            self.emit.end_decode()
+
+    @rule(times=st.integers(1, 3))
+    def prefill_answers(self, times: int) -> None:
+        """Once is enough; more often, and too late, must do no harm."""
+        for _ in range(times if self.prefill is not None else 0):
+            assert self.prefill is not None
+            known = len(self.received) > self.prefill_base
+            verdict = self.offer(self.prefill, self.prefill_base, true_token(self.prefill_base))
+            assert verdict is (Verdict.DROP if known or self.ended else Verdict.EMIT)
+
+    @rule()
+    def decode_steps(self) -> None:
+        if self.decode is not None and self.decode_next <= len(self.received):
+            known = self.decode_next < len(self.received)
+            verdict = self.offer(self.decode, self.decode_next, true_token(self.decode_next))
+            assert verdict is (Verdict.DROP if known or self.ended else Verdict.EMIT)
+            self.decode_next += 1
+
+    @rule(back=st.integers(0, 5))
+    def decode_repeats(self, back: int) -> None:
+        index = len(self.received) - 1 - back
+        if self.decode is not None and index >= 0:
+            assert self.offer(self.decode, index, true_token(index)) is Verdict.DROP
+
+    @rule(ahead=st.integers(1, 5))
+    def decode_skips(self, ahead: int) -> None:
+        if self.decode is not None:
+            verdict = self.offer(self.decode, len(self.received) + ahead, 7)
+            assert verdict is (Verdict.DROP if self.ended else Verdict.BROKEN)
+
+    @rule(back=st.integers(0, 5))
+    def decode_contradicts(self, back: int) -> None:
+        index = len(self.received) - 1 - back
+        if self.decode is not None and index >= 0:
+            verdict = self.offer(self.decode, index, 7)
+            assert verdict is (Verdict.DROP if self.ended else Verdict.BROKEN)
+
+    @rule(pick=st.integers(0, 1000), index=st.integers(-2, 2), token=st.integers(0, 5))
+    def the_dead_speak(self, pick: int, index: int, token: int) -> None:
+        speaker = self.dead[pick % len(self.dead)] if self.dead else self.fresh()
+        at = max(0, len(self.received) + index)
+        assert self.offer(speaker, at, token) is Verdict.DROP
+
+    @rule()
+    def ends(self) -> None:
+        self.emit.end()
+        self.ended = True
+
+    @invariant()
+    def the_client_has_the_truth(self) -> None:
+        assert self.received == [true_token(i) for i in range(len(self.received))]
+        assert self.emit.output_ids == self.received
+
+
+TestEmit = EmitMachine.TestCase
+TestEmit.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+
+
+def test_first_token_from_whichever_comes_first():
+    for first, second in ((b"p", b"d"), (b"d", b"p")):
+        emit = EmitOnce()
+        emit.begin_prefill(b"p")
+        emit.begin_decode(b"d")
+        assert emit.offer(first, 0, 5) is Verdict.EMIT
+        assert emit.offer(second, 0, 5) is Verdict.DROP
+        assert emit.output_ids == [5]
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_prefill_has_one_token_and_one_index(index):
+    emit = EmitOnce()
+    emit.begin_prefill(b"first")
+    emit.offer(b"first", 0, 5)
+    assert emit.begin_prefill(b"second") == 1
+    assert emit.offer(b"second", index, 6) is Verdict.DROP
+    assert emit.offer(b"second", 1, 6) is Verdict.EMIT

@@ -1,0 +1,67 @@
+"""The official client, unchanged, against a real router."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from .conftest import TEXT, Cluster
+
+CHAT: list[Any] = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+async def test_chat(client: openai.AsyncOpenAI):
+    answer = await client.chat.completions.create(
+        model="fake", messages=CHAT, logprobs=True, top_logprobs=2, n=2, seed=3
+    )
+    assert [choice.message.content for choice in answer.choices] == [TEXT, TEXT]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.content is not None
+    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+async def test_chat_stream(client: openai.AsyncOpenAI):
+    stream = await client.chat.completions.create(
+        model="fake", messages=CHAT, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == TEXT
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage is not None
+
+
+async def test_the_clients_own_accumulation(client: openai.AsyncOpenAI):
+    async with client.chat.completions.stream(model="fake", messages=CHAT) as stream:
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.content == TEXT
+
+
+async def test_completions(client: openai.AsyncOpenAI):
+    answer = await client.completions.create(model="fake", prompt="Hi", max_tokens=100, logprobs=1)
+    assert answer.choices[0].text == TEXT
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.tokens is not None
+    stream = await client.completions.create(model="fake", prompt="Hi", max_tokens=100, stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == TEXT
+
+
+async def test_models_and_errors(client: openai.AsyncOpenAI):
+    assert [model.id async for model in client.models.list()] == ["fake"]
+    assert (await client.models.retrieve("fake")).owned_by == "baton"
+    with pytest.raises(openai.NotFoundError, match="gpt-17"):
+        await client.completions.create(model="gpt-17", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature") as refusal:
+        await client.chat.completions.create(model="fake", messages=CHAT, temperature=-1)
+    assert refusal.value.param == "temperature"

@@ -1,0 +1,163 @@
+"""The router as a process: reports that it listens, is named, drains on SIGTERM, ends at once on SIGINT."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from router.tokenizer import ModelTokenizer
+from rpc import worker_pb2 as pb
+
+from .conftest import TEXT
+from .fake_worker import SECRET, FakeWorker, Lanes
+
+LAUNCH = """
+import json, sys
+from router import RouterConfig, main
+given = json.loads(sys.argv[1])
+secret, workers = given.pop("secret").encode(), tuple(given.pop("workers"))
+sys.exit(main(RouterConfig(secret=secret, workers=workers, **given)))
+"""
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Router:
+    process: subprocess.Popen[bytes]
+    reports: list[dict[str, Any]]
+    prefill: FakeWorker
+    decode: FakeWorker
+
+    @property
+    def url(self) -> str:
+        return self.reports[-1]["ready"]["url"]
+
+    async def exit_code(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 20)
+
+
+def launch(**config: Any) -> tuple[subprocess.Popen[bytes], list[dict[str, Any]]]:
+    """Starts one and reads its reports to their end."""
+    reader, writer = os.pipe()
+    config = {
+        "served_model_name": "fake", "secret": SECRET.decode(), "index": 3, "port": 0, "workers": [],
+        "ready_fd": writer, **config,
+    }  # fmt: skip
+    command = [sys.executable, "-c", LAUNCH, json.dumps(config)]
+    process = subprocess.Popen(command, pass_fds=[writer], cwd=ROOT, stderr=subprocess.PIPE)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        return process, [json.loads(line) for line in pipe]
+
+
+@pytest.fixture
+async def start(tokenizer: ModelTokenizer, embedded_model_path: Path) -> AsyncIterator[Callable]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start_router(**config: Any) -> Router:
+            lanes, answer = Lanes(), [*tokenizer.encode(TEXT), 2]
+            workers = [FakeWorker(role, lanes, answer) for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)]
+            for worker in workers:
+                await worker.start()
+                stack.push_async_callback(worker.kill)
+            config |= {"model": str(embedded_model_path), "workers": [w.address for w in workers]}
+            process, reports = await asyncio.to_thread(launch, **config)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return Router(process, reports, *workers)
+
+        yield start_router
+
+
+async def ask(router: Router, **body: Any) -> tuple[int, bytes]:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(
+            router.url + "/v1/completions", json={"prompt": "Hi", "max_tokens": 99, **body}
+        ) as response,
+    ):
+        return response.status, await response.read()
+
+
+async def test_it_comes_up_serves_and_drains(start: Callable):
+    router = await start()
+    assert router.reports[-1]["ready"]["pid"] == router.process.pid
+    assert psutil.Process(router.process.pid).cmdline()[0] == "baton: router 3"
+    status, body = await ask(router)
+    assert status == 200
+    assert json.loads(body)["choices"][0]["text"] == TEXT
+
+    router.decode.steps = asyncio.Semaphore(0)
+    running = asyncio.create_task(ask(router, stream=True))
+    await router.decode.until(lambda w: len(w.submitted) == 2)
+    router.process.send_signal(signal.SIGTERM)
+    await stops_listening(router)
+    for _ in range(99):
+        router.decode.steps.release()
+    status, body = await running
+    assert status == 200
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert b"error" not in body
+    assert await router.exit_code() == 0
+
+
+async def test_a_drain_is_bounded_and_its_clients_are_told(start: Callable):
+    router = await start(drain_timeout=0.3)
+    router.decode.steps = asyncio.Semaphore(0)
+    running = asyncio.create_task(ask(router, stream=True))
+    await router.decode.until(lambda w: w.submitted)
+    router.process.send_signal(signal.SIGTERM)
+    _, body = await running
+    assert b'"code":"shutting_down"' in body
+    await router.decode.until(lambda w: w.cancelled)
+    assert await router.exit_code() == 0
+
+
+async def test_sigint_ends_it_at_once(start: Callable):
+    router = await start()
+    router.decode.steps = asyncio.Semaphore(0)
+    running = asyncio.create_task(ask(router))
+    await router.decode.until(lambda w: w.submitted)
+    router.process.send_signal(signal.SIGINT)
+    status, body = await running
+    assert status == 503
+    assert json.loads(body)["error"]["code"] == "shutting_down"
+    assert await router.exit_code() == 0
+
+
+async def test_what_a_user_got_wrong_is_said(start: Callable, embedded_model_path: Path, tmp_path: Path):
+    router = await start()
+    port = int(router.url.rpartition(":")[2])
+    cases: list[tuple[dict[str, Any], bytes]] = [
+        ({"model": str(embedded_model_path), "port": port}, b"cannot listen"),
+        ({"model": str(tmp_path)}, b"no tokenizer.json"),
+    ]
+    for wrong, named in cases:
+        process, reports = await asyncio.to_thread(launch, **wrong)
+        _, errors = await asyncio.to_thread(process.communicate)
+        assert process.returncode != 0
+        assert named in errors
+        assert not any("ready" in report for report in reports)
+
+
+async def stops_listening(router: Router) -> None:
+    host, _, port = router.url.removeprefix("http://").partition(":")
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.01)

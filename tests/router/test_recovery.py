@@ -1,0 +1,348 @@
+"""Workers fail in every way; the client reads what it would have read without."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.tokenizer import ModelTokenizer
+from rpc import worker_pb2 as pb
+
+from .conftest import TEXT, Cluster, make_cluster
+from .fake_worker import FakeWorker
+
+BODY = {"max_tokens": 200}
+
+
+async def answered_whole(cluster: Cluster, **body: Any) -> None:
+    """Every token once, in order, and nothing left behind."""
+    events = await cluster.events(
+        "/v1/completions", prompt="Hello", max_tokens=200, return_token_ids=True, **body
+    )
+    assert "error" not in events[-1], events[-1]
+    tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert tokens == cluster.answer
+    assert "".join(event["choices"][0]["text"] for event in events) == TEXT
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def prefills(worker: FakeWorker) -> list[pb.SubmitPrefill]:
+    return [m.prefill for m in worker.submitted if m.WhichOneof("kind") == "prefill"]
+
+
+def decodes(worker: FakeWorker) -> list[pb.SubmitDecode]:
+    return [m.decode for m in worker.submitted if m.WhichOneof("kind") == "decode"]
+
+
+def retargets(worker: FakeWorker) -> list[pb.Retarget]:
+    return [m.retarget for m in worker.submitted if m.WhichOneof("kind") == "retarget"]
+
+
+async def both_asked(cluster: Cluster) -> None:
+    for workers in (cluster.prefills, cluster.decodes):
+        await cluster.until(lambda: any(w.submitted for w in workers))  # noqa: B023
+
+
+def busy(workers: list[FakeWorker]) -> tuple[FakeWorker, FakeWorker]:
+    """The one that was asked, and the other."""
+    used = next(w for w in workers if w.submitted)
+    return used, next(w for w in workers if w is not used)
+
+
+def tokens_in(line: bytes) -> list[int]:
+    """Of one line of a stream."""
+    if not line.startswith(b"data: {"):
+        return []
+    return json.loads(line[6:])["choices"][0]["token_ids"]
+
+
+def waiting_prefills(cluster: Cluster) -> int:
+    connections = cluster.router.services.pool.ready(pb.ROLE_PREFILL)
+    return sum(connection.attempts for connection in connections)
+
+
+# ---------------------------------------------------------------- messages that confuse
+
+
+@pytest.mark.parametrize("which", ["duplicate", "late"])
+async def test_repeated_and_late_tokens_are_dropped(cluster: Cluster, which: str):
+    for worker in cluster.workers:
+        setattr(worker, which, True)
+    await answered_whole(cluster)
+
+
+async def test_decode_may_bring_the_first_token(cluster: Cluster):
+    """Prefill's message is late: decode's repetition is emitted, prefill's own is dropped."""
+    prefill = cluster.prefills[0]
+    prefill.steps = asyncio.Semaphore(0)
+    request = asyncio.create_task(answered_whole(cluster))
+    await prefill.until(lambda w: w.submitted)
+    cluster.lanes.of(prefills(prefill)[0].prefill_id).settle(True)
+    await request
+    prefill.steps.release()
+    await cluster.idle()
+
+
+async def test_a_decode_that_continues_another_text_is_not_believed(cluster: Cluster):
+    decode = cluster.decodes[0]
+    right, decode.answer, decode.steps = decode.answer, [7] * 99, asyncio.Semaphore(0)
+    body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
+    async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
+        received = tokens_in(await response.content.readline())
+        decode.steps.release()  # it repeats the first token, wrongly
+        await decode.until(lambda w: w.cancelled)
+        decode.answer = right
+        for _ in right:
+            decode.steps.release()
+        async for line in response.content:
+            received += tokens_in(line)
+    assert received == cluster.answer
+
+
+# ---------------------------------------------------------------- prefill fails
+
+
+async def test_prefill_killed_before_its_token(pair: Cluster):
+    for worker in pair.prefills:
+        worker.steps = asyncio.Semaphore(0)
+    request = asyncio.create_task(answered_whole(pair))
+    await pair.until(
+        lambda: any(w.submitted for w in pair.prefills) and any(w.submitted for w in pair.decodes)
+    )
+    used, other = busy(pair.prefills)
+    other.steps = None
+    decode, _ = busy(pair.decodes)
+    await used.kill()
+    await request
+    assert len(prefills(other)) == 1
+    assert len(decodes(decode)) == 1  # the reservation was kept
+    [retarget] = retargets(decode)
+    assert retarget.source.prefill_id == prefills(other)[0].prefill_id
+    assert not retarget.output_ids
+
+
+async def test_prefill_killed_after_its_token_and_before_decode_had_the_kv(pair: Cluster):
+    for worker in pair.decodes:
+        worker.kv_fail = 1  # the transfer breaks
+    request = asyncio.create_task(answered_whole(pair))
+    await pair.until(lambda: any(retargets(w) for w in pair.decodes))
+    await request
+    decode, _ = busy(pair.decodes)
+    [retarget] = retargets(decode)
+    assert list(retarget.output_ids) == pair.answer[:1]
+    again = [p for w in pair.prefills for p in prefills(w) if p.request.output_ids]
+    assert [list(p.request.output_ids) for p in again] == [pair.answer[:1]]
+
+
+async def test_a_failure_of_the_old_source_does_not_count_against_the_new_one(cluster: Cluster):
+    """KV_FAILED that crosses a Retarget names the prefill it is about."""
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    prefill.steps = asyncio.Semaphore(0)
+    prefill.fail = (1, pb.FAILURE_CODE_DROPPED)  # the fake then fails the transfer as well
+    request = asyncio.create_task(answered_whole(cluster))
+    await decode.until(lambda w: retargets(w))
+    prefill.steps.release()
+    await request
+    assert len(prefills(prefill)) == 2
+    assert len(retargets(decode)) == 1
+
+
+# ---------------------------------------------------------------- decode fails
+
+
+async def test_decode_killed_before_it_had_the_kv_takes_no_second_prefill(pair: Cluster):
+    for worker in pair.prefills:
+        worker.steps = asyncio.Semaphore(0)
+    request = asyncio.create_task(answered_whole(pair))
+    await pair.until(
+        lambda: any(w.submitted for w in pair.prefills) and any(w.submitted for w in pair.decodes)
+    )
+    killed, other = busy(pair.decodes)
+    await killed.kill()
+    await other.until(lambda w: decodes(w))
+    prefill, _ = busy(pair.prefills)
+    assert prefill.steps is not None
+    prefill.steps.release()
+    await request
+    assert sum(len(prefills(w)) for w in pair.prefills) == 1
+    assert decodes(other)[0].source.prefill_id == prefills(prefill)[0].prefill_id
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+async def test_decode_killed_after_some_tokens(pair: Cluster, tokens: int):
+    """Prompt and output are prefilled again; the reservation is asked for first."""
+    for worker in pair.decodes:
+        worker.steps = asyncio.Semaphore(tokens)
+    body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
+    async with pair.http.post(pair.url + "/v1/completions", json=body) as response:
+        received: list[int] = []
+        while len(received) < tokens:
+            received += tokens_in(await response.content.readline())
+        # Once decode has joined, the router is through with the prefill.
+        await pair.until(lambda: waiting_prefills(pair) == 0)
+        killed, other = busy(pair.decodes)
+        other.steps = None
+        await killed.kill()
+        async for line in response.content:
+            received += tokens_in(line)
+    assert received == pair.answer
+    again = [p for w in pair.prefills for p in prefills(w)][-1]
+    assert list(again.request.output_ids) == pair.answer[:tokens]
+    [decode] = decodes(other)
+    assert list(decode.request.output_ids) == pair.answer[:tokens]
+
+
+async def test_handed_back_is_continued_elsewhere_and_is_no_failure(pair: Cluster):
+    for worker in pair.decodes:
+        worker.fail = (2, pb.FAILURE_CODE_HANDED_BACK)
+    await answered_whole(pair)
+
+
+# ---------------------------------------------------------------- room
+
+
+async def test_no_room_means_another_worker(pair: Cluster):
+    for worker in pair.decodes:
+        worker.no_room = 1
+    request = asyncio.create_task(answered_whole(pair))
+    await pair.until(lambda: all(decodes(w) for w in pair.decodes))
+    await pair.until(lambda: len(pair.router.services.pool.room) == 1)
+    # Both said no: it waits for a report, and its one prefill is held meanwhile.
+    pair.decodes[0].report()
+    await request
+    assert sum(len(prefills(w)) for w in pair.prefills) == 1
+
+
+async def test_room_is_given_in_order_of_arrival(cluster: Cluster):
+    decode = cluster.decodes[0]
+    decode.status.blocks_free = 0
+    decode.report()
+    pool = cluster.router.services.pool
+    await cluster.until(lambda: pool.choose_decode(1, ()) is None)
+    requests = []
+    for i in range(4):
+        requests.append(asyncio.create_task(cluster.complete(prompt=[10 + i])))
+        await cluster.until(lambda: len(pool.room) == i + 1)  # noqa: B023
+    assert not decode.submitted
+    decode.status.blocks_free = 512
+    decode.report()
+    await asyncio.gather(*requests)
+    assert [d.request.prompt_ids[0] for d in decodes(decode)] == [10, 11, 12, 13]
+
+
+async def test_a_dropped_prefill_is_made_again_only_when_there_is_room(cluster: Cluster):
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    decode.no_room = 1
+    request = asyncio.create_task(answered_whole(cluster))
+    await cluster.until(lambda: len(cluster.router.services.pool.room) == 1)
+    [first] = prefills(prefill)
+    prefill.drop(first.prefill_id)
+    connection = next(c for c in cluster.router.services.pool.connections if c.address == prefill.address)
+    await cluster.until(lambda: connection.attempts == 0)
+    assert len(prefills(prefill)) == 1
+    decode.report()
+    await request
+    assert [list(p.request.output_ids) for p in prefills(prefill)] == [[], cluster.answer[:1]]
+
+
+async def test_two_tokens_with_a_full_decode_pool(cluster: Cluster):
+    """One token is left and the prefill is held: it waits for decode like any other."""
+    cluster.decodes[0].no_room = 1
+    request = asyncio.create_task(cluster.complete(max_tokens=2))
+    await cluster.until(lambda: len(cluster.router.services.pool.room) == 1)
+    cluster.decodes[0].report()
+    answer = await request
+    assert answer["choices"][0]["text"] == "The capital"
+
+
+# ---------------------------------------------------------------- giving up, and not
+
+
+async def test_three_attempts_without_a_token_fail_and_name_the_request(pair: Cluster):
+    for worker in pair.prefills:
+        worker.fail = (9, pb.FAILURE_CODE_ENGINE)
+    async with pair.http.post(
+        pair.url + "/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "r-42"}
+    ) as response:
+        assert response.status == 500
+        error = (await response.json())["error"]
+    assert "r-42" in error["message"]
+    assert sum(len(prefills(w)) for w in pair.prefills) == 3
+    assert all(prefills(w) for w in pair.prefills)  # the second attempt went elsewhere
+
+
+async def test_any_new_token_resets_the_count(cluster: Cluster):
+    """Decode fails after every second token, far more often than three times."""
+    cluster.decodes[0].fail_after = 2
+    await answered_whole(cluster)
+    assert len(decodes(cluster.decodes[0])) > 10
+
+
+async def test_what_workers_refuse_as_invalid_is_the_clients_error(cluster: Cluster):
+    cluster.prefills[0].fail = (1, pb.FAILURE_CODE_INVALID)
+    status, answer = await cluster.post("/v1/completions", prompt="x")
+    assert status == 400
+    assert "as the test wants" in answer["error"]["message"]
+
+
+# ---------------------------------------------------------------- nobody there
+
+
+async def test_without_a_worker_requests_wait_for_one(cluster: Cluster):
+    decode = cluster.decodes[0]
+    port = int(decode.address.rpartition(":")[2])
+    await decode.kill()
+    await cluster.until(lambda: not cluster.router.services.pool.complete)
+    async with cluster.http.get(cluster.url + "/ready") as response:
+        assert response.status == 503
+    request = asyncio.create_task(answered_whole(cluster))
+    await cluster.until(lambda: len(cluster.router.services.pool.waiters) == 1)
+    await decode.start(port)
+    await request
+
+
+async def test_nobody_comes(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, decode=0, worker_wait=0.3) as cluster:
+        async with cluster.http.post(cluster.url + "/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) >= 1
+            assert "no decode worker" in (await response.json())["error"]["message"]
+        answer = await cluster.complete(max_tokens=1)  # which needs no decode worker
+        assert answer["choices"][0]["text"] == "The"
+        await cluster.idle()
+
+
+async def test_a_stream_that_waits_is_kept_alive_and_then_told(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("router.serving.KEEPALIVE_SECONDS", 0.1)
+    async with make_cluster(tokenizer, tmp_path, prefill=0, worker_wait=0.5) as cluster:
+        body = {"prompt": "x", "stream": True}
+        async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            events = (await response.read()).split(b"\n\n")
+        assert events[0].startswith(b": ")
+        assert json.loads(events[-3].removeprefix(b"data: "))["error"]["code"] == "no_worker"
+        assert events[-2] == b"data: [DONE]"
+        await cluster.idle()
+
+
+async def test_a_draining_worker_gets_nothing_new(pair: Cluster):
+    draining = pair.decodes[0]
+    draining.status.health = pb.WorkerStatus.HEALTH_DRAINING
+    draining.report()
+    await pair.until(lambda: len(pair.router.services.pool.ready(pb.ROLE_DECODE)) == 1)
+    for _ in range(5):
+        await answered_whole(pair)
+    assert not draining.submitted
+
+
+async def test_a_worker_that_says_it_is_draining_is_left_alone(pair: Cluster):
+    for worker in pair.decodes:
+        worker.fail = (1, pb.FAILURE_CODE_DRAINING)
+    pair.decodes[1].fail = (0, pb.FAILURE_CODE_DRAINING)
+    for _ in range(8):
+        await answered_whole(pair)
+    assert len(decodes(pair.decodes[0])) <= 1

@@ -1,0 +1,215 @@
+"""Tokens equal those of transformers for the same file, and text comes back whole."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+
+from router.gguf_tokenizer import read_gguf
+from router.tokenizer import ModelTokenizer, load_tokenizer
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "  leading and trailing  ",
+    "tabs\tand\nnewlines\r\n\n\n  end",
+    "numbers 0 12 345 6789 3.14159 1e-9 2024-01-01",
+    "The don't-won't of 's and 'll; it's",
+    "Größe, naïve café, Zürich — “quoted” … €",
+    "今日の天気は晴れです。 漢字かな交じり文",
+    "Привет, как дела? Ελληνικά שלום مرحبا नमस्ते",
+    "🙂🚀👩‍👩‍👧‍👦🇩🇪 a🙂b",
+    "e\u0301 combining, \u200bzero width, \ufeffBOM, \u00a0nbsp",
+    "def f(x: int) -> int:\n    return x ** 2  # square\n\n\tif not x:\n\t\tpass",
+    '{"a": [1, 2, {"b": null}], "c": "d\\n"}',
+    "#include <stdio.h>\nint main(void) { printf(\"%d\\n\", 42); }",
+    "SELECT * FROM t WHERE a >= 10 AND b <> 'x';",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "a<|endoftext|>b <|im_end|> c<repo_name>d<empty_output>",
+    "<|im_start|><|im_start|> <|im_start |> <|nothing|>",
+    "https://example.org/a?b=c&d=%20#e",
+    "\x00\x01\x7f control",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "word " * 500,
+]  # fmt: skip
+MESSAGES = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [{"role": "system", "content": "Be brief. <|im_end|>"}, {"role": "user", "content": "Größe? 🙂"}],
+    [
+        {"role": "user", "content": "Name a fruit."},
+        {"role": "assistant", "content": "Apple."},
+        {"role": "user", "content": "Another."},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def reference(embedded_model_path: Path):
+    folder, name = embedded_model_path.parent, embedded_model_path.name
+    return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+
+
+def random_texts(count: int) -> list[str]:
+    rng = random.Random(7)
+    starts = (0x20, 0x80, 0x380, 0x410, 0x640, 0x2070, 0x4E00, 0x1F600)
+    pieces = [" ", "\n", "  ", "<|im_end|>", "1", "23", "'s", "\u0301"]
+
+    def piece() -> str:
+        return rng.choice(pieces) if rng.random() < 0.3 else chr(rng.choice(starts) + rng.randrange(80))
+
+    return ["".join(piece() for _ in range(rng.randrange(60))) for _ in range(count)]
+
+
+def test_tokens_are_those_of_transformers(tokenizer: ModelTokenizer, reference):
+    for text in [*TEXTS, *random_texts(2000)]:
+        assert tokenizer.encode(text) == reference(text)["input_ids"], repr(text)
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+def test_chat_prompts_are_those_of_transformers(tokenizer: ModelTokenizer, reference, messages):
+    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.render_chat(messages) == expected
+    assert tokenizer.encode_chat(messages) == reference(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_decoding_is_that_of_transformers(tokenizer: ModelTokenizer, reference):
+    rng = random.Random(3)
+    for _ in range(500):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(12))]
+        for skip in (True, False):
+            ours = tokenizer.decode(ids, skip_special_tokens=skip)
+            assert ours == reference.backend_tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_text_survives_the_round_trip(tokenizer: ModelTokenizer):
+    for text in [*TEXTS, *random_texts(200)]:
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_a_router_never_imports_torch(embedded_model_path: Path):
+    code = f"""
+import sys
+import router.server
+from router.tokenizer import load_tokenizer
+load_tokenizer({str(embedded_model_path)!r})
+assert not {{"torch", "transformers", "engine"}} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
+
+
+# ---------------------------------------------------------------- Hugging Face directories
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, embedded_model_path: Path) -> Path:
+    """The same model as a Hugging Face directory."""
+    path = tmp_path_factory.mktemp("model")
+    model = read_gguf(embedded_model_path)
+    model.tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
+    described = {"eos_token": {"content": "<|im_end|>"}, "chat_template": model.chat_template}
+    (path / "tokenizer_config.json").write_text(json.dumps(described))
+    return path
+
+
+def test_a_directory_gives_the_same_tokens(directory: Path, tokenizer: ModelTokenizer):
+    other = load_tokenizer(str(directory))
+    assert (other.max_model_len, other.vocab_size) == (8192, tokenizer.vocab_size)
+    for text in TEXTS:
+        ids = other.encode(text)
+        assert ids == tokenizer.encode(text)
+        assert other.decode(ids) == tokenizer.decode(ids)
+    assert other.encode_chat(MESSAGES[1]) == tokenizer.encode_chat(MESSAGES[1])
+
+
+def test_templates_come_from_where_they_may_be(directory: Path, tmp_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(directory, model)
+    (model / "chat_template.jinja").write_text("file: {{ messages[0].content }} {{ eos_token }}")
+    assert (
+        load_tokenizer(str(model)).render_chat(MESSAGES[0]) == f"file: {MESSAGES[0][0]['content']} <|im_end|>"
+    )
+    (tmp_path / "given.jinja").write_text("given{% generation %}!{% endgeneration %}")
+    given = load_tokenizer(str(model), chat_template=str(tmp_path / "given.jinja"))
+    assert given.render_chat(MESSAGES[0]) == "given!"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[5].content.x }}", "messages"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_templates_are_sandboxed_and_may_refuse(directory: Path, tmp_path: Path, template, reason):
+    (tmp_path / "t.jinja").write_text(template)
+    loaded = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
+    with pytest.raises(ValueError, match=reason):
+        loaded.render_chat(MESSAGES[0])
+
+
+def test_sentencepiece_tokens_spell_their_bytes(tmp_path: Path, directory: Path):
+    shutil.copytree(directory, tmp_path / "m")
+    vocab = {"<unk>": 0, "▁Hi": 1, "▁": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x99>": 5, "<0x82>": 6, "x": 7}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    d = tokenizers.decoders
+    made.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+    made.save(str(tmp_path / "m" / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path / "m")).decode([1, 2, 3, 4, 5, 6, 7]) == " Hi 🙂x"
+
+
+# ---------------------------------------------------------------- what users get wrong
+
+
+def test_what_cannot_be_loaded_is_said_clearly(directory: Path, tmp_path: Path, monkeypatch):
+    def refused(match: str, model: Path | str, **more: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            load_tokenizer(str(model), **more)
+
+    refused("no such file", tmp_path / "absent.gguf")
+    refused("no tokenizer.json", tmp_path)
+    (tmp_path / "x.gguf").write_bytes(b"not a model" * 100)
+    refused("cannot be read as GGUF", tmp_path / "x.gguf")
+    refused("--chat-template", directory, chat_template=str(tmp_path / "absent.jinja"))
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    refused("no valid Jinja", directory, chat_template=str(tmp_path / "broken.jinja"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    broken = tmp_path / "broken"
+    shutil.copytree(directory, broken)
+    (broken / "tokenizer.json").write_text("{}")
+    refused("cannot be loaded", broken)
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
+    made.decoder = tokenizers.decoders.WordPiece()
+    made.save(str(broken / "tokenizer.json"))
+    refused("WordPiece, which is not supported", broken)
+
+
+def test_other_kinds_of_gguf_tokenizers_are_refused_by_name(tmp_path: Path):
+    import gguf
+
+    for kind, split, reason in (
+        ("llama", "default", "kind 'llama'"),
+        ("gpt2", "mystery", "text as 'mystery'"),
+    ):
+        path = tmp_path / f"{kind}.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_context_length(64)
+        writer.add_tokenizer_model(kind)
+        writer.add_tokenizer_pre(split)
+        writer.add_token_list(["a", "b"])
+        writer.add_token_merges(["a b"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        with pytest.raises(ValueError, match=reason):
+            load_tokenizer(str(path))
