@@ -133,6 +133,18 @@ def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
     return run(endpoint, chat)
 
 
+@app.command(
+    rich_help_panel=CLIENTS,
+    add_help_option=False,  # its own --help has more to say
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Load-test any OpenAI-compatible endpoint; see `baton bench --help`."""
+    from bench.load.cli import app as bench_app
+
+    bench_app(context.args, prog_name="baton bench")
+
+
 def main() -> None:
     sys.exit(app())
 
