@@ -19,7 +19,6 @@ from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 from tests.cluster_helpers import (
     SECRET,
-    Seen,
     WorkerProcess,
     assert_whole,
     attached,
@@ -195,19 +194,13 @@ async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(start: Starter) 
 
 
 async def test_a_drain_is_bounded(start: Starter) -> None:
-    started = [start("prefill"), start("decode", deadlines={"drain": 0.5})]
-    prefill, decode = (worker.wait_ready() for worker in started)
-    async with paired(prefill, decode) as pair:
-        _, decode_id = await pair.submit(request(range(10), ENDLESS))
-        await pair.decode.reserved(decode_id)
-        await pair.decode.token(decode_id)
-        decode.popen.terminate()
-        last: Seen = await pair.decode.next(decode_id)
-        while isinstance(last.message, pb.TokenEvent):
-            last = await pair.decode.next(decode_id)
-        assert isinstance(last.message, pb.AttemptFailed)
-        assert last.message.code == pb.FAILURE_CODE_DRAINING
-        assert await exit_code(decode) == 0
+    worker = start("prefill", deadlines={"drain": 0.5}).wait_ready()
+    async with attached(worker) as stream:
+        held = await stream.submit_prefill(request(range(10), ENDLESS), handover=True)
+        await stream.token(held)
+        worker.popen.terminate()
+        assert (await stream.failure(held)).code == pb.FAILURE_CODE_DRAINING
+        assert await exit_code(worker) == 0
 
 
 async def test_ctrl_c_cancels_and_exits(start: Starter) -> None:
