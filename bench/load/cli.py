@@ -100,27 +100,26 @@ def sweep(
     """Measure a row of loads, or search the highest rate that keeps to --slo."""
     from bench.load.session import search, sweep_over
 
-    options = _options(target, workload, shape, pace, slo, output)
     if sum(map(bool, (rates, concurrencies, find_rate))) != 1:
-        raise ValueError(
-            "a sweep goes over --rates or --concurrencies, or searches with --find-rate: give one of them."
-        )
+        raise ValueError("a sweep needs one of --rates, --concurrencies and --find-rate.")
     if shape.rate is not None:
         raise ValueError(f"--rate {shape.rate:g}: a sweep sets the rate itself. Leave it out.")
-    if find_rate is not None:
-        if not slo.slo:
-            raise ValueError("--find-rate needs an objective: give --slo, like ttft.p99=300,ttit.p99=50.")
-        if not (find_rate > 0 and precision > 0):
-            raise ValueError(
-                f"--find-rate {find_rate:g} and --precision {precision:g} must be positive numbers."
-            )
-        return asyncio.run(search(options, output, find_rate, precision))
-    if rates:
-        shapes = [dataclasses.replace(shape, rate=r) for r in _numbers("--rates", rates)]
-    else:
+    if find_rate is not None and not slo.slo:
+        raise ValueError("--find-rate needs an objective: give --slo, like ttft.p99=300,ttit.p99=50.")
+    if not precision > 0:
+        raise ValueError(f"--precision {precision:g} must be a positive number, like 0.05.")
+    if concurrencies:
         users = _numbers("--concurrencies", concurrencies)
         shapes = [dataclasses.replace(shape, concurrency=_whole("--concurrencies", n)) for n in users]
-    return asyncio.run(sweep_over([dataclasses.replace(options, shape=s) for s in shapes], output))
+    else:
+        first = [find_rate] if find_rate is not None else _numbers("--rates", rates)
+        shapes = [dataclasses.replace(shape, rate=rate) for rate in first]
+    points = [_options(target, workload, s, pace, slo, output) for s in shapes]
+    if find_rate is not None:
+        return asyncio.run(search(points[0], output, find_rate, precision))
+    # The prompts of all points follow from one seed.
+    points = [dataclasses.replace(point, seed=points[0].seed) for point in points]
+    return asyncio.run(sweep_over(points, output))
 
 
 @app.command(

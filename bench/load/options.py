@@ -277,8 +277,6 @@ class ShapeOptions:
                 "--ramp-to": self.ramp_to,
             }
         )
-        if self.arrivals != "poisson" and self.rate is None:
-            raise ValueError(f"--arrivals {self.arrivals} shapes an open loop: give its --rate.")
         if (self.arrivals == "ramp") != (self.ramp_to is not None):
             raise ValueError("--arrivals ramp and --ramp-to need each other: give both, or none.")
         if self.burstiness != 1.0 and self.arrivals != "gamma":
@@ -416,6 +414,8 @@ class Options:
     seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 31))
 
     def __post_init__(self) -> None:
+        if self.shape.arrivals != "poisson" and self.shape.rate is None:
+            raise ValueError(f"--arrivals {self.shape.arrivals} shapes an open loop: give its --rate.")
         if self.shape.ramp_to is not None and self.pace.duration is None:
             raise ValueError("--arrivals ramp reaches --ramp-to at the end of --duration: give it.")
 

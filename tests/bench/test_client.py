@@ -1,4 +1,4 @@
-"""The client against a real server on a real socket. Sleeps of the server are the subject, not a way to wait."""
+"""The client against a real server on a real socket. Its sleeps are the subject, not a way to wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.load.request import Dialect, Target
 from bench.load.slo import Slo
 from bench.load.workload import Listed, Session, Synthetic, Turn
 from tests.bench.mock_server import Behavior, Fault, MockServer
-from tests.bench.support import EXACT, client_config, one_turn, open_loop, run_client
+from tests.bench.support import client_config, one_turn, open_loop, run_client
 
 SAME = Listed((one_turn(),))
 
@@ -246,7 +246,3 @@ async def test_no_request_without_its_place_is_lost_on_a_stop() -> None:
         records: list[Record] = await run_client(config)
     assert len(records) == 10
     assert {r.error_class for r in records} == {"unfinished"}
-
-
-def test_the_mock_counts_what_the_composer_makes() -> None:
-    assert EXACT.overhead == 1

@@ -71,7 +71,7 @@ def test_objectives() -> None:
         (lambda: TraceOptions(speed=0), r"--speed 0 must be a positive"),
         (lambda: ShapeOptions(rate=math.inf), r"--rate inf.*--concurrency instead"),
         (lambda: ShapeOptions(concurrency=-1), r"--concurrency -1"),
-        (lambda: ShapeOptions(arrivals="gamma"), r"--arrivals gamma.*--rate"),
+        (lambda: Options(shape=ShapeOptions(arrivals="gamma")), r"--arrivals gamma.*--rate"),
         (lambda: ShapeOptions(rate=1, arrivals="ramp"), r"--ramp-to"),
         (lambda: ShapeOptions(rate=1, ramp_to=2), r"--arrivals ramp"),
         (lambda: ShapeOptions(rate=1, burstiness=2), r"--burstiness 2 is for --arrivals gamma"),

@@ -1,0 +1,232 @@
+"""The command as a user starts it: exit codes, files, Ctrl-C. Speeds are not judged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.load import datasets, results
+from bench.load.cli import app
+from tests.bench.mock_server import Behavior, Fault, MockServer
+from tests.bench.test_page import outcome
+
+ROOT = Path(__file__).parents[2]
+MEASURED = (0, 3)  # 3: a busy machine may leave the client too little, and then it says so
+QUICK = ("--input-len", "20", "--output-len", "4", "--processes", "1", "--warmup", "0", "--quiet")
+
+
+async def _start(*args: str | Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.load", *map(str, args), cwd=ROOT, stdout=PIPE, stderr=PIPE
+    )
+
+
+async def _bench(*args: str | Path) -> tuple[int, str, str]:
+    process = await _start(*args)
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    assert "Traceback" not in err.decode(), err.decode()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def _served(server: MockServer, count: int) -> None:
+    while len(server.served) < count:  # noqa: ASYNC110 - the server has no event for it
+        await asyncio.sleep(0.02)
+
+
+def _rows(path: Path) -> dict[str, Any]:
+    return {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
+
+
+async def test_run_writes_all_it_is_asked_for(tmp_path: Path) -> None:
+    files = [tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html")]
+    outputs = [x for path in files for x in (f"--{path.suffix[1:]}", path)]
+    async with MockServer(Behavior(ttft=0.02, gaps=(0.005,))) as server:
+        code, out, err = await _bench(
+            "run", "--url", server.url, "--rate", "30", "--duration", "1", "--slo", "ttft=5s",
+            *QUICK, *outputs,
+        )  # fmt: skip
+        arrived = len(server.served)
+    assert code in MEASURED, err
+    report = json.loads(files[0].read_text())
+    assert {"machine", "versions", "parameters", "started", "results"} <= set(report)
+    rows = _rows(files[0])
+    lines = files[1].read_text().splitlines()
+    assert rows["requests.sent"] == len(lines)
+    assert arrived == len(lines) + 1, "one probe, and nothing else that the server has to generate for"
+    assert rows["ttft.p50"] >= 20
+    assert rows["ttit.p50"] >= 4
+    assert rows["input.off"] == rows["requests.failed"] == 0
+    assert rows["goodput.share"] == 1
+    assert rows["server.prefill.mean"] == pytest.approx(15)
+    assert "TTFT" in out
+    assert "<svg" in files[2].read_text()
+
+
+async def test_a_server_that_is_down() -> None:
+    code, _, err = await _bench("run", "--url", "http://127.0.0.1:1", *QUICK)
+    assert code == 1
+    assert "no answer" in err
+
+
+async def test_a_server_that_only_fails(tmp_path: Path) -> None:
+    """The probe gets through, everything after it does not."""
+    faults: list[Fault] = ["none", *["429"] * 20]
+    async with MockServer(Behavior(ttft=0, faults=faults)) as server:
+        code, out, _ = await _bench(
+            "run", "--url", server.url, "--requests", "20", *QUICK, "--json", tmp_path / "r.json"
+        )  # fmt: skip
+    assert code == 1, "nothing could be measured"
+    assert "http_429" in out
+    rows = _rows(tmp_path / "r.json")
+    assert rows["errors.http_429"] == rows["requests.failed"] == rows["requests.sent"] == 20
+    assert "ttft.p50" not in rows
+
+
+async def test_half_of_the_answers_fail(tmp_path: Path) -> None:
+    async with MockServer(Behavior(ttft=0, faults=("none", "half"))) as server:
+        code, _, _ = await _bench(
+            "run", "--url", server.url, "--requests", "20", *QUICK, "--json", tmp_path / "r.json",
+            "--slo", "ttft=10s",
+        )  # fmt: skip
+    assert code in MEASURED
+    rows = _rows(tmp_path / "r.json")
+    assert rows["errors.half_streamed"] == 10
+    assert rows["goodput.share"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("run", "--rate", "0"), "--rate 0 must be a positive number"),
+        (("run", "--slo", "nonsense"), "--slo 'nonsense'"),
+        (("sweep",), "one of --rates, --concurrencies and --find-rate"),
+        (("sweep", "--rates", "1,x"), "--rates '1,x'"),
+        (("sweep", "--find-rate", "4"), "--find-rate needs an objective"),
+        (("sweep", "--rates", "1", "--rate", "3"), "Leave it out"),
+        (("sweep", "--concurrencies", "1.5"), "whole numbers"),
+        (("compare", "a.json"), "compare a.json: with what"),
+        (("compare", "nowhere.json", "b.json"), "nowhere.json: no report"),
+        (("report", "nowhere.json"), "nowhere.json: no report"),
+    ],
+)
+def test_what_was_asked_for_is_wrong(args: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+async def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    async with MockServer(Behavior(ttft=0.01)) as server:
+        process = await _start(
+            "run", "--url", server.url, "--duration", "60", "--input-len", "20", "--output-len", "4",
+            "--processes", "2", "--concurrency", "4", "--quiet", "--json", tmp_path / "r.json",
+        )  # fmt: skip
+        await _served(server, 40)
+        stopped = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+    assert time.monotonic() - stopped < 15
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert "INCOMPLETE" in out.decode()
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["detail"]["incomplete"] is True
+    assert report["detail"]["interrupted"] >= 1
+    rows = _rows(tmp_path / "r.json")
+    assert rows["requests.ok"] >= 20
+    assert rows["requests.failed"] == 0
+
+
+async def test_ctrl_c_before_anything_was_measured() -> None:
+    async with MockServer(Behavior(ttft=60.0)) as server:
+        process = await _start("run", "--url", server.url, *QUICK)
+        await _served(server, 1)
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+async def test_clients_end_with_their_parent() -> None:
+    async with MockServer(Behavior(ttft=0.01)) as server:
+        process = await _start("run", "--url", server.url, "--duration", "60", *QUICK)
+        await _served(server, 20)
+        process.kill()
+        await process.communicate()
+        # They share the parent's output, so `communicate` returned only because they are gone.
+        count = len(server.served)
+        await asyncio.sleep(0.3)
+        assert len(server.served) <= count + 4
+
+
+async def test_a_sweep_has_the_rows_of_every_load(tmp_path: Path) -> None:
+    async with MockServer(Behavior(ttft=0.01)) as server:
+        code, out, err = await _bench(
+            "sweep", "--url", server.url, "--concurrencies", "1,3", "--duration", "0.5", *QUICK,
+            "--json", tmp_path / "r.json",
+        )  # fmt: skip
+        prompts = [str(s.prompt) for s in server.served]
+    assert code in MEASURED, err
+    assert "Sweep" in out
+    rows = _rows(tmp_path / "r.json")
+    assert rows["concurrency=3.throughput.requests"] > rows["concurrency=1.throughput.requests"]
+    # The probe comes once for each load; everything else is new, lest a prefix cache help the later loads.
+    assert len(set(prompts)) == len(prompts) - 1
+
+
+async def test_no_rate_keeps_to_the_objective(tmp_path: Path) -> None:
+    async with MockServer(Behavior(ttft=0.01)) as server:
+        code, _, err = await _bench(
+            "sweep", "--url", server.url, "--find-rate", "0.02", "--arrivals", "constant", "--requests", "1",
+            "--slo", "ttft.p50=1ms", *QUICK, "--json", tmp_path / "r.json",
+        )  # fmt: skip
+    assert code in (1, 3), err
+    assert "max_rate" not in _rows(tmp_path / "r.json")
+    assert "No rate keeps to ttft.p50=1ms" in err or code == 3
+
+
+async def test_replay_keeps_the_trace_s_lengths_and_times(tmp_path: Path) -> None:
+    async with MockServer(Behavior(ttft=0, gaps=(0,))) as server:
+        code, _, err = await _bench(
+            "replay", "--url", server.url, "--speed", "40", "--quiet", "--json", tmp_path / "r.json"
+        )
+        served = server.served[1:]  # without the probe
+    assert code in MEASURED, err
+    lines = datasets.read_trace(datasets.SAMPLE_TRACE)
+    assert sorted(s.prompt_tokens for s in served) == sorted(line.input_length for line in lines)
+    assert sorted(s.max_tokens for s in served) == sorted(line.output_length for line in lines)
+    span = max(s.arrived for s in served) - min(s.arrived for s in served)
+    assert span == pytest.approx(lines[-1].timestamp / 1e3 / 40, abs=0.5)
+    assert _rows(tmp_path / "r.json")["input.off"] == 0
+
+
+def test_compare_and_report_side_by_side(tmp_path: Path) -> None:
+    old, new, page = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "page.html"
+    report = results.report_of(outcome(), "2026-01-01").as_dict()
+    old.write_text(json.dumps(report))
+    for row in report["results"]:
+        row["value"] *= 1.2 if row["name"] == "ttit.p99" else 1
+    new.write_text(json.dumps(report))
+
+    def code(*args: object) -> int:
+        return CliRunner().invoke(app, list(map(str, args))).exit_code
+
+    assert code("compare", old, new) == 0
+    assert code("compare", old, new, "--fail-if", "ttit.p99>+5%") == 1
+    assert code("compare", old, new, "--fail-if", "ttft.p99>+5%", "--fail-if", "ttit.p99>+5%") == 1
+    assert code("compare", old, new, "--fail-if", "ttit.p99>+25%") == 0
+    assert code("compare", new, old, "--fail-if", "ttit.p99>+5%") == 0
+    assert code("compare", old, old, new, "--fail-if", "ttit.p99>+5%") == 1, "any of the later ones"
+    assert code("compare", old, new, "--fail-if", "no.such.row>+5%") == 2
+    assert code("report", old, new, "--html", page) == 0
+    assert "new" in page.read_text()

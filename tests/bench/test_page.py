@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.load import results
+from bench.load.experiment import Outcome, Plan
+from bench.load.measure import summarize
+from bench.load.options import Options, ShapeOptions, SloOptions
+from bench.load.page import page
+from bench.load.record import Failure, Record
+from bench.load.request import Dialect, Target
+from bench.load.self_check import check
+from bench.load.server_stages import ServerView, Stage
+from bench.load.slo import Slo
+from bench.load.svg import Chart, Line
+from bench.load.table import console, render, render_sweep
+from bench.load.workload import Listed
+from tests.bench.support import EXACT, one_turn, record
+
+HOSTILE = "<script>alert('x')</script>\x1b[31m"
+
+
+def outcome(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Outcome:
+    records: list[Record] = [record(i * 0.1, gaps=(0.01,) * 5, index=i, prompt_tokens=9) for i in range(60)]
+    records += [
+        record(i * 0.1, index=i, failure=Failure.HTTP, status=500, detail=HOSTILE, output_tokens=None)
+        for i in range(failed)
+    ]
+    options = Options(shape=ShapeOptions(rate=rate), slo=SloOptions(slo="ttft=500,ttit.p99=20"), seed=1)
+    target = Target("http://127.0.0.1:8000", "completions", HOSTILE, Dialect())
+    fields: dict[str, Any] = {
+        "plan": Plan(options, target, Listed((one_turn(),)), EXACT, None, ()),
+        "records": records,
+        "summary": summarize(records, options.slo.objectives, warm_up=0.0),
+        "self_check": check([], [0.0], 0.1, 0.01, more.pop("died", [])),
+        "server": ServerView(
+            (Stage("queue", "vllm:request_queue_time_seconds", 60, 0.01, 0.01, 0.02),), "by it"
+        ),
+        "elapsed": 6.0,
+        "processes": 1,
+        "incomplete": False,
+    }
+    return Outcome(**fields | more)
+
+
+def _report(**more: Any) -> dict[str, Any]:
+    return results.report_of(outcome(**more), "2026-01-01").as_dict()
+
+
+def _sweep() -> dict[str, Any]:
+    points = [(f"rate={r}", results.report_of(outcome(rate=r), "2026-01-01")) for r in (1.0, 2.0, 4.0)]
+    return results.report_of_sweep(points, None, "2026-01-01", None).as_dict()
+
+
+class _Tags(HTMLParser):
+    """Every tag is closed, and nothing is loaded from anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        for name, value in attrs:
+            assert name not in ("src", "href", "action", "data", "poster", "srcset"), (tag, name, value)
+            assert not name.startswith("on"), (tag, name)
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+PAGES = {
+    "run": lambda: page([_report()], ["one"]),
+    "failures": lambda: page([_report(failed=5)], ["one"]),
+    "sweep": lambda: page([_sweep()], ["sweep"]),
+    "several": lambda: page(
+        [_report(), _sweep(), _report(died=["client process 0 died"])], ["a", "b", HOSTILE]
+    ),
+    "nothing": lambda: page([_report(summary=summarize([], Slo.parse("ttft=500"), warm_up=0.0))], ["empty"]),
+}
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_a_page_is_whole_and_loads_nothing(kind: str) -> None:
+    text = PAGES[kind]()
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert {"link", "img", "iframe"}.isdisjoint(tags.seen)
+    assert not re.search(r"@import|url\(|https?://(?!127\.0\.0\.1)", text)
+    assert "alert('x')</script>" not in text, "what came over the network is text"
+
+
+def test_a_page_shows_what_spoils_its_numbers() -> None:
+    text = page([_report(died=["client process 0 died"], incomplete=True, failed=3)], ["x"])
+    for said in (
+        "INVALID",
+        "client process 0 died",
+        "INCOMPLETE",
+        "http_500",
+        "rate" if False else "misses it",
+    ):
+        assert said in text, said
+
+
+def test_lines_are_where_the_numbers_are() -> None:
+    svg = Chart("t", "x", "y", [Line("one", [(0, 0), (50, 10), (100, 20)], 0)], log_y=False).svg()
+    points = re.search(r'<polyline[^>]*points="([^"]+)"', svg)
+    assert points is not None
+    (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, p.split(","))) for p in points[1].split())
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
+    assert x0 < x2
+    assert y0 > y2, "larger is higher"
+
+
+def test_another_bench_is_no_load_test() -> None:
+    with pytest.raises(ValueError, match="kv is no report of a load test"):
+        page([{"bench": "kv", "results": [], "parameters": {}}], ["kv"])
+
+
+def test_rows_have_the_names_and_units_of_the_contract() -> None:
+    rows = {row["name"]: row for row in _report(failed=2)["results"]}
+    for metric in ("ttft", "ttit", "ttit.request", "handover", "e2e"):
+        for quantile in ("p50", "p90", "p99", "p99.9", "max"):
+            assert rows[f"{metric}.{quantile}"]["unit"] == "ms"
+    assert rows["ttft.p50"]["value"] == pytest.approx(100)
+    assert rows["ttft.p50"]["low"] <= rows["ttft.p50"]["value"] <= rows["ttft.p50"]["high"]
+    assert rows["ttit.p99"]["goal"] == 20
+    assert rows["ttit.p99"]["meets_goal"] is True
+    assert rows["errors.http_500"]["value"] == 2
+    assert rows["goodput.share"]["value"] == pytest.approx(60 / 62)
+    assert rows["server.queue.mean"]["value"] == pytest.approx(10)
+
+
+def test_requests_are_written_in_order_with_their_failures(tmp_path: Path) -> None:
+    results.write_requests(outcome(failed=2), tmp_path / "r.jsonl")
+    lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    assert len(lines) == 62
+    assert sum('"error_class":"http_500"' in line for line in lines) == 2
+    assert '"ttft_ms":100.0' in lines[0]
+
+
+def test_terminal_tables_print(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print(render(_report(failed=2, died=["client process 0 died"], incomplete=True)))
+    console().print(render_sweep(_sweep()))
+    shown = capsys.readouterr().out
+    for said in ("TTFT", "INVALID", "INCOMPLETE", "http_500", "Sweep", "within SLO"):
+        assert said in shown, said
