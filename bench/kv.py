@@ -4,7 +4,9 @@
 
 Ours: pool → arena → transfer process → 4 lanes → transfer process → arena → pool, checksums on, block size
 16, shuffled blocks, from fetch() until the receiver reports it injected. Raw: as many threads and connections
-move the same bytes from one buffer to another, with nothing in between. Both between two processes, in turn.
+move the same bytes from one buffer to another, with nothing in between. Raw, pool to pool: the same, but each
+thread gathers what it sends and scatters what it receives, still without checksum, credit or other processes.
+All between two engine processes, in turn.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import kv_transfer as kv
@@ -62,6 +67,7 @@ class Worker:
         self.blocks = random.Random(role).sample(range(blocks), blocks)
         shape = (2, blocks, BLOCK, LAYOUT.num_kv_heads, LAYOUT.head_dim)
         self.pool = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYOUT.num_layers)]
+        self.bytes = [layer.view(torch.uint8).flatten(2).numpy() for layer in self.pool]  # [2, blocks, bytes]
 
     def stop(self) -> None:
         self.process.terminate()
@@ -75,12 +81,12 @@ def prefill_main(control: Connection, num_tokens: int, slots: int, slot_bytes: i
     for layer in worker.pool:
         layer.copy_(torch.randn(layer.shape))
     sender = kv.KVSender(worker.channel, worker.arena, worker.pool, BLOCK, LAYOUT)
-    raw = RawSender(num_tokens * LAYOUT.bytes_per_token)
+    raw = RawSender(num_tokens * LAYOUT.bytes_per_token, worker)
     _tell(control, [worker.port, raw.port, worker.process.pid, digest(worker)])
     while (order := json.loads(control.recv_bytes())) is not None:
         what, tokens = order
-        if what == "raw":
-            raw.send(tokens * LAYOUT.bytes_per_token)
+        if what != "kv":
+            raw.send(tokens * LAYOUT.bytes_per_token, pool=what == "pool")
             continue
         prefill_id = secrets.token_bytes(16)
         sender.open(prefill_id, worker.blocks, tokens)
@@ -107,7 +113,7 @@ class Cluster:
         )
         port, raw_port, pid, self._digest = json.loads(self._control.recv_bytes())
         self._address = f"127.0.0.1:{port}"
-        self._raw = RawReceiver(raw_port, num_tokens * LAYOUT.bytes_per_token)
+        self._raw = RawReceiver(raw_port, num_tokens * LAYOUT.bytes_per_token, self._worker)
         assert self._child.pid is not None
         self._pids = (os.getpid(), self._child.pid, self._worker.process.pid, pid)
 
@@ -127,10 +133,11 @@ class Cluster:
         assert isinstance(events[0], kv.Injected), events
         return tokens * LAYOUT.bytes_per_token / 1e9 / (time.perf_counter() - start)
 
-    def raw(self, tokens: int) -> float:
+    def raw(self, tokens: int, *, pool: bool = False) -> float:
+        """GB/s of as many bytes over plain sockets; `pool`: from one pool into the other."""
         size = tokens * LAYOUT.bytes_per_token
-        _tell(self._control, ["raw", tokens])
-        return size / 1e9 / self._raw.receive(size)
+        _tell(self._control, ["pool" if pool else "raw", tokens])
+        return size / 1e9 / self._raw.receive(size, pool=pool)
 
     def cpu_seconds(self) -> float:
         """Of both engines and both transfer processes so far."""
@@ -149,47 +156,71 @@ class Cluster:
 
 
 class RawSender:
-    """LANES threads, each sending its part of one large buffer down its own connection."""
+    """LANES threads, each sending its part down its own connection: of one buffer, or out of the pool."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, worker: Worker) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=LANES)
         self.port = self._listener.getsockname()[1]
         self._buffer = memoryview(bytearray(os.urandom(MIB)) * (size // MIB))
+        self._worker = worker
         self._lanes: list[socket.socket] = []
 
-    def send(self, size: int) -> None:
+    def send(self, size: int, *, pool: bool) -> None:
         while len(self._lanes) < LANES:
             self._lanes.append(self._listener.accept()[0])
             self._lanes[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        part = size // LANES
 
         def send(lane: int) -> None:
+            memory = bytearray(CHUNK)
+            bounce = np.frombuffer(memory, np.uint8)
             self._lanes[lane].recv(1)  # the receiver starts the clock
-            for at in range(lane * part, (lane + 1) * part, CHUNK):
-                self._lanes[lane].sendall(self._buffer[at : min(at + CHUNK, (lane + 1) * part)])
+            for at in range(lane * size // LANES, (lane + 1) * size // LANES, CHUNK):
+                if pool:
+                    for rows, piece in pool_rows(self._worker, at, size):
+                        bounce[piece] = rows
+                    self._lanes[lane].sendall(memory)
+                else:
+                    self._lanes[lane].sendall(self._buffer[at : at + CHUNK])
 
         _in_threads(send)
 
 
 class RawReceiver:
-    def __init__(self, port: int, size: int) -> None:
+    def __init__(self, port: int, size: int, worker: Worker) -> None:
         self._lanes = [socket.create_connection(("127.0.0.1", port)) for _ in range(LANES)]
         self._buffer = memoryview(bytearray(size))
+        self._worker = worker
 
-    def receive(self, size: int) -> float:
-        """Seconds until all bytes are in the buffer."""
-        part = size // LANES
+    def receive(self, size: int, *, pool: bool) -> float:
+        """Seconds until all bytes are where they belong."""
 
         def receive(lane: int) -> None:
-            at, stop = lane * part, (lane + 1) * part
-            while at < stop:
-                at += self._lanes[lane].recv_into(self._buffer[at : min(at + CHUNK, stop)])
+            memory = memoryview(bytearray(CHUNK))
+            bounce = np.frombuffer(memory, np.uint8)
+            for at in range(lane * size // LANES, (lane + 1) * size // LANES, CHUNK):
+                to = memory if pool else self._buffer[at : at + CHUNK]
+                got = 0
+                while got < CHUNK:
+                    got += self._lanes[lane].recv_into(to[got:])
+                if pool:
+                    for rows, piece in pool_rows(self._worker, at, size):
+                        rows[:] = bounce[piece]
 
         start = time.perf_counter()
         for lane in self._lanes:
             lane.send(b"g")
         _in_threads(receive)
         return time.perf_counter() - start
+
+
+def pool_rows(worker: Worker, at: int, size: int) -> Iterator[tuple[np.ndarray, slice]]:
+    """The blocks that hold bytes [at, at + CHUNK) of a transfer of `size`, and their part of a chunk."""
+    plane = size // LAYOUT.num_layers // 2  # K or V of one layer
+    block = LAYOUT.bytes_per_token_layer // 2 * BLOCK
+    for i in range(CHUNK // block):
+        which, within = divmod(at + i * block, plane)
+        layer = worker.bytes[which // 2]
+        yield layer[which % 2, worker.blocks[within // block]], slice(i * block, (i + 1) * block)
 
 
 def digest(worker: Worker) -> str:
@@ -214,8 +245,10 @@ def _tell(control: Connection, message: object) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser("KV over TCP loopback: GB/s from pool to pool, next to raw sockets.")
-    p.add_argument("--slots", type=int, default=64, help="arena slots of either side")
-    p.add_argument("--slot-bytes", type=int, default=MIB, help="bytes of an arena slot, the largest frame")
+    p.add_argument("--slots", type=int, default=32, help="arena slots of either side")
+    p.add_argument(
+        "--slot-bytes", type=int, default=2 * MIB, help="bytes of an arena slot, the largest frame"
+    )
     args = p.parse_args(arguments)
     if args.device == "cuda":
         print("bench.kv measures the host path; the CUDA path is measured by bench.overlap", file=sys.stderr)
@@ -244,34 +277,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(cluster: Cluster, report: Report, mib: int, tokens: int, pairs: int) -> None:
-    cpu: dict[str, list[float]] = {"kv": [], "raw": []}
+    cpu: dict[str, list[float]] = {}
 
     def counted(name: str, run: Callable[[int], float]) -> Callable[[], float]:
         def once() -> float:
             before = cluster.cpu_seconds()
             speed = run(tokens)
-            cpu[name].append((cluster.cpu_seconds() - before) / (tokens * LAYOUT.bytes_per_token / 1e9))
+            seconds = cluster.cpu_seconds() - before
+            cpu.setdefault(name, []).append(seconds / (tokens * LAYOUT.bytes_per_token / 1e9))
             return speed
 
         return once
 
-    ours, raw = counted("kv", cluster.transfer), counted("raw", cluster.raw)
-    for warm_up in (ours, raw, ours, raw):
+    name = f"kv.tcp.lanes{LANES}.{mib}MiB"
+    ours, raw = counted(name, cluster.transfer), counted(f"{name}.raw", cluster.raw)
+    same_work = counted(f"{name}.raw_pool", partial(cluster.raw, pool=True))
+    for warm_up in (ours, raw, same_work):
         warm_up()
-    for seconds in cpu.values():
-        seconds.clear()
+    cpu.clear()
     speeds, raw_speeds = interleaved(ours, raw, pairs)
     ratio, spread = paired_ratio(speeds, raw_speeds)
-    name = f"kv.tcp.lanes{LANES}.{mib}MiB"
-    report.add(
-        Row(
-            name, statistics.median(speeds), "GB/s", ratio=ratio, ratio_to="raw sockets", spread=spread,
-            goal=0.85, better="higher",
-        )
-    )  # fmt: skip
+    row = Row(name, statistics.median(speeds), "GB/s", ratio=ratio, ratio_to="raw sockets", spread=spread)
+    row.goal, row.better = 0.85, "higher"
+    report.add(replace(row))
     report.add(Row(f"{name}.raw", statistics.median(raw_speeds), "GB/s"))
-    report.add(Row(f"{name}.cpu", statistics.mean(cpu["kv"]), "s/GB"))
-    report.add(Row(f"{name}.raw.cpu", statistics.mean(cpu["raw"]), "s/GB"))
+    speeds, pool_speeds = interleaved(ours, same_work, pairs)
+    ratio, spread = paired_ratio(speeds, pool_speeds)
+    what = "raw sockets, pool to pool"
+    report.add(
+        Row(f"{name}.same_work", statistics.median(speeds), "GB/s", ratio=ratio, ratio_to=what, spread=spread)
+    )
+    for measured, seconds in cpu.items():
+        report.add(Row(f"{measured}.cpu", statistics.mean(seconds), "s/GB"))
 
 
 if __name__ == "__main__":
