@@ -15,8 +15,9 @@ blocks go back to the pool at that moment: an idle engine has a whole pool.
 No sockets, processes or threads in here, and nothing that pickles.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.request import (
     EngineRequest,
     EngineStats,
@@ -27,6 +28,9 @@ from engine.request import (
     StepResult,
 )
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 __all__ = [
     "Engine",
@@ -40,3 +44,12 @@ __all__ = [
     "SamplingParams",
     "StepResult",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Torch costs a second and 250 MB: only who runs an engine pays, not who configures or describes one.
+    if name == "Engine":
+        from engine.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -125,7 +125,7 @@ class Engine:
         for live, choice in zip(batch.sampled, choices, strict=True):
             if choice is None:
                 result.failed.append((live.id, "the model's logits are not finite numbers"))
-                self._scheduler.drop(live)
+                self._leave_batch(live)
                 continue
             self._scheduler.verified(live)
             result.outputs.append(self._emit(live, choice.token, choice.logprobs))
@@ -141,20 +141,25 @@ class Engine:
             logprobs=logprobs,
             finish_reason=finish_reason,
             cached_tokens=live.num_cached,
-            held=live.handover and not finish_reason,
         )
-        if finish_reason:
-            self._scheduler.drop(live)
-        elif live.handover:
-            self._scheduler.hold(live)
+        if finish_reason or live.handover:
+            self._leave_batch(live)
         return output
+
+    def _leave_batch(self, live: LiveRequest) -> None:
+        """Nothing more is computed for it. Whoever takes over its KV may still be reading the blocks, also
+        where the first token was the last: only `release` says that this is over."""
+        if live.handover:
+            self._scheduler.hold(live)
+        else:
+            self._scheduler.drop(live)
 
     # The life of a request
 
     def add(self, request: EngineRequest, *, handover: bool = False) -> None:
-        """Queues a request for prefill. With `handover` it is held after its first token, unless that ends
-        it: its blocks keep the KV of prompt and given output until `release`. Raises `ValueError` if the
-        request can never be served."""
+        """Queues a request for prefill. With `handover` it is held after its first token, whichever that is:
+        its blocks keep the KV of prompt and given output until `release`. Raises `ValueError` if the request
+        can never be served."""
         self._validate(request)
         self._scheduler.add(request, handover=handover)
 

@@ -44,13 +44,12 @@ class Output:
     """Empty: goes on. "stop": this is an EOS or stop token. "length": max_tokens or max_model_len reached."""
     cached_tokens: int = 0
     """Prompt positions that came from the prefix cache."""
-    held: bool = False
-    """The request was added with handover: its KV is complete and stays until `Engine.release`."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did. Requests in `preempted` and `failed` are gone from the engine."""
+    """What one step did. Requests in `preempted` are gone from the engine, and so are those in `failed`,
+    unless they were added with handover: these are held until `Engine.release`."""
 
     outputs: list[Output] = field(default_factory=list)
     preempted: list[bytes] = field(default_factory=list)

@@ -157,7 +157,7 @@ class PrefillRole:
             del self._prefills[output.id]
             self._attempts.end(output.id)
             return
-        prefill.held = output.held
+        prefill.held = True
         if prefill.closed:
             return
         if output.finish_reason:

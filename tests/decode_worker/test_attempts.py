@@ -181,8 +181,9 @@ async def test_a_retarget_takes_the_kv_from_another_prefill(workers: Workers) ->
         whole = await pair.generate(prompt(100), params)
         # Two tokens are out when its prefill worker is lost.
         out = whole.tokens[:2]
-        prefill_id, decode_id = await pair.submit(request(prompt(100), params))
-        await pair.prefill.cancel(prefill_id)
+        prefill_id = await pair.prefill.submit_prefill(request(prompt(100), params), handover=True)
+        await pair.prefill.cancel(prefill_id)  # before anybody can have fetched it
+        decode_id = await pair.decode.submit_decode(request(prompt(100), params), pair.source(prefill_id))
         await pair.decode.reserved(decode_id)
         assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
         again = await pair.prefill.submit_prefill(request(prompt(100), params, out), handover=True)

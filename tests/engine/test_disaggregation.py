@@ -40,7 +40,11 @@ class Pair:
         while not (self.prefill.idle and self.decode.idle):
             result = self.prefill.step()
             self.emit(result.outputs)
-            ready += [output for output in result.outputs if output.held]
+            for output in result.outputs:
+                if output.finish_reason:
+                    self.prefill.release(output.id)
+                else:
+                    ready.append(output)
             ready = [output for output in ready if not self.hand_over(todo[output.id], output)]
             result = self.decode.step()
             self.emit(result.outputs)
