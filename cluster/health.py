@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 INTERVAL = 2.0  # seconds between questions
 PATIENCE = (
@@ -37,7 +37,7 @@ async def until_silent(
 async def _check_of(ready: Mapping[str, Any], secret: bytes, open_: contextlib.AsyncExitStack) -> Check:
     """Workers have gRPC's own health service; any answer is one, also "not serving" while it drains."""
     if "address" not in ready:
-        return lambda: asyncio.to_thread(_get, f"{ready['url']}/health")
+        return lambda: _get_health(urlsplit(ready["url"]))
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -56,6 +56,11 @@ async def _check_of(ready: Mapping[str, Any], secret: bytes, open_: contextlib.A
     return check
 
 
-def _get(url: str) -> None:
-    with urllib.request.urlopen(url, timeout=PATIENCE):
-        pass
+async def _get_health(url: SplitResult) -> None:
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    try:
+        writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+        if not await reader.readline():
+            raise ConnectionResetError("closed without an answer")
+    finally:
+        writer.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import cluster.runner
 from cluster.backoff import RestartPolicy
 from cluster.plan import RoleName, RoleSpec
 from cluster.role_process import RoleState
@@ -48,6 +50,17 @@ class Cluster:
     async def up(self) -> None:
         await eventually(lambda: all(state.phase == "ready" for _, state in self.supervisor.states()))
         await eventually(lambda: len(self.listed()) == 3)
+
+
+@pytest.fixture(autouse=True)
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fakes have no health service to ask; test_health is about that."""
+
+    async def forever(ready: Mapping[str, Any], secret: bytes) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(cluster.runner, "until_silent", forever)
 
 
 @pytest.fixture
