@@ -25,7 +25,7 @@ def new_http_session(timeout: float) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=600),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0)),
-        auto_decompress=False,
+        headers={"accept-encoding": "identity"},  # compression would be measured too
         read_bufsize=1 << 20,
     )
 

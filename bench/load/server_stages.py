@@ -20,7 +20,7 @@ STAGES: Mapping[str, str] = {
     "prefill": "vllm:request_prefill_time_seconds",
     "transfer": "baton:kv_transfer_seconds",
     "exposed_transfer": "baton:kv_exposed_seconds",
-    "handover": "baton:handover_seconds",
+    "handover": "baton:handover_gap_seconds",
     "decode": "vllm:request_decode_time_seconds",
     "ttft": "vllm:time_to_first_token_seconds",
     "e2e": "vllm:e2e_request_latency_seconds",
@@ -70,7 +70,7 @@ async def scrape(http: aiohttp.ClientSession, urls: Sequence[str], headers: Mapp
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             return f"{url}: {e or type(e).__name__}"
         except (ValueError, KeyError, IndexError) as e:  # the parser's ways to reject a page
-            return f"{url} is not in Prometheus's text format ({e})"
+            return f"{url} is not in Prometheus's text format ({str(e)[:80]!r})"
     return merged
 
 

@@ -113,16 +113,19 @@ class MockServer:
             model["max_model_len"] = self.behavior.max_model_len
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
         if not self.behavior.metrics:
             raise web.HTTPNotFound
         done = [s for s in self.served if s.writes]
         queue, prefill = 0.25 * self.behavior.ttft, 0.75 * self.behavior.ttft
-        return web.Response(
+        response = web.Response(
             text=_histogram("vllm:request_queue_time_seconds", [queue] * len(done))
             + _histogram("vllm:request_prefill_time_seconds", [prefill] * len(done))
             + _histogram("vllm:request_decode_time_seconds", [s.writes[-1] - s.writes[0] for s in done])
         )
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            response.enable_compression()
+        return response
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         if not self.behavior.tokenize:
