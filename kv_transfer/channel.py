@@ -214,7 +214,8 @@ class Channel:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.sock = sock
-        self.pending: list[bytes] = []
+        self.pending: list[bytes] = []  # encoded; not empty only while the socket is full
+        self._full = False
         self._on_blocked = on_blocked
         self._decode = msgspec.msgpack.Decoder(list[receives]).decode
         self._buffer = memoryview(bytearray(_LARGEST))
@@ -224,9 +225,12 @@ class Channel:
 
     def send(self, *messages: _Local) -> None:
         self.pending.extend(map(_encode, messages))
-        self.flush()
+        if not self._full:
+            self.flush()
 
     def flush(self) -> None:
+        """Send what waits. Its owner calls this when the socket is writable, or once in a while."""
+        self._full = False
         while self.pending:
             count, size = 0, 0
             while count < len(self.pending) and (count == 0 or size + len(self.pending[count]) <= _PACKET):
@@ -236,6 +240,7 @@ class Channel:
             try:
                 self.sock.send(packet)
             except BlockingIOError:
+                self._full = True
                 self._on_blocked()
                 return
             except OSError as e:

@@ -36,8 +36,12 @@ class Pool(Protocol):
         ...
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> Any:
-        """Where positions [0, num_tokens) lie. Writes into these blocks wait for what the current stream has
-        queued so far: their last owner may still be read there."""
+        """Where positions [0, num_tokens) lie."""
+        ...
+
+    def fence(self) -> None:
+        """Writes from here on wait for what the current stream has queued: blocks that were just reserved
+        may still be read there, for their last owner."""
         ...
 
     def record(self) -> Event:
@@ -91,6 +95,9 @@ class HostPool:
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
         return list(block_ids)
+
+    def fence(self) -> None:
+        pass
 
     def record(self) -> Event:
         return None
@@ -147,12 +154,14 @@ class CudaPool:
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """int64 [num_tokens] on the device: the row of each position."""
-        self._stream.wait_event(self.record())
         blocks = torch.tensor(block_ids, dtype=torch.int64).pin_memory()
         with torch.cuda.stream(self._stream):
             first = blocks.to(self._device, non_blocking=True)[:, None] * self._block_size
             rows = first + torch.arange(self._block_size, device=self._device)
             return rows.flatten()[:num_tokens]
+
+    def fence(self) -> None:
+        self._stream.wait_event(self.record())
 
     def record(self) -> Event:
         event = torch.cuda.Event()
@@ -197,10 +206,13 @@ class CudaPool:
 def _pin(memory: torch.Tensor) -> None:
     cudart = torch.cuda.cudart()
     assert cudart is not None
-    torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if error:
+        raise RuntimeError(f"cannot pin the arena's {memory.numel()} bytes: CUDA error {error}")
 
 
 def _unpin(memory: torch.Tensor) -> None:
     cudart = torch.cuda.cudart()
     assert cudart is not None
-    torch.cuda.check_error(int(cudart.cudaHostUnregister(memory.data_ptr())))
+    error = int(cudart.cudaHostUnregister(memory.data_ptr()))
+    assert error == 0, f"cudaHostUnregister: CUDA error {error}"

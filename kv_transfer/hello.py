@@ -48,7 +48,8 @@ class Initiator:
         self._secret = secret
         self._identity = identity
         self._incarnation = incarnation
-        self.open = HelloOpen(session_id, lane, lanes, os.urandom(32), encode(identity))
+        self.lane = lane
+        self.open = encode(HelloOpen(session_id, lane, lanes, os.urandom(32), encode(identity)))
         self.proof: HelloProof | None = (
             None  # to be sent as soon as it is there, even if what follows refuses
         )
@@ -74,32 +75,33 @@ class Listener:
         self._secret = secret
         self._identity = identity
         self._open: HelloOpen | None = None
-        self._reply: HelloReply | None = None
+        self._expected = b""
 
-    def answer(self, message: HelloOpen) -> HelloReply:
+    def answer(self, message: HelloOpen, payload: bytes) -> HelloReply:
+        """The reply to `message`, which came as `payload`."""
         if self._open is not None or not 0 <= message.lane < message.lanes <= 64:
             raise Refused("hello", f"lane {message.lane} of {message.lanes}, or opened twice")
         self._open = message
         unsigned = HelloReply(os.urandom(32), encode(self._identity), bytes(32))
-        mac = _mac(self._secret, b"listener", message, unsigned)
-        self._reply = HelloReply(unsigned.nonce, unsigned.identity, mac)
-        return self._reply
+        self._expected = _mac(self._secret, b"initiator", payload, unsigned)
+        return HelloReply(
+            unsigned.nonce, unsigned.identity, _mac(self._secret, b"listener", payload, unsigned)
+        )
 
     def check(self, message: HelloProof) -> tuple[HelloOpen, Identity]:
         """What the initiator opened and who it is, if it is one to talk to; else Refused."""
-        if self._open is None or self._reply is None:
+        if self._open is None:
             raise Refused("hello", "proof before open")
-        expected = _mac(self._secret, b"initiator", self._open, self._reply)
-        if not hmac.compare_digest(message.mac, expected):
+        if not hmac.compare_digest(message.mac, self._expected):
             raise Refused("secret", "the initiator does not know this cluster's secret")
         theirs = _identity(self._open.identity)
         _check(self._identity, theirs)
         return self._open, theirs
 
 
-def _mac(secret: bytes, label: bytes, opened: HelloOpen, reply: HelloReply) -> bytes:
+def _mac(secret: bytes, label: bytes, opened: bytes, reply: HelloReply) -> bytes:
     """Over all that both said but the MAC; each part's length first, so that there is one reading."""
-    parts = (b"baton kv lane v1", label, encode(opened), reply.nonce, reply.identity)
+    parts = (b"baton kv lane v1", label, opened, reply.nonce, reply.identity)
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return hmac.digest(secret, message, hashlib.sha256)
 

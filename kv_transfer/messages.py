@@ -163,6 +163,10 @@ _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 _decode_identity = msgspec.msgpack.Decoder(Identity).decode
 
 
+# What msgspec raises for bytes that are no such message; for a str that is not UTF-8 it is its own error.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
 class MessageError(Exception):
     """The peer sent a control message that breaks the protocol: its session ends."""
 
@@ -182,7 +186,7 @@ def decode(role: Literal["prefill", "decode"], kind: FrameType, payload: memoryv
         raise MessageError(f"{kind.name} is never sent to a {role} worker")
     try:
         message = decoder(payload)
-    except msgspec.DecodeError as e:
+    except _UNREADABLE as e:
         raise MessageError(f"{kind.name}: {e}") from None
     if isinstance(message, Fetch):
         _check_fetch(message)
@@ -196,14 +200,14 @@ def decode(role: Literal["prefill", "decode"], kind: FrameType, payload: memoryv
 def decode_hello(payload: memoryview) -> Hello:
     try:
         return _decode_hello(payload)
-    except msgspec.DecodeError as e:
+    except _UNREADABLE as e:
         raise MessageError(f"HELLO: {e}") from None
 
 
 def decode_identity(payload: bytes) -> Identity:
     try:
         return _decode_identity(payload)
-    except msgspec.DecodeError as e:
+    except _UNREADABLE as e:
         raise MessageError(f"HELLO identity: {e}") from None
 
 

@@ -136,6 +136,7 @@ class KVReceiver:
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         heads = self._layout.num_kv_heads
         request = FetchIn(os.urandom(16), prefill_id, kv_address, incarnation, ranges, 0, heads)
+        self._pool.fence()
         table = self._pool.table(block_ids, num_tokens)
         fetch = _Fetch(decode_id, request, table, time.monotonic())
         self._fetches[decode_id] = self._by_transfer[request.transfer_id] = fetch

@@ -89,15 +89,6 @@ class _Transfer:
     seq: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Gather:
-    transfer: _Transfer
-    piece: Slice
-    slot: int
-    event: Any
-    seq: int
-
-
 class KVSender:
     """Serves the KV of held prefills to whoever FETCHes them. Owns the pump thread and its end of `channel`.
 
@@ -129,7 +120,7 @@ class KVSender:
         self._prefills: dict[bytes, _Prefill] = {}
         self._ring: deque[_Transfer] = deque()  # open transfers, next in turn first
         self._sessions: dict[int, _Session] = {}
-        self._gathers: deque[_Gather] = deque()  # in stream order
+        self._gathers: deque[tuple[Any, _Prefill, SliceOut]] = deque()  # in stream order, with their events
         self._fetched: set[bytes] = set()
         self._num_slots = arena.num_slots
         # Last in, first out: the slot used last is the one that is still in the cache.
@@ -224,8 +215,8 @@ class KVSender:
             while messages := self._channel.receive():
                 for message in messages:
                     self._handle(message)
-            while self._gathers and self._pool.passed(self._gathers[0].event):
-                self._gathered(self._gathers.popleft())
+            while self._gathers and self._pool.passed(self._gathers[0][0]):
+                self._gathered(*self._gathers.popleft()[1:])
             started, waiting = self._gather_next()
             if not started:
                 return waiting
@@ -252,25 +243,21 @@ class KVSender:
             prefill.gathers += 1
             with self._trace.measure("gather", layer=piece.layer, token_start=piece.token_start):
                 done = self._pool.gather(piece, prefill.table, slot)
-            gather = _Gather(transfer, piece, slot, done, transfer.seq)
+            message = SliceOut(
+                transfer.id, slot, transfer.seq, piece.layer, piece.head_start, piece.head_count,
+                piece.token_start, piece.token_count, slice_bytes(self._layout, piece),
+            )  # fmt: skip
             transfer.seq += 1
             if done is None:
-                self._gathered(gather)
+                self._gathered(prefill, message)
             else:
-                self._gathers.append(gather)
+                self._gathers.append((done, prefill, message))
             return True, False
         return False, waiting
 
-    def _gathered(self, g: _Gather) -> None:
+    def _gathered(self, prefill: _Prefill, message: SliceOut) -> None:
         """The slot is filled: hand it over (the transfer process drops it if its transfer has ended)."""
-        piece = g.piece
-        self._channel.send(
-            SliceOut(
-                g.transfer.id, g.slot, g.seq, piece.layer, piece.head_start, piece.head_count,
-                piece.token_start, piece.token_count, slice_bytes(self._layout, piece),
-            )
-        )  # fmt: skip
-        prefill = g.transfer.prefill
+        self._channel.send(message)
         prefill.gathers -= 1
         if prefill.ended is not None:
             self._end(prefill, prefill.ended)

@@ -17,20 +17,16 @@ from typing import Any
 from kv_transfer.config import TransferConfig
 from kv_transfer.connector import Handler, ProtocolError
 from kv_transfer.frame import NO_TRANSFER, FrameType, Header
+from kv_transfer.handshake import Handshake, say
 from kv_transfer.hello import Initiator, Listener, Refused
 from kv_transfer.lane import IoThread, Lane, OutgoingFrame
 from kv_transfer.messages import (
     Control,
     HelloOpen,
-    HelloProof,
-    HelloRefused,
-    HelloReply,
     Identity,
-    Message,
     MessageError,
     Ping,
     decode,
-    decode_hello,
     encode,
     frame_type,
 )
@@ -166,87 +162,6 @@ class TcpSession:
         self.end("lost", why)
 
 
-class _Handshake:
-    """LaneOwner of a lane that has not proved itself. It has no KV frame, so only three calls can come."""
-
-    def __init__(
-        self, connector: TcpConnector, session: TcpSession | None, party: Initiator | Listener
-    ) -> None:
-        self._connector = connector
-        self.session = session  # None on the listening side, until the lane says which
-        self._party = party
-
-    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
-        with self._connector.lock:
-            if lane.closing is not None:
-                return
-            try:
-                self._step(lane, decode_hello(payload))
-            except Refused as e:
-                self._refuse(lane, e)
-            except MessageError as e:
-                self._refuse(lane, Refused("hello", str(e)))
-
-    def _step(self, lane: Lane, message: Message) -> None:
-        party = self._party
-        if isinstance(message, HelloRefused):
-            raise Refused("by_peer", f"{message.reason[:32]!r}: {message.detail[:256]!r}")
-        if isinstance(party, Listener) and isinstance(message, HelloOpen):
-            _say(lane, party.answer(message))
-        elif isinstance(party, Listener) and isinstance(message, HelloProof):
-            opened, peer = party.check(message)
-            self.session = self._connector.joined_session(opened, peer)
-            self._up(lane, opened.lane, peer)
-        elif isinstance(party, Initiator) and isinstance(message, HelloReply) and party.proof is None:
-            try:
-                peer = party.reply(message)
-            finally:
-                if party.proof is not None:
-                    _say(lane, party.proof)
-            self._up(lane, party.open.lane, peer)
-        else:
-            raise Refused("hello", f"unexpected {type(message).__name__}")
-
-    def _up(self, lane: Lane, number: int, peer: Identity) -> None:
-        assert self.session is not None
-        self._connector.handshakes.pop(lane)
-        self.session.add(number, lane, peer)
-
-    def _refuse(self, lane: Lane, why: Refused) -> None:
-        self._connector.counters.refuse(why.reason, why.detail)
-        _say(lane, HelloRefused(why.reason, why.detail[:512]))
-        lane.close_soon(why.reason, why.detail)
-        if self.session is not None and isinstance(self._party, Initiator):
-            self.session.end(why.reason, why.detail)
-
-    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
-        with self._connector.lock:
-            self._connector.lane_closed(lane)
-            if kind not in ("eof", "socket") and lane.closing is None:
-                self._connector.counters.refuse(kind, f"in handshake: {why}")
-            if self.session is not None:
-                self.session.end("unreachable", why)
-
-    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any] | None:
-        raise AssertionError("a lane takes no KV before its handshake")
-
-    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
-        raise AssertionError("a lane takes no KV before its handshake")
-
-    def frame_begins(self, frame: OutgoingFrame) -> bool:
-        raise AssertionError("a lane sends no KV before its handshake")
-
-    def frame_sent(self, frame: OutgoingFrame) -> None:
-        raise AssertionError("a lane sends no KV before its handshake")
-
-    def frame_dropped(self, frame: OutgoingFrame) -> None:
-        raise AssertionError("a lane sends no KV before its handshake")
-
-
-def _say(lane: Lane, message: Message) -> None:
-    lane.push(FrameType.HELLO, NO_TRANSFER, encode(message))
-
-
 class TcpConnector:
     """All sessions of one transfer process. Every method is called with `lock` held."""
 
@@ -291,7 +206,7 @@ class TcpConnector:
         self.sessions[session.id] = session
         for number, sock in enumerate(sockets):
             party = Initiator(self._secret, self._identity, session.id, number, lanes, incarnation)
-            _say(self._adopt(sock, _Handshake(self, session, party)), party.open)
+            say(self._adopt(sock, Handshake(self, session, party)), party.open)
         return session
 
     def accept(self, listener: socket.socket) -> None:
@@ -308,7 +223,7 @@ class TcpConnector:
                 self.counters.refuse("handshakes", f"{address}: {len(self.handshakes)} are under way")
                 sock.close()
                 continue
-            self._adopt(sock, _Handshake(self, None, Listener(self._secret, self._identity)))
+            self._adopt(sock, Handshake(self, None, Listener(self._secret, self._identity)))
 
     def joined_session(self, opened: HelloOpen, peer: Identity) -> TcpSession:
         """The session that an authenticated lane belongs to; a new one for its first lane."""
@@ -334,7 +249,7 @@ class TcpConnector:
         del self.sessions[session.id]
         log.info("session with %s ended (%s): %s", session.name, reason, detail)
         for lane in self.handshakes:
-            if isinstance(lane.owner, _Handshake) and lane.owner.session is session:
+            if isinstance(lane.owner, Handshake) and lane.owner.session is session:
                 lane.close_soon(reason, detail)
         if session.up or not self.listening:
             self.handler.session_down(session, reason, detail)
@@ -379,7 +294,7 @@ class TcpConnector:
         for thread in self._threads:
             thread.join()
 
-    def _adopt(self, sock: socket.socket, owner: _Handshake) -> Lane:
+    def _adopt(self, sock: socket.socket, owner: Handshake) -> Lane:
         thread = min(self._threads, key=lambda t: t.lanes)
         thread.lanes += 1
         self.lane_count += 1

@@ -274,6 +274,8 @@ def refused(worker: Any, until: Any, reason: str, count: int = 1) -> None:
         (frame(KV, b"x"), "hello"),
         (frame(HELLO, b"x"), "hello"),
         (frame(HELLO, pack(["proof", bytes(32)])), "hello"),
+        (frame(HELLO, b"\x93\xa7refused\xa1\x80\xa0"), "hello"),  # a text that is not UTF-8
+        (frame(HELLO, b"\x91" * 4000), "hello"),  # nested as deep as it goes
         (frame(HELLO, pack(["open", bytes(15), 0, 1, bytes(32), b""])), "hello"),
     ],
 )
@@ -313,6 +315,8 @@ def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
         (KV, b"x" * 5000, "length"),
         (FETCH, b"x" * (65 << 10), "length"),
         (FETCH, pack([b"p" * 16, [[5, 5]], 0, 0, 2]), "message"),
+        (ABORT, b"\x91\xa1\x80", "message"),  # a text that is not UTF-8
+        (ABORT, b"\x91" * 60_000, "message"),
         (ABORTED, pack(["gone", 0]), "message"),
         (HELLO, pack(["proof", bytes(32)]), "message"),
         (PING, pack([6, 0]), "incarnation"),

@@ -1,0 +1,104 @@
+"""A lane that has not proved itself: runs the HELLO of `hello.py` on it, then hands it to its session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.frame import NO_TRANSFER, FrameType, Header
+from kv_transfer.hello import Initiator, Listener, Refused
+from kv_transfer.lane import Lane, OutgoingFrame
+from kv_transfer.messages import (
+    Hello,
+    HelloOpen,
+    HelloProof,
+    HelloRefused,
+    HelloReply,
+    Identity,
+    MessageError,
+    decode_hello,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from kv_transfer.tcp import TcpConnector, TcpSession
+
+
+class Handshake:
+    """LaneOwner of a lane that has not proved itself. It has no KV frame, so only three calls can come."""
+
+    def __init__(
+        self, connector: TcpConnector, session: TcpSession | None, party: Initiator | Listener
+    ) -> None:
+        self._connector = connector
+        self.session = session  # None on the listening side, until the lane says which
+        self._party = party
+
+    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
+        with self._connector.lock:
+            if lane.closing is not None:
+                return
+            try:
+                self._step(lane, decode_hello(payload), payload)
+            except Refused as e:
+                self._refuse(lane, e)
+            except MessageError as e:
+                self._refuse(lane, Refused("hello", str(e)))
+
+    def _step(self, lane: Lane, message: Hello, payload: memoryview) -> None:
+        party = self._party
+        if isinstance(message, HelloRefused):
+            raise Refused("by_peer", f"{message.reason[:32]!r}: {message.detail[:256]!r}")
+        if isinstance(party, Listener) and isinstance(message, HelloOpen):
+            say(lane, encode(party.answer(message, bytes(payload))))
+        elif isinstance(party, Listener) and isinstance(message, HelloProof):
+            opened, peer = party.check(message)
+            self.session = self._connector.joined_session(opened, peer)
+            self._up(lane, opened.lane, peer)
+        elif isinstance(party, Initiator) and isinstance(message, HelloReply) and party.proof is None:
+            try:
+                peer = party.reply(message)
+            finally:
+                if party.proof is not None:
+                    say(lane, encode(party.proof))
+            self._up(lane, party.lane, peer)
+        else:
+            raise Refused("hello", f"unexpected {type(message).__name__}")
+
+    def _up(self, lane: Lane, number: int, peer: Identity) -> None:
+        assert self.session is not None
+        self._connector.handshakes.pop(lane)
+        self.session.add(number, lane, peer)
+
+    def _refuse(self, lane: Lane, why: Refused) -> None:
+        self._connector.counters.refuse(why.reason, why.detail)
+        say(lane, encode(HelloRefused(why.reason, why.detail[:512])))
+        lane.close_soon(why.reason, why.detail)
+        if self.session is not None and isinstance(self._party, Initiator):
+            self.session.end(why.reason, why.detail)
+
+    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
+        with self._connector.lock:
+            self._connector.lane_closed(lane)
+            if kind not in ("eof", "socket") and lane.closing is None:
+                self._connector.counters.refuse(kind, f"in handshake: {why}")
+            if self.session is not None:
+                self.session.end("unreachable", why)
+
+    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any] | None:
+        raise AssertionError("a lane takes no KV before its handshake")
+
+    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
+        raise AssertionError("a lane takes no KV before its handshake")
+
+    def frame_begins(self, frame: OutgoingFrame) -> bool:
+        raise AssertionError("a lane sends no KV before its handshake")
+
+    def frame_sent(self, frame: OutgoingFrame) -> None:
+        raise AssertionError("a lane sends no KV before its handshake")
+
+    def frame_dropped(self, frame: OutgoingFrame) -> None:
+        raise AssertionError("a lane sends no KV before its handshake")
+
+
+def say(lane: Lane, payload: bytes) -> None:
+    lane.push(FrameType.HELLO, NO_TRANSFER, payload)

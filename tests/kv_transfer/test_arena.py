@@ -1,0 +1,126 @@
+"""Arena, channel, configuration, trace and tombstones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kv_transfer as kv
+from kv_transfer import channel as ch
+from kv_transfer import tombstones
+
+
+def test_an_arena_is_shared_by_who_inherits_it() -> None:
+    arena = kv.Arena.create(4, 4096)
+    code = (
+        "import kv_transfer as kv, sys; a = kv.Arena.attach(int(sys.argv[1]), 4, 4096)\n"
+        "assert bytes(a.slot(3)[:5]) == b'hello'; a.slot(0)[:2] = b'hi'; a.tick(); a.tick()"
+    )
+    arena.slot(3)[:5] = b"hello"
+    subprocess.run([sys.executable, "-c", code, str(arena.fd)], pass_fds=[arena.fd], check=True)
+    assert bytes(arena.slot(0)[:2]) == b"hi"
+    assert arena.ticks == 2
+    with pytest.raises(OSError):
+        os.ftruncate(arena.fd, 4096)  # sealed: nobody pulls the memory away
+    with pytest.raises(ValueError, match="not"):
+        kv.Arena.attach(os.dup(arena.fd), 5, 4096)
+    arena.close()
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 5000, 128 << 20])
+def test_bad_slot_sizes_are_named(slot_bytes: int) -> None:
+    with pytest.raises(ValueError, match="slot_bytes"):
+        kv.Arena.create(4, slot_bytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"slot_bytes": 5000}, "slot_bytes"),
+        ({"layout": kv.KVLayout(2, 100, 256, "float32")}, "larger slots"),
+        ({"num_slots": 2}, "num_slots"),
+        ({"lanes": 0}, "lanes"),
+        ({"lanes": 65}, "lanes"),
+        ({"io_threads": 0}, "io_threads"),
+        ({"incarnation": 1 << 64}, "incarnation"),
+    ],
+)
+def test_a_bad_configuration_is_named(change: dict[str, Any], named: str) -> None:
+    good: Any = {
+        "role": "decode", "name": "decode 0", "incarnation": 1, "model_fingerprint": "m",
+        "layout": kv.KVLayout(2, 1, 8, "float32"), "num_slots": 4, "slot_bytes": 4096,
+    }  # fmt: skip
+    kv.TransferConfig(**good)
+    with pytest.raises(ValueError, match=named):
+        kv.TransferConfig(**(good | change))
+
+
+def test_a_channel_holds_back_what_does_not_fit_and_keeps_the_order() -> None:
+    a, b = kv.channel_pair()
+    blocked: list[bool] = []
+    sender = ch.Channel(a, ch.FromReceiver, lambda: blocked.append(True))
+    receiver = ch.Channel(b, ch.FromReceiver)
+    total = 20_000
+    for i in range(total):
+        sender.send(ch.SlotsFree([i]))
+    assert blocked
+    assert sender.pending, "the socket took everything: the test tests nothing"
+    got: list[int] = []
+    while len(got) < total:
+        while messages := receiver.receive():
+            got += [m.slots[0] for m in messages]
+        sender.flush()
+    assert got == list(range(total))
+    assert not sender.pending
+    a.close()
+    with pytest.raises(ch.ChannelClosed):
+        receiver.receive()
+    with pytest.raises(ch.ChannelClosed):
+        receiver.send(ch.SlotsFree([1]))
+
+
+def test_a_trace_is_readable_even_when_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = kv.TraceWriter(path, "prefill 0 engine")
+
+    def work() -> None:
+        for i in range(300):
+            trace.span("gather", 1.0, 1.5, layer=i)
+            with trace.measure("measured"):
+                trace.instant("commit")
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trace.flush()
+    events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    assert events[0]["args"] == {"name": "prefill 0 engine"}
+    spans = [e for e in events if e["name"] == "gather"]
+    assert len(spans) == 900
+    assert (spans[0]["ph"], spans[0]["ts"], spans[0]["dur"]) == ("X", 1e6, 0.5e6)
+    assert len({e["tid"] for e in spans}) == 3
+    trace.close()
+    trace.instant("after the end")
+    off = kv.TraceWriter(None, "nobody")
+    off.instant("nothing")
+    assert not off.enabled
+
+
+def test_tombstones_are_bounded_in_time_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 3)
+    graves: tombstones.Tombstones[str] = tombstones.Tombstones(10)
+    for i in range(4):
+        graves.bury(bytes([i]), f"reason {i}", now=i)
+    assert (graves.get(b"\0"), graves.get(b"\1"), len(graves)) == (None, "reason 1", 3)
+    graves.bury(b"\1", "again", now=5)
+    graves.expire(13)
+    assert (graves.get(b"\1"), graves.get(b"\3"), len(graves)) == ("again", None, 1)

@@ -1,0 +1,103 @@
+"""Gather and scatter between paged pools and arena slots, on the CPU and (marked gpu) on side streams."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from kv_transfer.arena import Arena
+from kv_transfer.device import Pool, Staged, open_pool
+from kv_transfer.layout import KVLayout, cut
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def passed(pool: Pool, event: Any) -> None:
+    deadline = time.monotonic() + 20
+    while event is not None and not pool.passed(event):
+        assert time.monotonic() < deadline, "an event never passed"
+
+
+def cache(layout: KVLayout, blocks: int, block_size: int, device: str) -> list[torch.Tensor]:
+    shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
+    dtype = getattr(torch, layout.dtype)
+    return [torch.randn(shape).to(dtype).to(device) for _ in range(layout.num_layers)]
+
+
+def dense(tensor: torch.Tensor, table: list[int], start: int, stop: int) -> torch.Tensor:
+    block_size = tensor.shape[2]
+    rows = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(start, stop)])
+    return tensor.cpu().flatten(1, 2)[:, rows]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("from_block", "to_block"), [(16, 16), (16, 128), (128, 64), (3, 16)])
+@pytest.mark.parametrize("heads", [[(0, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 4)]])
+def test_from_pool_to_pool(device: str, dtype: str, from_block: int, to_block: int, heads: Any) -> None:
+    """Bit for bit, whatever the block sizes and however the heads are divided; nothing else moves."""
+    layout = KVLayout(2, 4, 8, dtype)
+    arena = Arena.create(8, 8192)
+    n, start = 250, 37
+    source, target = cache(layout, 100, from_block, device), cache(layout, 100, to_block, device)
+    before = [t.cpu().clone() for t in target]
+    sender = open_pool(device, source, from_block, layout, arena)
+    # An arena is pinned by one pool: on CUDA the receiver has one of its own.
+    other = Arena.create(8, 8192) if device == "cuda" else arena
+    receiver = open_pool(device, target, to_block, layout, other)
+    there = random.sample(range(100), -(-n // from_block))
+    here = random.sample(range(100), -(-n // to_block))
+    tables = sender.table(there, n), receiver.table(here, n)
+    pieces = [p for layer in range(2) for h in heads for p in cut(layout, layer, (start, n), h, 8192)]
+    for i in range(0, len(pieces), 8):
+        events = [sender.gather(p, tables[0], slot) for slot, p in enumerate(pieces[i : i + 8])]
+        for event in events:
+            passed(sender, event)
+        if other is not arena:
+            other.memory[:] = arena.memory
+        batch = [Staged(p, slot, tables[1]) for slot, p in enumerate(pieces[i : i + 8])]
+        for event in receiver.scatter(batch):
+            passed(receiver, event)
+    for layer in range(2):
+        assert torch.equal(dense(source[layer], there, start, n), dense(target[layer], here, start, n))
+        rest = [b for b in range(100) if b not in here]
+        assert torch.equal(target[layer].cpu()[:, rest], before[layer][:, rest])
+        assert torch.equal(dense(target[layer], here, 0, start), dense(before[layer], here, 0, start))
+    for pool in {sender, receiver}:
+        pool.close()
+
+
+@pytest.mark.gpu
+def test_a_write_waits_for_what_the_blocks_were_used_for_before() -> None:
+    """The last owner of a block may still be read by what the compute stream has queued."""
+    layout = KVLayout(1, 1, 8, "float32")
+    arena = Arena.create(4, 4096)
+    (layer,) = kv = cache(layout, 4, 16, "cuda")
+    old = layer[:, 2].clone()
+    pool = open_pool("cuda", kv, 16, layout, arena)
+    torch.cuda._sleep(100_000_000)  # the compute stream is busy; then it reads block 2
+    read = layer[:, 2] + 0
+    pool.fence()
+    table = pool.table([2], 16)
+    arena.slot(0)[:] = bytes(4096)
+    (piece,) = cut(layout, 0, (0, 16), (0, 1), 4096)
+    for event in pool.scatter([Staged(piece, 0, table)]):
+        passed(pool, event)
+    assert torch.equal(read, old)
+    assert not layer[:, 2].any()
+    pool.close()
+
+
+def test_a_pool_of_another_shape_is_refused() -> None:
+    layout, arena = KVLayout(1, 4, 8, "float32"), Arena.create(4, 4096)
+    for bad in (
+        torch.zeros(2, 4, 16, 3, 8),
+        torch.zeros(2, 4, 8, 4, 8),
+        torch.zeros(2, 4, 16, 4, 8).double(),
+    ):
+        with pytest.raises(AssertionError):
+            open_pool("cpu", [bad], 16, layout, arena)

@@ -1,0 +1,288 @@
+"""The engines' endpoints over a device that takes its time, the test playing the transfer process.
+
+On CUDA a gather or scatter goes on after the call that started it. Until its event has passed no slot is
+handed over or given back, no block is reported free, and nothing is reported injected.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kv_transfer as kv
+from kv_transfer import channel as ch
+from kv_transfer import device
+
+LAYOUT = kv.KVLayout(2, 1, 8, "float32")  # 64 B a position and layer
+SLOTS = 6
+
+
+class LateEvent:
+    def __init__(self) -> None:
+        self.passed = False
+
+
+class LatePool(device.HostPool):
+    """Does the work when its event is let through, as a stream does when it gets there."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.recorded: list[LateEvent] = []
+        self.work: list[tuple[LateEvent, Any]] = []  # in stream order
+
+    def record(self) -> LateEvent:
+        self.recorded.append(LateEvent())
+        return self.recorded[-1]
+
+    def passed(self, event: Any) -> bool:
+        return event.passed
+
+    def gather(self, piece: Any, table: Any, slot: int) -> LateEvent:
+        event = LateEvent()
+        self.work.append((event, lambda: device.HostPool.gather(self, piece, table, slot)))
+        return event
+
+    def scatter(self, batch: Any) -> tuple[LateEvent, LateEvent]:
+        copied, scattered = LateEvent(), LateEvent()
+        self.work.append((copied, lambda: None))
+        self.work.append((scattered, lambda: device.HostPool.scatter(self, batch)))
+        return copied, scattered
+
+    def go(self, count: int = 1) -> None:
+        """Let the stream run on by `count` events."""
+        for event, work in [self.work.pop(0) for _ in range(count)]:
+            work()
+            event.passed = True
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
+    """The pool that the next endpoint opens."""
+    made: list[LatePool] = []
+
+    def open_pool(where: str, *args: Any) -> LatePool:
+        made.append(LatePool(*args))
+        return made[-1]
+
+    monkeypatch.setattr(device, "open_pool", open_pool)
+    return made
+
+
+class Bench:
+    """An endpoint and the transfer process's end of its channel."""
+
+    def __init__(self, endpoint: Any, receives: Any) -> None:
+        ours, theirs = kv.channel_pair()
+        self.arena = kv.Arena.create(SLOTS, 4096)
+        self.cache = [torch.arange(2.0 * 8 * 16 * 8).view(2, 8, 16, 1, 8) for _ in range(2)]
+        self.endpoint = endpoint(theirs, self.arena, self.cache, 16, LAYOUT)
+        self.channel = ch.Channel(ours, receives)
+        self.inbox: list[Any] = []
+
+    def next(self, until: Any, kind: type) -> Any:
+        """The next message, which must be of this type."""
+
+        def some() -> bool:
+            self.inbox += self.channel.receive()
+            return bool(self.inbox)
+
+        until(some, kind.__name__, self.channel)
+        message = self.inbox.pop(0)
+        assert isinstance(message, kind), message
+        return message
+
+    def silent(self) -> bool:
+        self.inbox += self.channel.receive()
+        return not self.inbox
+
+
+@pytest.fixture
+def sending(late: list[LatePool], until: Any) -> Iterator[tuple[Bench, kv.KVSender, LatePool]]:
+    bench = Bench(kv.KVSender, ch.FromSender)
+    yield bench, bench.endpoint, late[0]
+    late[0].go(len(late[0].work))
+    bench.endpoint.shutdown()
+
+
+def start(bench: Bench, prefill_id: bytes, transfer_id: bytes = b"t" * 16, *, session: int = 1) -> None:
+    bench.channel.send(ch.StartOut(prefill_id, transfer_id, session, 4096, 4, ((0, 40),), 0, 1))
+    bench.channel.send(ch.Granted(session, 9, False))
+
+
+def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    sender.ready(b"p", 0, 0, 40)
+    start(bench, b"p")
+    until(lambda: sender.has_fetch(b"p"), "the start to be seen")
+    assert pool.work == [], "gathered before the layer was written"
+    pool.recorded[0].passed = True
+    until(lambda: pool.work, "the gather")
+    assert bench.silent(), "handed over before it was copied"
+    pool.go()
+    s = bench.next(until, ch.SliceOut)
+    assert (s.seq, s.layer, s.token_start, s.token_count, s.length) == (0, 0, 0, 40, 40 * 64)
+    expected = torch.cat([bench.cache[0][:, b] for b in (5, 1, 3)], 1)[:, :40]
+    got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.length]), dtype=torch.float32)
+    assert torch.equal(got.view(2, 40, 1, 8), expected)
+    sender.close(b"p", "cancelled")
+
+
+def test_closing_releases_only_after_the_gathers_that_run(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    sender.ready(b"p", None, 0, 40)
+    start(bench, b"p")
+    pool.recorded[0].passed = True
+    until(lambda: len(pool.work) == 2, "both gathers")
+    sender.close(b"p", "cancelled")
+    assert isinstance(bench.next(until, ch.Offer), ch.Offer)
+    assert bench.next(until, ch.CloseOut).reason == "cancelled"
+    pool.go()
+    first = bench.next(until, ch.SliceOut)
+    assert sender.poll() == [], "released while a gather may still read its blocks"
+    pool.go()
+    assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]
+    assert not sender.idle
+    for slot in (first.slot, bench.next(until, ch.SliceOut).slot):
+        bench.channel.send(ch.SlotFree(slot, True))
+    until(lambda: sender.idle, "the slots")
+
+
+def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    for i in range(4):  # 8 slices, 2 for each prefill
+        sender.open(bytes([i]), [i], 16)
+        sender.ready(bytes([i]), None, 0, 16)
+        pool.recorded[-1].passed = True
+        bench.channel.send(ch.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 2, ((0, 16),), 0, 1))
+    bench.channel.send(ch.Granted(0, 9, False), ch.Granted(1, 1, False))
+    until(lambda: len(pool.work) == 3, "two slices by window, one by credit")
+    bench.channel.send(ch.Granted(1, 2, False))
+    until(lambda: len(pool.work) == 4, "one more by credit")
+    pool.go(4)
+    out = [bench.next(until, ch.Offer) for _ in range(4)] and [
+        bench.next(until, ch.SliceOut) for _ in range(4)
+    ]
+    assert {s.transfer_id for s in out} == {bytes([i]) for i in range(4)}, "round robin over the transfers"
+    bench.channel.send(ch.Granted(1, 2, True))
+    answer = bench.next(until, ch.Recalled)
+    assert (answer.session, answer.total, answer.sent) == (1, 2, 2)
+    for s in out:
+        bench.channel.send(ch.SlotFree(s.slot, True))  # none of them left: their credit is good again
+    until(lambda: len(pool.work) == 4, "what was left")
+    pool.go(4)
+    for i in range(4):
+        sender.close(bytes([i]), "cancelled")
+
+
+def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:
+    bench = Bench(kv.KVSender, ch.FromSender)
+    bench.channel.send(ch.SlotFree(3, False))  # a slot that it never gave
+    select_error = until(lambda: bench.endpoint._error, "the pump to die", bench.endpoint)
+    with pytest.raises(RuntimeError, match="pump died") as error:
+        bench.endpoint.poll()
+    assert error.value.__cause__ is select_error
+
+
+@pytest.fixture
+def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, kv.KVReceiver, LatePool]]:
+    bench = Bench(kv.KVReceiver, ch.FromReceiver)
+    yield bench, bench.endpoint, late[0]
+    bench.endpoint.shutdown()
+
+
+def fetch(bench: Bench, until: Any) -> bytes:
+    bench.endpoint.fetch(
+        b"d", prefill_id=b"p", kv_address="127.0.0.1:1", incarnation=1, block_ids=[7, 2], num_tokens=20
+    )
+    message = bench.next(until, ch.FetchIn)
+    assert message.ranges == ((0, 20),)
+    return message.transfer_id
+
+
+def arrive(bench: Bench, transfer_id: bytes, slot: int, layer: int) -> bytes:
+    data = os.urandom(20 * 64)
+    bench.arena.slot(slot)[: len(data)] = data
+    bench.channel.send(ch.Arrived(transfer_id, slot, layer, layer, 0, 1, 0, 20, len(data)))
+    return data
+
+
+def complete(bench: Bench, transfer_id: bytes) -> None:
+    bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 2, 2 * 20 * 64, 1.0, 2.0, 2.5))
+
+
+def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    data = [arrive(bench, transfer_id, slot, layer) for slot, layer in ((4, 0), (2, 1))]
+    complete(bench, transfer_id)
+    assert receiver.poll() == []
+    assert receiver.poll_within is not None, "nothing else would wake the engine"
+    assert bench.silent(), "slots given back before they were copied"
+    pool.go()
+    assert receiver.poll() == []
+    assert bench.next(until, ch.SlotsFree).slots == [4, 2]
+    assert bench.silent(), "ACK before the scatter was over"
+    pool.go()
+    (event,) = receiver.poll()
+    assert isinstance(event, kv.Injected)
+    assert (event.first_token.token_id, event.stats.transfer_seconds, event.stats.bytes) == (9, 1.0, 2560)
+    assert bench.next(until, ch.InjectedIn).transfer_id == transfer_id
+    assert receiver.idle
+    assert receiver.poll_within is None
+    for layer in range(2):
+        got = torch.cat([bench.cache[layer][:, b] for b in (7, 2)], 1)[:, :20].contiguous()
+        assert got.numpy().tobytes() == data[layer]
+
+
+@pytest.mark.parametrize("how", ["cancel", "failure", "failure, then cancel"])
+def test_blocks_are_given_back_only_after_the_last_scatter(receiving: Any, until: Any, how: str) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    arrive(bench, transfer_id, 3, 0)
+    assert receiver.poll() == []
+    if how != "cancel":
+        bench.channel.send(ch.FailedIn(transfer_id, "gone", retry=False))
+        assert receiver.poll() == []
+    if how != "failure":
+        receiver.cancel(b"d")
+    if how == "cancel":
+        assert bench.next(until, ch.CancelIn).transfer_id == transfer_id
+        arrive(bench, transfer_id, 5, 1)  # was on its way: its slot goes back, its bytes go nowhere
+    assert receiver.poll() == []
+    pool.go(2)
+    expected = kv.Failed(b"d", "gone") if how == "failure" else kv.Closed(b"d")
+    assert receiver.poll() == [expected]
+    receiver.cancel(b"d")
+    assert receiver.poll() == []
+    freed = bench.next(until, ch.SlotsFree).slots
+    if how == "cancel":
+        freed += bench.next(until, ch.SlotsFree).slots
+    assert sorted(freed) == ([3, 5] if how == "cancel" else [3])
+    assert receiver.idle
+    assert pool.work == []
+
+
+def test_it_asks_again_twice_and_drops_late_slices_of_the_old_transfer(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    for _ in range(2):
+        arrive(bench, transfer_id, 1, 0)
+        receiver.poll()
+        bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
+        arrive(bench, transfer_id, 2, 1)
+        pool.go(2)
+        assert receiver.poll() == []
+        again = bench.next(until, ch.FetchIn)
+        assert again.transfer_id != transfer_id
+        assert (again.prefill_id, again.ranges) == (b"p", ((0, 20),))
+        assert sorted(bench.next(until, ch.SlotsFree).slots) == [1, 2]
+        transfer_id = again.transfer_id
+    bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
+    assert receiver.poll() == [kv.Failed(b"d", "integrity")]
