@@ -93,6 +93,8 @@ class Progression:
         recent = [r for at, r in self._recent if r.ok and now - at < _RECENT_SECONDS]
         in_flight = sum(self._harvest.in_flight.values()) if self._harvest else 0
         text = f"{self._ok} answered, {in_flight} in flight"
+        if in_flight and self._share() >= 1:
+            text = f"all sent, waiting for answers: {text}"
         if self._failed:
             text += f", {self._failed} FAILED"
         for name, values in (
