@@ -72,10 +72,13 @@ class CreditPool:
     def returned(self, session: int, total: int, sent: int) -> None:
         """The sender answered the recall of `total`; ValueError if it could not have."""
         account = self.accounts[session]
-        if account.recalled != total or not account.arrived <= sent <= total:
+        # If more was granted meanwhile, on top of what was unused, the answer changes nothing; and frames of
+        # the later grant may have overtaken it on other lanes.
+        void = account.granted > total
+        if account.recalled != total or sent > total or (account.arrived > sent and not void):
             raise ValueError(f"answered recall of {account.recalled} with {total}, {sent} sent")
         account.recalled = None
-        if account.granted == total:  # else more was granted meanwhile, on top of what was unused
+        if not void:
             account.granted = sent
             self.free += total - sent
 
