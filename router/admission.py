@@ -1,6 +1,6 @@
 """How much may wait: a bounded number of prompt tokens. Beyond it clients are told when to come back."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from router.errors import Overloaded
@@ -33,13 +33,14 @@ class Admission:
         self._max = max_waiting_tokens
 
     @contextmanager
-    def admit(self, sizes: list[int], tokens_per_s: float) -> Iterator[Ticket]:
+    def admit(self, sizes: list[int], tokens_per_s: Callable[[], float]) -> Iterator[Ticket]:
         """For one request's generations, by prompt length. `tokens_per_s` is how fast the queue drains.
 
         Raises Overloaded.
         """
         if self.waiting_tokens and self.waiting_tokens + sum(sizes) > self._max:
-            wait = self.waiting_tokens / tokens_per_s if tokens_per_s > 0 else 1
+            rate = tokens_per_s()
+            wait = self.waiting_tokens / rate if rate > 0 else 1
             raise Overloaded(
                 f"{self.waiting_tokens} prompt tokens are waiting, and {self._max} may",
                 retry_after=min(MAX_RETRY_AFTER, max(1, round(wait))),

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -98,6 +98,14 @@ class WorkerConnection:
         return f"{role} {self.description.index} at {self.address}"
 
     @property
+    def ready(self) -> bool:
+        """Whether it takes new work."""
+        return self.state is State.READY and not self.retired
+
+    def when_closed(self, callback: Callable[["WorkerConnection"], None]) -> None:
+        self._task.add_done_callback(lambda _: callback(self))
+
+    @property
     def attempts(self) -> int:
         return len(self._attempts)
 
@@ -150,7 +158,7 @@ class WorkerConnection:
         return -(-tokens // max(1, self.description.block_size))
 
     def _submit(self, attempt_id: bytes, attempt: _Attempt, message: pb.RouterMessage) -> None:
-        assert self.state is State.READY, "work goes to ready workers only"
+        assert self.ready, "work goes to ready workers only"
         self._attempts[attempt_id] = attempt
         self._send(message)
         self._observer.load_changed(self)
@@ -228,6 +236,8 @@ class WorkerConnection:
     def _detached(self) -> bool:
         """Every attempt on the stream is lost with it. Returns whether it was attached."""
         was_attached = self._outgoing is not None
+        if self._outgoing is not None:
+            self._outgoing.close()
         self._outgoing = self._stub = None
         if self.state is not State.REFUSED:
             self.state = State.CONNECTING
@@ -294,6 +304,7 @@ class _Outgoing:
     def __init__(self) -> None:
         self._queue: deque[pb.RouterMessage] = deque()
         self._bytes = 0
+        self._closed = False
         self._filled = asyncio.Event()
 
     def put(self, message: pb.RouterMessage) -> bool:
@@ -303,8 +314,14 @@ class _Outgoing:
         self._filled.set()
         return self._bytes <= MAX_UNSENT_BYTES
 
+    def close(self) -> None:
+        """The stream is over; gRPC waits for the last message, so it must not wait for ever."""
+        self._closed = True
+        self._queue.clear()
+        self._filled.set()
+
     async def messages(self) -> AsyncIterator[pb.RouterMessage]:
-        while True:
+        while not self._closed:
             await self._filled.wait()
             self._filled.clear()
             while self._queue:

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 
 from router.attempt import Decode, Prefill
-from router.connection import State, WorkerConnection
+from router.connection import WorkerConnection
 from router.emit import EmitOnce, Verdict
 from router.errors import ApiError, Failed, InvalidRequest, NoWorker, TimedOut
 from router.metrics import Metrics
@@ -87,8 +87,8 @@ class Generation:
         self._avoid: set[str] = set()
         self._retrying = False
         self._done = False
-        self._began = self._last_token_at = time.monotonic()
-        self._deadline = self._began + timeout
+        self._last_token_at = time.monotonic()
+        self._deadline = self._last_token_at + timeout
         loop = asyncio.get_running_loop()
         self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
         self._worker_timer: asyncio.TimerHandle | None = None
@@ -148,9 +148,9 @@ class Generation:
             else:
                 self._wait_for_worker("decode")
             return False
-        self._stop_waiting()
         if self._prefill is None and not self._plan_prefill():
             return False
+        self._stop_waiting()
         assert self._prefill is not None
         decode = self._decode = Decode(os.urandom(16), worker)
         self._emit.begin_decode(decode.id)
@@ -283,7 +283,7 @@ class Generation:
         prefill, decode = self._prefill, self._decode
         if self._done or decode is None or decode.id != decode_id or prefill is None or prefill.sent:
             return
-        if prefill.worker.state is State.READY:
+        if prefill.worker.ready:
             self._send_prefill()
         else:
             self._end_prefill()

@@ -1,29 +1,27 @@
 """The workers that there are right now, and which of them to ask.
 
-Follows discovery, keeps a connection to each address and, for the policies, their loads; tells requests that
-wait for a worker or for room when something changed.
+Follows discovery, keeps a connection to each address, and tells requests that wait for a worker or for room
+when something changed.
 """
 
 import asyncio
 import itertools
-import logging
 import os
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Protocol
 
 from router.connection import Refused, State, WorkerConnection
 from router.discovery import Discovery
-from router.policy import DecodeLoad, Ring, least_loaded, sticky
+from router.members import Members
+from router.policy import least_loaded, sticky
 from router.room import RoomQueue
 from rpc import worker_pb2 as pb
-
-log = logging.getLogger(__name__)
 
 
 class WorkerWaiter(Protocol):
     def on_workers(self) -> None:
-        """A worker came."""
+        """A worker came. Whoever still waits says so again."""
         ...
 
 
@@ -32,7 +30,7 @@ class WorkerPool:
 
     Attributes:
         room: requests that wait for room on a decode worker.
-        waiters: requests that wait for a worker of some role.
+        waiters: requests that wait for a worker of some role, as keys in order.
     """
 
     def __init__(self, secret: bytes, discovery: Discovery) -> None:
@@ -44,11 +42,8 @@ class WorkerPool:
         self._rng = random.Random()
         self._arrivals = itertools.count()
         self._connections: dict[str, WorkerConnection] = {}
-        self._prefill_ring = Ring(())
-        self._prefill_tokens: dict[str, int] = {}
-        self._prefill_total = 0
-        self._decode_loads: dict[str, DecodeLoad] = {}
-        self._decode_list: list[DecodeLoad] = []
+        self._retired: set[WorkerConnection] = set()  # off the list, but not yet empty
+        self._built: Members | None = None
         self._offering = False
 
     async def run(self) -> None:
@@ -56,44 +51,48 @@ class WorkerPool:
         try:
             async for addresses in self._discovery.watch():
                 for address in addresses - self._connections.keys():
-                    self._connections[address] = WorkerConnection(
-                        address, self._secret, self._router_id, self
-                    )
+                    connection = WorkerConnection(address, self._secret, self._router_id, self)
+                    self._connections[address] = connection
                 for address in self._connections.keys() - addresses:
-                    self._connections.pop(address).retire()
+                    self._retire(self._connections.pop(address))
             await asyncio.Event().wait()
         finally:
-            await asyncio.gather(*(c.close() for c in self._connections.values()))
+            await asyncio.gather(*(c.close() for c in {*self._connections.values(), *self._retired}))
+
+    def _retire(self, connection: WorkerConnection) -> None:
+        self._retired.add(connection)
+        connection.when_closed(self._retired.discard)
+        connection.retire()
 
     # ------------------------------------------------------------ who is there
 
     @property
     def connections(self) -> list[WorkerConnection]:
+        """For people: by role and index."""
         return sorted(
             self._connections.values(), key=lambda c: (c.description.role, c.description.index, c.address)
         )
 
     def ready(self, role: "pb.Role") -> list[WorkerConnection]:
         """Those that take new work."""
-        return [c for c in self._connections.values() if _serves(c, role)]
+        return [c for c in self._connections.values() if c.ready and c.description.role == role]
+
+    @property
+    def has_decode(self) -> bool:
+        return bool(self._members.decodes)
 
     @property
     def complete(self) -> bool:
         """Whether there is a worker of each role."""
-        return bool(self._prefill_ring.size and self._decode_list)
+        return bool(self._members.ring.size and self._members.decodes)
 
     @property
     def capacity(self) -> int | None:
-        """Positions that one request may have anywhere; None while there is no worker."""
-        sizes = [
-            min(d.max_model_len, d.num_blocks * d.block_size)
-            for d in (c.description for c in self._connections.values())
-            if d.max_model_len and d.num_blocks
-        ]
-        return min(sizes, default=None)
+        """Positions that one request may have anywhere; None while no worker is known."""
+        return self._members.capacity
 
-    @property
     def prefill_tokens_per_s(self) -> float:
+        """How fast waiting prompts are computed, over all workers."""
         return sum(c.status.prefill_tokens_per_s for c in self.ready(pb.ROLE_PREFILL))
 
     def arrival(self) -> int:
@@ -103,24 +102,16 @@ class WorkerPool:
 
     def choose_prefill(self, key: int, tokens: int, avoid: Collection[str]) -> WorkerConnection | None:
         """For a session's 64-bit key; None when there is no worker."""
+        members = self._members
         chosen = sticky(
-            self._prefill_ring,
-            self._prefill_tokens,
-            self._prefill_total,
-            key=key,
-            cost=tokens,
-            avoid=avoid,
+            members.ring, members.prefill_tokens, members.prefill_total, key=key, cost=tokens, avoid=avoid
         )
         return None if chosen is None else self._connections[chosen]
 
     def choose_decode(self, tokens: int, avoid: Collection[str]) -> WorkerConnection | None:
         """With room for `tokens` positions; None when there seems to be none (or no worker at all)."""
-        chosen = least_loaded(self._decode_list, tokens=tokens, rng=self._rng, avoid=avoid)
+        chosen = least_loaded(self._members.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
         return None if chosen is None else self._connections[chosen]
-
-    @property
-    def has_decode(self) -> bool:
-        return bool(self._decode_list)
 
     # ------------------------------------------------------------ what connections report
 
@@ -128,8 +119,8 @@ class WorkerPool:
         described = connection.description
         if described.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
             raise Refused(f"it has no known role ({described.role})")
-        if not described.block_size or not described.max_model_len:
-            raise Refused("its description has no block size or context length")
+        if not described.block_size or not described.num_blocks or not described.max_model_len:
+            raise Refused("its description has no block size, number of blocks or context length")
         for other in self._connections.values():
             if other is connection or other.state not in (State.READY, State.DRAINING):
                 continue
@@ -140,29 +131,30 @@ class WorkerPool:
                 raise Refused(f"its KV layout is not that of {other}")
 
     def membership_changed(self, connection: WorkerConnection) -> None:
-        self._prefill_ring = Ring([c.address for c in self.ready(pb.ROLE_PREFILL)])
-        self._prefill_tokens = {c.address: _prefill_load(c) for c in self.ready(pb.ROLE_PREFILL)}
-        self._prefill_total = sum(self._prefill_tokens.values())
-        self._decode_loads = {c.address: _decode_load(c) for c in self.ready(pb.ROLE_DECODE)}
-        self._decode_list = list(self._decode_loads.values())
-        if not connection.retired and connection.state is State.READY:
-            self._wake(list(self.waiters))
+        self._built = None
+        if connection.ready:
+            waiters, self.waiters = self.waiters, {}
+            for waiter in waiters:
+                waiter.on_workers()
             self._offer_room()
 
     def load_changed(self, connection: WorkerConnection) -> None:
-        address = connection.address
-        if address in self._prefill_tokens:
-            load = _prefill_load(connection)
-            self._prefill_total += load - self._prefill_tokens[address]
-            self._prefill_tokens[address] = load
-        elif address in self._decode_loads:
-            _update(self._decode_loads[address], connection)
+        if self._built is not None and not connection.retired:
+            self._built.update(connection)
+        if connection.description.role == pb.ROLE_DECODE:
             self._offer_room()
 
-    def _wake(self, waiters: Iterable[WorkerWaiter]) -> None:
-        for waiter in waiters:
-            self.waiters.pop(waiter, None)
-            waiter.on_workers()
+    @property
+    def _members(self) -> Members:
+        if self._built is None:
+            sizes = [
+                min(d.max_model_len, d.num_blocks * d.block_size)
+                for d in (c.description for c in self._connections.values())
+                if d.num_blocks
+            ]
+            ready = (c for c in self._connections.values() if c.ready)
+            self._built = Members(ready, min(sizes, default=None))
+        return self._built
 
     def _offer_room(self) -> None:
         # An offer submits, which changes loads, which ends here again.
@@ -172,30 +164,3 @@ class WorkerPool:
                 self.room.offer()
             finally:
                 self._offering = False
-
-
-def _serves(connection: WorkerConnection, role: "pb.Role") -> bool:
-    return connection.description.role == role and connection.state is State.READY and not connection.retired
-
-
-def _prefill_load(connection: WorkerConnection) -> int:
-    # What it reports includes other routers' work, but is up to a second old.
-    return max(connection.waiting_tokens, connection.status.tokens_waiting)
-
-
-def _decode_load(connection: WorkerConnection) -> DecodeLoad:
-    described = connection.description
-    load = DecodeLoad(
-        worker=connection.address,
-        block_size=described.block_size,
-        blocks_total=described.num_blocks,
-        max_running=described.max_num_seqs,
-    )
-    _update(load, connection)
-    return load
-
-
-def _update(load: DecodeLoad, connection: WorkerConnection) -> None:
-    status = connection.status
-    load.blocks_free = 0 if connection.full else status.blocks_free - connection.blocks_taken
-    load.running = max(connection.attempts, status.requests_running + status.reservations)

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from router.config import RouterConfig
+from router.gguf_tokenizer import read_gguf
 from router.server import Running, running
 from router.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import worker_pb2 as pb
@@ -24,6 +25,18 @@ TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know
 @pytest.fixture(scope="session")
 def tokenizer(embedded_model_path: Path) -> ModelTokenizer:
     return load_tokenizer(str(embedded_model_path))
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory, embedded_model_path: Path) -> Path:
+    """The same model as a Hugging Face directory, which loads much faster."""
+    path = tmp_path_factory.mktemp("model")
+    model = read_gguf(embedded_model_path)
+    model.tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
+    described = {"eos_token": {"content": "<|im_end|>"}, "chat_template": model.chat_template}
+    (path / "tokenizer_config.json").write_text(json.dumps(described))
+    return path
 
 
 @dataclass

@@ -49,7 +49,7 @@ class FakeWorker(WorkerServicer):
         no_room: refuse that many reservations.
         fail: answer that many attempts with this code.
         fail_after: fail each decode after that many tokens of it.
-        kv_fail: let that many transfers fail.
+        holds_kv: leave it to the test when a transfer succeeds or fails.
         duplicate, late: send each token twice; say old ones again in between.
     """
 
@@ -65,7 +65,7 @@ class FakeWorker(WorkerServicer):
         self.no_room = 0
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
         self.fail_after: int | None = None
-        self.kv_fail = 0
+        self.holds_kv = False
         self.duplicate = self.late = False
         self.step_seconds = 0.0
         self.submitted: list[pb.RouterMessage] = []
@@ -232,7 +232,7 @@ class FakeWorker(WorkerServicer):
         finished = await self._emit(
             submit.prefill_id, submit.request, len(submit.request.output_ids), outputs
         )
-        if submit.handover and not finished:
+        if submit.handover and not finished and not self.holds_kv:
             self.lanes.of(submit.prefill_id).settle(True)
 
     async def _decode(self, submit: pb.SubmitDecode, outputs: asyncio.Queue[pb.WorkerMessage]) -> None:
@@ -279,12 +279,7 @@ class FakeWorker(WorkerServicer):
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
             task.cancel()
-        if source.changed.is_set() or not kv.good:
-            return False
-        if self.kv_fail > 0:
-            self.kv_fail -= 1
-            return False
-        return True
+        return kv.good and not source.changed.is_set()
 
 
 @dataclass

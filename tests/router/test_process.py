@@ -62,7 +62,7 @@ def launch(**config: Any) -> tuple[subprocess.Popen[bytes], list[dict[str, Any]]
 
 
 @pytest.fixture
-async def start(tokenizer: ModelTokenizer, embedded_model_path: Path) -> AsyncIterator[Callable]:
+async def start(tokenizer: ModelTokenizer, directory: Path) -> AsyncIterator[Callable]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def start_router(**config: Any) -> Router:
@@ -71,7 +71,7 @@ async def start(tokenizer: ModelTokenizer, embedded_model_path: Path) -> AsyncIt
             for worker in workers:
                 await worker.start()
                 stack.push_async_callback(worker.kill)
-            config |= {"model": str(embedded_model_path), "workers": [w.address for w in workers]}
+            config |= {"model": str(directory), "workers": [w.address for w in workers]}
             process, reports = await asyncio.to_thread(launch, **config)
             stack.callback(process.wait)
             stack.callback(process.kill)
@@ -136,11 +136,11 @@ async def test_sigint_ends_it_at_once(start: Callable):
     assert await router.exit_code() == 0
 
 
-async def test_what_a_user_got_wrong_is_said(start: Callable, embedded_model_path: Path, tmp_path: Path):
+async def test_what_a_user_got_wrong_is_said(start: Callable, directory: Path, tmp_path: Path):
     router = await start()
     port = int(router.url.rpartition(":")[2])
     cases: list[tuple[dict[str, Any], bytes]] = [
-        ({"model": str(embedded_model_path), "port": port}, b"cannot listen"),
+        ({"model": str(directory), "port": port}, b"cannot listen"),
         ({"model": str(tmp_path)}, b"no tokenizer.json"),
     ]
     for wrong, named in cases:

@@ -52,19 +52,19 @@ def test_nobody_overtakes_who_waits():
 
 def test_admission_is_bounded_in_tokens_and_gives_them_back():
     admission = Admission(1000)
-    with admission.admit([600, 300], tokens_per_s=100) as ticket:
-        with pytest.raises(Overloaded) as refusal, admission.admit([200], tokens_per_s=100):
+    with admission.admit([600, 300], tokens_per_s=lambda: 100) as ticket:
+        with pytest.raises(Overloaded) as refusal, admission.admit([200], tokens_per_s=lambda: 100):
             pass
         assert refusal.value.retry_after == 9
         ticket.started(0)
         ticket.started(0)
         assert admission.waiting_tokens == 300
-        with admission.admit([200], tokens_per_s=100):
+        with admission.admit([200], tokens_per_s=lambda: 100):
             assert admission.waiting_tokens == 500
     assert admission.waiting_tokens == 0
 
 
 def test_a_request_larger_than_the_bound_is_served_alone():
     admission = Admission(1000)
-    with admission.admit([5000], tokens_per_s=0):
+    with admission.admit([5000], tokens_per_s=lambda: 0):
         assert admission.waiting_tokens == 5000

@@ -1,6 +1,5 @@
 """Tokens equal those of transformers for the same file, and text comes back whole."""
 
-import json
 import random
 import shutil
 import subprocess
@@ -11,7 +10,6 @@ import pytest
 import tokenizers
 import transformers
 
-from router.gguf_tokenizer import read_gguf
 from router.tokenizer import ModelTokenizer, load_tokenizer
 
 TEXTS = [
@@ -93,30 +91,18 @@ def test_text_survives_the_round_trip(tokenizer: ModelTokenizer):
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
-def test_a_router_never_imports_torch(embedded_model_path: Path):
+def test_a_router_never_imports_torch(directory: Path):
     code = f"""
 import sys
-import router.server
+import router.gguf_tokenizer, router.server
 from router.tokenizer import load_tokenizer
-load_tokenizer({str(embedded_model_path)!r})
+load_tokenizer({str(directory)!r})
 assert not {{"torch", "transformers", "engine"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
 
 
 # ---------------------------------------------------------------- Hugging Face directories
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory, embedded_model_path: Path) -> Path:
-    """The same model as a Hugging Face directory."""
-    path = tmp_path_factory.mktemp("model")
-    model = read_gguf(embedded_model_path)
-    model.tokenizer.save(str(path / "tokenizer.json"))
-    (path / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
-    described = {"eos_token": {"content": "<|im_end|>"}, "chat_template": model.chat_template}
-    (path / "tokenizer_config.json").write_text(json.dumps(described))
-    return path
 
 
 def test_a_directory_gives_the_same_tokens(directory: Path, tokenizer: ModelTokenizer):
