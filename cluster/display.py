@@ -44,11 +44,12 @@ class Display:
             self._progress.stop()
 
     def stage(self, name: str, stage: str, fraction: float) -> None:
-        """`name` is in `stage`; 1.0 is done. A line for each stage, a bar for each name."""
+        """`name` is in `stage`; "ready" is the last one. A line for each stage, a bar for each name."""
         if self._progress is not None:
             if name not in self._rows:
                 self._rows[name] = self._progress.add_task(stage, name=name, total=1.0)
-            self._progress.update(self._rows[name], description=stage, completed=fraction)
+            done = 1.0 if stage == "ready" else min(fraction, 0.99)  # a stage at its end is not the end
+            self._progress.update(self._rows[name], description=stage, completed=done)
         elif self._stages.get(name) != stage:
             self.line(f"{time.monotonic() - self._started:6.1f} s  {name}: {stage}")
         self._stages[name] = stage

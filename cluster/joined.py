@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.display import Display
+from cluster.local_ray import import_ray
 from cluster.plan import Plan, RoleSpec
 from cluster.signals import StopSignals
 
@@ -19,8 +20,7 @@ STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
 
 def connect(address: str) -> None:
     """Joins the Ray cluster as a driver. Raises ValueError when there is none."""
-    import ray
-
+    ray = import_ray()
     from cluster.actors import NAMESPACE
 
     try:

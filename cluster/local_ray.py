@@ -8,6 +8,7 @@ import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 from cluster.runner import PACKAGES
 
@@ -31,6 +32,18 @@ def _environment(directory: Path, token: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, (PACKAGES, os.environ.get("PYTHONPATH")))),
         "PYTHONSAFEPATH": "1",
     }
+
+
+def import_ray() -> ModuleType:
+    """Ray, imported only by what needs it. Raises ValueError where it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            "Ray is not installed: `pip install 'baton[ray]'`, "
+            "or start the roles one by one with `baton prefill`, `baton decode` and `baton router`"
+        ) from error
+    return ray
 
 
 class LocalRay:
@@ -57,8 +70,7 @@ class LocalRay:
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
         os.environ.update(_environment(self._directory, token))
-        import ray
-
+        ray = import_ray()
         ray.init(
             address="local",  # never a cluster that happens to run here, whatever RAY_ADDRESS says
             num_cpus=self._cpus,  # what our actors ask for in all, not what the machine has: all of them fit

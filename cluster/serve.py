@@ -100,8 +100,8 @@ class LocalCluster:
             self._display.stage("ray", "starting", 0.0)
             cpus, gpus = sum(role.cpus for role in self._roles), sum(role.gpus for role in self._roles)
             ray = LocalRay(run_dir.directory("r"), cpus, gpus)
-            to_stop.push_async_callback(ray.stop)
             await ray.start()
+            to_stop.push_async_callback(ray.stop)
             self._signals.install()  # again: Ray's C++ part has put a handler of its own on SIGTERM
             self._display.stage("ray", "ready", 1.0)
             OrphanReaper(self._ray_lost).install()

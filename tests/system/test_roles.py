@@ -56,7 +56,9 @@ def role(machine: Machine, *command: str) -> Iterator[Any]:
 
 
 def test_prefill_decode_and_router_started_by_hand_without_ray(machine: Machine) -> None:
-    assert machine.baton("serve", "--port", "0").returncode != 0, "ray cannot be imported"
+    serve = machine.baton("serve", "--port", "0")
+    assert serve.returncode == 2
+    assert "pip install 'baton[ray]'" in serve.stderr
     worker = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1")
     with (
         role(machine, "prefill", *worker) as prefill,
