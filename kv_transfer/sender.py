@@ -222,11 +222,11 @@ class KVSender:
                 return waiting
 
     def _gather_next(self) -> tuple[bool, bool]:
-        """Start the next gather, round robin over transfers with credit, a window and a ready slice."""
+        """Start the next gather, round robin over transfers with credit, a window and a ready slice.
+
+        Whether one was started, and whether something waits for the forward to get there."""
         waiting = False
-        for _ in range(len(self._ring) if self._free else 0):
-            transfer = self._ring[0]
-            self._ring.rotate(-1)
+        for transfer in self._ring if self._free else ():
             session = transfer.session
             if not transfer.pending or not session.credits.available or session.slots_out >= session.window:
                 continue
@@ -234,6 +234,8 @@ class KVSender:
             if event is not None and not self._pool.passed(event):
                 waiting = True
                 continue
+            self._ring.remove(transfer)  # to the back; who is skipped keeps its turn
+            self._ring.append(transfer)
             transfer.pending.popleft()
             session.credits.take()
             session.slots_out += 1
