@@ -15,7 +15,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
 from router.errors import InvalidRequest, Unsupported
 
@@ -260,11 +260,7 @@ B = TypeVar("B", bound=Body)
 def parse(kind: type[B], raw: bytes) -> B:
     """Raises InvalidRequest naming the field, what is wrong with it, and what was sent."""
     try:
-        data = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    try:
-        return kind.model_validate(data)
+        return kind.model_validate_json(raw)
     except ValidationError as error:
         raise _explained(error) from None
 
@@ -272,6 +268,8 @@ def parse(kind: type[B], raw: bytes) -> B:
 def _explained(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False)[0]
     context = first.get("ctx", {})
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {context['error']}")
     if not first["loc"] and "param" not in context:
         return InvalidRequest("the body must be a JSON object")
     param = context.get("param") or _path(first["loc"])

@@ -1,6 +1,6 @@
 """What a router is told when it starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -9,7 +9,7 @@ class RouterConfig:
 
     model: str
     """Path of a Hugging Face directory or a GGUF file, or a hub id. Only its tokenizer is read."""
-    secret: bytes
+    secret: bytes = field(repr=False)
     """The cluster secret."""
     served_model_name: str | None = None
     """The id clients use; None is `model`."""
@@ -19,7 +19,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: chosen by the system, and reported."""
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     """When there are any, clients must send one of them."""
     workers: tuple[str, ...] = ()
     """gRPC addresses, for good."""

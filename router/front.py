@@ -87,6 +87,8 @@ class Front:
         except Exception:
             # A bug of ours must not look like the client's: it is logged whole, and the client learns its id.
             log.exception("request %s", request_id)
+            if request.writer.output_size:
+                raise  # an answer has begun: all that is left is to close the connection
             return _error(errors.ApiError(f"request {request_id} failed inside the router"), request_id)
 
     def _authorize(self, request: web.Request) -> None:

@@ -15,12 +15,12 @@ import asyncio
 import logging
 import os
 import time
-from dataclasses import dataclass
 
 from router.attempt import Decode, Prefill
 from router.connection import WorkerConnection
 from router.emit import EmitOnce, Verdict
 from router.errors import ApiError, Failed, InvalidRequest, NoWorker, TimedOut
+from router.jobs import Job
 from router.metrics import Metrics
 from router.outbox import Outbox, Token
 from router.pool import WorkerPool
@@ -37,16 +37,6 @@ _NO_FAILURE = {
     pb.FAILURE_CODE_DRAINING,
     pb.FAILURE_CODE_DROPPED,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be generated: token ids and primitive types only."""
-
-    prompt_ids: list[int]
-    sampling: pb.SamplingParams
-    session_key: int
-    priority: int = 0
 
 
 class Generation:

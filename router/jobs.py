@@ -2,13 +2,13 @@
 
 import asyncio
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from router.api import ChatBody, CompletionBody, GenerationBody
 from router.errors import ContextLengthExceeded, InvalidRequest
-from router.generation import Job
 from router.tokenizer import ModelTokenizer
 from rpc import CHUNK_TOKENS, chunk_hashes
 from rpc import worker_pb2 as pb
@@ -18,6 +18,16 @@ LONG_TEXT = 20_000
 DEFAULT_COMPLETION_TOKENS = 16
 SESSION_CHUNKS = 4
 _SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be generated: token ids and primitive types only."""
+
+    prompt_ids: list[int]
+    sampling: pb.SamplingParams
+    session_key: int
+    priority: int = 0
 
 
 async def chat_prompt(tokenizer: ModelTokenizer, body: ChatBody) -> list[int]:

@@ -13,7 +13,8 @@ from router.answers import Format, usage
 from router.api import GenerationBody
 from router.choice import Choice, Delta
 from router.errors import ApiError
-from router.generation import Generation, Job
+from router.generation import Generation
+from router.jobs import Job
 from router.metrics import Metrics
 from router.outbox import Outbox
 from router.pool import WorkerPool
@@ -148,7 +149,6 @@ class Answer:
                 "X-Accel-Buffering": "no",
             }
         )
-        response.enable_compression(web.ContentCoding.identity)
         while not self._finished:
             events: list[bytes] = []
             for index, item in await self._outbox.take(KEEPALIVE_SECONDS):

@@ -53,10 +53,10 @@ def refused(kind, body: dict[str, Any]) -> InvalidRequest:
         ("stop", ["x"] * 65, "64"),
         ("stop_token_ids", [-1], "-1"),
         ("logit_bias", {"5": 101}, "101"),
-        ("logit_bias", [1], "dictionary"),
+        ("logit_bias", [1], "object"),
         ("logprobs", 21, "21"),
         ("stream", "perhaps", "boolean"),
-        ("stream_options", 5, "StreamOptions"),
+        ("stream_options", 5, "object"),
         ("user", 5, "string"),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_wrong_field_of_a_completion(field, value, reason):
     [
         ({}, "messages", "required"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": "hello"}, "messages", "list"),
+        ({"messages": "hello"}, "messages", "array"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "wizard"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "text parts"),
@@ -141,7 +141,7 @@ def test_no_object(raw):
 
 
 def test_numbers_must_be_finite():
-    with pytest.raises(InvalidRequest, match="JSON"):
+    with pytest.raises(InvalidRequest, match="temperature"):
         parse(CompletionBody, b'{"prompt": "x", "temperature": Infinity}')
 
 

@@ -189,13 +189,12 @@ async def test_echo_and_token_ids(cluster: Cluster):
 
 
 async def test_sessions_stick_to_a_prefill_worker(pair: Cluster):
-    for name in ("alice", "bob", "carol", "dave", "erin", "frank"):
-        for _ in range(3):
-            status, _ = await pair.post("/v1/completions", prompt="x", user=name, max_tokens=1)
-            assert status == 200
-    keys = [{m.prefill.request.request_id for m in w.submitted} for w in pair.prefills]
-    assert sorted(len(k) % 3 for k in keys) == [0, 0]
-    assert all(keys)
+    for session in range(25):
+        for _ in range(2):
+            await pair.complete(prompt=[100 + session], user=f"session {session}", max_tokens=1)
+    seen = [{m.prefill.request.prompt_ids[0] for m in worker.submitted} for worker in pair.prefills]
+    assert not seen[0] & seen[1]
+    assert all(seen)
 
 
 # ---------------------------------------------------------------- clients that go, and limits

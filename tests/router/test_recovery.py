@@ -286,7 +286,7 @@ async def test_any_new_token_resets_the_count(cluster: Cluster):
 
 
 async def test_what_workers_refuse_as_invalid_is_the_clients_error(cluster: Cluster):
-    cluster.prefills[0].fail = (1, pb.FAILURE_CODE_INVALID)
+    cluster.prefills[0].fail = (9, pb.FAILURE_CODE_INVALID)
     status, answer = await cluster.post("/v1/completions", prompt="x")
     assert status == 400
     assert "as the test wants" in answer["error"]["message"]
