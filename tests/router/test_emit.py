@@ -78,6 +78,11 @@ class EmitMachine(RuleBasedStateMachine):
             verdict = self.offer(self.prefill, self.prefill_base, true_token(self.prefill_base))
             assert verdict is (Verdict.DROP if known or self.ended else Verdict.EMIT)
 
+    @rule(beyond=st.integers(1, 6))
+    def prefill_speaks_out_of_turn(self, beyond: int) -> None:
+        if self.prefill is not None:
+            assert self.offer(self.prefill, self.prefill_base + beyond, 7) is Verdict.DROP
+
     @rule()
     def decode_steps(self) -> None:
         if self.decode is not None and self.decode_next <= len(self.received):
