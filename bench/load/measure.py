@@ -91,9 +91,10 @@ def summarize(
     failed = [r for r in due if not r.ok]
     series = _series(ok)
     latencies = {name: s.estimates() for name, s in series.items() if len(s)}
-    span = max(end - begin, 1e-9)
-    arrived = sum(_tokens_within(r, begin, end) for r in records)
-    ended = [r for r in records if r.ok and begin <= r.ended < end]
+    filled = _filled(records, begin, end)
+    span = max(end - filled, 1e-9)
+    arrived = sum(_tokens_within(r, filled, end) for r in records)
+    ended = [r for r in records if r.ok and filled <= r.ended < end]
     share = sum(_is_good(r, slo) for r in ok) / len(due) if due else 0.0
     errors = Counter(r.error_class for r in failed)
     asked = [r for r in ok if r.asked_input and r.prompt_tokens is not None]
@@ -105,7 +106,8 @@ def summarize(
     return Summary(
         begin=begin,
         end=end,
-        window_statement=window_statement,
+        window_statement=window_statement
+        + (f", throughput from {filled:.1f} s on" if filled > begin else ""),
         steadiness=steadiness,
         sent=len(due),
         ok=len(ok),
@@ -188,6 +190,15 @@ def _window(records: Sequence[Record], begin: float) -> tuple[float, float, str]
         begin, last,
         f"{begin:.1f} s to {last:.1f} s, the last answer: too few requests to leave out the ebb at the end",
     )  # fmt: skip
+
+
+def _filled(records: Sequence[Record], begin: float, end: float) -> float:
+    """From where on throughput counts: from the first answer's end, before which the server filled up.
+
+    In a run too short to leave that out, from `begin`.
+    """
+    first = min((r.ended for r in records if r.ok and r.intended >= begin), default=begin)
+    return first if end - first >= _MOSTLY * (end - begin) else begin
 
 
 def _series(ok: Sequence[Record]) -> dict[str, Series]:

@@ -205,6 +205,7 @@ def _distributions(runs: Sequence[Run]) -> str:
 def _timeline(run: Run, *, folded: bool, titled: bool) -> str:
     bins = run.detail["timeline"]
     begin = run.detail["window"][0]
+    last = max((b["at"] for b in bins), default=1.0)  # of all four, so that they line up
 
     def line(name: str, key: str, color: int, *, dashed: bool = False) -> Line:
         return Line(name, [(b["at"], b[key]) for b in bins if key in b], color, dashed)
@@ -218,7 +219,7 @@ def _timeline(run: Run, *, folded: bool, titled: bool) -> str:
             "seconds since the start",
             unit,
             lines,
-            x_scale=svg.seconds,
+            x_scale=lambda _, a, b: svg.seconds([last], a, b),
             log_y=log,
             shaded=shaded,
             marks=failures,
@@ -258,8 +259,9 @@ def _stages(runs: Sequence[Run]) -> str:
             + f'<td>{s["count"]:,}</td><td class="text"><small>{escape(s["metric"])}</small></td></tr>'
             for s in server["stages"]
         )
+        drawn = f'<div class="bar">{bar}</div><div class="legend">{keys}</div>' if len(added) > 1 else ""
         parts.append(
-            f'{head}<div class="card"><div class="bar">{bar}</div><div class="legend">{keys}</div><table><tr>'
+            f'{head}<div class="card">{drawn}<table><tr>'
             "<th>stage</th><th>mean, ms</th><th>≈ p50</th><th>≈ p99</th><th>count</th>"
             f'<th class="text">metric</th></tr>{lines}</table></div>'
             f'<p class="sub">{escape(server["statement"])}.</p>'

@@ -17,6 +17,7 @@ import numpy as np
 _BATCH = 5
 _LEAST_REQUESTS = 40
 _CUT_Z = 3.0
+_CUT_CHANGE = 0.05  # of the mean: a warm-up that changes less is no matter
 _TREND_BATCHES = 20
 _TREND_Z = 3.0
 _TREND_CHANGE = 0.25  # of the mean, from the first to the last quarter: less is no matter
@@ -80,7 +81,8 @@ def _mser(values: Sequence[float]) -> int:
         return 0
     cut, kept = means[:best], means[best:]
     noise = math.sqrt(float(kept.var(ddof=1)) * (1 / len(cut) + 1 / len(kept)))
-    return best * _BATCH if abs(float(cut.mean() - kept.mean())) > _CUT_Z * noise else 0
+    least = max(_CUT_Z * noise, _CUT_CHANGE * float(kept.mean()))
+    return best * _BATCH if abs(float(cut.mean() - kept.mean())) > least else 0
 
 
 def _trend(values: Sequence[float]) -> float | None:

@@ -77,6 +77,7 @@ class MockServer:
     async def __aenter__(self) -> MockServer:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._generate)
@@ -113,6 +114,9 @@ class MockServer:
             model["max_model_len"] = self.behavior.max_model_len
         return web.json_response({"object": "list", "data": [model]})
 
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
     async def _metrics(self, request: web.Request) -> web.Response:
         if not self.behavior.metrics:
             raise web.HTTPNotFound
@@ -140,7 +144,7 @@ class MockServer:
         if refusal is not None:
             return refusal
         served = Served(
-            arrived, body.get("prompt", body.get("messages")), count_tokens(body), body["max_tokens"],
+            arrived, body.get("prompt", body.get("messages")), count_tokens(body), _max_tokens(body),
             request.headers.get("x-session-id", ""),
         )  # fmt: skip
         self.served.append(served)
@@ -188,7 +192,7 @@ class MockServer:
             await response.write(
                 _event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
             )
-        count, per_chunk = body["max_tokens"], self.behavior.tokens_per_chunk
+        count, per_chunk = served.max_tokens, self.behavior.tokens_per_chunk
         due = served.arrived + self.behavior.ttft
         gaps = itertools.cycle(self.behavior.gaps)
         options = body.get("stream_options", {})
@@ -247,6 +251,10 @@ class MockServer:
             await asyncio.sleep(max(0.001, remaining))
 
 
+def _max_tokens(body: dict[str, Any]) -> int:
+    return body.get("max_tokens") or body.get("max_completion_tokens") or 16
+
+
 def count_tokens(body: dict[str, Any]) -> int:
     """A word is a token; words of more than 5 letters are two, which a load generator has to find out."""
     if "messages" in body:
@@ -269,9 +277,11 @@ def _usage(served: Served, completion: int) -> dict[str, Any]:
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
+    choices = chunk.get("choices") or [{}]
+    kind = "chat.completion.chunk" if "delta" in choices[0] else "text_completion"
     return (
         b"data: "
-        + json.dumps({"id": "x", "object": "chunk", "created": 0, "model": "mock"} | chunk).encode()
+        + json.dumps({"id": "x", "object": kind, "created": 0, "model": "mock"} | chunk).encode()
         + b"\n\n"
     )
 

@@ -42,6 +42,14 @@ def test_throughput_is_what_arrived_within_the_window() -> None:
     assert found.requests_per_s == pytest.approx(10, rel=0.02)
 
 
+def test_throughput_does_not_count_the_time_in_which_the_server_filled_up() -> None:
+    """10 requests a second of 4 s each: nothing is complete in the first 4 s."""
+    found = _summary(_every(201, ttft=1.0, gaps=(0.5,) * 6))
+    assert found.requests_per_s == pytest.approx(10, rel=0.02)
+    assert found.output_tokens_per_s == pytest.approx(70, rel=0.02)
+    assert "throughput from 4.0 s on" in found.window_statement
+
+
 def test_the_warm_up_counts_nowhere() -> None:
     slow = [record(i * 0.1, ttft=3.0, index=i) for i in range(20)]
     found = _summary(slow + [record(2 + i * 0.1, ttft=0.1, index=i) for i in range(60)], warm_up=2.0)

@@ -33,6 +33,12 @@ def test_a_constant_series_is_not_cut() -> None:
     assert found.steady is True
 
 
+def test_what_hardly_differs_is_not_cut() -> None:
+    values = np.full(200, 0.2)
+    values[:90] += 0.001
+    assert _detect(values).begin == 0.0
+
+
 def test_a_growing_queue_is_not_steady() -> None:
     found = _detect(_noise(400) + np.linspace(0.0, 3.0, 400))
     assert found.steady is False
