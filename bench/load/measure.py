@@ -197,7 +197,7 @@ def _filled(records: Sequence[Record], begin: float, end: float) -> float:
 
     In a run too short to leave that out, from `begin`.
     """
-    first = min((r.ended for r in records if r.ok and r.intended >= begin), default=begin)
+    first = max(begin, min((r.ended for r in records if r.ok), default=begin))
     return first if end - first >= _MOSTLY * (end - begin) else begin
 
 
