@@ -144,9 +144,9 @@ def _write(report: Report, output: OutputOptions) -> None:
 def _code(outcome: Outcome) -> int:
     if outcome.incomplete:
         return INTERRUPTED
-    if not outcome.valid:
-        return INVALID
-    return OK if outcome.summary.ok else NOTHING
+    if not outcome.summary.ok:
+        return NOTHING
+    return OK if outcome.valid else INVALID
 
 
 def _prefix(options: Options) -> str:
