@@ -11,13 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from bench.fake_worker import SECRET, FakeWorker, Lanes
 from router.config import RouterConfig
 from router.gguf_tokenizer import read_gguf
 from router.server import Running, running
 from router.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import worker_pb2 as pb
-
-from .fake_worker import SECRET, FakeWorker, Lanes
 
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
 

@@ -16,11 +16,11 @@ import aiohttp
 import psutil
 import pytest
 
+from bench.fake_worker import SECRET, FakeWorker, Lanes
 from router.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
 from .conftest import TEXT
-from .fake_worker import SECRET, FakeWorker, Lanes
 
 LAUNCH = """
 import json, sys

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from bench.fake_worker import FakeWorker
 from router.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster
-from .fake_worker import FakeWorker
 
 BODY = {"max_tokens": 200}
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.fake_worker import FakeWorker
 from router.config import RouterConfig
 from router.connection import State
 from router.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster
-from .fake_worker import FakeWorker
 
 
 def rewrite(path: Path, workers: list[FakeWorker]) -> None:
