@@ -117,7 +117,10 @@ class DecodeSide:
         return bool(self._peers)
 
     def slots_free(self) -> int:
-        return len(self._free_slots)
+        """Free, or granted as credit and not used yet."""
+        free = self.credits.free + self.credits.promised
+        assert free == len(self._free_slots), "credits and slots disagree"
+        return free
 
     # ------------------------------------------------------------ from the engine
 

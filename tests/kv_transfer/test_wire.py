@@ -118,11 +118,11 @@ def identity(role: str, incarnation: int = 5) -> bytes:
     return pack([role, f"fake {role}", incarnation, "model of the tests", LAYOUT, 4096])
 
 
-def connect(port: int, secret: bytes = SECRET, session: bytes | None = None) -> Lane:
-    """As a decode worker with one lane, up to the listener's verdict."""
+def connect(port: int, secret: bytes = SECRET, session: bytes = b"", number: int = 0, lanes: int = 1) -> Lane:
+    """As a decode worker, one lane, up to the listener's verdict."""
     lane = Lane(socket.create_connection(("127.0.0.1", port)))
     lane.answers = False
-    opened = pack(["open", session or os.urandom(16), 0, 1, os.urandom(32), identity("decode")])
+    opened = pack(["open", session or os.urandom(16), number, lanes, os.urandom(32), identity("decode")])
     lane.send(HELLO, opened)
     kind, _, _, payload = lane.read()
     tag, nonce, theirs, proof = unpack(payload)
@@ -335,6 +335,26 @@ def test_an_authenticated_peer_that_breaks_the_protocol(
     until(lambda: not prefill.sender.has_fetch(prefill_id), "its transfer to end with its session")
     assert prefill.stats().sessions == 0
     assert lane.read()[0] == 0
+
+
+def test_sessions_of_two_lanes(make_prefill: Any, until: Any) -> None:
+    """Control goes down lane 0 only; without all its lanes a session ends; a new one ends the old."""
+    prefill = make_prefill(deadlines=kv.Deadlines(handshake=1.0))
+    first, second = (connect(prefill.port, session=b"a" * 16, number=i, lanes=2) for i in (0, 1))
+    until(lambda: prefill.stats().sessions == 1, "the session")
+    second.say(FETCH, [b"p" * 16, [[0, 10]], 0, 0, 2], os.urandom(16))
+    refused(prefill, until, "order")
+    assert [first.read()[0], second.read()[0]] == [0, 0]
+    alone = connect(prefill.port, session=b"b" * 16, lanes=2)
+    assert alone.read()[0] == 0
+    assert prefill.stats().deadlines == {"handshake": 1}
+    old, new = connect(prefill.port), connect(prefill.port, session=b"c" * 16)
+    assert old.read()[0] == 0, "a peer has one session"
+    for number, lanes in ((0, 1), (1, 2)):
+        stray = connect(prefill.port, session=b"c" * 16, number=number, lanes=lanes)
+        assert unpack(stray.read()[3])[:2] == ["refused", "hello"], "it does not fit the session"
+    assert prefill.stats().sessions == 1
+    new.sock.close()
 
 
 def test_damaged_control_messages(make_prefill: Any, until: Any) -> None:
