@@ -50,7 +50,7 @@ class Slo(msgspec.Struct, frozen=True):
         return all(value is None or value <= limit for value, limit in values)
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.bounds))
+        return ", ".join(map(str, self.bounds))
 
 
 def _bound(part: str, whole: str) -> Bound:

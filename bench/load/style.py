@@ -25,7 +25,7 @@ h3 { font-size: 14px; margin: 18px 0 8px; color: var(--soft); font-weight: 600; 
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px;
   margin: 20px 0 0; }
 .tile, .chart, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.tile { padding: 12px 14px; }
+.tile { padding: 12px 14px; overflow-wrap: anywhere; }
 .tile b { display: block; font-size: 24px; font-weight: 650; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: 13px; } .tile small { color: var(--soft); font-size: 12px; }
 .grid2 { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 14px; }
