@@ -1,11 +1,11 @@
 """Answers in OpenAI's shapes: chat and text completions, whole and in chunks."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from router.api import ChatBody, CompletionBody
+from router.api import CompletionBody
 from router.choice import Choice, Delta
+from router.serving import Answer, Usage
 from router.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
@@ -20,29 +20,35 @@ class Format:
     chunk_kind: str
     prefix: str  # of the answer's id
 
-    def __init__(self, request_id: str, model: str, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, answer: Answer, model: str, tokenizer: ModelTokenizer) -> None:
+        self._answer = answer
         self._tokenizer = tokenizer
-        self._frame = {"id": f"{self.prefix}{request_id}", "created": int(time.time()), "model": model}
+        self._token_ids = answer.body.return_token_ids
+        self._frame = {"id": f"{self.prefix}{answer.name}", "created": int(time.time()), "model": model}
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        listed = [self._choice(i, choice) for i, choice in enumerate(choices)]
-        return {**self._frame, "object": self.kind, "choices": listed, "usage": usage}
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(i, choice) for i, choice in enumerate(self._answer.choices)]
+        return {**self._frame, "object": self.kind, "choices": choices, "usage": _usage(self._answer.usage())}
 
-    def chunk(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
-        """One delta, which is the last that `choice` has."""
-        return {
+    def chunk(self, index: int, delta: Delta, *, usage: bool) -> dict[str, Any]:
+        """One delta of the choice `index`; `usage` adds what was used so far."""
+        chunk: dict[str, Any] = {
             **self._frame,
             "object": self.chunk_kind,
-            "choices": [self._chunk_choice(index, choice, delta)],
+            "choices": [self._chunk_choice(index, delta)],
         }
+        if usage:
+            chunk["usage"] = _usage(self._answer.usage())
+        return chunk
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, Any]:
+        usage = _usage(self._answer.usage())
         return {**self._frame, "object": self.chunk_kind, "choices": [], "usage": usage}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _chunk_choice(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
     def _spelled(self, token_id: int) -> str:
@@ -52,27 +58,23 @@ class Format:
 class ChatFormat(Format):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(
-        self, request_id: str, model: str, tokenizer: ModelTokenizer, body: ChatBody, prompt_ids: list[int]
-    ) -> None:
-        super().__init__(request_id, model, tokenizer)
-        self._logprobs = body.logprobs
-        self._token_ids = body.return_token_ids
-        self._prompt_ids = prompt_ids
+    def __init__(self, answer: Answer, model: str, tokenizer: ModelTokenizer) -> None:
+        super().__init__(answer, model, tokenizer)
+        self._logprobs = answer.body.logprobs_wanted is not None
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        answer = super().whole(choices, usage)
+    def whole(self) -> dict[str, Any]:
+        whole = super().whole()
         if self._token_ids:
-            answer["prompt_token_ids"] = self._prompt_ids
-        return answer
+            whole["prompt_token_ids"] = self._answer.prompts[0]
+        return whole
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return {"index": index, "message": message, **self._rest(choice.deltas)}
 
-    def _chunk_choice(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         content = {"content": delta.text}
-        if choice.num_tokens == 1:
+        if delta.first:
             content = {"role": "assistant", **content}
         return {"index": index, "delta": content, **self._rest([delta])}
 
@@ -105,32 +107,24 @@ class ChatFormat(Format):
 class CompletionFormat(Format):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        tokenizer: ModelTokenizer,
-        body: CompletionBody,
-        prompts: list[list[int]],
-    ) -> None:
-        super().__init__(request_id, model, tokenizer)
-        self._logprobs = body.logprobs is not None
-        self._token_ids = body.return_token_ids
-        self._prompts = prompts
+    def __init__(self, answer: Answer, model: str, tokenizer: ModelTokenizer) -> None:
+        super().__init__(answer, model, tokenizer)
+        body = answer.body
+        assert isinstance(body, CompletionBody)
+        self._logprobs = body.logprobs_wanted is not None
         self._echo = [
             prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
             for prompt in (body.prompt if body.echo else [])
         ]
         self._n = body.n
-        self._offsets = [0] * (len(prompts) * body.n)
+        self._offsets = [0] * len(answer.choices)
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return self._written(index, self._echoed(index) + choice.text, choice.deltas, first=True)
 
-    def _chunk_choice(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
-        first = choice.num_tokens == 1
-        text = self._echoed(index) + delta.text if first else delta.text
-        return self._written(index, text, [delta], first=first)
+    def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        text = self._echoed(index) + delta.text if delta.first else delta.text
+        return self._written(index, text, [delta], first=delta.first)
 
     def _echoed(self, index: int) -> str:
         return self._echo[index // self._n] if self._echo else ""
@@ -148,7 +142,7 @@ class CompletionFormat(Format):
         if self._token_ids:
             written["token_ids"] = [delta.token.token_id for delta in deltas]
             if first:
-                written["prompt_token_ids"] = self._prompts[index // self._n]
+                written["prompt_token_ids"] = self._answer.prompts[index // self._n]
         return written
 
     def _logprobs_of(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
@@ -167,10 +161,10 @@ class CompletionFormat(Format):
         }  # fmt: skip
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def _usage(used: Usage) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens": used.prompt_tokens,
+        "completion_tokens": used.completion_tokens,
+        "total_tokens": used.prompt_tokens + used.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
     }

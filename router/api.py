@@ -258,9 +258,17 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], raw: bytes) -> B:
-    """Raises InvalidRequest naming the field, what is wrong with it, and what was sent."""
+    """Of JSON. Raises InvalidRequest naming the field, what is wrong with it, and what was sent."""
     try:
         return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+def validate(kind: type[B], fields: dict[str, Any]) -> B:
+    """The same of what came by another way than JSON."""
+    try:
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _explained(error) from None
 

@@ -16,6 +16,7 @@ class Delta:
     token: Token
     finish_reason: str | None
     stop_reason: str | int | None  # the stop string or stop token id that ended it; None for EOS
+    first: bool  # of its choice
 
 
 class Choice:
@@ -66,7 +67,7 @@ class Choice:
             text += self._stops.finish()
             if reason == "stop" and token.token_id in self._stop_token_ids:
                 stop_reason = token.token_id
-        delta = Delta(text, token, reason, stop_reason)
+        delta = Delta(text, token, reason, stop_reason, first=not self.deltas)
         self.text += text
         self.deltas.append(delta)
         return delta

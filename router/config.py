@@ -19,6 +19,8 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: chosen by the system, and reported."""
+    grpc_port: int | None = None
+    """Of `baton.v1.Inference`; 0: chosen by the system, and reported. None: no gRPC."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """When there are any, clients must send one of them."""
     workers: tuple[str, ...] = ()
@@ -44,6 +46,7 @@ class RouterConfig:
                 raise ValueError(f"--{flag} must be {bound}, not {value!r}")
 
         require("port", 0 <= self.port <= 65_535, "0 to 65535", self.port)
+        require("grpc-port", 0 <= (self.grpc_port or 0) <= 65_535, "0 to 65535", self.grpc_port)
         require("request-timeout", self.request_timeout > 0, "above 0", self.request_timeout)
         require("worker-wait", self.worker_wait >= 0, "at least 0", self.worker_wait)
         require("drain-timeout", self.drain_timeout >= 0, "at least 0", self.drain_timeout)

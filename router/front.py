@@ -1,11 +1,7 @@
 """The HTTP face: OpenAI's endpoints, and those by which a router is watched."""
 
 import asyncio
-import hashlib
-import hmac
 import logging
-import os
-import re
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -15,11 +11,13 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from router import errors
-from router.answers import ChatFormat, CompletionFormat
-from router.api import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
+from router.answers import ChatFormat, CompletionFormat, Format
+from router.api import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from router.config import RouterConfig
-from router.jobs import chat_prompt, completion_prompts, encode, make_jobs
-from router.serving import Answer, Services
+from router.http_answer import respond
+from router.intake import Intake, request_name
+from router.jobs import chat_prompt, encode
+from router.serving import Services
 from router.status import router_status
 
 log = logging.getLogger(__name__)
@@ -29,18 +27,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 _OPEN = {"/health", "/ready", "/metrics", "/version"}
-_NAMEABLE = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Front:
-    """Routes and their handlers. `draining` makes it refuse new generations."""
+    """Routes and their handlers."""
 
-    def __init__(self, config: RouterConfig, services: Services) -> None:
+    def __init__(self, config: RouterConfig, services: Services, intake: Intake) -> None:
         self._config = config
         self._services = services
+        self._intake = intake
         self._created = int(time.time())
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
-        self.draining = False
         self.app = web.Application(middlewares=[self._guard], client_max_size=config.max_body_bytes)
         self.app.add_routes(
             [
@@ -63,12 +59,11 @@ class Front:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Gives it an id, checks its key, and says what went wrong in OpenAI's shape."""
-        sent = request.headers.get("x-request-id", "")
-        request_id = sent if _NAMEABLE.fullmatch(sent) else os.urandom(16).hex()
+        request_id = request_name(request.headers.get("x-request-id"))
         _REQUEST_ID.set(request_id)
         try:
             if request.path not in _OPEN:
-                self._authorize(request)
+                self._intake.authorize(request.headers.get("authorization", ""))
             return await handler(request)
         except errors.ApiError as error:
             return _error(error, request_id)
@@ -91,64 +86,25 @@ class Front:
                 raise  # an answer has begun: all that is left is to close the connection
             return _error(errors.ApiError(f"request {request_id} failed inside the router"), request_id)
 
-    def _authorize(self, request: web.Request) -> None:
-        if not self._keys:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        sent = hashlib.sha256(key.strip().encode(errors="replace")).digest()
-        # Every key is compared, so that the time says nothing about which.
-        matches = [hmac.compare_digest(sent, known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise errors.Unauthorized("send a valid API key as `Authorization: Bearer KEY`")
-
     # ------------------------------------------------------------ generation
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await self._parse(request, ChatBody)
-        prompt = await chat_prompt(self._services.tokenizer, body)
-        name, model = _REQUEST_ID.get(), self._config.model_name
-        answer_format = ChatFormat(name, model, self._services.tokenizer, body, prompt)
-        return await self._generate(request, body, [prompt], "messages", answer_format)
+        return await self._answer(request, ChatBody, ChatFormat)
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        body = await self._parse(request, CompletionBody)
-        prompts = await completion_prompts(self._services.tokenizer, body)
-        name, model = _REQUEST_ID.get(), self._config.model_name
-        answer_format = CompletionFormat(name, model, self._services.tokenizer, body, prompts)
-        return await self._generate(request, body, prompts, "prompt", answer_format)
+        return await self._answer(request, CompletionBody, CompletionFormat)
 
-    async def _generate(
-        self,
-        request: web.Request,
-        body: GenerationBody,
-        prompts: list[list[int]],
-        field: str,
-        answer_format: ChatFormat | CompletionFormat,
+    async def _answer(
+        self, request: web.Request, kind: type[ChatBody] | type[CompletionBody], form: type[Format]
     ) -> web.StreamResponse:
-        if self.draining:
-            raise errors.ShuttingDown("the router is shutting down", retry_after=1)
-        services = self._services
-        jobs = make_jobs(
-            body,
-            prompts,
-            field=field,
-            capacity=self._capacity,
-            vocab_size=services.tokenizer.vocab_size,
-            session=request.headers.get("x-session-id"),
-        )
-        answer = Answer(services, body, jobs, answer_format, _REQUEST_ID.get())
-        return await answer.run(request, {"x-request-id": _REQUEST_ID.get()})
-
-    @property
-    def _capacity(self) -> int:
-        smallest = self._services.pool.capacity
-        own = self._services.tokenizer.max_model_len
-        return own if smallest is None else min(own, smallest)
+        name, session = _REQUEST_ID.get(), request.headers.get("x-session-id")
+        answer = await self._intake.answer(parse(kind, await request.read()), name, session)
+        written = form(answer, self._config.model_name, self._services.tokenizer)
+        return await respond(request, answer, written, {"x-request-id": name})
 
     async def _parse(self, request: web.Request, kind: type[B]) -> B:
         body = parse(kind, await request.read())
-        if body.model not in (None, self._config.model_name):
-            raise errors.ModelNotFound(f"there is no model {body.model!r} here", param="model")
+        self._intake.check_model(body)
         return body
 
     # ------------------------------------------------------------ about the model
@@ -165,7 +121,7 @@ class Front:
         name = self._config.model_name
         return {
             "id": name, "object": "model", "created": self._created, "owned_by": "baton", "root": name,
-            "parent": None, "max_model_len": self._capacity,
+            "parent": None, "max_model_len": self._intake.capacity,
         }  # fmt: skip
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -175,7 +131,7 @@ class Front:
             tokens = await chat_prompt(tokenizer, ChatBody(messages=body.messages))
         else:
             tokens = await encode(tokenizer, body.prompt or "", add_special_tokens=body.add_special_tokens)
-        answer = {"count": len(tokens), "max_model_len": self._capacity, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": self._intake.capacity, "tokens": tokens}
         return _json(answer)
 
     async def _detokenize(self, request: web.Request) -> web.Response:
@@ -194,7 +150,7 @@ class Front:
         return web.Response()
 
     async def _ready(self, request: web.Request) -> web.Response:
-        if self.draining:
+        if self._intake.draining:
             raise errors.ShuttingDown("the router is shutting down")
         if not self._services.pool.complete:
             raise errors.NoWorker("there is no worker of one of the roles")
@@ -208,7 +164,7 @@ class Front:
         return _json({"version": _version()})
 
     async def _status(self, request: web.Request) -> web.Response:
-        return _json(await router_status(self._config, self._services, self.draining))
+        return _json(await router_status(self._config, self._services, self._intake.draining))
 
 
 def _version() -> str:

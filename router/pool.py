@@ -31,11 +31,13 @@ class WorkerPool:
     Attributes:
         room: requests that wait for room on a decode worker.
         waiters: requests that wait for a worker of some role, as keys in order.
+        changed: set whenever a worker comes or goes; cleared by its one reader.
     """
 
     def __init__(self, secret: bytes, discovery: Discovery) -> None:
         self.room = RoomQueue()
         self.waiters: dict[WorkerWaiter, None] = {}
+        self.changed = asyncio.Event()
         self._secret = secret
         self._discovery = discovery
         self._router_id = os.urandom(16)
@@ -132,6 +134,7 @@ class WorkerPool:
 
     def membership_changed(self, connection: WorkerConnection) -> None:
         self._built = None
+        self.changed.set()
         if connection.ready:
             waiters, self.waiters = self.waiters, {}
             for waiter in waiters:

@@ -22,6 +22,8 @@ from router.config import RouterConfig
 from router.discovery import Discovery, FileDiscovery, StaticDiscovery
 from router.errors import ShuttingDown
 from router.front import Front
+from router.grpc_face import GrpcFace
+from router.intake import Intake
 from router.metrics import Metrics
 from router.pool import WorkerPool
 from router.serving import Services
@@ -48,6 +50,7 @@ class Running:
     """A router that listens."""
 
     url: str
+    grpc_address: str | None
     services: Services
     following: asyncio.Task[None]
     """Follows the workers; ends only by an error."""
@@ -67,7 +70,9 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
         request_timeout=config.request_timeout,
         worker_wait=config.worker_wait,
     )
-    front = Front(config, services)
+    intake = Intake(config, services)
+    front = Front(config, services, intake)
+    grpc_face = GrpcFace(config, intake, pool)
     runner = web.AppRunner(front.app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     following = asyncio.create_task(pool.run(), name="workers")
@@ -80,17 +85,24 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
             reason = error.strerror or error
             raise ValueError(f"--host, --port: cannot listen on {where}: {reason}") from error
 
+        grpc_address = None
+        if config.grpc_port is not None:
+            grpc_address = await grpc_face.start(config.host, config.grpc_port)
+
         async def stop_listening() -> None:
-            if not front.draining:
-                front.draining = True
+            if not intake.draining:
+                intake.draining = True
                 await site.stop()
+                await grpc_face.stop_listening(config.drain_timeout + LAST_WORDS_SECONDS)
 
         host = f"[{config.host}]" if ":" in config.host else config.host
-        yield Running(f"http://{host}:{runner.addresses[0][1]}", services, following, stop_listening)
+        url = f"http://{host}:{runner.addresses[0][1]}"
+        yield Running(url, grpc_address, services, following, stop_listening)
         await stop_listening()
         await _cut(services)
     finally:
         await runner.cleanup()
+        await grpc_face.close()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
@@ -102,8 +114,9 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     async with running(config, tokenizer) as router:
-        log.info("listening on %s", router.url)
-        _report(config.ready_fd, {"ready": {"url": router.url, "pid": os.getpid()}}, last=True)
+        log.info("listening on %s, gRPC: %s", router.url, router.grpc_address or "off")
+        ready = {"url": router.url, "grpc_address": router.grpc_address, "pid": os.getpid()}
+        _report(config.ready_fd, {"ready": ready}, last=True)
         stopped = asyncio.create_task(signals.get())
         await asyncio.wait({stopped, router.following}, return_when=asyncio.FIRST_COMPLETED)
         if router.following.done():

@@ -3,9 +3,9 @@
 Life of a call: `connect` opens a channel with keepalive and message bounds; each call made on it carries an
 HMAC of its method, the time and a nonce under the cluster secret (`rpc.auth`); the server made by
 `create_server` verifies it before any message is read, refuses replays, and answers. Health checks alone need
-no secret.
+no secret. `create_public_server` makes a server for clients, which know no secret.
 
-The stubs `worker_pb2*` are written by `make proto` and checked in.
+The stubs `*_pb2*` are written by `make proto` and checked in.
 """
 
 import os
@@ -14,7 +14,15 @@ import os
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from rpc.auth import load_secret
-from rpc.channel import HealthServicer, connect, create_server
+from rpc.channel import HealthServicer, connect, create_public_server, create_server
 from rpc.chunk_hash import CHUNK_TOKENS, chunk_hashes
 
-__all__ = ["CHUNK_TOKENS", "HealthServicer", "chunk_hashes", "connect", "create_server", "load_secret"]
+__all__ = [
+    "CHUNK_TOKENS",
+    "HealthServicer",
+    "chunk_hashes",
+    "connect",
+    "create_public_server",
+    "create_server",
+    "load_secret",
+]

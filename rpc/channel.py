@@ -1,7 +1,10 @@
 """Channels and servers with the bounds that both ends rely on."""
 
+from collections.abc import Sequence
+
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from rpc.auth import ServerAuth, client_interceptors
 
@@ -43,6 +46,24 @@ def connect(address: str, secret: bytes) -> grpc.aio.Channel:
     interceptors = client_interceptors(secret)
     # pyrefly: ignore[bad-argument-type]  (the stubs leave this type out)
     return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+
+
+def create_public_server(
+    max_request_bytes: int, health_servicer: HealthServicer, services: Sequence[str]
+) -> grpc.aio.Server:
+    """A server for clients: not signed, with health, and with reflection of `services` (full names)."""
+    options = [
+        *_KEEPALIVE,
+        ("grpc.max_receive_message_length", max_request_bytes),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.max_concurrent_streams", 1_000),  # of one connection
+        ("grpc.so_reuseport", 0),
+    ]
+    server = grpc.aio.server(options=options)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    shown = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(shown, server)
+    return server
 
 
 def create_server(secret: bytes, health_servicer: HealthServicer | None = None) -> grpc.aio.Server:

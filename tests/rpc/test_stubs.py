@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rpc import worker_pb2
+from rpc import inference_pb2, worker_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path.name for path in (ROOT / "proto").glob("*.proto"))
@@ -23,8 +23,10 @@ def test_checked_in_stubs_are_current(source, tmp_path):
         assert (ROOT / "rpc" / name).read_text() == text, f"{name} is stale: run `make proto`"
 
 
-def test_the_written_types_name_every_method():
-    types = (ROOT / "rpc" / "worker_pb2_grpc.pyi").read_text()
-    for method in worker_pb2.DESCRIPTOR.services_by_name["Worker"].methods:
+@pytest.mark.parametrize("stubs", [worker_pb2, inference_pb2])
+def test_the_written_types_name_every_method(stubs):
+    [service] = stubs.DESCRIPTOR.services_by_name.values()
+    types = Path(stubs.__file__.replace("_pb2.py", "_pb2_grpc.pyi")).read_text()
+    for method in service.methods:
         assert f"    {method.name}: grpc.aio." in types
         assert f"def {method.name}(" in types

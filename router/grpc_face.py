@@ -1,0 +1,170 @@
+"""The gRPC face: `baton.v1.Inference`, with health and reflection. It answers as the HTTP face does."""
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from router.api import ChatBody, CompletionBody, validate
+from router.choice import Delta
+from router.config import RouterConfig
+from router.errors import ApiError
+from router.intake import Intake, request_name
+from router.pool import WorkerPool
+from router.serving import Answer
+from rpc import HealthServicer, create_public_server
+from rpc import inference_pb2 as pb
+from rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+
+log = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_WAIT_SECONDS = 60.0  # gRPC keeps the connection alive by itself
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+_FINISH: dict[str | None, pb.Delta.FinishReason] = {
+    None: pb.Delta.UNFINISHED,
+    "stop": pb.Delta.STOP,
+    "length": pb.Delta.LENGTH,
+}
+
+
+class GrpcFace(InferenceServicer):
+    """Owns the gRPC server of a router, and keeps what health says current.
+
+    Health: "" says that the process serves, "baton.v1.Inference" that it also has a worker of each role.
+    """
+
+    def __init__(self, config: RouterConfig, intake: Intake, pool: WorkerPool) -> None:
+        self._intake = intake
+        self._pool = pool
+        self._health = HealthServicer()
+        self._server = create_public_server(config.max_body_bytes, self._health, [SERVICE])
+        add_InferenceServicer_to_server(self, self._server)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, host: str, port: int) -> str:
+        """Returns the address at which it listens. Raises ValueError when it cannot."""
+        host = f"[{host}]" if ":" in host else host
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise ValueError(f"--host, --grpc-port: cannot listen on {host}:{port}") from error
+        await self._server.start()
+        self._tasks.append(asyncio.create_task(self._follow_readiness(), name="gRPC health"))
+        return f"{host}:{bound}"
+
+    async def stop_listening(self, grace: float) -> None:
+        """Takes nothing new; what runs may go on for `grace` seconds."""
+        await self._health.enter_graceful_shutdown()
+        self._tasks.append(asyncio.create_task(self._server.stop(grace), name="gRPC drain"))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.stop(None)
+
+    async def _follow_readiness(self) -> None:
+        while True:
+            self._pool.changed.clear()
+            complete = self._pool.complete
+            status = HealthCheckResponse.SERVING if complete else HealthCheckResponse.NOT_SERVING
+            await self._health.set(SERVICE, status)
+            await self._pool.changed.wait()
+
+    # ------------------------------------------------------------ the service
+
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]",
+    ) -> None:
+        sent = context.invocation_metadata() or ()
+        metadata = {key: value for key, value in sent if isinstance(value, str)}
+        name = request_name(metadata.get("x-request-id"))
+        context.set_trailing_metadata((("x-request-id", name),))
+        try:
+            self._intake.authorize(metadata.get("authorization", ""))
+            answer = await self._intake.answer(_body(request), name, metadata.get("x-session-id"))
+            with answer.generating():
+                await _write(answer, context)
+        except ApiError as error:
+            await _abort(context, error, name)
+        except Exception:
+            # A bug of ours must not look like the client's: it is logged whole, and the client learns its id.
+            if not context.cancelled():
+                log.exception("request %s", name)
+            await _abort(context, ApiError(f"request {name} failed inside the router"), name)
+
+
+async def _write(answer: Answer, context: grpc.aio.ServicerContext) -> None:
+    while not answer.finished:
+        deltas = await answer.take(_WAIT_SECONDS)
+        if deltas:
+            await context.write(pb.GenerateResponse(deltas=[_delta(*delta) for delta in deltas]))
+    used = answer.usage()
+    usage = pb.Usage(
+        prompt_tokens=used.prompt_tokens,
+        completion_tokens=used.completion_tokens,
+        cached_tokens=used.cached_tokens,
+    )
+    await context.write(pb.GenerateResponse(usage=usage))
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: ApiError, name: str) -> None:
+    said = {"x-request-id": name, "error-code": error.code, "error-param": error.param}
+    if error.retry_after is not None:
+        said["retry-after"] = str(error.retry_after)
+    trailing = tuple((key, value) for key, value in said.items() if value is not None)
+    await context.abort(_CODES[error.status], error.message, trailing)
+
+
+def _body(request: pb.GenerateRequest) -> ChatBody | CompletionBody:
+    """The fields that are set, under the names that they have in JSON. Raises InvalidRequest."""
+    fields: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
+    for name in ("stop", "stop_token_ids"):
+        if name in fields:
+            fields[name] = list(fields[name])
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {str(token_id): bias for token_id, bias in fields["logit_bias"].items()}
+    if "chat" in fields:
+        messages = fields.pop("chat").messages
+        fields["messages"] = [{"role": m.role, "content": m.content} for m in messages]
+        if "logprobs" in fields:
+            fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
+        return validate(ChatBody, fields)
+    if "token_ids" in fields:
+        fields["prompt"] = list(fields.pop("token_ids").ids)
+    elif "text" in fields:
+        fields["prompt"] = fields.pop("text")
+    return validate(CompletionBody, fields)
+
+
+def _delta(index: int, delta: Delta) -> pb.Delta:
+    written = pb.Delta(
+        index=index,
+        token_id=delta.token.token_id,
+        text=delta.text,
+        finish_reason=_FINISH[delta.finish_reason],
+    )
+    if isinstance(delta.stop_reason, str):
+        written.stop_string = delta.stop_reason
+    elif delta.stop_reason is not None:
+        written.stop_token_id = delta.stop_reason
+    given = delta.token.logprobs
+    if given is not None:
+        written.logprobs.logprob = given.logprob
+        top = zip(given.top_ids, given.top_logprobs, strict=True)
+        written.logprobs.top.extend(pb.TopLogprob(token_id=t, logprob=logprob) for t, logprob in top)
+    return written

@@ -1,0 +1,217 @@
+"""The gRPC face of a real router over fake workers, beside its HTTP face."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from router.tokenizer import ModelTokenizer
+from rpc import inference_pb2 as pb
+from rpc.inference_pb2_grpc import InferenceStub
+
+from .conftest import TEXT, Cluster, make_cluster
+
+CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hi")])
+Health = health_pb2.HealthCheckResponse
+
+
+@contextlib.asynccontextmanager
+async def channel_to(cluster: Cluster) -> AsyncIterator[grpc.aio.Channel]:
+    assert cluster.router.grpc_address is not None
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        yield channel
+
+
+async def generate(
+    cluster: Cluster, metadata: tuple[tuple[str, str], ...] = (), **fields: Any
+) -> list[pb.GenerateResponse]:
+    async with channel_to(cluster) as channel:
+        call = InferenceStub(channel).Generate(pb.GenerateRequest(**fields), metadata=metadata, timeout=20)
+        return [message async for message in call]
+
+
+async def refusal(cluster: Cluster, **fields: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await generate(cluster, **fields)
+    return (
+        error.value.code(),
+        error.value.details() or "",
+        {key: value for key, value in error.value.trailing_metadata()},
+    )
+
+
+def text(messages: list[pb.GenerateResponse], index: int = 0) -> str:
+    return "".join(d.text for message in messages for d in message.deltas if d.index == index)
+
+
+async def test_the_answer_and_its_usage(cluster: Cluster):
+    *messages, last = await generate(cluster, text="Hello", max_tokens=200)
+    assert text(messages) == TEXT
+    deltas = [delta for message in messages for delta in message.deltas]
+    assert [delta.token_id for delta in deltas] == cluster.answer
+    assert {delta.finish_reason for delta in deltas[:-1]} == {pb.Delta.UNFINISHED}
+    assert deltas[-1].finish_reason == pb.Delta.STOP
+    assert deltas[-1].WhichOneof("stop_reason") is None
+    assert last.usage == pb.Usage(prompt_tokens=1, completion_tokens=len(cluster.answer), cached_tokens=3)
+    assert not last.deltas
+
+
+async def test_each_kind_of_prompt_reaches_the_workers(cluster: Cluster):
+    prompts: list[dict[str, Any]] = [
+        {"text": "Größe"},
+        {"token_ids": pb.TokenIds(ids=[7, 8])},
+        {"chat": CHAT},
+    ]
+    for prompt in prompts:
+        await generate(cluster, **prompt, max_tokens=1)
+    seen = [list(m.prefill.request.prompt_ids) for m in cluster.prefills[0].submitted]
+    chat = cluster.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    assert seen == [cluster.tokenizer.encode("Größe"), [7, 8], chat]
+
+
+async def test_sampling_is_what_http_makes_of_it(cluster: Cluster):
+    fields: dict[str, Any] = {
+        "seed": 11, "temperature": 0.5, "top_k": -1, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1.0,
+        "frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2, "stop_token_ids": [9],
+        "max_tokens": 20, "ignore_eos": True, "logprobs": 2, "priority": -3, "n": 2,
+    }  # fmt: skip
+    await generate(cluster, **fields, token_ids=pb.TokenIds(ids=[5]), logit_bias={5: 2.5})
+    await cluster.complete(**fields, prompt=[5], logit_bias={"5": 2.5})
+    requests = [m.prefill.request for m in cluster.prefills[0].submitted]
+    for over_grpc, over_http in zip(requests[:2], requests[2:], strict=True):
+        assert over_grpc.sampling == over_http.sampling
+        assert over_grpc.priority == over_http.priority == -3
+
+
+async def test_errors_are_those_of_http(cluster: Cluster):
+    cases: list[tuple[dict[str, Any], dict[str, Any], grpc.StatusCode]] = [
+        ({"text": ""}, {"prompt": ""}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({}, {}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"text": "x", "model": "m"}, {"prompt": "x", "model": "m"}, grpc.StatusCode.NOT_FOUND),
+        ({"text": "x", "top_p": 2.0}, {"prompt": "x", "top_p": 2.0}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"text": "x", "n": 0}, {"prompt": "x", "n": 0}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"text": "x", "stop": [""]}, {"prompt": "x", "stop": [""]}, grpc.StatusCode.INVALID_ARGUMENT),
+        (
+            {"token_ids": pb.TokenIds(ids=[5] * 9000)},
+            {"prompt": [5] * 9000},
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+    ]
+    for over_grpc, over_http, expected in cases:
+        code, details, trailing = await refusal(cluster, **over_grpc)
+        status, answer = await cluster.post("/v1/completions", **over_http)
+        assert code == expected
+        assert status in (400, 404)
+        error = answer["error"]
+        assert (details, trailing["error-code"]) == (error["message"], error["code"])
+        assert trailing.get("error-param") == error["param"]
+        assert len(trailing["x-request-id"]) == 32
+    code, details, _ = await refusal(cluster, text="x", temperature=float("nan"))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "temperature" in details
+    code, details, _ = await refusal(
+        cluster, chat=pb.Chat(messages=[pb.ChatMessage(role="tool", content="x")])
+    )
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "messages[0]" in details
+    assert not cluster.prefills[0].submitted
+
+
+async def test_stop_reasons_and_logprobs(cluster: Cluster):
+    *messages, _ = await generate(cluster, text="x", stop=["France is"], logprobs=2)
+    last = messages[-1].deltas[-1]
+    assert text(messages) == "The capital of "
+    assert last.stop_string == "France is"
+    first = messages[0].deltas[0].logprobs
+    assert first.logprob == -0.5
+    assert [top.token_id for top in first.top] == [100, 101]
+    *messages, _ = await generate(cluster, text="x", stop_token_ids=[cluster.answer[2]])
+    assert messages[-1].deltas[-1].stop_token_id == cluster.answer[2]
+
+
+async def test_a_client_that_goes_cancels_both_workers(cluster: Cluster):
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    prefill.steps, decode.steps = asyncio.Semaphore(1), asyncio.Semaphore(0)
+    async with channel_to(cluster) as channel:
+        call = InferenceStub(channel).Generate(pb.GenerateRequest(text="x", max_tokens=50))
+        first = await call.read()
+        assert isinstance(first, pb.GenerateResponse)
+        assert first.deltas[0].text == "The"
+        call.cancel()
+        await decode.until(lambda w: w.cancelled == [w.submitted[0].decode.decode_id])
+        await prefill.until(lambda w: w.cancelled == [w.submitted[0].prefill.prefill_id])
+        await cluster.idle()
+
+
+async def test_keys_deadlines_and_overload(tokenizer: ModelTokenizer, tmp_path: Path):
+    limits: dict[str, Any] = {"api_keys": ("key-one",), "request_timeout": 0.5, "max_waiting_tokens": 100}
+    async with make_cluster(tokenizer, tmp_path, **limits) as cluster:
+        cluster.prefills[0].steps = asyncio.Semaphore(0)
+        code, *_ = await refusal(cluster, text="x")
+        assert code == grpc.StatusCode.UNAUTHENTICATED
+        key = (("authorization", "Bearer key-one"), ("x-request-id", "mine"))
+        long = {"token_ids": pb.TokenIds(ids=[5] * 80), "metadata": key}
+        first = asyncio.create_task(refusal(cluster, **long))
+        await cluster.prefills[0].until(lambda w: w.submitted)
+        code, _, trailing = await refusal(cluster, **long)
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert int(trailing["retry-after"]) >= 1
+        code, _, trailing = await first
+        assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert trailing["error-code"] == "timeout"
+        assert trailing["x-request-id"] == "mine"
+        await cluster.idle()
+
+
+async def test_a_message_that_is_too_large(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, max_body_bytes=1000) as cluster:
+        code, *_ = await refusal(cluster, text="x" * 2000)
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_health_follows_the_workers(cluster: Cluster):
+    async with channel_to(cluster) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the stubs know no grpc.aio
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == Health.SERVING
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
+        async with asyncio.timeout(10):
+            while (await watch.read()).status != Health.SERVING:
+                pass
+            await cluster.decodes[0].kill()
+            assert (await watch.read()).status == Health.NOT_SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == Health.SERVING
+
+
+async def test_reflection_shows_the_service(cluster: Cluster):
+    async with channel_to(cluster) as channel:
+        # pyrefly: ignore[bad-argument-type]  (the stubs know no grpc.aio)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = {service.name for service in (await call.read()).list_services_response.service}
+        assert listed >= {"baton.v1.Inference", "grpc.health.v1.Health"}
+        assert "baton.v1.Worker" not in listed
+        symbol = "baton.v1.Inference"
+        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol))
+        [described] = (await call.read()).file_descriptor_response.file_descriptor_proto
+        assert b"GenerateRequest" in described
+        call.cancel()
+
+
+async def test_a_drain_lets_it_finish_and_takes_nothing_new(cluster: Cluster):
+    cluster.decodes[0].steps = asyncio.Semaphore(0)
+    running = asyncio.create_task(generate(cluster, text="x", max_tokens=99))
+    await cluster.decodes[0].until(lambda w: w.submitted)
+    await cluster.router.stop_listening()
+    code, *_ = await refusal(cluster, text="x")
+    assert code == grpc.StatusCode.UNAVAILABLE
+    for _ in range(99):
+        cluster.decodes[0].steps.release()
+    assert text(await running) == TEXT
