@@ -9,18 +9,12 @@ from rich.console import Console
 
 from cluster.display import Display
 from cluster.options import (
-    DeadlineOptions,
-    DrainOptions,
-    EngineOptions,
     FrontOptions,
     LogOptions,
     ModelOptions,
     PoolOptions,
     RayOptions,
-    RunDirOptions,
-    SecretOptions,
     TraceOptions,
-    TransferOptions,
 )  # fmt: skip
 from cluster.plan import Plan
 
@@ -28,7 +22,8 @@ from cluster.plan import Plan
 def plan(**front: object) -> Plan:
     return Plan(
         ModelOptions(served_model_name="it's \"one\""), PoolOptions(), RayOptions(), FrontOptions(**front),  # type: ignore[arg-type]
-        EngineOptions(), TransferOptions(), DeadlineOptions(), DrainOptions(), SecretOptions(), RunDirOptions(),
+        ModelOptions(served_model_name="it's \"one\""), PoolOptions(), RayOptions(),
+        FrontOptions(**front),  # type: ignore[arg-type]
         LogOptions(), TraceOptions(),
     )  # fmt: skip
 
@@ -38,7 +33,7 @@ def shown(terminal: bool = False) -> tuple[Display, io.StringIO]:
     return Display(Console(file=out, force_terminal=terminal, width=80, soft_wrap=True)), out
 
 
-def test_without_a_terminal_a_stage_is_one_line_however_often_reported() -> None:
+def test_without_a_terminal_a_stage_is_one_line() -> None:
     display, out = shown()
     with display:
         display.stage("prefill 0", "loading weights", 0.1)
