@@ -127,6 +127,10 @@ class WorkerConnection:
             return await self._stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError:
             return self.status
+        except asyncio.CancelledError:
+            if _cancelled_from_outside():
+                raise
+            return self.status  # the worker was lost meanwhile, and the channel closed under the call
 
     # ------------------------------------------------------------ attempts
 
@@ -228,8 +232,7 @@ class WorkerConnection:
                 async for message in self._call:
                     self._receive(message)
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if _cancelled_from_outside():
                     raise
                 raise Refused("it leaves what it is sent unread") from None
 
@@ -296,6 +299,12 @@ class WorkerConnection:
         serving = status.health == pb.WorkerStatus.HEALTH_SERVING
         self.state = State.READY if serving else State.DRAINING
         return self.state is not before
+
+
+def _cancelled_from_outside() -> bool:
+    """Tells the end of this task from that of a gRPC call, which raises the same."""
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())
 
 
 class _Outgoing:

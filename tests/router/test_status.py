@@ -1,0 +1,38 @@
+"""`GET /status` asks the workers themselves; what becomes of them meanwhile must not reach who asks."""
+
+import asyncio
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from bench.fake_worker import FakeWorker
+from router.tokenizer import ModelTokenizer
+from rpc import worker_pb2 as pb
+
+from .conftest import make_cluster
+
+
+async def test_a_worker_that_goes_while_it_is_asked_is_shown_as_last_reported(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, hangs = asyncio.Event(), asyncio.Event()
+
+    async def answer(
+        worker: FakeWorker, request: pb.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerStatus:
+        if hangs.is_set():
+            asked.set()
+            await asyncio.Event().wait()
+        return worker.status
+
+    monkeypatch.setattr(FakeWorker, "GetStatus", answer)
+    async with make_cluster(tokenizer, tmp_path) as cluster:
+        hangs.set()
+        question = asyncio.create_task(cluster.http.get(cluster.url + "/status"))
+        await asked.wait()
+        (tmp_path / "workers").write_text("")  # its channel is closed under the call
+        async with await question as response:
+            assert response.status == 200
+            workers = (await response.json())["workers"]
+    assert [worker["status"]["blocks_free"] for worker in workers] == [512, 512]
