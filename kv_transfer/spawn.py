@@ -84,7 +84,8 @@ def spawn_transfer(
         stdin=subprocess.PIPE,
         pass_fds=tuple(fds.values()),
         # What a process is started with stays readable in /proc/PID/environ: the secret goes through the
-        # pipe. v={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE},
+        # pipe.
+        env={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE},
     )
     assert child.stdin is not None
     child.stdin.write(msgspec.json.encode(config) + b"\n" + secret.hex().encode())

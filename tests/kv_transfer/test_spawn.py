@@ -1,0 +1,27 @@
+"""What a transfer process is started with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kv_transfer.spawn
+
+
+def test_the_cluster_secret_is_not_in_its_environment(
+    make_prefill: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc/PID/environ is cleared by the process's new title, but not before somebody could have read it."""
+    environments: list[dict[str, str]] = []
+    popen = kv_transfer.spawn.subprocess.Popen
+
+    def recorded(*args: Any, env: dict[str, str] | None = None, **kwargs: Any) -> Any:
+        assert env is not None, "it inherits everything"
+        environments.append(env)
+        return popen(*args, env=env, **kwargs)
+
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "a cluster secret for tests")
+    monkeypatch.setattr(kv_transfer.spawn.subprocess, "Popen", recorded)
+    make_prefill()
+    assert ["BATON_CLUSTER_SECRET" in environment for environment in environments] == [False]
