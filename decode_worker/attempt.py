@@ -23,4 +23,5 @@ class Attempt:
     source: Source
     deadline: float  # time.monotonic(); until then its KV must have come
     phase: Phase = Phase.FETCHING
+    joined_at: float = 0.0  # time.monotonic(); once RUNNING
     first_token_at: float | None = None  # when prefill's token was known here; None once decode's followed

@@ -177,7 +177,8 @@ class DecodeRole:
     def _join(self, event: Injected) -> None:
         attempt = self._table[event.decode_id]
         attempt.phase = Phase.RUNNING
-        attempt.first_token_at = time.monotonic() - event.stats.exposed_seconds
+        attempt.joined_at = time.monotonic()
+        attempt.first_token_at = attempt.joined_at - event.stats.exposed_seconds
         self._trace.instant(
             "joined",
             decode=event.decode_id.hex(),
@@ -224,4 +225,4 @@ class DecodeRole:
     def _finished(self, decode_id: bytes) -> None:
         """The engine has freed its blocks with its last token."""
         self._attempts.end(decode_id)
-        del self._table[decode_id]
+        self._link.send(messages.Decoded(time.monotonic() - self._table.pop(decode_id).joined_at))

@@ -84,14 +84,16 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> StepResult:
         """Computes the next tokens of as many requests as the budgets allow."""
-        started = time.perf_counter()
+        started = time.monotonic()
         plan = self._scheduler.schedule()
+        for live in plan.started:
+            live.started = live.started or started
         result = StepResult(preempted=[live.id for live in plan.handed_back])
         if plan.chunks:
             batch = build_batch(plan.chunks, self.block_size, self.dtype, self.device)
             hidden = self._run(plan, batch)
             self._postprocess(plan, batch, hidden, result)
-        self._meters.record(plan, time.perf_counter() - started)
+        self._meters.record(plan, time.monotonic() - started)
         return result
 
     def _run(self, plan: Schedule, batch: StepBatch) -> Tensor:
@@ -142,6 +144,12 @@ class Engine:
             finish_reason=finish_reason,
             cached_tokens=live.num_cached,
         )
+        if live.started is not None and live.num_generated == len(live.request.output_ids) + 1:
+            output = replace(
+                output,
+                queue_seconds=live.started - live.arrived,
+                prefill_seconds=time.monotonic() - live.started,
+            )
         if finish_reason or live.handover:
             self._leave_batch(live)
         return output

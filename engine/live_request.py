@@ -1,5 +1,6 @@
 """What the engine remembers about a request from `add` or `reserve` until its end."""
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -40,6 +41,9 @@ class LiveRequest:
     """Hash chain over the full blocks of `token_ids`; empty without a prefix cache."""
     num_published: int = 0
     """The first so many blocks were offered to the prefix cache."""
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    """When the step began that first computed some of it; None: waiting, or computed elsewhere."""
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]

@@ -44,6 +44,11 @@ class Output:
     """Empty: goes on. "stop": this is an EOS or stop token. "length": max_tokens or max_model_len reached."""
     cached_tokens: int = 0
     """Prompt positions that came from the prefix cache."""
+    queue_seconds: float = 0.0
+    """From `Engine.add` to the first step that computed some of the prompt; with the first token of a prefill
+    only, like the next."""
+    prefill_seconds: float = 0.0
+    """From the beginning of that step to this token."""
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ class PrefillRole:
     def __init__(self, parts: Parts) -> None:
         self._attempts = parts.attempts
         self._counters = parts.counters
+        self._link = parts.link
         self._trace = parts.trace
         self._sink = SenderSink(parts.trace)
         self.engine = parts.start_engine(self._sink)
@@ -152,6 +153,7 @@ class PrefillRole:
         self._trace.instant("first token", prefill=output.id.hex())
         self._counters.prompt_tokens += prefill.tokens
         self._counters.count(output)
+        self._link.send(messages.Prefilled(output.queue_seconds, output.prefill_seconds))
         self._attempts.token(output)
         if not prefill.handover:
             del self._prefills[output.id]

@@ -215,6 +215,19 @@ class Injected(_Message):
     hidden_share: float  # 1 − exposed ÷ transfer
 
 
+class Prefilled(_Message):
+    """How long a prompt waited and how long it took, in seconds."""
+
+    queue: float
+    prefill: float
+
+
+class Decoded(_Message):
+    """A request ended with its last token, so many seconds after it joined the batch."""
+
+    seconds: float
+
+
 class SecondToken(_Message):
     """The gap between prefill's first token and decode's second, in seconds."""
 
@@ -230,6 +243,8 @@ FromEngine = (
     | Failed
     | EngineStatus
     | Injected
+    | Prefilled
+    | Decoded
     | SecondToken
     | Stopped
 )

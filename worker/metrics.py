@@ -14,9 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from kv_transfer import TransferStats
-from worker.messages import EngineReady, EngineStatus, Injected
+from worker.messages import EngineReady, EngineStatus, Injected, Prefilled
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
 _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
@@ -32,7 +33,17 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._server: tuple[WSGIServer, Thread] | None = None
-        if role == "decode":
+        if role == "prefill":
+            self._queue = self._histogram(
+                "vllm:request_queue_time_seconds", "Accepted until its prefill begins.", _SECONDS
+            )
+            self._prefill = self._histogram(
+                "vllm:request_prefill_time_seconds", "Beginning of the prefill to the first token.", _SECONDS
+            )
+        else:
+            self._decode = self._histogram(
+                "vllm:request_decode_time_seconds", "KV injected to the last token.", _LONG_SECONDS
+            )
             self._transfer = self._histogram("baton:kv_transfer_seconds", "First KV frame to last.", _SECONDS)
             self._exposed = self._histogram(
                 "baton:kv_exposed_seconds", "Prefill's first token to the last injection.", _SECONDS
@@ -65,6 +76,13 @@ class Metrics(Collector):
             "cache_dtype": engine.dtype,
             "enable_prefix_caching": str(prefix_caching),
         }
+
+    def prefilled(self, message: Prefilled) -> None:
+        self._queue.observe(message.queue)
+        self._prefill.observe(message.prefill)
+
+    def decoded(self, seconds: float) -> None:
+        self._decode.observe(seconds)
 
     def injected(self, message: Injected) -> None:
         self._transfer.observe(message.transfer)

@@ -113,12 +113,13 @@ class Service:
         engine = await self._tree.start_engine(self._ready.stage)
         self._ready.stage("starting the transfer process", 0.0)
         kv_address = await self._tree.start_transfer(engine)
+        metrics_address = f"{host}:{metrics_port}"
         self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
         self._routers = AttachService(
             self,
             config.role,
             Limits(engine.vocab_size, engine.max_model_len),
-            self._description(engine, kv_address),
+            self._description(engine, kv_address, metrics_address),
         )
         add_WorkerServicer_to_server(self._routers, self._server)
         self._tree.follow(self._deliver)
@@ -133,7 +134,7 @@ class Service:
             index=config.index,
             address=f"{host}:{port}",
             kv_address=kv_address,
-            metrics_address=f"{host}:{metrics_port}",
+            metrics_address=metrics_address,
             incarnation=self._incarnation,
             pid=os.getpid(),
         )
@@ -267,12 +268,18 @@ class Service:
                     asked.set_result(message)
             case messages.Injected():
                 self._metrics.injected(message)
+            case messages.Prefilled():
+                self._metrics.prefilled(message)
+            case messages.Decoded(seconds):
+                self._metrics.decoded(seconds)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
             case _:
                 raise AssertionError(f"out of place: {message}")
 
-    def _description(self, engine: EngineReady, kv_address: str) -> pb.WorkerDescription:
+    def _description(
+        self, engine: EngineReady, kv_address: str, metrics_address: str
+    ) -> pb.WorkerDescription:
         config = self._config
         return pb.WorkerDescription(
             role=ROLES[config.role],
@@ -290,6 +297,7 @@ class Service:
             dtype=engine.dtype,
             device=config.engine.device,
             pid=os.getpid(),
+            metrics_address=metrics_address,
         )
 
 

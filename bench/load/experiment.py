@@ -208,8 +208,9 @@ def _seconds(summary: Summary, metric: str) -> float | None:
 
 
 async def _scrape(http: aiohttp.ClientSession, plan: Plan) -> Snapshot:
-    urls = plan.options.target.metrics_url or (f"{plan.target.url}/metrics",)
-    return await server_stages.scrape(http, urls, plan.target.headers)
+    target = plan.target
+    urls = plan.options.target.metrics_url or await server_stages.pages(http, target.url, target.headers)
+    return await server_stages.scrape(http, urls, target.headers)
 
 
 async def _workload(

@@ -68,7 +68,7 @@ class TargetOptions:
     metrics_url: Annotated[
         list[str],
         _flag(
-            _T, "--metrics-url", metavar="URL", shown="URL/metrics",
+            _T, "--metrics-url", metavar="URL", shown="URL/metrics, and of Baton's workers",
             text="Prometheus page with the server's stages; may be repeated for several workers.",
         ),
     ] = field(default_factory=list)  # fmt: skip

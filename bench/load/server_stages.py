@@ -57,6 +57,20 @@ class ServerView(msgspec.Struct, frozen=True):
 Snapshot = dict[str, Histogram] | str  # or why there is none
 
 
+async def pages(http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> list[str]:
+    """The server's own page, and those of its workers where it is Baton, whose `/status` names them."""
+    found = [f"{url}/metrics"]
+    try:
+        async with http.get(
+            f"{url}/status", headers=headers, timeout=aiohttp.ClientTimeout(total=10)
+        ) as response:
+            workers = (await response.json())["workers"]
+            found += [f"http://{worker['description']['metrics_address']}/metrics" for worker in workers]
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError):
+        return found[:1]  # another server: what it has is on its own page
+    return found
+
+
 async def scrape(http: aiohttp.ClientSession, urls: Sequence[str], headers: Mapping[str, str]) -> Snapshot:
     """All pages together: a stage may be exported by several workers."""
     merged: dict[str, Histogram] = {}

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from bench.load.exchange import new_http_session
-from bench.load.server_stages import Histogram, ServerView, Snapshot, between, parse, scrape
+from bench.load.server_stages import Histogram, ServerView, Snapshot, between, pages, parse, scrape
 from tests.bench.mock_server import Behavior, MockServer, _histogram
 
 QUEUE = "vllm:request_queue_time_seconds"
@@ -47,6 +51,27 @@ def test_no_stages_and_why(before: Snapshot, after: Snapshot, said: str) -> None
     view = between(before, after)
     assert view == ServerView((), view.statement)
     assert said in view.statement
+
+
+@pytest.mark.parametrize(
+    ("status", "workers"),
+    [
+        ({"workers": [{"description": {"metrics_address": a}} for a in ("h:1", "h:2")]}, ["h:1", "h:2"]),
+        ({"workers": [{}]}, []),
+        (["something", "else"], []),
+        (None, []),
+    ],
+)
+async def test_pages_of_workers(status: Any, workers: list[str]) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(status) if status is not None else web.Response(status=404)
+
+    app = web.Application()
+    app.router.add_get("/status", answer)
+    async with TestServer(app) as server, new_http_session(5.0) as http:
+        url = f"http://{server.host}:{server.port}"
+        found = await pages(http, url, {})
+    assert found == [f"{url}/metrics", *(f"http://{worker}/metrics" for worker in workers)]
 
 
 async def test_pages_that_cannot_be_used() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -322,7 +323,9 @@ async def test_an_attempt_id_is_used_once_at_a_time(workers: Workers) -> None:
 async def test_metrics_tell_what_happened(workers: Workers) -> None:
     before = [metrics(worker) for worker in workers]
     async with paired(*workers) as pair:
+        started = time.monotonic()
         await pair.generate(prompt(100), sampling(max_tokens=5, ignore_eos=True))
+        took = time.monotonic() - started
         await pair.prefill.stub.GetStatus(pb.StatusRequest())
         await pair.decode.stub.GetStatus(pb.StatusRequest())
         await assert_whole(*workers)
@@ -343,6 +346,13 @@ async def test_metrics_tell_what_happened(workers: Workers) -> None:
         "handover_seconds",
     ):
         assert decode[f"baton:{name}_count"] == 1
+    stages = [
+        prefill["vllm:request_queue_time_seconds_sum"],
+        prefill["vllm:request_prefill_time_seconds_sum"],
+    ]
+    stages.append(decode["vllm:request_decode_time_seconds_sum"])
+    assert all(0 < seconds < took for seconds in stages)
+    assert sum(stages) <= took, "the stages follow each other"
     assert after[0]["vllm:kv_cache_usage_perc"] == 0
     assert after[0]["baton:kv_arena_slots_free"] == after[0]["baton:kv_arena_slots"]
 
