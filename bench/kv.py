@@ -245,9 +245,9 @@ def _tell(control: Connection, message: object) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser("KV over TCP loopback: GB/s from pool to pool, next to raw sockets.")
-    p.add_argument("--slots", type=int, default=32, help="arena slots of either side")
+    p.add_argument("--slots", type=int, default=16, help="arena slots of either side")
     p.add_argument(
-        "--slot-bytes", type=int, default=2 * MIB, help="bytes of an arena slot, the largest frame"
+        "--slot-bytes", type=int, default=4 * MIB, help="bytes of an arena slot, the largest frame"
     )
     args = p.parse_args(arguments)
     if args.device == "cuda":

@@ -94,6 +94,7 @@ class HostPool:
         pass
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
+        assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
         return list(block_ids)
 
     def fence(self) -> None:
@@ -154,6 +155,7 @@ class CudaPool:
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """int64 [num_tokens] on the device: the row of each position."""
+        assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
         blocks = torch.tensor(block_ids, dtype=torch.int64).pin_memory()
         with torch.cuda.stream(self._stream):
             first = blocks.to(self._device, non_blocking=True)[:, None] * self._block_size

@@ -44,8 +44,8 @@ from kv_transfer.messages import (
 )
 from kv_transfer.stats import Counters
 
-# Slots on their way per lane: enough to keep a lane busy, few enough to stay in the cache.
-_WINDOW_PER_LANE = 3
+# Slots on their way per lane: one being written and the next. More would only fall out of the cache.
+_WINDOW_PER_LANE = 2
 
 
 class PrefillSide:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import select
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +221,10 @@ def test_cancel_at_random_moments(make_pair: Any) -> None:
     pair = make_pair({"slots": 8, "blocks": 128}, {"slots": 8, "blocks": 48})
     rng = random.Random(3)
     running: dict[bytes, tuple[bytes, int, list[int]]] = {}
+    cancel_at: dict[bytes, float] = {}
     ended = 0
     while ended < 80:
+        select.select([pair.prefill.sender, pair.decode.receiver], [], [], 0.001)
         pair.poll()
         if len(running) < 6 and len(pair.decode.free) > 8 and len(pair.prefill.free) > 8:
             n = rng.randrange(1, 120)
@@ -230,10 +235,13 @@ def test_cancel_at_random_moments(make_pair: Any) -> None:
             pair.prefill.sender.ready(prefill_id, None, cut, n)
             pair.prefill.sender.commit(prefill_id, kv.FirstToken(n))
             running[decode_id] = (prefill_id, n, pair.prefill.held[prefill_id])
-        for decode_id in [d for d in running if rng.random() < 0.01]:
+            if rng.random() < 0.5:
+                cancel_at[decode_id] = time.monotonic() + rng.random() * 0.02
+        for decode_id in [d for d in running if cancel_at.get(d, math.inf) < time.monotonic()]:
             if rng.random() < 0.5:
                 pair.decode.receiver.cancel(decode_id)
             pair.prefill.sender.close(running[decode_id][0], "cancelled")
+            del cancel_at[decode_id]
         for decode_id in [d for d in running if d in pair.decode.events]:
             prefill_id, n, blocks = running.pop(decode_id)
             event = pair.decode.events[decode_id]
@@ -254,8 +262,9 @@ def test_cancel_at_random_moments(make_pair: Any) -> None:
     pair.assert_whole()
     assert (len(pair.prefill.free), len(pair.decode.free)) == (128, 48)
     assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
-    kinds = {type(e) for e in pair.decode.events.values()}
-    assert kinds == {kv.Injected, kv.Failed, kv.Closed}
+    kinds = Counter(type(e) for e in pair.decode.events.values())
+    assert kinds[kv.Injected] > 20, kinds
+    assert kinds[kv.Failed] + kinds[kv.Closed] > 5, kinds
 
 
 def test_fetch_again_under_the_same_decode_id(make_pair: Any) -> None:
