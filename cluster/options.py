@@ -149,6 +149,9 @@ class FrontOptions:
     panel: ClassVar[str] = "Clients"
     host: Annotated[str, opt("Address to listen on; 0.0.0.0 is every interface.", "ADDRESS")] = "127.0.0.1"
     port: Annotated[int, opt("Port of the OpenAI API.", "PORT", **PORT)] = 8000
+    grpc_port: Annotated[
+        int | None, opt("Port of the same as gRPC (baton.v1.Inference).", "PORT", shown="none", **PORT)
+    ] = None
     chat_template: Annotated[Path | None, opt("A Jinja file.", shown="the model's own", **OLD_FILE)] = None
     api_key: Annotated[list[str], opt(f"Ask clients for one of these keys. {NO_ARGV}", "KEY")] = field(
         default_factory=list

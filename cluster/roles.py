@@ -79,6 +79,7 @@ def run_router(given: options.RouterRole) -> int:
             served_model_name=given.model.served_model_name or found.name,
             host=given.front.host,
             port=given.front.port,
+            grpc_port=given.front.grpc_port,
             chat_template=str(given.front.chat_template) if given.front.chat_template else None,
             api_keys=tuple(given.front.api_key),
             request_timeout=given.front.request_timeout,
