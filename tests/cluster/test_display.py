@@ -21,9 +21,9 @@ from cluster.plan import Plan
 
 def plan(**front: object) -> Plan:
     return Plan(
-        ModelOptions(served_model_name="it's \"one\""), PoolOptions(), RayOptions(), FrontOptions(**front),  # type: ignore[arg-type]
         ModelOptions(served_model_name="it's \"one\""), PoolOptions(), RayOptions(),
         FrontOptions(**front),  # type: ignore[arg-type]
+        EngineOptions(), TransferOptions(), DeadlineOptions(), DrainOptions(), SecretOptions(), RunDirOptions(),
         LogOptions(), TraceOptions(),
     )  # fmt: skip
 
