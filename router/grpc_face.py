@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _WAIT_SECONDS = 60.0  # gRPC keeps the connection alive by itself
+_LAST_WORDS_SECONDS = 0.5
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -51,7 +52,7 @@ class GrpcFace(InferenceServicer):
         self._health = HealthServicer()
         self._server = create_public_server(config.max_body_bytes, self._health, [SERVICE])
         add_InferenceServicer_to_server(self, self._server)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._following: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
         """Returns the address at which it listens. Raises ValueError when it cannot."""
@@ -61,19 +62,19 @@ class GrpcFace(InferenceServicer):
         except RuntimeError as error:
             raise ValueError(f"--host, --grpc-port: cannot listen on {host}:{port}") from error
         await self._server.start()
-        self._tasks.append(asyncio.create_task(self._follow_readiness(), name="gRPC health"))
+        self._following = asyncio.create_task(self._follow_readiness(), name="gRPC health")
         return f"{host}:{bound}"
 
-    async def stop_listening(self, grace: float) -> None:
-        """Takes nothing new; what runs may go on for `grace` seconds."""
+    async def drain(self) -> None:
+        """Says that it is going. It still listens: clients keep their connections, and are told on them."""
         await self._health.enter_graceful_shutdown()
-        self._tasks.append(asyncio.create_task(self._server.stop(grace), name="gRPC drain"))
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.stop(None)
+        """Cuts what still runs; an answer that is complete reaches its client."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await self._server.stop(_LAST_WORDS_SECONDS)
 
     async def _follow_readiness(self) -> None:
         while True:

@@ -93,7 +93,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
             if not intake.draining:
                 intake.draining = True
                 await site.stop()
-                await grpc_face.stop_listening(config.drain_timeout + LAST_WORDS_SECONDS)
+                await grpc_face.drain()
 
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{runner.addresses[0][1]}"

@@ -40,11 +40,8 @@ async def generate(
 async def refusal(cluster: Cluster, **fields: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await generate(cluster, **fields)
-    return (
-        error.value.code(),
-        error.value.details() or "",
-        {key: value for key, value in error.value.trailing_metadata()},
-    )
+    trailing: Any = error.value.trailing_metadata()  # the stubs say that its pairs are no tuples
+    return error.value.code(), error.value.details() or "", dict(trailing)
 
 
 def text(messages: list[pb.GenerateResponse], index: int = 0) -> str:
@@ -210,8 +207,12 @@ async def test_a_drain_lets_it_finish_and_takes_nothing_new(cluster: Cluster):
     running = asyncio.create_task(generate(cluster, text="x", max_tokens=99))
     await cluster.decodes[0].until(lambda w: w.submitted)
     await cluster.router.stop_listening()
-    code, *_ = await refusal(cluster, text="x")
+    code, _, trailing = await refusal(cluster, text="x")
     assert code == grpc.StatusCode.UNAVAILABLE
+    assert trailing["retry-after"] == "1"
+    async with channel_to(cluster) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == Health.NOT_SERVING
     for _ in range(99):
         cluster.decodes[0].steps.release()
     assert text(await running) == TEXT

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import random
 import socket
-from itertools import chain
 from pathlib import Path
 
 import aiohttp
@@ -92,50 +90,6 @@ async def test_the_first_token_is_there_before_decode_has_any(cluster: Cluster):
         for _ in range(100):
             cluster.decodes[0].steps.release()
         assert b"[DONE]" in await response.read()
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_the_stream_is_the_answer(cluster: Cluster, path: str):
-    """Text, logprobs, token ids and usage, added up over the chunks of random requests, are the answer's."""
-    rng = random.Random(2)
-    chat = "chat" in path
-    for _ in range(25):
-        body = {
-            "n": rng.choice([1, 1, 2]),
-            "max_tokens": rng.randrange(1, 30),
-            "seed": rng.randrange(100),
-            "stop": rng.choice([None, "Paris", [" is", "🙂"], "ß", "zzz"]),
-            "min_tokens": rng.choice([0, 0, 1]),
-            "return_token_ids": True,
-            **({"messages": CHAT} if chat else {"prompt": rng.choice(["Hi", ["a", "b"], [5, 6]])}),
-        }
-        if rng.random() < 0.5:
-            body["logprobs"] = True if chat else 2
-        status, whole = await cluster.post(path, **body)
-        assert status == 200, whole
-        events = await cluster.events(path, **body, stream_options={"include_usage": True})
-        assert events[-1]["choices"] == []
-        assert events[-1]["usage"] == whole["usage"]
-        assert len({event["id"] for event in events}) == 1
-        for choice in whole["choices"]:
-            mine = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == choice["index"]]
-            assert [c["finish_reason"] for c in mine[:-1]] == [None] * (len(mine) - 1)
-            assert mine[-1]["finish_reason"] == choice["finish_reason"]
-            assert mine[-1]["stop_reason"] == choice["stop_reason"]
-            assert list(chain.from_iterable(c["token_ids"] for c in mine)) == choice["token_ids"]
-            if chat:
-                assert mine[0]["delta"]["role"] == "assistant"
-                text = "".join(c["delta"]["content"] for c in mine)
-                assert text == choice["message"]["content"]
-            else:
-                assert "".join(c["text"] for c in mine) == choice["text"]
-            assert _joined([c["logprobs"] for c in mine]) == choice["logprobs"]
-
-
-def _joined(logprobs: list) -> dict | None:
-    if logprobs[0] is None:
-        return None
-    return {key: list(chain.from_iterable(entry[key] for entry in logprobs)) for key in logprobs[0]}
 
 
 async def test_choices_are_seeded_requests_of_their_own(cluster: Cluster):

@@ -1,0 +1,157 @@
+"""One request, asked in each way that there is: whole, as a stream, over gRPC. The answers are the same."""
+
+import random
+from itertools import chain
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from rpc import inference_pb2 as pb
+from rpc.inference_pb2_grpc import InferenceStub
+
+from .conftest import Cluster
+
+REQUESTS = 125  # of each kind
+CHAT = [{"role": "user", "content": "Hi"}]
+STOPS = [None, None, "Paris", [" is", "🙂"], "ß", "zzz", ["and that", " know"], "🚀 and"]
+
+
+def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
+    """A request that is valid, of every field that can change the answer."""
+    body: dict[str, Any] = {
+        "n": rng.choice([1, 1, 1, 2, 3]),
+        "max_tokens": rng.randrange(1, 40),
+        "seed": rng.randrange(100),
+        "stop": rng.choice(STOPS),
+        "stop_token_ids": rng.choice([None, None, [7042], [28, 30]]),
+        "min_tokens": rng.choice([0, 0, 1]),
+        "ignore_eos": rng.random() < 0.3,
+        "skip_special_tokens": rng.random() < 0.7,
+    }
+    if chat:
+        body["messages"] = CHAT
+        body |= rng.choice([{}, {"logprobs": True}, {"logprobs": True, "top_logprobs": rng.randrange(4)}])
+    else:
+        body["prompt"] = rng.choice(["Hi", ["a", "b"], [5, 6], [[5, 6], [7]]])
+        body |= rng.choice([{}, {"logprobs": rng.randrange(4)}, {"echo": True}])
+    return {name: value for name, value in body.items() if value is not None}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_the_stream_is_the_answer(cluster: Cluster, path: str):
+    """Text, logprobs, token ids, reasons and usage, added up over the chunks, are the whole answer's."""
+    rng, chat = random.Random(2), "chat" in path
+    for _ in range(REQUESTS):
+        body = drawn(rng, chat=chat) | {"return_token_ids": True}
+        status, whole = await cluster.post(path, **body)
+        assert status == 200, whole
+        continuous = rng.random() < 0.2
+        options = {"include_usage": True, "continuous_usage_stats": continuous}
+        *events, last = await cluster.events(path, **body, stream_options=options)
+        assert last["choices"] == []
+        assert last["usage"] == whole["usage"]
+        assert len({event["id"] for event in [*events, last]}) == 1
+        if continuous:
+            assert events[-1]["usage"] == whole["usage"]
+        for choice in whole["choices"]:
+            mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+            assert _added_up(mine, chat=chat) == choice, body
+
+
+def _added_up(chunks: list[dict[str, Any]], *, chat: bool) -> dict[str, Any]:
+    """One choice, as it would stand in the whole answer."""
+    assert [c["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert not any("stop_reason" in c for c in chunks[:-1])
+    last = chunks[-1]
+    choice = {
+        "index": last["index"],
+        "finish_reason": last["finish_reason"],
+        "stop_reason": last["stop_reason"],
+        "token_ids": list(chain.from_iterable(c["token_ids"] for c in chunks)),
+        "logprobs": _joined([c["logprobs"] for c in chunks]),
+    }
+    if chat:
+        assert [c["delta"].get("role") for c in chunks] == ["assistant", *[None] * (len(chunks) - 1)]
+        text = "".join(c["delta"]["content"] for c in chunks)
+        return choice | {"message": {"role": "assistant", "content": text, "refusal": None}}
+    ids = chunks[0]["prompt_token_ids"]
+    return choice | {"text": "".join(c["text"] for c in chunks), "prompt_token_ids": ids}
+
+
+def _joined(logprobs: list) -> dict | None:
+    if logprobs[0] is None:
+        assert set(map(str, logprobs)) == {"None"}
+        return None
+    return {key: list(chain.from_iterable(entry[key] for entry in logprobs)) for key in logprobs[0]}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_grpc_says_what_http_says(cluster: Cluster, path: str):
+    rng, chat = random.Random(3), "chat" in path
+    assert cluster.router.grpc_address is not None
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        stub = InferenceStub(channel)
+        for _ in range(REQUESTS):
+            body = drawn(rng, chat=chat)
+            body.pop("echo", None)
+            if isinstance(body.get("prompt"), list) and not isinstance(body["prompt"][0], int):
+                body["prompt"] = body["prompt"][0]  # gRPC takes one prompt
+            status, whole = await cluster.post(path, **body, return_token_ids=True)
+            assert status == 200, whole
+            *messages, last = [message async for message in stub.Generate(_as_grpc(body), timeout=20)]
+            used = whole["usage"]
+            assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (
+                used["prompt_tokens"],
+                used["completion_tokens"],
+                used["prompt_tokens_details"]["cached_tokens"],
+            )
+            deltas = [delta for message in messages for delta in message.deltas]
+            for choice in whole["choices"]:
+                mine = [delta for delta in deltas if delta.index == choice["index"]]
+                text = choice["message"]["content"] if chat else choice["text"]
+                assert "".join(delta.text for delta in mine) == text
+                assert [delta.token_id for delta in mine] == choice["token_ids"]
+                assert _finish(mine[-1]) == (choice["finish_reason"], choice["stop_reason"])
+                assert not any(map(_finished, mine[:-1]))
+                assert [_logprobs(d) for d in mine if d.HasField("logprobs")] == _http_logprobs(choice)
+
+
+def _as_grpc(body: dict[str, Any]) -> pb.GenerateRequest:
+    fields = dict(body)
+    prompt, messages = fields.pop("prompt", None), fields.pop("messages", None)
+    if messages is not None:
+        fields["chat"] = pb.Chat(messages=[pb.ChatMessage(**message) for message in messages])
+        if fields.pop("logprobs", None):
+            fields["logprobs"] = fields.pop("top_logprobs", 0)
+    elif isinstance(prompt, str):
+        fields["text"] = prompt
+    else:
+        fields["token_ids"] = pb.TokenIds(ids=prompt)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    return pb.GenerateRequest(**fields)
+
+
+def _finished(delta: pb.Delta) -> bool:
+    return delta.finish_reason != pb.Delta.UNFINISHED
+
+
+def _finish(delta: pb.Delta) -> tuple[str, str | int | None]:
+    which = delta.WhichOneof("stop_reason")
+    reason = pb.Delta.FinishReason.Name(delta.finish_reason).lower()
+    return reason, None if which is None else getattr(delta, which)
+
+
+def _logprobs(delta: pb.Delta) -> tuple[float, list[float]]:
+    return delta.logprobs.logprob, sorted(top.logprob for top in delta.logprobs.top)
+
+
+def _http_logprobs(choice: dict[str, Any]) -> list[tuple[float, list[float]]]:
+    given = choice["logprobs"]
+    if given is None:
+        return []
+    if "content" in given:
+        return [(t["logprob"], sorted(top["logprob"] for top in t["top_logprobs"])) for t in given["content"]]
+    tops = [sorted(top.values()) for top in given["top_logprobs"]]
+    return list(zip(given["token_logprobs"], tops, strict=True))
