@@ -3,29 +3,22 @@ from __future__ import annotations
 import io
 import json
 import shlex
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from rich.console import Console
 
+from cluster import options
 from cluster.display import Display
-from cluster.options import (
-    FrontOptions,
-    LogOptions,
-    ModelOptions,
-    PoolOptions,
-    RayOptions,
-    TraceOptions,
-)  # fmt: skip
 from cluster.plan import Plan
 
 
-def plan(**front: object) -> Plan:
-    return Plan(
-        ModelOptions(served_model_name="it's \"one\""), PoolOptions(), RayOptions(),
-        FrontOptions(**front),  # type: ignore[arg-type]
-        EngineOptions(), TransferOptions(), DeadlineOptions(), DrainOptions(), SecretOptions(), RunDirOptions(),
-        LogOptions(), TraceOptions(),
-    )  # fmt: skip
+def plan(**front: Any) -> Plan:
+    given = {f.name: get_type_hints(Plan)[f.name]() for f in fields(Plan)}
+    given["model"] = options.ModelOptions(served_model_name='it\'s "one"')
+    given["front"] = options.FrontOptions(**front)
+    return Plan(**given)
 
 
 def shown(terminal: bool = False) -> tuple[Display, io.StringIO]:
