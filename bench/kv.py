@@ -4,9 +4,9 @@
 
 Ours: pool → arena → transfer process → 4 lanes → transfer process → arena → pool, checksums on, block size
 16, shuffled blocks, from fetch() until the receiver reports it injected. Raw: as many threads and connections
-move the same bytes from one buffer to another, with nothing in between. Raw, pool to pool: the same, but each
-thread gathers what it sends and scatters what it receives, still without checksum, credit or other processes.
-All between two engine processes, in turn.
+move the same bytes from one buffer to another, with nothing in between (bench.raw_sockets). Raw, pool to
+pool: the same, but each thread gathers what it sends and scatters what it receives, still without checksum,
+credit or other processes. All between two processes, in turn.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import select
 import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -34,10 +32,10 @@ import torch
 
 import kv_transfer as kv
 from bench.contract import EXIT_CANNOT_MEASURE, Report, Row, interleaved, paired_ratio, parser
+from bench.raw_sockets import MIB, RawPair, in_threads
 
-MIB = 1 << 20
 LANES = 4
-CHUNK = MIB  # what the raw sender gives to one send call
+CHUNK = MIB  # what the pool sender gives to one send call
 BLOCK = 16
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 INCARNATION = 1
@@ -81,12 +79,12 @@ def prefill_main(control: Connection, num_tokens: int, slots: int, slot_bytes: i
     for layer in worker.pool:
         layer.copy_(torch.randn(layer.shape))
     sender = kv.KVSender(worker.channel, worker.arena, worker.pool, BLOCK, LAYOUT)
-    raw = RawSender(num_tokens * LAYOUT.bytes_per_token, worker)
+    raw = PoolSender(worker)
     _tell(control, [worker.port, raw.port, worker.process.pid, digest(worker)])
     while (order := json.loads(control.recv_bytes())) is not None:
         what, tokens = order
-        if what != "kv":
-            raw.send(tokens * LAYOUT.bytes_per_token, pool=what == "pool")
+        if what == "pool":
+            raw.send(tokens * LAYOUT.bytes_per_token)
             continue
         prefill_id = secrets.token_bytes(16)
         sender.open(prefill_id, worker.blocks, tokens)
@@ -113,9 +111,10 @@ class Cluster:
         )
         port, raw_port, pid, self._digest = json.loads(self._control.recv_bytes())
         self._address = f"127.0.0.1:{port}"
-        self._raw = RawReceiver(raw_port, num_tokens * LAYOUT.bytes_per_token, self._worker)
+        self._pools = PoolReceiver(raw_port, self._worker)
+        self._raw = RawPair(LANES)
         assert self._child.pid is not None
-        self._pids = (os.getpid(), self._child.pid, self._worker.process.pid, pid)
+        self._pids = (os.getpid(), self._child.pid, self._worker.process.pid, pid, self._raw.pid)
 
     def transfer(self, tokens: int) -> float:
         """GB/s of one transfer, from fetch() to Injected; the prefill is finished before."""
@@ -133,14 +132,19 @@ class Cluster:
         assert isinstance(events[0], kv.Injected), events
         return tokens * LAYOUT.bytes_per_token / 1e9 / (time.perf_counter() - start)
 
-    def raw(self, tokens: int, *, pool: bool = False) -> float:
-        """GB/s of as many bytes over plain sockets; `pool`: from one pool into the other."""
+    def raw(self, tokens: int) -> float:
+        """GB/s of as many bytes over plain sockets."""
         size = tokens * LAYOUT.bytes_per_token
-        _tell(self._control, ["pool" if pool else "raw", tokens])
-        return size / 1e9 / self._raw.receive(size, pool=pool)
+        return size / 1e9 / self._raw.seconds(size)
+
+    def raw_pool(self, tokens: int) -> float:
+        """GB/s of plain sockets from one pool into the other."""
+        size = tokens * LAYOUT.bytes_per_token
+        _tell(self._control, ["pool", tokens])
+        return size / 1e9 / self._pools.receive(size)
 
     def cpu_seconds(self) -> float:
-        """Of both engines and both transfer processes so far."""
+        """Of both engines, both transfer processes and the raw sender so far."""
         stats = (Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in self._pids)
         return sum(int(s[11]) + int(s[12]) for s in stats) / os.sysconf("SC_CLK_TCK")
 
@@ -149,23 +153,23 @@ class Cluster:
         assert digest(self._worker) == self._digest, "KV at decode differs from KV at prefill"
 
     def stop(self) -> None:
+        self._raw.close()
         _tell(self._control, None)
         self._child.join()
         self._receiver.shutdown()
         self._worker.stop()
 
 
-class RawSender:
-    """LANES threads, each sending its part down its own connection: of one buffer, or out of the pool."""
+class PoolSender:
+    """LANES threads, each gathering its part of the pool and sending it down its own connection."""
 
-    def __init__(self, size: int, worker: Worker) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=LANES)
         self.port = self._listener.getsockname()[1]
-        self._buffer = memoryview(bytearray(os.urandom(MIB)) * (size // MIB))
         self._worker = worker
         self._lanes: list[socket.socket] = []
 
-    def send(self, size: int, *, pool: bool) -> None:
+    def send(self, size: int) -> None:
         while len(self._lanes) < LANES:
             self._lanes.append(self._listener.accept()[0])
             self._lanes[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -175,41 +179,35 @@ class RawSender:
             bounce = np.frombuffer(memory, np.uint8)
             self._lanes[lane].recv(1)  # the receiver starts the clock
             for at in range(lane * size // LANES, (lane + 1) * size // LANES, CHUNK):
-                if pool:
-                    for rows, piece in pool_rows(self._worker, at, size):
-                        bounce[piece] = rows
-                    self._lanes[lane].sendall(memory)
-                else:
-                    self._lanes[lane].sendall(self._buffer[at : at + CHUNK])
+                for rows, piece in pool_rows(self._worker, at, size):
+                    bounce[piece] = rows
+                self._lanes[lane].sendall(memory)
 
-        _in_threads(send)
+        in_threads(send, LANES)
 
 
-class RawReceiver:
-    def __init__(self, port: int, size: int, worker: Worker) -> None:
+class PoolReceiver:
+    def __init__(self, port: int, worker: Worker) -> None:
         self._lanes = [socket.create_connection(("127.0.0.1", port)) for _ in range(LANES)]
-        self._buffer = memoryview(bytearray(size))
         self._worker = worker
 
-    def receive(self, size: int, *, pool: bool) -> float:
+    def receive(self, size: int) -> float:
         """Seconds until all bytes are where they belong."""
 
         def receive(lane: int) -> None:
             memory = memoryview(bytearray(CHUNK))
             bounce = np.frombuffer(memory, np.uint8)
             for at in range(lane * size // LANES, (lane + 1) * size // LANES, CHUNK):
-                to = memory if pool else self._buffer[at : at + CHUNK]
                 got = 0
                 while got < CHUNK:
-                    got += self._lanes[lane].recv_into(to[got:])
-                if pool:
-                    for rows, piece in pool_rows(self._worker, at, size):
-                        rows[:] = bounce[piece]
+                    got += self._lanes[lane].recv_into(memory[got:])
+                for rows, piece in pool_rows(self._worker, at, size):
+                    rows[:] = bounce[piece]
 
         start = time.perf_counter()
         for lane in self._lanes:
             lane.send(b"g")
-        _in_threads(receive)
+        in_threads(receive, LANES)
         return time.perf_counter() - start
 
 
@@ -229,14 +227,6 @@ def digest(worker: Worker) -> str:
     for layer in worker.pool:
         found.update(layer[:, worker.blocks].view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def _in_threads(function: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=function, args=(lane,)) for lane in range(LANES)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def _tell(control: Connection, message: object) -> None:
@@ -291,7 +281,7 @@ def measure(cluster: Cluster, report: Report, mib: int, tokens: int, pairs: int)
 
     name = f"kv.tcp.lanes{LANES}.{mib}MiB"
     ours, raw = counted(name, cluster.transfer), counted(f"{name}.raw", cluster.raw)
-    same_work = counted(f"{name}.raw_pool", partial(cluster.raw, pool=True))
+    same_work = counted(f"{name}.raw_pool", cluster.raw_pool)
     for warm_up in (ours, raw, same_work):
         warm_up()
     cpu.clear()

@@ -25,6 +25,7 @@ import os
 import statistics
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         directory = Path(name)
         runs: dict[int, list[Streamed]] = {batch: [] for batch in [0, *args.batch]}
         alones: list[bytes] = []
-        with Roles() as roles, RawPair(args.lanes) as raw:
+        with Roles() as roles, closing(RawPair(args.lanes)) as raw:
             common, for_prefill, for_decode = flags(args, directory)
             source = roles.start("prefill", *common, environment=for_prefill)
             target = roles.start("decode", *common, environment=for_decode)

@@ -12,14 +12,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 MIB = 1 << 20
 _SIZE = 8  # bytes of the order: how much each stream shall send
 
 
 class RawPair:
-    """`streams` connections to a child process that sends. Use as a context manager."""
+    """`streams` connections to a child process that sends. Close it."""
 
     def __init__(self, streams: int) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=streams) as listener:
@@ -29,7 +28,9 @@ class RawPair:
             )
             self._child.start()
             self._streams = [listener.accept()[0] for _ in range(streams)]
-        self._buffer = memoryview(b"").cast("B")
+        self._buffer = memoryview(b"")
+        assert self._child.pid is not None
+        self.pid = self._child.pid
 
     def seconds(self, size: int) -> float:
         """How long `size` bytes take, from the order to the last byte in the buffer."""
@@ -47,15 +48,10 @@ class RawPair:
         started = time.perf_counter()
         for stream in self._streams:
             stream.sendall(part.to_bytes(_SIZE, "little"))
-        _in_threads(receive, len(self._streams))
+        in_threads(receive, len(self._streams))
         return time.perf_counter() - started
 
-    def __enter__(self) -> RawPair:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         for stream in self._streams:
             stream.close()
         self._child.join()
@@ -76,10 +72,10 @@ def _sender(port: int, streams: int) -> None:
                     stream.sendall(source[at : at + piece])
                     left -= piece
 
-    _in_threads(send, streams)
+    in_threads(send, streams)
 
 
-def _in_threads(function: Callable[[int], None], count: int) -> None:
+def in_threads(function: Callable[[int], None], count: int) -> None:
     threads = [threading.Thread(target=function, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
