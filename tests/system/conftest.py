@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,6 +18,11 @@ from typing import Any
 
 import openai
 import pytest
+
+from bench.chaos.cluster import LocalCluster
+from bench.chaos.streams import expected
+
+from .recovery import FLAGS, LONG, SHORT, Broken
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
@@ -132,3 +138,10 @@ def goldens() -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def model_id(server: Server) -> str:
     return server.get("/v1/models")["data"][0]["id"]
+
+
+@pytest.fixture(scope="session")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
+    """The one that tests do break: two workers of each role, each started again however it ends."""
+    with LocalCluster(tmp_path_factory.mktemp("broken"), worker_flags=FLAGS) as cluster:
+        yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG], at_once=12)))

@@ -1,0 +1,113 @@
+"""`python -m bench.chaos [--json] [--short]`: a real cluster under load, and everything that can die, dies.
+
+Two workers of each role and a router, as processes, float32 on CPU. Clients ask without a break, each request
+greedy or seeded, and every answer is compared with the one that the same cluster gave in quiet. Meanwhile
+processes of every kind are killed (-9), engines are stopped (SIGSTOP) and lanes are cut. Afterwards every
+pool must be whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from bench.chaos.cluster import LocalCluster
+from bench.chaos.faults import Happened, plan, torment
+from bench.chaos.load import Load, judge, pauses
+from bench.chaos.streams import Stream, cases, expected
+from bench.contract import Report, Row, parser, percentile
+
+ROLES = ("prefill", "decode")
+WORKER_FLAGS = (
+    "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
+    "--max-num-batched-tokens", "64", "--engine-timeout", "2", "--peer-timeout", "3",
+)  # fmt: skip
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    p = parser("Kill, stall and cut off the processes of a real cluster under load.")
+    p.add_argument("--kills", type=int, metavar="N", help="kills of each role (default: 12; 3 with --short)")
+    p.add_argument("--stalls", type=int, metavar="N", help="stopped engines of each role (default: 2; 0)")
+    p.add_argument("--breaks", type=int, metavar="N", help="times that lanes are cut (default: 6; 2)")
+    p.add_argument("--clients", type=int, default=8, metavar="N", help="streams at a time (default: 8)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of cases, moments and victims")
+    p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
+    args = p.parse_args(argv)
+    for name, usual, short in (("kills", 12, 3), ("stalls", 2, 0), ("breaks", 6, 2)):
+        if getattr(args, name) is None:
+            setattr(args, name, short if args.short else usual)
+    return args
+
+
+async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
+    rng = random.Random(args.seed)
+    asked = cases(6 if args.short else 16, 24, repeat=4)
+    right = await expected(cluster.url, asked, at_once=args.clients)
+    load, stop = Load(cluster.url, asked, rng), asyncio.Event()
+    loading = asyncio.create_task(load.run(args.clients, stop))
+    tracks = (
+        torment(
+            cluster, role, plan(role, args.kills, args.stalls, args.breaks, rng),
+            (0.2, 1.5) if args.short else (0.2, 4.0), rng,
+        )
+        for role in ROLES
+    )  # fmt: skip
+    happened = [one for track in await asyncio.gather(*tracks) for one in track]
+    stop.set()
+    await loading
+    leaks = await asyncio.to_thread(cluster.leaks_when_idle)
+    verdict = judge(load.streams, right)
+    for line in (*verdict.errors[:10], *(f"{name}: {count}" for name, count in leaks.items())):
+        print(line, file=sys.stderr)
+    report = Report("chaos", {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, args.json)
+    for name, value, unit in (
+        ("failed", verdict.failed, "requests"),
+        ("lost_or_repeated_tokens", verdict.lost_or_repeated, "tokens"),
+        ("different_tokens", verdict.different, "tokens"),
+        ("leaked_blocks", sum(leaks.values()), "blocks, slots, attempts"),
+    ):
+        report.add(Row(f"chaos.{name}", value, unit, goal=0, better="lower"))
+    report.add(Row("chaos.requests", verdict.requests, "requests"))
+    report.add(Row("chaos.tokens", verdict.tokens, "tokens"))
+    _add_faults(report, happened, load.streams)
+    return report
+
+
+def _add_faults(report: Report, happened: list[Happened], streams: list[Stream]) -> None:
+    """How many there were of each, how long the worker was away, and the pauses that clients saw."""
+    counts = Counter(f"{one.role}.{one.fault}" for one in happened)
+    for name, count in sorted(counts.items()):
+        report.add(Row(f"chaos.{name}", count, "times"))
+    away = [one.back - one.at for one in happened if one.back > one.at]
+    if away:
+        report.add(Row("chaos.away", percentile(away, 0.5), "s", p99=percentile(away, 0.99)))
+    seen: defaultdict[str, list[float]] = defaultdict(list)
+    for one in happened:
+        seen[f"{one.role}.{one.fault}"] += pauses(streams, one)
+    everywhere = [gap for gaps in seen.values() for gap in gaps]
+    if everywhere:
+        report.add(Row("chaos.pause", percentile(everywhere, 0.5), "s", p99=percentile(everywhere, 0.99)))
+        report.add(Row("chaos.pause.max", max(everywhere), "s"))
+    report.detail = {"pauses": {name: sorted(round(gap, 3) for gap in gaps) for name, gaps in seen.items()}}
+
+
+def main(argv: list[str] | None = None) -> Report:
+    args = arguments(argv)
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="baton-chaos-") as temporary,
+        LocalCluster(args.logs or Path(temporary), worker_flags=WORKER_FLAGS) as cluster,
+    ):
+        report = asyncio.run(measure(args, cluster))
+    report.finish()
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What goes wrong, and when: one track of faults for each role, each followed until its worker is back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.chaos import processes
+from bench.chaos.cluster import LocalCluster, Worker
+
+Do = Callable[[LocalCluster, Worker], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`lethal`: the worker ends of it, and its next incarnation is waited for."""
+
+    name: str  # "kill.engine"
+    happens: Do
+    lethal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """A fault as it came. `back` is when its worker served again; `at` where it never went."""
+
+    role: str
+    fault: str
+    at: float  # time.monotonic()
+    back: float
+
+
+def _killer(kind: str) -> Fault:
+    return Fault(f"kill.{kind}", lambda cluster, worker: worker.kill(kind))
+
+
+def _break_lanes(cluster: LocalCluster, worker: Worker) -> None:
+    """All lanes of one decode worker: in both transfer processes the sessions end."""
+    transfer = worker.processes().get("transfer")
+    for prefill in cluster.of("prefill"):
+        port = int(prefill.lives[-1]["kv_address"].rpartition(":")[2])
+        if transfer is not None:
+            processes.break_connections(transfer, port)
+
+
+KILLS = tuple(_killer(kind) for kind in processes.KINDS)
+STALL = Fault("stall.engine", lambda cluster, worker: worker.hang("engine"))
+BREAK = Fault("break.lanes", _break_lanes, lethal=False)
+
+
+def plan(role: str, kills: int, stalls: int, breaks: int, rng: random.Random) -> list[Fault]:
+    """In random order; kinds of processes in turn, so that every one has its share."""
+    faults = [KILLS[i % len(KILLS)] for i in range(kills)] + [STALL] * stalls
+    faults += [BREAK] * (breaks if role == "decode" else 0)
+    rng.shuffle(faults)
+    return faults
+
+
+async def torment(
+    cluster: LocalCluster, role: str, faults: Sequence[Fault], quiet: tuple[float, float], rng: random.Random
+) -> list[Happened]:
+    """One fault after another, at random workers of the role, with a random pause (seconds) before each.
+
+    Another worker of the role is always there: what is shown is that nothing is lost, not how long requests
+    wait where there is nobody to serve them.
+    """
+    happened = []
+    for fault in faults:
+        await asyncio.sleep(rng.uniform(*quiet))
+        worker = rng.choice(cluster.of(role))
+        lives = len(worker.lives)
+        at = back = time.monotonic()
+        fault.happens(cluster, worker)
+        if fault.lethal:
+            await asyncio.to_thread(worker.wait_life, lives + 1)
+            await asyncio.to_thread(cluster.wait_attached, worker)
+            back = time.monotonic()
+        happened.append(Happened(role, fault.name, at, back))
+    return happened

@@ -1,0 +1,95 @@
+"""Processes by what they are called, and what can be done to them from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+from pathlib import Path
+
+KINDS = ("service", "engine", "transfer")
+_PIDFD_GETFD = 438  # the same number on every architecture
+
+
+def tree(service: int) -> dict[str, int]:
+    """The processes of a worker by kind, given its service process. Those that are gone are left out."""
+    found = {}
+    for pid in (service, *_children(service)):
+        title = _title(pid)
+        if title.startswith("baton: "):
+            found[title.split()[-1] if pid != service else "service"] = pid
+    return found
+
+
+def kill(pid: int) -> None:
+    """SIGKILL; nothing if it is gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP: it hangs, and does not die."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that belongs to the process alone: shared pages, as of the arena, are not counted."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessLookupError(pid)
+
+
+def break_connections(pid: int, port: int) -> int:
+    """Shuts down the TCP connections of a process to or from `port`; returns how many there were.
+
+    Takes a copy of each descriptor out of the process (pidfd_getfd), so both ends see what they see when a
+    network cuts a connection. Works on descendants and, for root, on any process.
+    """
+    cut = 0
+    pidfd = os.pidfd_open(pid)
+    try:
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError), _borrowed(pidfd, int(entry)) as connection:
+                ends = (connection.getsockname(), connection.getpeername())
+                if any(end[1] == port for end in ends):
+                    connection.shutdown(socket.SHUT_RDWR)
+                    cut += 1
+    finally:
+        os.close(pidfd)
+    return cut
+
+
+def _borrowed(pidfd: int, fd: int) -> socket.socket:
+    """A descriptor of another process as a socket of ours. Raises OSError for what is no internet socket."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    copy = libc.syscall(_PIDFD_GETFD, pidfd, fd, 0)
+    if copy < 0:
+        raise OSError(ctypes.get_errno(), "pidfd_getfd")
+    try:
+        borrowed = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    if borrowed.family not in (socket.AF_INET, socket.AF_INET6) or borrowed.type != socket.SOCK_STREAM:
+        borrowed.close()
+        raise OSError("not a TCP socket")
+    return borrowed
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode().strip()
+    except OSError:
+        return ""

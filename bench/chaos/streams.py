@@ -1,0 +1,152 @@
+"""Streams whose every token is known before: what they must say, and what clients saw of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+_TEXTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea, there lived an old fisherman who",
+    "Water boils at a hundred degrees. Explain to a child, in simple words, why a pot sings first:",
+    "A list of the planets of our solar system, from the nearest to the sun to the farthest:",
+    "Dear Sir or Madam, I am writing to you about the bicycle that I bought in your shop last week.",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "In 1969 two men walked on the moon for the first time. The story begins eight years earlier, when",
+    "The recipe for a good bread needs only four things: flour, water, salt and",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request with one right answer: greedy, or seeded and therefore as certain."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        fixed = {"stream": True, "ignore_eos": True, "return_token_ids": True}
+        asked = {"prompt": self.prompt, "max_tokens": self.max_tokens}
+        return asked | {"temperature": self.temperature, "seed": self.seed} | fixed | more
+
+
+def cases(count: int, max_tokens: int, *, repeat: int = 1) -> list[Case]:
+    """Every second one greedy. `repeat` makes prompts longer."""
+    return [
+        Case(
+            f"({i}) " + " ".join([_TEXTS[i % len(_TEXTS)]] * (1 + i % 3 * repeat)),
+            max_tokens,
+            temperature=0.0 if i % 2 == 0 else 0.8,
+            seed=i + 1,
+        )
+        for i in range(count)
+    ]
+
+
+@dataclass(slots=True)
+class Stream:
+    """One answer as a client saw it. Times are time.monotonic()."""
+
+    case: Case
+    started: float = 0.0
+    ended: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # of each token
+    keepalives: int = 0
+    status: int = 0
+    error: str = ""
+    finish_reason: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error) or self.finish_reason is None
+
+    def gap_around(self, moment: float) -> float | None:
+        """Seconds without a token around a moment at which it ran; None if it did not run."""
+        if not self.started <= moment <= self.ended:
+            return None
+        before = max((t for t in self.arrivals if t <= moment), default=self.started)
+        after = min((t for t in self.arrivals if t > moment), default=self.ended)
+        return after - before
+
+
+def new_session() -> aiohttp.ClientSession:
+    """No limit on connections, no deadline but the server's."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
+async def read(
+    http: aiohttp.ClientSession,
+    url: str,
+    case: Case,
+    *,
+    on_token: Callable[[Stream], None] = lambda stream: None,
+    into: Stream | None = None,
+    **more: Any,
+) -> Stream:
+    """Asks and reads to the end. Never raises for what the server does: it is in the record.
+
+    `into` is a record to fill, for who wants to look at it before the end.
+    """
+    stream = into or Stream(case)
+    stream.started = time.monotonic()
+    try:
+        async with http.post(f"{url}/v1/completions", json=case.body(**more)) as response:
+            stream.status = response.status
+            if response.status != 200:
+                stream.error = await response.text()
+            async for line in response.content if response.status == 200 else _nothing():
+                _take(stream, line, on_token)
+    except aiohttp.ClientError as error:
+        stream.error = stream.error or f"{type(error).__name__}: {error}"
+    finally:
+        stream.ended = time.monotonic()
+    return stream
+
+
+def _take(stream: Stream, line: bytes, on_token: Callable[[Stream], None]) -> None:
+    if line.startswith(b":"):
+        stream.keepalives += 1
+    elif line.startswith(b"data: {"):
+        event = json.loads(line[6:])
+        if "error" in event:
+            stream.error = json.dumps(event["error"])
+            return
+        [choice] = event["choices"]
+        new = choice["token_ids"]
+        stream.token_ids += new
+        stream.arrivals += [time.monotonic()] * len(new)
+        stream.finish_reason = choice["finish_reason"]
+        if new:
+            on_token(stream)
+
+
+async def _nothing() -> Any:
+    return
+    yield b""
+
+
+async def expected(url: str, asked: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:
+    """The right answers, from a cluster that nobody disturbs. Raises RuntimeError if one fails even so."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(http: aiohttp.ClientSession, case: Case) -> list[int]:
+        async with gate:
+            stream = await read(http, url, case)
+        if stream.failed or len(stream.token_ids) != case.max_tokens:
+            raise RuntimeError(f"{case} failed on a healthy cluster: {stream.error or stream.token_ids}")
+        return stream.token_ids
+
+    async with new_session() as http:
+        answers = await asyncio.gather(*(one(http, case) for case in asked))
+    return dict(zip(asked, answers, strict=True))

@@ -1,0 +1,101 @@
+"""A cluster to be broken, and streams that must not notice: what the tests of recovery share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bench.chaos.cluster import LocalCluster, Worker
+from bench.chaos.streams import Case, Stream, cases, new_session, read
+
+FLAGS = (
+    "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
+    "--max-num-batched-tokens", "64", "--engine-timeout", "3", "--peer-timeout", "3", "--drain-timeout", "1",
+)  # fmt: skip
+SHORT = cases(8, 24)  # half of them greedy, half seeded
+LONG = cases(4, 6, repeat=9)  # prompts of some hundred tokens, in chunks of 64: a second and more of prefill
+MIXED = [*LONG, *SHORT[:4]]
+_STEP = 0.02  # seconds between looks at what nobody tells
+
+
+@dataclass
+class Broken:
+    """A cluster with the right answers to what it will be asked."""
+
+    cluster: LocalCluster
+    right: dict[Case, list[int]]
+
+    async def ride(
+        self, cases: list[Case], *faults: tuple[Callable[[list[Stream]], bool], Callable[[], Any]]
+    ) -> list[Stream]:
+        """Asks all cases at once, and asserts that every stream says what it has to say.
+
+        A fault is a moment, told by looking at the streams or at the cluster, and what happens then. Both may
+        block.
+        """
+        streams = [Stream(case) for case in cases]
+        async with new_session() as http:
+            reading = [
+                asyncio.create_task(read(http, self.cluster.url, stream.case, into=stream))
+                for stream in streams
+            ]
+            try:
+                for moment, happens in faults:
+                    while not await asyncio.to_thread(moment, streams):
+                        assert not all(task.done() for task in reading), "over before the moment came"
+                        await asyncio.sleep(_STEP)
+                    await asyncio.to_thread(happens)
+                await asyncio.gather(*reading)
+            finally:
+                for task in reading:
+                    task.cancel()
+        self.assert_right(streams)
+        return streams
+
+    def assert_right(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            assert not stream.failed, f"{stream.case}: {stream.error}"
+            assert stream.token_ids == self.right[stream.case], stream.case
+
+    async def settled(self) -> None:
+        """All workers are there, each life under an incarnation of its own, and every pool is whole."""
+        await asyncio.to_thread(self.all_back)
+        for worker in self.cluster.workers:
+            incarnations = [life["incarnation"] for life in worker.lives]
+            assert len(set(incarnations)) == len(incarnations) == len(worker.exits) + 1
+        assert await asyncio.to_thread(self.cluster.leaks_when_idle) == {}
+
+    def all_back(self) -> None:
+        for worker in self.cluster.workers:
+            worker.release()
+            worker.wait_life(len(worker.exits) + 1)
+        self.cluster.wait_serving(len(self.cluster.workers))
+
+    # ------------------------------------------------------------ the cluster as the router sees it
+
+    def busiest(self, role: str) -> Worker:
+        """The worker of a role with the most work."""
+        load = {w["index"]: w["attempts"] for w in self._seen(role)}
+        return max(self.cluster.of(role), key=lambda worker: load.get(worker.index, -1))
+
+    def attempts(self, role: str) -> int:
+        return sum(w["attempts"] for w in self._seen(role))
+
+    def transferring(self, streams: list[Stream]) -> bool:
+        """A moment: a prefill worker computes, and its KV is under way."""
+        return any(w["status"]["transfers_open"] for w in self._seen("prefill"))
+
+    def tokens_prefilled(self) -> float:
+        """By the present incarnations, up to now."""
+        self.cluster.status()  # a scrape shows the last report, and this makes one
+        return sum(worker.metric("vllm:prompt_tokens_total") for worker in self.cluster.of("prefill"))
+
+    def _seen(self, role: str) -> list[dict[str, Any]]:
+        return [w for w in self.cluster.status()["workers"] if w["role"] == role and w["state"] == "ready"]
+
+
+def each_has(tokens: int) -> Callable[[list[Stream]], bool]:
+    """A moment: all streams run, each with so many tokens at least."""
+    return lambda streams: all(len(stream.token_ids) >= tokens for stream in streams)

@@ -1,0 +1,24 @@
+"""A hundred kills of each role, under load: `python -m bench.chaos` with all its rows met."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.chaos.__main__ import main
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_hundred_kills_of_each_role(tmp_path: Path, seed: int) -> None:
+    report = main(
+        ["--kills", "50", "--stalls", "3", "--breaks", "20", "--seed", str(seed), "--logs", str(tmp_path)]
+    )
+    assert {row.name: row.value for row in report.rows if row.goal is not None} == {
+        "chaos.failed": 0,
+        "chaos.lost_or_repeated_tokens": 0,
+        "chaos.different_tokens": 0,
+        "chaos.leaked_blocks": 0,
+    }

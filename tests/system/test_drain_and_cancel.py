@@ -1,0 +1,71 @@
+"""Workers that are told to stop under load, and clients that go at any moment: nothing fails, nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from bench.chaos.streams import Case, Stream, cases, new_session, read
+
+from .recovery import MIXED, SHORT, Broken, each_has
+
+
+async def test_sigterm_moves_streams_on_and_exits_cleanly(broken: Broken) -> None:
+    """A decode worker in mid-stream, with less time to drain (1 s) than its streams would need, and a prefill
+    worker whose KV is under way. The supervisor starts each again: a rolling restart under load."""
+    await asyncio.to_thread(broken.all_back)
+    drained = []
+
+    def terminate(role: str) -> None:
+        worker = broken.busiest(role)
+        drained.append((worker, len(worker.exits) + 1))
+        worker.terminate()
+
+    await broken.ride(
+        MIXED + SHORT[4:],
+        (broken.transferring, lambda: terminate("prefill")),
+        (each_has(2), lambda: terminate("decode")),
+    )
+    codes = [await asyncio.to_thread(worker.wait_exit, count) for worker, count in drained]
+    assert codes == [0, 0]
+    await broken.settled()
+
+
+@pytest.mark.parametrize(
+    "requests", [100, pytest.param(500, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
+async def test_half_of_all_clients_go_at_random_moments(broken: Broken, requests: int) -> None:
+    """In the queue, in the prefill, in the transfer, while decoding: nothing of them stays anywhere."""
+    await asyncio.to_thread(broken.all_back)
+    rng = random.Random(requests)
+    asked = cases(requests, 8)
+    typical = asyncio.get_running_loop().create_future()
+    at_once = asyncio.Semaphore(24)
+    gone = 0
+
+    async def client(case: Case) -> Stream | None:
+        nonlocal gone
+        async with at_once:
+            reading = asyncio.create_task(read(http, broken.cluster.url, case))
+            if rng.random() < 0.5:
+                usual = typical.result() if typical.done() else 1.0
+                await asyncio.wait({reading}, timeout=rng.uniform(0, usual))
+                if not reading.done():
+                    gone += 1
+                    reading.cancel()
+                    await asyncio.wait({reading})
+                    return None
+            stream = await reading
+            if not typical.done():
+                typical.set_result(stream.ended - stream.started)
+            return stream
+
+    async with new_session() as http:
+        streams = await asyncio.gather(*(client(case) for case in asked))
+    for stream in streams:
+        assert stream is None or (not stream.failed and len(stream.token_ids) == 8), stream
+    assert gone > requests / 4
+    await broken.settled()
+    assert broken.cluster.status()["router"]["requests"] == 0

@@ -1,0 +1,133 @@
+"""Processes of a real cluster are killed and hung under many streams; no client reads another token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+
+import pytest
+
+from bench.chaos.cluster import Worker
+from bench.chaos.processes import KINDS
+from bench.chaos.streams import Case, Stream, new_session, read
+
+from .recovery import LONG, MIXED, SHORT, Broken, each_has
+
+KILLS = [(role, kind) for kind in KINDS for role in ("decode", "prefill")]
+
+
+@pytest.mark.parametrize(("role", "kind"), KILLS)
+async def test_killed_in_mid_stream(broken: Broken, role: str, kind: str) -> None:
+    """Decode under eight streams; prefill while it computes and streams four long prompts beside them.
+
+    The killed worker comes back while the next test runs: kills alternate between the roles.
+    """
+    await asyncio.to_thread(broken.all_back)
+
+    ends: list[int] = []
+
+    def kill() -> None:
+        victim = broken.busiest(role)
+        count = len(victim.exits) + 1
+        victim.kill(kind)
+        ends.append(victim.wait_exit(count))
+
+    if role == "decode":
+        await broken.ride(SHORT, (each_has(3), kill))
+    else:
+        await broken.ride(MIXED, (broken.transferring, kill))
+    assert ends == [-signal.SIGKILL if kind == "service" else 1], (
+        "the whole worker ends with any of its parts"
+    )
+
+
+async def test_all_came_back_and_every_pool_is_whole(broken: Broken) -> None:
+    await broken.settled()
+
+
+async def test_hung_engines_are_as_good_as_dead(broken: Broken) -> None:
+    """First decode's in mid-stream, then the engine of the prefill worker that computes what was lost."""
+    await asyncio.to_thread(broken.all_back)
+
+    def hang(role: str) -> None:
+        broken.busiest(role).hang("engine")
+
+    def prefilling(streams: list[Stream]) -> bool:
+        return broken.attempts("prefill") > 0
+
+    before = sum(len(worker.exits) for worker in broken.cluster.workers)
+    await broken.ride(SHORT, (each_has(3), lambda: hang("decode")), (prefilling, lambda: hang("prefill")))
+    await broken.settled()
+    assert sum(len(worker.exits) for worker in broken.cluster.workers) == before + 2
+
+
+async def test_decode_killed_before_its_ack_costs_no_second_prefill(broken: Broken) -> None:
+    """Another decode worker takes the KV that is still held."""
+    await asyncio.to_thread(broken.all_back)
+    case, victim = LONG[2], broken.cluster.workers[0]
+    before = broken.tokens_prefilled()
+    await broken.ride([case])
+    cost = broken.tokens_prefilled() - before
+    assert cost > 100
+
+    def hang() -> None:
+        nonlocal victim
+        victim = broken.busiest("decode")
+        victim.hang("engine")  # it will never acknowledge
+
+    retries = broken.cluster.router_metric("baton:retries_total")
+    await broken.ride([case], (broken.transferring, hang), (each_has(1), lambda: victim.kill("service")))
+    assert broken.tokens_prefilled() - before == 2 * cost
+    assert broken.cluster.router_metric("baton:retries_total") - retries == 1
+    await broken.settled()
+
+
+async def test_with_no_worker_of_a_role_streams_wait_and_are_kept_alive(broken: Broken) -> None:
+    await asyncio.to_thread(broken.all_back)
+    decodes = broken.cluster.of("decode")
+
+    def kill_all() -> None:
+        for worker in decodes:
+            worker.hold()
+            worker.kill("service")
+
+    def kept_alive(streams: list[Stream]) -> bool:
+        return all(stream.keepalives for stream in streams)
+
+    await broken.ride(SHORT, (each_has(3), kill_all), (kept_alive, decodes[0].release))
+    await broken.settled()
+
+
+async def test_three_attempts_without_a_token_are_the_end_of_that_request_alone(broken: Broken) -> None:
+    """Whoever prefills it dies. What the other workers decode meanwhile goes on."""
+    await asyncio.to_thread(broken.all_back)
+    doomed = Case("A very long story. " * 300, 4, 0.0, 1)
+    others = asyncio.create_task(broken.ride(SHORT[:3]))
+    async with new_session() as http:
+        reading = asyncio.create_task(read(http, broken.cluster.url, doomed))
+        killed: set[tuple[str, int]] = set()
+        while not reading.done():
+            worker = await asyncio.to_thread(broken.busiest, "prefill")
+            life = (worker.name, len(worker.lives))
+            if worker.ready and life not in killed and await asyncio.to_thread(waits_for, worker, broken):
+                killed.add(life)
+                worker.kill("engine")
+            await asyncio.sleep(0.05)
+        stream = await reading
+    await others
+    assert len(killed) == 3
+    error = stream.error if stream.status == 200 else json.dumps(json.loads(stream.error)["error"])
+    assert "3 times without a new token" in error
+    assert "cmpl-" in error or "req" in error
+    assert not stream.token_ids
+    await broken.settled()
+
+
+def waits_for(worker: Worker, broken: Broken) -> bool:
+    """Whether the worker has much to compute."""
+    return any(
+        w["index"] == worker.index and w["status"]["tokens_waiting"] > 500
+        for w in broken.cluster.status()["workers"]
+        if w["role"] == worker.role
+    )
