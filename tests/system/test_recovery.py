@@ -37,9 +37,8 @@ async def test_killed_in_mid_stream(broken: Broken, role: str, kind: str) -> Non
         await broken.ride(SHORT, (each_has(3), kill))
     else:
         await broken.ride(MIXED, (broken.transferring, kill))
-    assert ends == [-signal.SIGKILL if kind == "service" else 1], (
-        "the whole worker ends with any of its parts"
-    )
+    code = -signal.SIGKILL if kind == "service" else 1
+    assert ends == [code], "the whole worker ends with any of its parts"
 
 
 async def test_all_came_back_and_every_pool_is_whole(broken: Broken) -> None:
