@@ -35,6 +35,7 @@ class Machine:
         # Short, because sockets go there.
         self.tmp = Path(tempfile.mkdtemp(prefix="bs", dir="/tmp"))
         self.home = Path(tempfile.mkdtemp(prefix="bh", dir="/tmp"))
+        self.outputs = Path(tempfile.mkdtemp(prefix="bo", dir="/tmp"))  # what commands print
         ours = ("BATON_", "RAY_", "XDG_")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         self.environment |= {"TMPDIR": str(self.tmp), "HOME": str(self.home)}
@@ -58,6 +59,7 @@ class Machine:
     def remove(self) -> None:
         shutil.rmtree(self.tmp)
         shutil.rmtree(self.home)
+        shutil.rmtree(self.outputs)
 
 
 def tree(pid: int) -> list[Process]:

@@ -33,7 +33,7 @@ class Serve:
 
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = machine.home.with_suffix(".log")
+        self.log = machine.outputs / f"{self.port}.log"
         self.machine = machine
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
