@@ -26,6 +26,19 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 
 Prompts = list[str | list[int]]
 
+# What a client may write where the validators below make one kind of value of it.
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+PromptInput = Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
 
 def _invalid(message: str) -> PydanticCustomError:
     return PydanticCustomError("invalid", "{reason}", {"reason": message})
@@ -49,7 +62,7 @@ def _prompts(value: Any) -> Prompts:
 
 
 def _stops(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise _invalid("must be a string or a list of strings")
     if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
@@ -116,10 +129,8 @@ class GenerationBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[str], PlainValidator(_stops)] = []
-    stop_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MAX_LISTED)] | None
-    ) = None
+    stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=Stops)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED)] | None
     ) = None
@@ -161,7 +172,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[Prompts, PlainValidator(_prompts)]
+    prompt: Annotated[Prompts, PlainValidator(_prompts, json_schema_input_type=PromptInput)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
 
@@ -181,7 +192,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text)] = ""
+    content: Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart] | None)] = ""
     name: str | None = None
 
     @model_validator(mode="before")
@@ -249,9 +260,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list[Annotated[int, Field(ge=0, lt=2**32)]] = Field(
-        validation_alias=AliasChoices("tokens", "token_ids")
-    )
+    tokens: list[TokenId] = Field(validation_alias=AliasChoices("tokens", "token_ids"))
 
 
 B = TypeVar("B", bound=Body)

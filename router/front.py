@@ -17,6 +17,7 @@ from router.config import RouterConfig
 from router.http_answer import respond
 from router.intake import Intake, request_name
 from router.jobs import chat_prompt, encode
+from router.openapi import OPERATIONS, description
 from router.serving import Services
 from router.status import router_status
 
@@ -26,7 +27,7 @@ B = TypeVar("B", bound=Body)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID: ContextVar[str] = ContextVar("request_id")
-_OPEN = {"/health", "/ready", "/metrics", "/version"}
+_OPEN = {operation.path for operation in OPERATIONS if operation.open}
 
 
 class Front:
@@ -50,6 +51,7 @@ class Front:
                 web.get("/ready", self._ready),
                 web.get("/metrics", self._metrics),
                 web.get("/version", self._version),
+                web.get("/openapi.json", self._openapi),
                 web.get("/status", self._status),
             ]
         )
@@ -73,8 +75,9 @@ class Front:
         except web.HTTPNotFound:
             return _error(errors.NotFound(f"there is no {request.method} {request.path}"), request_id)
         except web.HTTPMethodNotAllowed as error:
-            text = f"{request.path} takes {', '.join(sorted(error.allowed_methods))}, not {request.method}"
-            return _error(errors.MethodNotAllowed(text), request_id)
+            allowed = ", ".join(sorted(error.allowed_methods))
+            refused = errors.MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}")
+            return _error(refused, request_id, Allow=allowed)
         except (ConnectionResetError, asyncio.CancelledError):
             raise  # the client went
         except web.HTTPException:
@@ -163,6 +166,9 @@ class Front:
     async def _version(self, request: web.Request) -> web.Response:
         return _json({"version": _version()})
 
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return _json(description(_version(), keys=bool(self._config.api_keys)))
+
     async def _status(self, request: web.Request) -> web.Response:
         return _json(await router_status(self._config, self._services, self._intake.draining))
 
@@ -178,8 +184,8 @@ def _json(payload: Any) -> web.Response:
     return web.json_response(payload, headers={"x-request-id": _REQUEST_ID.get()})
 
 
-def _error(error: errors.ApiError, request_id: str) -> web.Response:
-    headers = {"x-request-id": request_id}
+def _error(error: errors.ApiError, request_id: str, **more: str) -> web.Response:
+    headers = {"x-request-id": request_id, **more}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
     return web.json_response(error.body, status=error.status, headers=headers)

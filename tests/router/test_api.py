@@ -49,6 +49,7 @@ def refused(kind, body: dict[str, Any]) -> InvalidRequest:
         ("max_tokens", True, "integer"),
         ("seed", 2**65, "36893488147419103232"),
         ("stop", 5, "string"),
+        ("stop", False, "string"),
         ("stop", [""], "1 to 1024"),
         ("stop", ["x"] * 65, "64"),
         ("stop_token_ids", [-1], "-1"),

@@ -256,6 +256,7 @@ async def test_errors_have_openais_shape(cluster: Cluster):
             assert answer["error"]["param"] == param, (path, body, answer)
     async with cluster.http.get(cluster.url + "/v1/completions") as response:
         assert response.status == 405
+        assert response.headers["Allow"] == "POST"
     assert not cluster.prefills[0].submitted
 
 

@@ -1,0 +1,133 @@
+"""`/openapi.json`, from the models of what is asked and what is answered."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from router import replies
+from router.api import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+_SCHEMA = "#/components/schemas/{model}"
+_REQUEST = (400, 401, 404, 413, 500, 503)
+_GENERATION = (*_REQUEST, 429, 504)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One endpoint."""
+
+    method: str
+    path: str
+    summary: str
+    reply: type[BaseModel] | str | None = None
+    """Of a success: JSON, or else its content type; None is an empty one."""
+    body: type[BaseModel] | None = None
+    chunk: type[BaseModel] | None = None
+    """One server-sent event, where `stream` was asked for."""
+    errors: tuple[int, ...] = ()
+    open: bool = False
+    """Needs no API key."""
+    parameters: tuple[str, ...] = field(default=())
+    """Of the path."""
+
+
+OPERATIONS = (
+    Operation(
+        "post", "/v1/chat/completions", "Answer a chat.", replies.ChatReply,
+        body=ChatBody, chunk=replies.ChatChunk, errors=_GENERATION,
+    ),
+    Operation(
+        "post", "/v1/completions", "Continue a text.", replies.CompletionReply,
+        body=CompletionBody, chunk=replies.CompletionChunk, errors=_GENERATION,
+    ),
+    Operation("get", "/v1/models", "The model that is served.", replies.ModelList, errors=(401,)),
+    Operation(
+        "get", "/v1/models/{id}", "The same by its id.", replies.ModelCard, errors=(401, 404),
+        parameters=("id",),
+    ),
+    Operation(
+        "post", "/tokenize", "Text or messages to token ids.", replies.TokenizeReply,
+        body=TokenizeBody, errors=_REQUEST,
+    ),
+    Operation(
+        "post", "/detokenize", "Token ids to text.", replies.DetokenizeReply,
+        body=DetokenizeBody, errors=_REQUEST,
+    ),
+    Operation("get", "/health", "The process serves.", open=True),
+    Operation("get", "/ready", "There is a worker of each role.", errors=(503,), open=True),
+    Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True),
+    Operation("get", "/version", "Of Baton.", replies.VersionReply, open=True),
+    Operation("get", "/openapi.json", "This description.", "application/json", open=True),
+    Operation("get", "/status", "The router and its workers.", replies.StatusReply, errors=(401,)),
+)  # fmt: skip
+
+
+@cache
+def description(version: str, keys: bool) -> dict[str, Any]:
+    """An OpenAPI 3.1 document; `keys`: this router asks for API keys."""
+    asked = [operation.body for operation in OPERATIONS if operation.body]
+    given = [r for o in OPERATIONS for r in (o.reply, o.chunk) if isinstance(r, type)]
+    models = [(model, "validation") for model in asked]
+    models += [(model, "serialization") for model in [*given, replies.ErrorReply]]
+    _, schemas = models_json_schema(models, ref_template=_SCHEMA)  # pyrefly: ignore[bad-argument-type]
+    components: dict[str, Any] = {"schemas": schemas["$defs"]}
+    if keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, keys)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": version},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if isinstance(operation.reply, str):
+        content[operation.reply] = {}
+    elif operation.reply is not None:
+        content["application/json"] = _schema(operation.reply)
+    if operation.chunk is not None:
+        # Each event's data is one of these, and the last one's is [DONE].
+        content["text/event-stream"] = {"x-event-schema": _ref(operation.chunk)}
+    errors = [code for code in operation.errors if keys or code != 401]
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": "Success", **({"content": content} if content else {})},
+            **{
+                str(code): {
+                    "description": "An error in OpenAI's shape",
+                    "content": {"application/json": _schema(replies.ErrorReply)},
+                }
+                for code in errors
+            },
+        },
+    }
+    if operation.body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": _schema(operation.body)},
+        }
+    if operation.parameters:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in operation.parameters
+        ]
+    if keys and not operation.open:
+        described["security"] = [{"key": []}]
+    return described
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _SCHEMA.format(model=model.__name__)}
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": _ref(model)}

@@ -1,0 +1,81 @@
+"""`/openapi.json` is valid, names every endpoint, and says the truth about what is answered."""
+
+from pathlib import Path
+from typing import Any
+
+import openapi_spec_validator
+import pytest
+
+from router import replies
+from router.openapi import OPERATIONS
+from router.tokenizer import ModelTokenizer
+
+from .conftest import Cluster, make_cluster
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+async def described(cluster: Cluster) -> dict[str, Any]:
+    async with cluster.http.get(cluster.url + "/openapi.json") as response:
+        assert response.status == 200
+        return await response.json()
+
+
+async def test_it_is_valid_and_complete(cluster: Cluster, tokenizer: ModelTokenizer, tmp_path: Path):
+    document = await described(cluster)
+    openapi_spec_validator.validate(document)  # pyrefly: ignore[bad-argument-type]
+    shown = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert shown == {(operation.method, operation.path) for operation in OPERATIONS}
+    prompt = document["components"]["schemas"]["CompletionBody"]["properties"]["prompt"]
+    assert {kind["type"] for kind in prompt["anyOf"]} == {"string", "array"}
+    assert "securitySchemes" not in document["components"]
+    async with make_cluster(tokenizer, tmp_path, api_keys=("k",)) as guarded:
+        document = await described(guarded)
+        openapi_spec_validator.validate(document)  # pyrefly: ignore[bad-argument-type]
+        assert document["paths"]["/v1/models"]["get"]["security"]
+        assert "security" not in document["paths"]["/health"]["get"]
+
+
+async def test_the_routes_are_those_that_are_described(cluster: Cluster):
+    """Each answers, without a body with a refusal that its description knows."""
+    for operation in OPERATIONS:
+        path = operation.path.replace("{id}", "fake")
+        async with cluster.http.request(operation.method, cluster.url + path) as response:
+            expected = 200 if operation.body is None else 400
+            assert response.status == expected, operation
+            if expected == 400:
+                replies.ErrorReply.model_validate_json(await response.read())
+            elif isinstance(operation.reply, type):
+                operation.reply.model_validate_json(await response.read())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reply", "chunk"),
+    [
+        ("/v1/completions", {"prompt": "x", "logprobs": 1}, replies.CompletionReply, replies.CompletionChunk),
+        ("/v1/completions", {"prompt": "x"}, replies.CompletionReply, replies.CompletionChunk),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "logprobs": True, "top_logprobs": 2, "return_token_ids": True},
+            replies.ChatReply,
+            replies.ChatChunk,
+        ),
+        ("/v1/chat/completions", CHAT, replies.ChatReply, replies.ChatChunk),
+    ],
+)
+async def test_answers_are_as_described(cluster: Cluster, path: str, body: Any, reply: Any, chunk: Any):
+    status, whole = await cluster.post(path, **body)
+    assert status == 200
+    reply.model_validate(whole)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for event in await cluster.events(path, **body, stream_options=options):
+        chunk.model_validate(event)
+
+
+async def test_the_other_answers_are_as_described(cluster: Cluster):
+    status, answer = await cluster.post("/tokenize", prompt="Hello")
+    assert status == 200
+    replies.TokenizeReply.model_validate(answer)
+    status, answer = await cluster.post("/detokenize", tokens=answer["tokens"])
+    assert status == 200
+    replies.DetokenizeReply.model_validate(answer)
