@@ -88,7 +88,7 @@ class WorkerConfig:
         if self.role not in ("prefill", "decode"):
             raise ValueError(f"role: {self.role!r} is neither 'prefill' nor 'decode'")
         if len(self.secret) < 16:
-            raise ValueError("--secret-file: the cluster secret must have at least 16 bytes")
+            raise ValueError("--cluster-secret-file: the cluster secret must have at least 16 bytes")
         if self.index < 0:
             raise ValueError(f"--index: {self.index} is negative")
         for flag, port in (
