@@ -17,7 +17,7 @@ def config(**fields: Any) -> WorkerConfig:
         ({"port": 70_000}, "--port: 70000"),
         ({"metrics_port": -1}, "--metrics-port: -1"),
         ({"index": -1}, "--index: -1"),
-        ({"secret": b"short"}, "--secret-file"),
+        ({"secret": b"short"}, "--cluster-secret-file"),
         ({"kv_lanes": 0}, "--kv-lanes: 0"),
         ({"kv_slots": 5}, "--kv-slots: 5"),
         ({"kv_slot_bytes": 100_000}, "--kv-slot-bytes: 100000"),
