@@ -111,7 +111,7 @@ def stop_server(server: Server, with_signal: int = signal.SIGTERM) -> int:
         raise
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # A budget of 256 tokens a step makes every longer prompt a chunked one.
     server = start_server(tmp_path_factory.mktemp("serve"), "--max-num-batched-tokens", "256")
@@ -135,7 +135,7 @@ def goldens() -> list[dict[str, Any]]:
     return json.loads(GOLDENS.read_text())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model_id(server: Server) -> str:
     return server.get("/v1/models")["data"][0]["id"]
 
