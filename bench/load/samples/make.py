@@ -48,7 +48,7 @@ _SENTENCES = (
 )
 
 
-def conversations(rng: random.Random) -> list[dict[str, object]]:
+def conversations(rng: random.Random) -> list[dict[str, Any]]:
     """ShareGPT's shape: turns of `human` and `gpt`."""
     found = []
     for number in range(_CONVERSATIONS):
@@ -63,11 +63,11 @@ def conversations(rng: random.Random) -> list[dict[str, object]]:
     return found
 
 
-def trace(rng: random.Random) -> list[dict[str, object]]:
+def trace(rng: random.Random) -> list[dict[str, Any]]:
     """Mooncake's shape. Block 0 is the system prompt of all."""
     next_id = 1
     sessions: list[list[int]] = []
-    lines: list[dict[str, object]] = []
+    lines: list[dict[str, Any]] = []
     now = 0.0
     for _ in range(_REQUESTS):
         if sessions and rng.random() < 0.5:
