@@ -253,7 +253,7 @@ async def test_nothing_that_can_be_said_breaks_it(cluster: Cluster, caplog: pyte
         stub = InferenceStub(channel)
         for _ in range(400):
             names = rng.sample(sorted(EXTREMES), rng.choice([1, 2, 3]))
-            fields = {"text": "x"} | {name: rng.choice(EXTREMES[name]) for name in names}
+            fields: dict[str, Any] = {"text": "x"} | {name: rng.choice(EXTREMES[name]) for name in names}
             call = stub.Generate(pb.GenerateRequest(**fields), timeout=10)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 async for _ in call:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 from bench.load.datasets import MOONCAKE_BLOCK, SAMPLE_CONVERSATIONS, SAMPLE_TRACE
 
