@@ -51,16 +51,25 @@ class FakeWorker(WorkerServicer):
         fail_after: fail each decode after that many tokens of it.
         holds_kv: leave it to the test when a transfer succeeds or fails.
         duplicate, late: send each token twice; say old ones again in between.
+        step_seconds: 0, or all attempts get their next token at the same time, that often.
     """
 
     def __init__(
-        self, role: "pb.Role", lanes: Lanes, answer: list[int], *, index: int = 0, eos: int = 2
+        self,
+        role: "pb.Role",
+        lanes: Lanes,
+        answer: list[int],
+        *,
+        index: int = 0,
+        eos: int = 2,
+        secret: bytes = SECRET,
     ) -> None:
         self.role = role
         self.lanes = lanes
         self.answer = answer
         self.index = index
         self.eos = eos
+        self.secret = secret
         self.steps: asyncio.Semaphore | None = None
         self.no_room = 0
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
@@ -68,6 +77,7 @@ class FakeWorker(WorkerServicer):
         self.holds_kv = False
         self.duplicate = self.late = False
         self.step_seconds = 0.0
+        self._step: asyncio.Future[None] | None = None
         self.submitted: list[pb.RouterMessage] = []
         self.cancelled: list[bytes] = []
         self.arrived = asyncio.Event()  # set with each message from a router
@@ -88,7 +98,7 @@ class FakeWorker(WorkerServicer):
     # ------------------------------------------------------------ its life
 
     async def start(self, port: int = 0) -> "FakeWorker":
-        self._server = create_server(SECRET)
+        self._server = create_server(self.secret)
         add_WorkerServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
@@ -144,7 +154,11 @@ class FakeWorker(WorkerServicer):
         reading = asyncio.create_task(self._read(request_iterator, outputs))
         try:
             while True:
-                yield await outputs.get()
+                messages = [await outputs.get()]
+                while not outputs.empty():
+                    messages.append(outputs.get_nowait())
+                for message in _by_step(messages):
+                    yield message
         finally:
             reading.cancel()
             self._outputs.discard(outputs)
@@ -185,6 +199,19 @@ class FakeWorker(WorkerServicer):
 
     # ------------------------------------------------------------ the model
 
+    async def _next_step(self) -> None:
+        """Whoever waits first makes the step for all who come to wait for it."""
+        if self._step is None:
+            loop = asyncio.get_running_loop()
+            self._step = loop.create_future()
+            loop.call_later(self.step_seconds, self._finish_step)
+        await asyncio.shield(self._step)
+
+    def _finish_step(self) -> None:
+        assert self._step is not None
+        self._step.set_result(None)
+        self._step = None
+
     def _fails(self, attempt_id: bytes, outputs: asyncio.Queue[pb.WorkerMessage]) -> bool:
         left, code = self.fail
         if left > 0:
@@ -197,7 +224,7 @@ class FakeWorker(WorkerServicer):
     ) -> bool:
         """Sends output token `index`. Returns whether it was the last."""
         if self.step_seconds:
-            await asyncio.sleep(self.step_seconds)
+            await self._next_step()
         if self.steps is not None:
             await self.steps.acquire()
         token_id = self.answer[index % len(self.answer)]
@@ -280,6 +307,17 @@ class FakeWorker(WorkerServicer):
         for task in waits:
             task.cancel()
         return kv.good and not source.changed.is_set()
+
+
+def _by_step(messages: list[pb.WorkerMessage]) -> list[pb.WorkerMessage]:
+    """With tokens that came at the same time in one message, as a real worker sends those of one step."""
+    joined: list[pb.WorkerMessage] = []
+    for message in messages:
+        if joined and message.HasField("step") and joined[-1].HasField("step"):
+            joined[-1].step.tokens.extend(message.step.tokens)
+        else:
+            joined.append(message)
+    return joined
 
 
 @dataclass

@@ -55,6 +55,8 @@ async def _stream(
         if not response.prepared:
             raise
         last.append(error.body)
+    except ConnectionResetError:
+        return response  # the client went, before we were cancelled for it
     await response.write(b"".join(map(_event, last)) + _DONE)
     return response
 

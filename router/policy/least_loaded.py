@@ -41,15 +41,13 @@ def least_loaded(
     Those in `avoid`, which failed this request, are taken only when there is no other.
     """
 
-    def fits(load: DecodeLoad) -> bool:
-        return load.has_room(tokens) and load.worker not in avoid
-
     # A few draws find room in any pool that is not nearly full, without looking at all of it.
     for _ in range(DRAWS if len(loads) > 2 else 0):
-        drawn = [load for load in rng.sample(loads, 2) if fits(load)]
+        drawn = [load for load in rng.sample(loads, 2) if load.has_room(tokens) and load.worker not in avoid]
         if drawn:
             return min(drawn, key=lambda load: load.pressure).worker
-    found = [load for load in loads if fits(load)] or [load for load in loads if load.has_room(tokens)]
+    found = [load for load in loads if load.has_room(tokens)]
+    found = [load for load in found if load.worker not in avoid] or found
     if not found:
         return None
     drawn = found if len(found) <= 2 else rng.sample(found, 2)
