@@ -1,0 +1,381 @@
+"""Noise and damage by the thousand against live transfer processes: nothing dies, grows, or is believed.
+
+A second implementation of the wire (test_wire) holds authenticated sessions, and sends what a broken network,
+a broken peer and a malicious one could send. Damage in transit leaves checksums as they were; forgeries carry
+right ones. Between two rounds real transfers run over the same processes, and every byte is compared.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import kv_transfer as kv
+from bench.chaos.processes import resident_bytes
+
+from .test_wire import (
+    ABORT,
+    ABORTED,
+    ACK,
+    COMMIT,
+    CREDIT,
+    FETCH,
+    HELLO,
+    KV,
+    PING,
+    FakePrefill,
+    Lane,
+    connect,
+    frame,
+    pack,
+)  # fmt: skip
+
+CONTROL = (FETCH, CREDIT, COMMIT, ACK, ABORT, ABORTED, PING, HELLO)
+POSITIONS = 96  # of a prompt that a decode worker fetches
+ROUND = 250  # frames between two looks at the state of things
+GROWTH = 8 << 20  # bytes by which a process may grow once it is warm: tables are bounded, allocators round up
+MANY = pytest.param(100_000, marks=pytest.mark.long)
+# Ids are forgotten after a second, so that memory must be flat after a short while.
+DEADLINES = kv.Deadlines(tombstone=1.0, fetch_wait=1.0, hold=20.0)
+
+
+Frame = tuple[dict[str, int], bytes]  # fields of the header, payload
+
+
+@dataclass
+class Noise:
+    """Makes things that nobody should send. `ids` are real ones, to be hit now and then."""
+
+    rng: random.Random
+    ids: list[bytes]
+
+    def some_id(self) -> bytes:
+        return self.rng.choice([*self.ids, self.rng.randbytes(16)])
+
+    def number(self) -> int:
+        few = (0, 1, 2, 3, 10, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
+        return self.rng.choice([*few, self.rng.getrandbits(32), self.rng.getrandbits(10)])
+
+    def value(self, depth: int = 0) -> Any:
+        """Anything that msgpack can say, often something that looks right."""
+        rng = self.rng
+        scalars: list[Callable[[], Any]] = [
+            self.number, lambda: -self.number(), self.some_id, lambda: None, rng.random, lambda: True,
+            lambda: rng.randbytes(rng.randrange(40)), lambda: "gone", lambda: "x" * rng.randrange(600),
+            lambda: float("nan"), lambda: 1 << 63,
+        ]  # fmt: skip
+        if depth < 3 and rng.random() < 0.4:
+            return [self.value(depth + 1) for _ in range(rng.randrange(6))]
+        return rng.choice(scalars)()
+
+    def message(self, kind: int) -> Any:
+        """A control message with fields of the right kinds and wild values, or of any kinds."""
+        rng, n = self.rng, self.number
+        if rng.random() < 0.3:
+            return self.value()
+        ranges = (
+            [[n(), n()] for _ in range(rng.randrange(3))]
+            if rng.random() < 0.5
+            else [[0, rng.randrange(1, 50)]]
+        )
+        return {
+            FETCH: lambda: [self.some_id(), ranges, rng.randrange(2), rng.randrange(3), rng.randrange(4)],
+            CREDIT: lambda: [rng.choice([n(), rng.randrange(20)]), rng.choice([True, False, n()])],
+            COMMIT: lambda: [[n(), rng.choice([None, -0.5]), [1], [-0.5]], rng.randrange(5), n()],
+            ACK: list,
+            ABORT: lambda: [rng.choice(["cancelled", "gone", "integrity", "nonsense"])],
+            ABORTED: lambda: [rng.choice(["gone", "busy", "deadline", "integrity", "?"]), rng.randrange(9)],
+            PING: lambda: [rng.choice([5, n()]), n()],
+            HELLO: lambda: ["proof", rng.randbytes(32)],
+        }[kind]()
+
+    def forged(self, kinds: tuple[int, ...] = CONTROL) -> bytes:
+        """A well-made frame around nonsense."""
+        kind = self.rng.choice(kinds)
+        return frame(kind, pack(self.message(kind)), self.some_id())
+
+    def damaged(self, data: bytes, first: int = 0) -> bytes:
+        """Some bits of a frame flipped on the way, from byte `first` on."""
+        broken = bytearray(data)
+        for _ in range(self.rng.randrange(1, 9)):
+            broken[self.rng.randrange(first, len(broken))] ^= 1 << self.rng.randrange(8)
+        return bytes(broken)
+
+
+class Flat:
+    """The memory of a process, once it is warm, stays where it is."""
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
+        self._warm: list[int] | None = None
+
+    def look(self, progress: float) -> None:
+        now = [resident_bytes(pid) for pid in self._pids]
+        if self._warm is None and progress >= 0.2:
+            self._warm = now
+        if self._warm is not None:
+            grown = [a - b for a, b in zip(now, self._warm, strict=True)]
+            assert max(grown) < GROWTH, f"grew by {grown} bytes"
+
+
+def drained(sock: socket.socket) -> bool:
+    """Reads away what the other side said; False once it has closed."""
+    while select.select([sock], [], [], 0)[0]:
+        try:
+            if not sock.recv(1 << 16):
+                return False
+        except ConnectionError:
+            return False
+    return True
+
+
+# ---------------------------------------------------------------- against a sender
+
+
+def hostile_frames(noise: Noise) -> Iterator[bytes]:
+    """What a prefill worker may be sent. Most keep the session, some end it."""
+    rng = noise.rng
+    while True:
+        kind = rng.random()
+        if kind < 0.80:  # understood, and about things that are or are not there
+            which = rng.choice([FETCH, FETCH, CREDIT, ABORT, ACK])
+            body = {
+                FETCH: lambda: [noise.some_id(), [[0, rng.randrange(1, 60)]], 0, rng.randrange(2), 1],
+                CREDIT: lambda: [rng.randrange(64), False],
+                ABORT: lambda: ["cancelled"],
+                ACK: list,
+            }[which]()
+            yield frame(which, pack(body), noise.some_id())
+        elif kind < 0.90:
+            yield noise.forged()
+        elif kind < 0.96:
+            yield noise.damaged(noise.forged())
+        else:
+            yield rng.randbytes(rng.randrange(1, 3000))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [3_000, MANY])
+def test_a_sender_among_noise(make_pair: Any, count: int) -> None:
+    pair = make_pair({"deadlines": DEADLINES, "blocks": 256}, {"deadlines": DEADLINES, "blocks": 256})
+    noise = Noise(random.Random(count), [])
+    frames = hostile_frames(noise)
+    flat = Flat(pair.prefill.process.pid, pair.decode.process.pid)
+    sent = 0
+    while sent < count:
+        noise.ids = [pair.prefill.hold(random.Random(sent).randrange(1, 60)) for _ in range(4)]
+        noise.ids += [os.urandom(16) for _ in range(4)]
+        lane: Lane | None = None
+        for _ in range(ROUND):
+            if lane is None:
+                lane = connect(pair.prefill.port)
+            try:
+                lane.sock.sendall(next(frames))
+                sent += 1
+            except (ConnectionError, TimeoutError):
+                lane = None
+            if lane is not None and not drained(lane.sock):
+                lane.sock.close()
+                lane = None
+            pair.prefill.poll()
+        if lane is not None:
+            lane.sock.close()
+        for prefill_id in list(pair.prefill.held):
+            pair.prefill.sender.close(prefill_id, "cancelled")
+        truth(pair)
+        pair.assert_whole()
+        flat.look(sent / count)
+    assert pair.prefill.process.poll() is None
+    assert pair.prefill.stats().refused, "nothing was refused: this was no noise"
+
+
+def truth(pair: Any) -> None:
+    """A real transfer between real workers: bit for bit."""
+    prefill_id = pair.prefill.hold(50)
+    blocks = pair.prefill.held[prefill_id]
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 50)
+    assert isinstance(pair.event(decode_id), kv.Injected)
+    pair.assert_same(blocks, decode_id, 0, 50)
+    pair.decode.release(decode_id)
+
+
+# ---------------------------------------------------------------- against a receiver
+
+
+class Source(FakePrefill):
+    """A fake prefill worker at the end of a decode worker's lane, before and after it breaks."""
+
+    def __init__(self, decode: Any) -> None:
+        super().__init__()
+        self._decode = decode
+        self.lane: Lane | None = None
+        self.transfer = b""  # of the last FETCH
+
+    def fetched(self) -> tuple[bytes, list[int]]:
+        """The decode worker asks it for the KV of a prompt: decode id and blocks."""
+        decode, decode_id = self._decode, os.urandom(16)
+        blocks = decode.reserved[decode_id] = decode.allocate(POSITIONS)
+        decode.receiver.fetch(
+            decode_id, prefill_id=b"p" * 16, kv_address=self.address, incarnation=5, block_ids=blocks,
+            num_tokens=POSITIONS,
+        )  # fmt: skip
+        return decode_id, blocks
+
+    def listen(self) -> None:
+        """Takes what decode says, or the next lane that it opens. Decode's engine has its turn first."""
+        self._decode.poll()
+        waiting = [self.listener, *([self.lane.sock] if self.lane else [])]
+        readable = select.select(waiting, [], [], 0.002 if self.lane and self.credit else 0.02)[0]
+        try:
+            if self.lane is not None and self.lane.sock in readable:
+                kind, transfer, _, _ = self.lane.read()
+                if kind == 0:
+                    self.lost()
+                elif kind == FETCH:
+                    self.transfer = transfer
+            elif self.listener in readable:
+                self.lost()
+                self.lane = self.accept()
+        except (OSError, AssertionError, ValueError):
+            self.lost()  # it broke in mid-word
+
+    def send(self, data: bytes, frames: int = 0) -> None:
+        assert self.lane is not None
+        self.lane.sent += frames
+        try:
+            self.lane.sock.sendall(data)
+        except OSError:
+            self.lost()
+
+    @property
+    def credit(self) -> int:
+        """KV frames that it may send; none before there is something to send."""
+        return self.lane.granted - self.lane.sent if self.lane is not None and self.transfer else 0
+
+    def lost(self) -> None:
+        if self.lane is not None:
+            self.lane.sock.close()
+        self.lane, self.transfer = None, b""
+
+
+def slices() -> list[Frame]:
+    """A prompt's KV in frames of 16 positions of a layer, filled with noise."""
+    cuts = [(layer, start) for layer in range(3) for start in range(0, POSITIONS, 16)]
+    return [
+        (
+            {"layer": layer, "head_count": 2, "token_start": start, "token_count": 16, "seq": seq},
+            os.urandom(4096),
+        )
+        for seq, (layer, start) in enumerate(cuts)
+    ]
+
+
+def commit_of(frames: list[Frame], transfer: bytes) -> bytes:
+    return frame(COMMIT, pack([[77, None, [], []], len(frames), 4096 * len(frames)]), transfer)
+
+
+def hostile(noise: Noise, transfer: bytes, frames: list[Frame]) -> tuple[bytes, int, bool]:
+    """What a decode worker may be sent within its credit, how much of that it takes, and whether the line
+    goes dead with it.
+
+    Never a wrong payload under a right checksum: a peer that knows the secret could lie, and no checksum
+    would tell.
+    """
+    rng = noise.rng
+    head, body = rng.choice(frames)
+    right = frame(KV, body, transfer, **head)
+    kind = rng.random()
+    if kind < 0.40:
+        return noise.damaged(right, first=64), 1, False  # the payload alone: the lane goes on
+    if kind < 0.65:
+        field = rng.choice(["token_start", "token_count", "head_start", "head_count", "seq", "kind"])
+        return frame(KV, body, transfer, **(head | {field: impossible(noise, field)})), 1, False
+    if kind < 0.75:
+        return frame(KV, body, rng.randbytes(16), **head), 1, False
+    if kind < 0.94:
+        return right, 1, False  # and perhaps a second time
+    if kind < 0.96:
+        return commit_of(frames, transfer), 0, False
+    if kind < 0.985:
+        return frame(ABORTED, pack(["integrity", 1]), transfer), 0, False
+    if kind < 0.99:
+        return noise.forged(), 0, False
+    if kind < 0.995:
+        return noise.damaged(right), 1, False
+    return rng.choice([rng.randbytes(rng.randrange(1, 3000)), right[: rng.randrange(1, 4000)]]), 1, True
+
+
+def impossible(noise: Noise, field: str) -> int:
+    """A value that makes the frame contradict itself, or what was asked for. A position that is another
+    frame's would be a lie instead."""
+    value = noise.number() & 0xFFFF
+    return value + 1 if field == "token_start" and value % 16 == 0 else value
+
+
+def honest(transfer: bytes, frames: list[Frame]) -> list[tuple[bytes, int]]:
+    return [
+        (commit_of(frames, transfer), 0),
+        *((frame(KV, body, transfer, **head), 1) for head, body in frames),
+    ]
+
+
+def assert_pool(decode: Any, blocks: list[int], frames: list[Frame]) -> None:
+    """The pool holds these bytes (noise: NaNs among them, hence integers)."""
+    for head, body in frames:
+        start = head["token_start"]
+        expected = torch.frombuffer(bytearray(body), dtype=torch.int32).view(2, 16, 2, 16)
+        rows = decode.rows(blocks, head["layer"], start, start + 16)
+        assert torch.equal(rows.view(torch.int32), expected)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [600, MANY])
+def test_a_receiver_among_noise(make_decode: Any, until: Any, count: int) -> None:
+    decode = make_decode(lanes=1, deadlines=DEADLINES, blocks=256, slots=64)
+    source = Source(decode)
+    noise = Noise(random.Random(count), [b"p" * 16])
+    flat = Flat(decode.process.pid)
+    sent = believed = 0
+    while sent < count:
+        decode_id, blocks = source.fetched()
+        frames = slices()
+        quiet = noise.rng.random() < 0.3  # then only the truth: it must come through, whatever was before
+        served, starved = b"", 0
+        while decode_id not in decode.events:
+            source.listen()
+            if source.lane is None or not source.transfer:
+                continue
+            starved = 0 if source.credit else starved + 1
+            if quiet and source.transfer != served and source.credit >= len(frames):
+                served = source.transfer
+                for data, size in honest(served, frames):
+                    if source.lane is not None:
+                        source.send(data, size)
+            while not quiet and source.credit:
+                data, size, dead = hostile(noise, source.transfer, frames)
+                source.send(data, size)
+                sent += 1
+                if dead:
+                    source.lost()
+            if starved > 20:
+                source.lost()  # both sides count the frames of a broken stream in their own way
+        outcome = decode.events.pop(decode_id)
+        if isinstance(outcome, kv.Injected):
+            believed += 1
+            assert_pool(decode, blocks, frames)
+        decode.release(decode_id)
+        flat.look(sent / count)
+    assert believed > count / 200
+    assert decode.process.poll() is None
+    source.lost()
+    until(lambda: decode.poll() or decode.stats().slots_free == 64, "the slots to come home", decode.receiver)
+    assert decode.receiver.idle
+    assert decode.stats().checksum_failures["payload"] > 0
