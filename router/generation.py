@@ -147,9 +147,9 @@ class Generation:
         submit = pb.SubmitDecode(
             decode_id=decode.id, request=self._request(output_ids), source=self._source(self._prefill)
         )
-        worker.submit_decode(submit, self, tokens)
         if not self._retrying and not self._prefill.sent:
-            self._send_prefill()
+            self._send_prefill()  # first: the client waits for its token
+        worker.submit_decode(submit, self, tokens)
         return True
 
     def _plan_prefill(self, *, handover: bool = True) -> bool:
