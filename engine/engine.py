@@ -39,15 +39,19 @@ class Engine:
         *,
         kv_sink: KVSink | None = None,
         tick: Callable[[], None] = _nothing,
+        computing: Callable[[Sequence[bytes]], None] = _nothing,
         progress: Callable[[str, float], None] = _nothing,
     ) -> None:
         """Loads the model. `tick`, a sign of life, is called for each tensor loaded and each layer of a step;
-        `progress(stage, fraction)` tells how far the start is. Raises `ValueError` on what users can mend."""
+        `computing` with the ids of a step before it runs, and with none when it is over, so that somebody
+        else can tell whom a crash is about; `progress(stage, fraction)` tells how far the start is. Raises
+        `ValueError` on what users can mend."""
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.device = torch.device(config.device)
         self._kv_sink = kv_sink
         self._tick = tick
+        self._computing = computing
 
         def loading(stage: str, fraction: float) -> None:
             tick()
@@ -90,9 +94,11 @@ class Engine:
             live.started = live.started or started
         result = StepResult(preempted=[live.id for live in plan.handed_back])
         if plan.chunks:
+            self._computing([chunk.live.id for chunk in plan.chunks])
             batch = build_batch(plan.chunks, self.block_size, self.dtype, self.device)
             hidden = self._run(plan, batch)
             self._postprocess(plan, batch, hidden, result)
+            self._computing(())
         self._meters.record(plan, time.monotonic() - started)
         return result
 

@@ -1,7 +1,8 @@
 """The staging arena: memory shared by an engine process and its transfer process, and by nobody else.
 
 A memfd has no name: it is inherited, it dies with the last process that maps it, it needs no /dev/shm and no
-resource tracker. Its first page is the control page, whose first u64 counts the engine's ticks; then come the
+resource tracker. Its first page is the control page: the engine's ticks (a u64), how many ids follow (a u64),
+and the ids (16 bytes each) of the step that the engine is in, for who has to explain its death. Then come the
 slots. A slot belongs to one process at a time: descriptors over the engine channel pass it back and forth.
 """
 
@@ -10,11 +11,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 
 from kv_transfer.config import MAX_SLOT_BYTES, PAGE
 
 _F_ADD_SEALS = 1033  # linux/fcntl.h; the fcntl module has no names for these before Python 3.13's
 _SEAL_SHRINK_AND_GROW = 0x0002 | 0x0004
+_ID_BYTES = 16
+MAX_STEP_IDS = PAGE // _ID_BYTES - 1
 
 
 class Arena:
@@ -31,6 +35,8 @@ class Arena:
         self._map = mmap.mmap(fd, size)
         self.memory = memoryview(self._map)[PAGE:]  # all slots, for pinning
         self._tick = memoryview(self._map)[:8].cast("Q")
+        self._step_size = memoryview(self._map)[8:16].cast("Q")
+        self._step_ids = memoryview(self._map)[16:PAGE]
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> Arena:
@@ -62,9 +68,24 @@ class Arena:
         """0: the engine has not ticked yet."""
         return self._tick[0]
 
+    def set_step(self, ids: Sequence[bytes]) -> None:
+        """Engine thread only: what the step that begins now computes (the first 255); nothing, when it is
+        over. A reader never sees ids that are half written, whenever the writer dies."""
+        self._step_size[0] = 0
+        written = b"".join(ids[:MAX_STEP_IDS])
+        self._step_ids[: len(written)] = written
+        self._step_size[0] = len(written) // _ID_BYTES
+
+    @property
+    def step(self) -> list[bytes]:
+        """The ids of the step that the engine is in, or died in."""
+        end = min(self._step_size[0], MAX_STEP_IDS) * _ID_BYTES
+        return [bytes(self._step_ids[i : i + _ID_BYTES]) for i in range(0, end, _ID_BYTES)]
+
     def close(self) -> None:
         """Unmap. Arrays over slots must be gone before; what the kernel frees waits for the last mapping."""
-        self._tick.release()
+        for view in (self._tick, self._step_size, self._step_ids):
+            view.release()
         self.memory.release()
         self._map.close()
         os.close(self.fd)

@@ -91,6 +91,7 @@ class Parts:
             config,
             kv_sink=kv_sink,
             tick=self.arena.tick,
+            computing=self.arena.set_step,
             progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
         )
 

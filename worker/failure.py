@@ -8,3 +8,7 @@ class StartError(Exception):
 class TreeError(Exception):
     """One of its processes died, fell silent or broke a rule: the whole tree ends, the supervisor starts
     the next."""
+
+
+class EngineError(TreeError):
+    """The engine process died or hung: what it was computing may be why."""

@@ -20,9 +20,9 @@ from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker import messages, streams
 from worker.child import log_to_stderr
 from worker.config import WorkerConfig
-from worker.failure import StartError, TreeError
+from worker.failure import EngineError, StartError, TreeError
 from worker.grpc_service import AttachService
-from worker.messages import EngineReady, EngineStatus, FromEngine, ToEngine
+from worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
 from worker.metrics import Metrics
 from worker.ready import ReadyPipe
 from worker.tree import WorkerTree, kv_layout
@@ -95,6 +95,8 @@ class Service:
         except (StartError, TreeError) as error:
             log.error("%s", error)
             self._ready.error(str(error))
+            if self._serving and isinstance(error, EngineError):
+                self._tell_whom_it_is_about(str(error))
             return 1
         finally:
             await self._tree.kill()
@@ -179,6 +181,13 @@ class Service:
         if self._reporting is not None:
             self._reporting.cancel()
         await self._tree.stop()
+
+    def _tell_whom_it_is_about(self, error: str) -> None:
+        """Attempts in the crashed step may be why it crashed, and routers count that; all others are lost
+        with their stream, and innocent. Whose they are only the engine knew: every router is told."""
+        for attempt_id in self._tree.crashed_step:
+            failure = messages.Failed(0, attempt_id, Code.ENGINE, f"it was being computed when {error}")
+            self._routers.broadcast(streams.failed(failure))
 
     async def _leave(self) -> None:
         """After the processes: the last words reach the routers, then everything is closed."""

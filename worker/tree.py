@@ -20,7 +20,7 @@ from kv_transfer import Deadlines as TransferDeadlines
 from worker import messages
 from worker.config import WorkerConfig
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
-from worker.failure import StartError, TreeError
+from worker.failure import EngineError, StartError, TreeError
 from worker.ipc import EngineLink
 from worker.messages import EngineReady, FromEngine
 from worker.processes import ChildProcess, describe_exit, spawn
@@ -29,6 +29,8 @@ from worker.watchdog import START_SILENCE, Watchdog
 
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds: the transfer process reports once in one."""
+CAUSE_SOON = 0.5
+"""Seconds within which the death of a process that took another along is seen."""
 STOP_TIMEOUT = 5.0
 """For a process that was told to stop, before it is killed."""
 
@@ -77,7 +79,7 @@ class WorkerTree:
             name, spawn(self._engine_module, msgspec.json.encode(start), pass_fds=fds)
         )
         self._engine_end.close()
-        dog = Watchdog(name, lambda: self._arena.ticks, START_SILENCE)
+        dog = Watchdog(name, lambda: self._arena.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
         while True:
@@ -144,6 +146,11 @@ class WorkerTree:
             trace_path=config.trace_path("transfer"),
         )
 
+    @property
+    def crashed_step(self) -> list[bytes]:
+        """The attempts of the step in which the engine died or hung."""
+        return self._arena.step
+
     def follow(self, deliver: Callable[[FromEngine], None]) -> None:
         """Gives every further message of the engine to `deliver`, and takes the reports of the transfer
         process."""
@@ -181,7 +188,13 @@ class WorkerTree:
             return
         if code == EXIT_START_FAILED and not self._started:
             return  # its StartFailed is on the way
-        raise TreeError(f"{child.name} (pid {child.pid}) {describe_exit(code)}")
+        if child is self._transfer and code >= 0 and self._engine is not None:
+            # It ends by itself when the engine is gone; then that is the cause, and tells more.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._engine.wait(), CAUSE_SOON)
+                await asyncio.sleep(0)
+        error = EngineError if child is self._engine else TreeError
+        raise error(f"{child.name} (pid {child.pid}) {describe_exit(code)}")
 
     # ------------------------------------------------------------ end
 

@@ -11,16 +11,19 @@ START_SILENCE = 600.0
 
 
 class Watchdog:
-    """Raises TreeError from `watch` when `ticks` stays the same for longer than `limit` seconds.
+    """Raises `error`, a TreeError, from `watch` when `ticks` stays the same for longer than `limit` seconds.
 
     Only time in which this process itself ran is counted: after a pause of the whole machine (or a
     debugger) the engine gets its chance to tick first.
     """
 
-    def __init__(self, name: str, ticks: Callable[[], int], limit: float) -> None:
+    def __init__(
+        self, name: str, ticks: Callable[[], int], limit: float, error: type[TreeError] = TreeError
+    ) -> None:
         self._name = name
         self._ticks = ticks
         self.limit = limit
+        self._error = error
 
     async def watch(self) -> None:
         last, silent, checked = self._ticks(), 0.0, time.monotonic()
@@ -33,4 +36,4 @@ class Watchdog:
             silent = silent + elapsed if ticks == last else 0.0
             last = ticks
             if silent > self.limit:
-                raise TreeError(f"{self._name} gave no sign of life for {silent:.1f} s")
+                raise self._error(f"{self._name} gave no sign of life for {silent:.1f} s")
