@@ -29,6 +29,9 @@ from rpc import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
+# Of workers whose stream just ended. Their requests are innocent: of those that an engine was computing when it
+# died its worker tells. But where whole machines die again and again, it may be this one that kills them.
+MAX_LOSSES = 12
 _FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 # Ends of an attempt that say nothing against its worker.
 _NO_FAILURE = {
@@ -73,7 +76,7 @@ class Generation:
         self._emit = EmitOnce()
         self._prefill: Prefill | None = None
         self._decode: Decode | None = None
-        self._failures = 0  # consecutive, without a new token
+        self._failures = self._losses = 0  # consecutive, without a new token
         self._avoid: set[str] = set()
         self._retrying = False
         self._done = False
@@ -252,7 +255,7 @@ class Generation:
             prefill.worker.forget(prefill.id)
 
     def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
-        self._failures = 0
+        self._failures = self._losses = 0
         self._avoid.clear()
         self._measure(len(self.output_ids))
         finish_reason = _FINISH.get(event.finish_reason, "")
@@ -299,9 +302,9 @@ class Generation:
         if self._done:
             return
         if self._prefill is not None and attempt_id == self._prefill.id:
-            self._prefill_failed("lost", counts=True, message=f"{self._prefill.worker} was lost")
+            self._prefill_failed("lost", counts=False, message=f"{self._prefill.worker} was lost")
         elif self._decode is not None and attempt_id == self._decode.id:
-            self._decode_failed("lost", counts=True, message=f"{self._decode.worker} was lost")
+            self._decode_failed("lost", counts=False, message=f"{self._decode.worker} was lost")
 
     # ------------------------------------------------------------ ends of attempts
 
@@ -339,14 +342,15 @@ class Generation:
     def _failed(self, cause: str, worker: WorkerConnection, *, counts: bool, message: str) -> None:
         self._metrics.retried(cause)
         self._retrying = True
-        if counts:
-            self._failures += 1
+        lost = cause == "lost"
+        self._failures += counts
+        self._losses += lost
+        if counts or lost:
             self._avoid.add(worker.address)
-            log.info("%r: attempt %d failed (%s): %s", self, self._failures, cause, message)
-            if self._failures >= MAX_FAILURES:
-                self._fail(
-                    Failed(f"{self} failed {MAX_FAILURES} times without a new token, at last: {message}")
-                )
+            times = self._failures + self._losses
+            log.info("%r: attempt %d failed (%s): %s", self, times, cause, message)
+            if self._failures >= MAX_FAILURES or self._losses >= MAX_LOSSES:
+                self._fail(Failed(f"{self} failed {times} times without a new token, at last: {message}"))
                 return
         self._advance()
 

@@ -19,8 +19,8 @@ from tests.cluster_helpers import (
     tiny_model,
 )
 
-# One prompt fills many steps, each long enough that a signal hits a step and not the moment between two.
-ENGINE = {"load_format": "dummy", "num_blocks": 5000, "max_num_batched_tokens": 1024}
+# One prompt is one step, so long that a signal hits a step and not the moment between two.
+ENGINE = {"load_format": "dummy", "num_blocks": 5000, "max_num_batched_tokens": 3900}
 PROMPT = [7] * 3900
 
 
@@ -39,16 +39,14 @@ async def queued(stream: WorkerStream) -> list[bytes]:
     ids = [await stream.submit_prefill(request(PROMPT, sampling()), handover=True) for _ in range(12)]
     while (await stream.stub.GetStatus(pb.StatusRequest())).tokens_waiting == 0:
         pass
+    await asyncio.sleep(0.02)  # it answers between two steps
     return ids
 
 
 def failures(stream: WorkerStream, ids: list[bytes]) -> list[pb.AttemptFailed]:
     """Of those without a token."""
-    found = [
-        stream.events[attempt_id].get_nowait().message
-        for attempt_id in ids
-        if stream.events[attempt_id].qsize()
-    ]
+    queues = [stream.events[attempt_id] for attempt_id in ids]
+    found = [queue.get_nowait().message for queue in queues if queue.qsize()]
     return [message for message in found if isinstance(message, pb.AttemptFailed)]
 
 

@@ -1,0 +1,49 @@
+"""Workers that are lost say nothing about the requests that they had; only many in a row do."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router import generation
+
+from .conftest import Cluster
+
+
+async def lose_decode(cluster: Cluster, times: int) -> None:
+    """Each time before it had a token, and it comes back."""
+    decode = cluster.decodes[0]
+    port = int(decode.address.rpartition(":")[2])
+    for i in range(times):
+        await decode.until(lambda w: len(w.submitted) > i)  # noqa: B023
+        await decode.kill()
+        await decode.start(port)
+
+
+async def ask(cluster: Cluster, **body: Any) -> tuple[int, dict[str, Any]]:
+    return await cluster.post("/v1/completions", prompt="Hello", max_tokens=200, **body)
+
+
+async def test_losses_are_no_failures(cluster: Cluster) -> None:
+    decode = cluster.decodes[0]
+    decode.steps = asyncio.Semaphore(0)
+    request = asyncio.create_task(ask(cluster, return_token_ids=True))
+    await lose_decode(cluster, generation.MAX_FAILURES + 2)
+    await decode.until(lambda w: len(w.submitted) > generation.MAX_FAILURES + 2)
+    for _ in cluster.answer:
+        decode.steps.release()
+    status, answer = await request
+    assert status == 200
+    assert answer["choices"][0]["token_ids"] == cluster.answer
+
+
+async def test_who_loses_one_worker_after_the_other_may_be_why(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "MAX_LOSSES", 4)
+    cluster.decodes[0].steps = asyncio.Semaphore(0)
+    request = asyncio.create_task(ask(cluster))
+    await lose_decode(cluster, 4)
+    status, answer = await request
+    assert status == 500
+    assert "failed 4 times without a new token" in answer["error"]["message"]
