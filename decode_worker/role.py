@@ -159,6 +159,9 @@ class DecodeRole:
                 case Failed():
                     attempt = self._table[event.decode_id]
                     attempt.phase = Phase.FAILED
+                    if event.reason == "finished":
+                        self._end(event.decode_id, Code.FINISHED, "prefill's token is the last")
+                        continue
                     self._attempts.kv_failed(event.decode_id, attempt.source.prefill_id, event.reason)
                 case Closed():
                     self._forget(event.decode_id)

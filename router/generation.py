@@ -29,8 +29,8 @@ from rpc import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-# Of workers whose stream just ended. Their requests are innocent: of those that an engine was computing when it
-# died its worker tells. But where whole machines die again and again, it may be this one that kills them.
+# Of workers whose stream just ended. Of what an engine was computing when it died its worker tells, so other
+# requests are innocent; but where whole machines die one after the other, it may be this one that kills them.
 MAX_LOSSES = 12
 _FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 # Ends of an attempt that say nothing against its worker.
@@ -292,7 +292,10 @@ class Generation:
         elif prefill is not None and failure.attempt_id == prefill.id:
             self._prefill_failed(cause, counts=code not in _NO_FAILURE, message=failure.message)
         elif decode is not None and failure.attempt_id == decode.id:
-            if code != pb.FAILURE_CODE_KV_FAILED:
+            if code == pb.FAILURE_CODE_FINISHED:
+                # It overtook prefill's token, which is on its way or lost with its worker.
+                self._end_decode(cancel=False)
+            elif code != pb.FAILURE_CODE_KV_FAILED:
                 self._decode_failed(cause, counts=code not in _NO_FAILURE, message=failure.message)
             elif prefill is not None and failure.prefill_id in (b"", prefill.id):
                 # Of a prefill that had to be asked twice nobody promised that it is still there.

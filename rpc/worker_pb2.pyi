@@ -29,6 +29,7 @@ class FailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_CODE_DROPPED: _ClassVar[FailureCode]
     FAILURE_CODE_INVALID: _ClassVar[FailureCode]
     FAILURE_CODE_ENGINE: _ClassVar[FailureCode]
+    FAILURE_CODE_FINISHED: _ClassVar[FailureCode]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -43,6 +44,7 @@ FAILURE_CODE_DRAINING: FailureCode
 FAILURE_CODE_DROPPED: FailureCode
 FAILURE_CODE_INVALID: FailureCode
 FAILURE_CODE_ENGINE: FailureCode
+FAILURE_CODE_FINISHED: FailureCode
 
 class RouterMessage(_message.Message):
     __slots__ = ("hello", "prefill", "decode", "retarget", "cancel")

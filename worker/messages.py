@@ -20,6 +20,7 @@ class Code(IntEnum):
     DROPPED = 5
     INVALID = 6
     ENGINE = 7
+    FINISHED = 8
 
 
 class _Message(Struct, tag=True, array_like=True):

@@ -85,6 +85,24 @@ async def test_decode_may_bring_the_first_token(cluster: Cluster):
     await cluster.idle()
 
 
+async def test_that_prefills_token_is_the_last_may_be_known_before_the_token(cluster: Cluster):
+    """Decode learns over the lanes that it has nothing to do; its word overtakes prefill's. No failure."""
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    prefill.steps = asyncio.Semaphore(0)
+    decode.fail = (1, pb.FAILURE_CODE_FINISHED)
+    stop = [cluster.answer[0]]
+    request = asyncio.create_task(
+        cluster.events("/v1/completions", prompt="Hello", max_tokens=9, stop_token_ids=stop)
+    )
+    await prefill.until(lambda w: w.submitted)
+    heard = cluster.router.services.pool.ready(pb.ROLE_DECODE)[0]
+    await cluster.until(lambda: decodes(decode) != [] and heard.attempts == 0)
+    prefill.steps.release()
+    events = await request
+    assert [event["choices"][0]["finish_reason"] for event in events] == ["stop"]
+    assert (len(prefills(prefill)), len(decodes(decode))) == (1, 1)
+
+
 async def test_a_decode_that_continues_another_text_is_not_believed(cluster: Cluster):
     decode = cluster.decodes[0]
     right, decode.answer, decode.steps = decode.answer, [7] * 99, asyncio.Semaphore(0)
@@ -322,7 +340,7 @@ async def test_nobody_comes(tokenizer: ModelTokenizer, tmp_path: Path):
 async def test_a_stream_that_waits_is_kept_alive_and_then_told(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("router.serving.KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("router.http_answer.KEEPALIVE_SECONDS", 0.1)
     async with make_cluster(tokenizer, tmp_path, prefill=0, worker_wait=0.5) as cluster:
         body = {"prompt": "x", "stream": True}
         async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
