@@ -157,7 +157,7 @@ async def stops_listening(router: Router) -> None:
         while True:
             try:
                 _, writer = await asyncio.open_connection(host, int(port))
-            except ConnectionRefusedError:
+            except ConnectionError:
                 return
             writer.close()
             await asyncio.sleep(0.01)
