@@ -216,11 +216,13 @@ class DecodeSide:
             for transfer in list(peer.transfers.values()):
                 if transfer.incoming.live:
                     self._fail(transfer, "lost", retry=True)
-        elif reason not in _MENDABLE:
-            peer.acks.clear()
-            for transfer in list(peer.transfers.values()):
-                self._fail(transfer, reason, retry=False)
-        self._back_off(peer, now)
+            peer.retry_at = now  # streams wait: the first attempt is due at once
+        else:
+            if reason not in _MENDABLE:
+                peer.acks.clear()
+                for transfer in list(peer.transfers.values()):
+                    self._fail(transfer, reason, retry=False)
+            self._back_off(peer, now)
         self.settle()
 
     def control(self, session: Session, header: Header, message: Control) -> None:
