@@ -160,15 +160,14 @@ def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: A
         sender.open(bytes([i]), [i], 16)
         sender.ready(bytes([i]), None, 0, 16)
         pool.recorded[-1].passed = True
+        bench.next(until, ch.Offer)  # only what was offered is ever started
         bench.channel.send(ch.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 2, ((0, 16),), 0, 1))
     bench.channel.send(ch.Granted(0, 9, False), ch.Granted(1, 1, False))
     until(lambda: len(pool.work) == 3, "two slices by window, one by credit")
     bench.channel.send(ch.Granted(1, 2, False))
     until(lambda: len(pool.work) == 4, "one more by credit")
     pool.go(4)
-    out = [bench.next(until, ch.Offer) for _ in range(4)] and [
-        bench.next(until, ch.SliceOut) for _ in range(4)
-    ]
+    out = [bench.next(until, ch.SliceOut) for _ in range(4)]
     assert {s.transfer_id for s in out} == {bytes([i]) for i in range(4)}, "round robin over the transfers"
     bench.channel.send(ch.Granted(1, 2, True))
     answer = bench.next(until, ch.Recalled)
