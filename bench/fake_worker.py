@@ -50,7 +50,7 @@ class FakeWorker(WorkerServicer):
         fail: answer that many attempts with this code.
         fail_after: fail each decode after that many tokens of it.
         holds_kv: leave it to the test when a transfer succeeds or fails.
-        transfer: of prefill: awaited after a token, before its KV is there.
+        transfer: of prefill: awaited with its id after its token, before its KV is there.
         duplicate, late: send each token twice; say old ones again in between.
         step_seconds: 0, or all attempts get their next token at the same time, that often.
     """
@@ -76,7 +76,7 @@ class FakeWorker(WorkerServicer):
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
         self.fail_after: int | None = None
         self.holds_kv = False
-        self.transfer: Callable[[], Awaitable[None]] = _at_once
+        self.transfer: Callable[[bytes], Awaitable[None]] = _at_once
         self.duplicate = self.late = False
         self.step_seconds = 0.0
         self._step: asyncio.Future[None] | None = None
@@ -261,7 +261,7 @@ class FakeWorker(WorkerServicer):
         finished = await self._emit(
             submit.prefill_id, submit.request, len(submit.request.output_ids), outputs
         )
-        await self.transfer()
+        await self.transfer(submit.prefill_id)
         if submit.handover and not finished and not self.holds_kv:
             self.lanes.of(submit.prefill_id).settle(True)
 
@@ -312,7 +312,7 @@ class FakeWorker(WorkerServicer):
         return kv.good and not source.changed.is_set()
 
 
-async def _at_once() -> None:
+async def _at_once(prefill_id: bytes) -> None:
     pass
 
 

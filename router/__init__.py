@@ -1,10 +1,11 @@
-"""The router: OpenAI's API in front of prefill and decode workers.
+"""The router: OpenAI's API, and gRPC, in front of prefill and decode workers.
 
-The life of a request here: HTTP body → validated (`api`) → chat template and tokenizer, once (`jobs`) →
+The life of a request here: HTTP body (`front`) or gRPC message (`grpc_face`) → validated (`api`) → let in
+(`intake`) → chat template and tokenizer, once (`jobs`) →
 admitted (`admission`) → one `generation` for each choice: a prefill and a decode worker are chosen (`policy`,
 `pool`) and asked at the same time over their streams (`connection`) → each output index is emitted once
 (`emit`), from whichever worker brings it first, through failures of either → text and stop strings
-(`detokenizer`, `choice`) → the answer, whole or as events (`serving`, `answers`).
+(`detokenizer`, `choice`) → the answer (`serving`), written by the face it came to (`http_answer`, `answers`).
 """
 
 from router.config import RouterConfig

@@ -67,6 +67,15 @@ class Cluster:
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
+    async def heard(self, prefill_id: bytes) -> None:
+        """The router has this prefill's token: real KV comes later than that, fake KV might overtake it.
+
+        Then usage would miss what only prefill knows: how much was cached.
+        """
+        connections = self.router.services.pool.connections
+        while any((attempt := c._attempts.get(prefill_id)) and attempt.waiting for c in connections):
+            await asyncio.sleep(0.0002)
+
     async def idle(self) -> None:
         """Nothing is left anywhere in the router: no attempt, no waiter, no token that waits."""
         services = self.router.services
@@ -122,6 +131,8 @@ async def make_cluster(
     made = RouterConfig(model="fake", secret=secret, port=0, workers_file=str(workers_file), **config)
     async with running(made, tokenizer) as router, aiohttp.ClientSession() as http:
         cluster = Cluster(router, http, tokenizer, lanes, answer, workers)
+        for worker in cluster.prefills:
+            worker.transfer = cluster.heard
         if wait:
             pool = router.services.pool
             await cluster.until(lambda: len(pool.ready(pb.ROLE_PREFILL)) == prefill)

@@ -1,6 +1,5 @@
 """One request, asked in each way that there is: whole, as a stream, over gRPC. The answers are the same."""
 
-import asyncio
 import random
 from itertools import chain
 from typing import Any
@@ -16,17 +15,6 @@ from .conftest import Cluster
 REQUESTS = 125  # of each kind
 CHAT = [{"role": "user", "content": "Hi"}]
 STOPS = [None, None, "Paris", [" is", "🙂"], "ß", "zzz", ["and that", " know"], "🚀 and"]
-
-
-@pytest.fixture(autouse=True)
-def _kv_follows_its_token(cluster: Cluster) -> None:
-    """Only prefill knows what was cached. Its token is there long before real KV, but maybe not before fake KV."""
-
-    async def heard() -> None:
-        while any(c.waiting_tokens for c in cluster.router.services.pool.connections):  # noqa: ASYNC110
-            await asyncio.sleep(0.0002)
-
-    cluster.prefills[0].transfer = heard
 
 
 def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
