@@ -261,8 +261,8 @@ class FakeWorker(WorkerServicer):
         finished = await self._emit(
             submit.prefill_id, submit.request, len(submit.request.output_ids), outputs
         )
-        await self.transfer(submit.prefill_id)
         if submit.handover and not finished and not self.holds_kv:
+            await self.transfer(submit.prefill_id)
             self.lanes.of(submit.prefill_id).settle(True)
 
     async def _decode(self, submit: pb.SubmitDecode, outputs: asyncio.Queue[pb.WorkerMessage]) -> None:

@@ -73,7 +73,7 @@ class Cluster:
         Then usage would miss what only prefill knows: how much was cached.
         """
         connections = self.router.services.pool.connections
-        while any((attempt := c._attempts.get(prefill_id)) and attempt.waiting for c in connections):
+        while any((attempt := c._attempts.get(prefill_id)) and attempt.waiting for c in connections):  # noqa: ASYNC110
             await asyncio.sleep(0.0002)
 
     async def idle(self) -> None:
