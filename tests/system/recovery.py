@@ -20,6 +20,36 @@ MIXED = [*LONG, *SHORT[:4]]
 _STEP = 0.02  # seconds between looks at what nobody tells
 
 
+Moment = Callable[[list[Stream]], bool]
+
+
+async def ride(
+    url: str, right: dict[Case, list[int]], asked: list[Case], *faults: tuple[Moment, Callable[[], Any]]
+) -> list[Stream]:
+    """Asks all cases at once, and asserts that every stream says what it has to say.
+
+    A fault is a moment, told by looking at the streams or at the cluster, and what happens then. Both may
+    block.
+    """
+    streams = [Stream(case) for case in asked]
+    async with new_session() as http:
+        reading = [asyncio.create_task(read(http, url, stream.case, into=stream)) for stream in streams]
+        try:
+            for moment, happens in faults:
+                while not await asyncio.to_thread(moment, streams):
+                    assert not all(task.done() for task in reading), "over before the moment came"
+                    await asyncio.sleep(_STEP)
+                await asyncio.to_thread(happens)
+            await asyncio.gather(*reading)
+        finally:
+            for task in reading:
+                task.cancel()
+    for stream in streams:
+        assert not stream.failed, f"{stream.case}: {stream.error}"
+        assert stream.token_ids == right[stream.case], stream.case
+    return streams
+
+
 @dataclass
 class Broken:
     """A cluster with the right answers to what it will be asked."""
@@ -27,37 +57,8 @@ class Broken:
     cluster: LocalCluster
     right: dict[Case, list[int]]
 
-    async def ride(
-        self, cases: list[Case], *faults: tuple[Callable[[list[Stream]], bool], Callable[[], Any]]
-    ) -> list[Stream]:
-        """Asks all cases at once, and asserts that every stream says what it has to say.
-
-        A fault is a moment, told by looking at the streams or at the cluster, and what happens then. Both may
-        block.
-        """
-        streams = [Stream(case) for case in cases]
-        async with new_session() as http:
-            reading = [
-                asyncio.create_task(read(http, self.cluster.url, stream.case, into=stream))
-                for stream in streams
-            ]
-            try:
-                for moment, happens in faults:
-                    while not await asyncio.to_thread(moment, streams):
-                        assert not all(task.done() for task in reading), "over before the moment came"
-                        await asyncio.sleep(_STEP)
-                    await asyncio.to_thread(happens)
-                await asyncio.gather(*reading)
-            finally:
-                for task in reading:
-                    task.cancel()
-        self.assert_right(streams)
-        return streams
-
-    def assert_right(self, streams: list[Stream]) -> None:
-        for stream in streams:
-            assert not stream.failed, f"{stream.case}: {stream.error}"
-            assert stream.token_ids == self.right[stream.case], stream.case
+    async def ride(self, asked: list[Case], *faults: tuple[Moment, Callable[[], Any]]) -> list[Stream]:
+        return await ride(self.cluster.url, self.right, asked, *faults)
 
     async def settled(self) -> None:
         """All workers are there, each life under an incarnation of its own, and every pool is whole."""
@@ -96,6 +97,6 @@ class Broken:
         return [w for w in self.cluster.status()["workers"] if w["role"] == role and w["state"] == "ready"]
 
 
-def each_has(tokens: int) -> Callable[[list[Stream]], bool]:
+def each_has(tokens: int) -> Moment:
     """A moment: all streams run, each with so many tokens at least."""
     return lambda streams: all(len(stream.token_ids) >= tokens for stream in streams)
