@@ -1,0 +1,74 @@
+"""Both transfer state machines under whatever hypothesis thinks of, time included; it shrinks what it finds.
+
+`test_lifecycle` explores every order of events to its end; here deadlines pass in between, at any moment.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kv_transfer.held import State as HeldState
+from kv_transfer.incoming import State
+
+from .test_lifecycle import World
+
+_LONG = 1000.0  # seconds: beyond every deadline
+
+
+class Lifecycle(RuleBasedStateMachine):
+    """One prefill, transfers of it, and the network between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    @precondition(lambda self: self.world.moves())
+    @rule(pick=st.integers(0, 1 << 16))
+    def something_happens(self, pick: int) -> None:
+        moves = self.world.moves()
+        self.world.do(moves[pick % len(moves)])
+
+    @rule(seconds=st.sampled_from([0.01, 1.0, 9.0, 29.0, 31.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        world = self.world
+        world.now += seconds
+        world.apply([effect for _, effect in world.held.expire(world.now)])
+        world.check()
+
+    @invariant()
+    def a_transfer_is_open_on_one_side_at_most_once(self) -> None:
+        world = self.world
+        assert sum(transfer.live for transfer in world.transfers.values()) <= 1
+        assert len(world.held.open) <= 1
+        for held in world.held.open.values():
+            assert held.state in (HeldState.STREAMING, HeldState.COMMITTED)
+
+    @invariant()
+    def what_is_complete_is_whole(self) -> None:
+        for transfer in self.world.transfers.values():
+            if transfer.state is State.COMPLETE:
+                assert transfer.frames == 2
+                assert transfer.missing_frames == 0
+
+    def teardown(self) -> None:
+        """Whatever happened: in the end nothing is held, nothing waits, and it was released once."""
+        world = self.world
+        if not world.offered:
+            world.do_offer()
+        if not world.finished and not world.closed:
+            world.do_finish()
+        while moves := [m for m in world.moves() if m[0] not in ("fetch", "abort", "close", "lose_session")]:
+            world.do(moves[0])
+        for _ in range(2):  # the transfer's deadline, then the hold's
+            world.now += _LONG
+            world.apply([effect for _, effect in world.held.expire(world.now)])
+        assert not world.held.held
+        assert not world.held.open
+        assert not world.held.waiting
+        assert len(world.released) == (0 if world.closed and not world.released else 1)
+
+
+TestLifecycle = Lifecycle.TestCase
+TestLifecycle.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
