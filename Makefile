@@ -34,6 +34,7 @@ test-long: venv
 bench: venv
 	$(BIN)/python -m bench.kv $(ARGS)
 	$(BIN)/python -m bench.overlap $(ARGS)
+	$(BIN)/python -m bench.router $(ARGS)
 
 # The virtual path rpc= makes protoc write `from rpc import ..._pb2` into the stubs.
 proto: venv
