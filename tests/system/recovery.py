@@ -15,7 +15,7 @@ FLAGS = (
     "--max-num-batched-tokens", "64", "--engine-timeout", "3", "--peer-timeout", "3", "--drain-timeout", "1",
 )  # fmt: skip
 SHORT = cases(8, 24)  # half of them greedy, half seeded
-LONG = cases(4, 6, repeat=9)  # prompts of some hundred tokens, in chunks of 64: a second and more of prefill
+LONG = cases(4, 6, repeat=5)  # prompts of some hundred tokens, in chunks of 64: a second and more of prefill
 MIXED = [*LONG, *SHORT[:4]]
 _STEP = 0.02  # seconds between looks at what nobody tells
 
