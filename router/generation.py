@@ -302,8 +302,6 @@ class Generation:
                 self._prefill_failed(cause, counts=not prefill.refetched, message=failure.message)
 
     def on_lost(self, attempt_id: bytes) -> None:
-        if self._done:
-            return
         if self._prefill is not None and attempt_id == self._prefill.id:
             self._prefill_failed("lost", counts=False, message=f"{self._prefill.worker} was lost")
         elif self._decode is not None and attempt_id == self._decode.id:
