@@ -127,6 +127,11 @@ class FakeWorker(WorkerServicer):
                 self.arrived.clear()
                 await self.arrived.wait()
 
+    @property
+    def attached(self) -> bool:
+        """A router's stream is open: it hears what is reported."""
+        return bool(self._outputs)
+
     def report(self) -> None:
         """Sends `status` to all routers."""
         for outputs in self._outputs:

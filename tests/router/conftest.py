@@ -137,6 +137,7 @@ async def make_cluster(
             pool = router.services.pool
             await cluster.until(lambda: len(pool.ready(pb.ROLE_PREFILL)) == prefill)
             await cluster.until(lambda: len(pool.ready(pb.ROLE_DECODE)) == decode)
+            await cluster.until(lambda: all(worker.attached for worker in workers))
         try:
             yield cluster
         finally:
