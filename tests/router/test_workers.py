@@ -79,6 +79,7 @@ async def test_a_restarted_worker_is_a_new_incarnation(cluster: Cluster):
     prefill = cluster.prefills[0]
     port, before = int(prefill.address.rpartition(":")[2]), prefill.incarnation
     await prefill.kill()
+    await cluster.until(lambda: not cluster.router.services.pool.complete)
     prefill.incarnation = before + 1
     await prefill.start(port)
     await cluster.until(lambda: cluster.router.services.pool.complete)
