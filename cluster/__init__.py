@@ -12,7 +12,7 @@ Life of a cluster (`baton serve`):
    incarnation, when it dies or no longer answers (`backoff` says when, `health` asks).
 5. `supervisor` follows all of them, keeps the registry, and gives every router the list of workers.
 6. On Ctrl-C or SIGTERM `serve` stops routers, then workers, then Ray, waits until the last process of the
-   tree is gone (`processes`), and removes the run directory.
+   tree is gone (`processes`), and removes the run directory. Where serve itself is killed, `janitor` does.
 
 Tokens and KV never pass through here. `ray` is imported only where it is used, so that `baton router`,
 `baton prefill` and `baton decode` run without it.

@@ -15,6 +15,7 @@ from typing import Any
 import setproctitle
 
 from cluster.display import Display
+from cluster.janitor import Janitor
 from cluster.lifeline import adopt_orphans
 from cluster.local_ray import LocalRay
 from cluster.plan import Plan, RoleSpec
@@ -77,6 +78,7 @@ class LocalCluster:
         self._signals.install()
         adopt_orphans()
         run_dir = RunDir.create(self._plan.run_dir.run_dir)
+        janitor = Janitor(run_dir.path)
         self._logs = (self._plan.logs.log_dir or run_dir.path / "logs").absolute()
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
@@ -87,6 +89,7 @@ class LocalCluster:
             self._display.error(str(failure))
             return 1
         finally:
+            await asyncio.to_thread(janitor.dismiss)
             killed = await asyncio.to_thread(end_descendants, RAY_GRACE, self._signals.hurry_threads)
             if killed and not self._signals.hurry.is_set():
                 self._display.line(f"Killed what did not end by itself: {', '.join(killed)}")

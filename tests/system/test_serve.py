@@ -179,29 +179,25 @@ def test_ctrl_c_leaves_nothing(served: Serve) -> None:
     served.machine.assert_no_trace()
 
 
-def test_a_killed_serve_takes_all_roles_along_and_the_next_start_cleans_up(machine: Machine) -> None:
+def test_a_killed_serve_leaves_nothing(machine: Machine) -> None:
     serve = Serve(machine)
     try:
         until(lambda: serve.role("router 0"), START_S, "a router")
         processes = tree(serve.process.pid)
+        assert any(process.name.startswith("ray::Dash") for process in processes), "an agent, which lingers"
     finally:
         serve.kill()
+    until(lambda: True if not alive(processes) else None, 15, "everything dies with serve, Ray's agents too")
+    machine.assert_no_trace()
 
-    def baton_gone() -> bool | None:
-        # Ray's two agents look for their server for up to a minute before they end.
-        return True if all(process.name.startswith("ray::") for process in alive(processes)) else None
 
-    until(baton_gone, 15, "everything but Ray's agents dies with serve")
-    assert list(machine.tmp.iterdir()) != []
-    next_ = Serve(machine)
+def test_sigterm_drains_and_leaves_nothing(machine: Machine) -> None:
+    serve = Serve(machine)
     try:
-        next_.until_ready()
-        assert len(list(machine.tmp.iterdir())) == 1, "what the killed one left is gone"
-        sigterm_drains(next_)
+        serve.until_ready()
+        sigterm_drains(serve)
     finally:
-        next_.kill()
-        for process in alive(processes):
-            os.kill(process.pid, signal.SIGKILL)
+        serve.kill()
     machine.assert_no_trace()
 
 
