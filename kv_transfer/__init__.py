@@ -14,14 +14,14 @@ Life of a transfer, and who acts in it::
     poll: Released          RELEASED  <------- ACK ----------
 
 Engine processes touch KV and torch (`sender`, `receiver`, `device`); transfer processes touch sockets
-(`process` and what it imports) and never torch. Between them are an `Arena` and a socketpair. The wire is in
-`docs/protocol.md`.
+(`process/`) and never torch. Between them are an `Arena` and a socketpair. What both sides agree on is in
+`protocol/`, as pure state machines; the wire is in `docs/protocol.md`.
 """
 
 from kv_transfer.arena import Arena
 from kv_transfer.config import Deadlines, TransferConfig
 from kv_transfer.layout import KVLayout
-from kv_transfer.messages import FirstToken
+from kv_transfer.protocol.messages import FirstToken
 from kv_transfer.receiver import Closed, Failed, Injected, InjectStats, KVReceiver
 from kv_transfer.sender import KVSender, Released
 from kv_transfer.spawn import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.messages import FirstToken, Reason
+from kv_transfer.protocol.messages import FirstToken, Reason
 
 _PACKET = 48 << 10  # messages are packed together up to this size; a single one may be larger
 _LARGEST = 256 << 10

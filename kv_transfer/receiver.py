@@ -29,7 +29,7 @@ from kv_transfer.channel import (
     ToReceiver,
 )
 from kv_transfer.layout import KVLayout, Slice
-from kv_transfer.messages import FirstToken
+from kv_transfer.protocol.messages import FirstToken
 from kv_transfer.trace import TraceWriter
 
 if TYPE_CHECKING:

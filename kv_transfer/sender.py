@@ -36,9 +36,9 @@ from kv_transfer.channel import (
     StopOut,
     ToSender,
 )
-from kv_transfer.credits import SenderCredits
 from kv_transfer.layout import KVLayout, Range, Slice, cut, intersect, slice_bytes
-from kv_transfer.messages import FirstToken, Reason
+from kv_transfer.protocol.credits import SenderCredits
+from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.trace import TraceWriter
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 
 import kv_transfer as kv
 from kv_transfer import channel as ch
-from kv_transfer import tombstones
+from kv_transfer.protocol import tombstones
 
 
 def test_an_arena_is_shared_by_who_inherits_it() -> None:

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from kv_transfer.credits import CreditExceeded, CreditPool, SenderCredits
-from kv_transfer.messages import Credit
+from kv_transfer.protocol.credits import CreditExceeded, CreditPool, SenderCredits
+from kv_transfer.protocol.messages import Credit
 
 
 def test_a_frame_beyond_credit_is_an_error() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kv_transfer.config import Deadlines
-from kv_transfer.held import HeldPrefills, Release, Send, Start, State, Stop, Waiting
-from kv_transfer.messages import Aborted, Commit, Fetch, FirstToken
+from kv_transfer.protocol.held import HeldPrefills, Release, Send, Start, State, Stop, Waiting
+from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FirstToken
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
 FETCH = Fetch(P, ((0, 8),), 0, 0, 4)

@@ -7,8 +7,8 @@ import contextlib
 import msgspec
 import pytest
 
-from kv_transfer.hello import Initiator, Listener, Refused
-from kv_transfer.messages import HelloOpen, HelloProof, HelloReply, Identity, decode_hello
+from kv_transfer.protocol.hello import Initiator, Listener, Refused
+from kv_transfer.protocol.messages import HelloOpen, HelloProof, HelloReply, Identity, decode_hello
 
 SECRET = b"0123456789abcdef"
 PREFILL = Identity("prefill", "prefill 0", 7, "m", "layout a", 1 << 20)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.frame import FrameType, Header
-from kv_transfer.incoming import Fault, Incoming, State
 from kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
-from kv_transfer.messages import Commit, FirstToken
+from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.protocol.incoming import Fault, Incoming, State
+from kv_transfer.protocol.messages import Commit, FirstToken
 
 LAYOUT = KVLayout(2, 4, 8, "float32")
 FIRST = FirstToken(3)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from kv_transfer.config import Deadlines
-from kv_transfer.frame import FrameType, Header
-from kv_transfer.held import HeldPrefills, Release, Send, Start
-from kv_transfer.incoming import Incoming, State
 from kv_transfer.layout import KVLayout
-from kv_transfer.messages import Abort, Aborted, Ack, Commit, Fetch, FirstToken
+from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.protocol.held import HeldPrefills, Release, Send, Start
+from kv_transfer.protocol.incoming import Incoming, State
+from kv_transfer.protocol.messages import Abort, Aborted, Ack, Commit, Fetch, FirstToken
 
 LAYOUT = KVLayout(2, 1, 8, "float32")
 P = b"p" * 16

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_transfer.held import State as HeldState
-from kv_transfer.incoming import State
+from kv_transfer.protocol.held import State as HeldState
+from kv_transfer.protocol.incoming import State
 
 from .test_lifecycle import World
 

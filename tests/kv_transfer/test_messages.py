@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer import messages as m
-from kv_transfer.frame import FrameType
+from kv_transfer.protocol import messages as m
+from kv_transfer.protocol.frame import FrameType
 
 ID = bytes(range(16))
 TO_PREFILL = [m.Fetch(ID, ((0, 5), (9, 12)), 0, 0, 3), m.Credit(9, True), m.Ack(), m.Abort("cancelled")]

@@ -29,10 +29,10 @@ from kv_transfer import spawn
 from kv_transfer.arena import Arena
 from kv_transfer.channel import Channel, ChannelClosed, FromReceiver, FromSender
 from kv_transfer.config import TransferConfig
-from kv_transfer.decode_side import DecodeSide
-from kv_transfer.prefill_side import PrefillSide
-from kv_transfer.stats import Counters
-from kv_transfer.tcp import TcpConnector
+from kv_transfer.process.decode_side import DecodeSide
+from kv_transfer.process.prefill_side import PrefillSide
+from kv_transfer.process.stats import Counters
+from kv_transfer.process.tcp import TcpConnector
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.messages import Credit
+from kv_transfer.protocol.messages import Credit
 
 
 class CreditExceeded(Exception):

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kv_transfer.frame import (
+from kv_transfer.protocol.frame import (
     HEADER_BYTES,
     FrameError,
     FrameType,
@@ -25,8 +25,8 @@ from kv_transfer.frame import (
     parse,
     payload_hash,
 )
-from kv_transfer.hello import MAX_HELLO_BYTES
-from kv_transfer.messages import MAX_CONTROL_BYTES
+from kv_transfer.protocol.hello import MAX_HELLO_BYTES
+from kv_transfer.protocol.messages import MAX_CONTROL_BYTES
 from kv_transfer.trace import TraceWriter
 
 _BURST = 4 << 20  # bytes that one lane moves before the others of its thread have their turn

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kv_transfer.frame import FrameType
+from kv_transfer.protocol.frame import FrameType
 
 MAX_CONTROL_BYTES = 64 << 10
 MAX_RANGES = 1024

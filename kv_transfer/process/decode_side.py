@@ -24,12 +24,13 @@ from kv_transfer.channel import (
     SlotsFree,
 )
 from kv_transfer.config import TransferConfig
-from kv_transfer.connector import Connector, ProtocolError, Session
-from kv_transfer.credits import CreditExceeded, CreditPool
-from kv_transfer.frame import Header
-from kv_transfer.incoming import Fault, Incoming
-from kv_transfer.lane import OutgoingFrame
-from kv_transfer.messages import (
+from kv_transfer.process.connector import Connector, ProtocolError, Session
+from kv_transfer.process.lane import OutgoingFrame
+from kv_transfer.process.stats import Counters
+from kv_transfer.protocol.credits import CreditExceeded, CreditPool
+from kv_transfer.protocol.frame import Header
+from kv_transfer.protocol.incoming import Fault, Incoming
+from kv_transfer.protocol.messages import (
     Abort,
     Aborted,
     Ack,
@@ -39,8 +40,7 @@ from kv_transfer.messages import (
     Fetch,
     Reason,
 )
-from kv_transfer.stats import Counters
-from kv_transfer.tombstones import Tombstones
+from kv_transfer.protocol.tombstones import Tombstones
 
 log = logging.getLogger("baton.kv")
 

@@ -16,7 +16,7 @@ import hmac
 import os
 
 from kv_transfer.config import MAX_SLOT_BYTES, PAGE
-from kv_transfer.messages import (
+from kv_transfer.protocol.messages import (
     HelloOpen,
     HelloProof,
     HelloReply,

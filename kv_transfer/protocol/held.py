@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kv_transfer.config import Deadlines
-from kv_transfer.messages import Aborted, Commit, Fetch, Reason
-from kv_transfer.tombstones import Tombstones
+from kv_transfer.protocol.messages import Aborted, Commit, Fetch, Reason
+from kv_transfer.protocol.tombstones import Tombstones
 
 
 class State(enum.Enum):

@@ -28,11 +28,12 @@ from kv_transfer.channel import (
     StopOut,
 )
 from kv_transfer.config import TransferConfig
-from kv_transfer.connector import ProtocolError, Session
-from kv_transfer.frame import FrameType, Header
-from kv_transfer.held import Effect, HeldPrefills, Release, Send, Start, Stop, Waiting
-from kv_transfer.lane import OutgoingFrame
-from kv_transfer.messages import (
+from kv_transfer.process.connector import ProtocolError, Session
+from kv_transfer.process.lane import OutgoingFrame
+from kv_transfer.process.stats import Counters
+from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.protocol.held import Effect, HeldPrefills, Release, Send, Start, Stop, Waiting
+from kv_transfer.protocol.messages import (
     Abort,
     Aborted,
     Ack,
@@ -42,7 +43,6 @@ from kv_transfer.messages import (
     CreditReturned,
     Fetch,
 )
-from kv_transfer.stats import Counters
 
 # Slots on their way per lane: one being written and the next. More would only fall out of the cache.
 _WINDOW_PER_LANE = 2

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from kv_transfer.frame import Header
-from kv_transfer.lane import OutgoingFrame
-from kv_transfer.messages import Control, Identity
+from kv_transfer.process.lane import OutgoingFrame
+from kv_transfer.protocol.frame import Header
+from kv_transfer.protocol.messages import Control, Identity
 
 
 class Session(Protocol):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import Any, Protocol
 
-from kv_transfer.frame import NO_TRANSFER, FrameType, Header
-from kv_transfer.hello import Initiator, Listener, Refused
-from kv_transfer.lane import Lane, OutgoingFrame
-from kv_transfer.messages import (
+from kv_transfer.process.lane import Lane, OutgoingFrame
+from kv_transfer.process.stats import Counters
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from kv_transfer.protocol.hello import Initiator, Listener, Refused
+from kv_transfer.protocol.messages import (
     Hello,
     HelloOpen,
     HelloProof,
@@ -19,16 +21,31 @@ from kv_transfer.messages import (
     encode,
 )
 
-if TYPE_CHECKING:
-    from kv_transfer.tcp import TcpConnector, TcpSession
+
+class Joinable(Protocol):
+    """The session that a lane asks to join."""
+
+    def add(self, number: int, lane: Lane, peer: Identity) -> None: ...
+    def end(self, reason: str, detail: str) -> None: ...
+
+
+class Doorkeeper(Protocol):
+    """What the connector is to a handshake. Its `lock` is held for each call."""
+
+    @property
+    def lock(self) -> threading.RLock: ...
+    @property
+    def counters(self) -> Counters: ...
+    @property
+    def handshakes(self) -> dict[Lane, float]: ...
+    def joined_session(self, opened: HelloOpen, peer: Identity) -> Joinable: ...
+    def lane_closed(self, lane: Lane) -> None: ...
 
 
 class Handshake:
     """LaneOwner of a lane that has not proved itself. It has no KV frame, so only three calls can come."""
 
-    def __init__(
-        self, connector: TcpConnector, session: TcpSession | None, party: Initiator | Listener
-    ) -> None:
+    def __init__(self, connector: Doorkeeper, session: Joinable | None, party: Initiator | Listener) -> None:
         self._connector = connector
         self.session = session  # None on the listening side, until the lane says which
         self._party = party

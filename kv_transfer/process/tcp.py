@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.connector import Handler, ProtocolError
-from kv_transfer.frame import NO_TRANSFER, FrameType, Header
-from kv_transfer.handshake import Handshake, say
-from kv_transfer.hello import Initiator, Listener, Refused
-from kv_transfer.lane import IoThread, Lane, OutgoingFrame
-from kv_transfer.messages import (
+from kv_transfer.process.connector import Handler, ProtocolError
+from kv_transfer.process.handshake import Handshake, say
+from kv_transfer.process.lane import IoThread, Lane, OutgoingFrame
+from kv_transfer.process.stats import Counters
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from kv_transfer.protocol.hello import Initiator, Listener, Refused
+from kv_transfer.protocol.messages import (
     Control,
     HelloOpen,
     Identity,
@@ -30,7 +31,6 @@ from kv_transfer.messages import (
     encode,
     frame_type,
 )
-from kv_transfer.stats import Counters
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
