@@ -1,0 +1,231 @@
+"""The autoscaler's policy on traces of load: what it does to queues, and that it does not flap."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.scaling import (
+    GROW_BEYOND,
+    SHRINK_BELOW,
+    DecodeDemand,
+    DecodeLoad,
+    PrefillDemand,
+    PrefillLoad,
+    Scaler,
+)
+
+SPEED = 10_000.0  # tokens/s of one prefill worker
+PROMPT = 2000
+TTFT = 1.0
+START = 20.0  # seconds until a new worker is ready
+LEAST, MOST = 1, 8
+Trace = Callable[[float], float]  # time → requests/s
+
+
+@dataclass
+class Run:
+    """What became of a pool: one entry a second."""
+
+    sizes: list[int] = field(default_factory=list)
+    ttft: list[tuple[float, float]] = field(default_factory=list)  # (arrival, TTFT) of each request
+
+    @property
+    def steps(self) -> list[int]:
+        return [b - a for a, b in itertools.pairwise(self.sizes) if a != b]
+
+    @property
+    def turns(self) -> int:
+        """How often growing became shrinking, or shrinking growing."""
+        signs = [math.copysign(1, step) for step in self.steps]
+        return sum(a != b for a, b in itertools.pairwise(signs))
+
+    def p99(self, begin: float, end: float) -> float:
+        within = sorted(t for at, t in self.ttft if begin <= at < end)
+        return within[int(0.99 * (len(within) - 1))]
+
+
+def prefill_pool(trace: Trace, seconds: int, *, seed: int = 1) -> Run:
+    """Poisson arrivals; a request goes to the worker with the shortest queue; who leaves drains first."""
+    rng = random.Random(seed)
+    demand, scaler, run = PrefillDemand(TTFT), Scaler(LEAST, MOST), Run()
+    workers: list[deque[tuple[float, float]]] = [deque()]  # of each: (arrival, tokens left)
+    leaving: list[deque[tuple[float, float]]] = []
+    coming: list[float] = []
+    done, tick = 0.0, 0.05
+    for step in range(int(seconds / tick)):
+        now = step * tick
+        while coming and coming[0] <= now:
+            coming.pop(0)
+            workers.append(deque())
+        for _ in range(sum(rng.random() < trace(now) * tick / 10 for _ in range(10))):
+            min(workers, key=lambda queue: sum(left for _, left in queue)).append((now, PROMPT))
+        for queue in (*workers, *leaving):
+            budget = SPEED * tick
+            while queue and budget:
+                arrival, left = queue.popleft()
+                used = min(left, budget)
+                done, budget = done + used, budget - used
+                if left > used:
+                    queue.appendleft((arrival, left - used))
+                else:
+                    run.ttft.append((arrival, now + tick - arrival))
+        leaving = [queue for queue in leaving if queue]
+        if step % int(1 / tick) == 0:
+            waiting = sum(left for queue in workers for _, left in queue)
+            queued = waiting - sum(queue[0][1] for queue in workers if queue)
+            needed = demand.needed(now, PrefillLoad(done, waiting, queued, SPEED if done else 0.0))
+            size = len(workers) + len(coming)
+            wanted = None if needed is None else needed.workers
+            new = scaler.decide(now, wanted, size, starting=bool(coming))
+            coming += [now + START] * (new - size)
+            for _ in range(size - new):
+                leaving.append(workers.pop())
+            run.sizes.append(new)
+    return run
+
+
+def capacity(workers: float) -> float:
+    """Requests/s at which so many workers compute all the time."""
+    return workers * SPEED / PROMPT
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_steady_load_with_noise_never_flaps(seed: int) -> None:
+    rng = random.Random(seed)
+    noise = [1 + 0.3 * rng.uniform(-1, 1) for _ in range(1200)]
+    run = prefill_pool(lambda now: capacity(1.5) * noise[int(now)], 1200, seed=seed)
+    assert run.turns == 1, "up to clear what came while the second one started, then down, and no more"
+    assert set(run.sizes[300:]) <= {2, 3, 4}
+    assert run.p99(300, 1200) < TTFT
+
+
+def test_a_ramp_is_followed_up_and_down() -> None:
+    run = prefill_pool(lambda now: capacity(4) * max(0.0, 1 - abs(now - 600) / 600), 1320)
+    assert run.turns == 1, "up, then down"
+    assert max(run.sizes) in range(5, MOST + 1)
+    assert run.sizes[-1] == LEAST
+    assert run.p99(0, 1200) < 2 * TTFT
+
+
+def test_a_spike_is_answered_at_once_and_forgotten_late() -> None:
+    run = prefill_pool(lambda now: capacity(3 if 200 <= now < 260 else 0.3), 600)
+    assert run.sizes[199] == 1
+    assert run.sizes[208] > 1, "within seconds"
+    assert run.turns == 1
+    assert run.sizes[-1] == 1
+    grown = max(index for index, size in enumerate(run.sizes) if size == max(run.sizes))
+    assert grown >= 260 + 50, "the peak is kept for the length of the window"
+
+
+def test_days_are_followed_without_flapping() -> None:
+    day = 1800
+    run = prefill_pool(lambda now: capacity(2.2 - 2 * math.cos(2 * math.pi * now / day)), 3 * day)
+    assert run.turns <= 2 * 3
+    assert run.sizes[day // 2] >= 5
+    assert min(run.sizes[day - 100 : day + 100]) <= 2
+    assert run.p99(0, 3 * day) < 2 * TTFT
+
+
+def test_around_a_threshold_nothing_happens() -> None:
+    """Hysteresis: a need that swings within the band moves nothing, in neither direction."""
+    scaler = Scaler(1, 8)
+    for second in range(600):
+        inside = 2 * GROW_BEYOND - 0.05 if second % 20 < 10 else SHRINK_BELOW * 1 + 0.05
+        assert scaler.decide(second, inside, 2, starting=False) == 2
+
+
+def test_steps_and_sizes_are_bounded() -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        least = rng.randint(1, 3)
+        most = least + rng.randint(0, 6)
+        scaler, size = Scaler(least, most, rng.uniform(10, 60)), least
+        for second in range(400):
+            needed = rng.choice((0.0, 1.0, 5.0, 1e9, None))
+            new = scaler.decide(second, needed, size, starting=rng.random() < 0.2)
+            assert least <= new <= most
+            assert size - 1 <= new <= 2 * size
+            size = new
+
+
+def test_a_pool_outside_its_bounds_comes_back_at_once() -> None:
+    assert Scaler(2, 4).decide(0, None, 1, starting=True) == 2
+    assert Scaler(2, 4).decide(0, None, 9, starting=True) == 4
+
+
+def test_it_waits_for_workers_that_start() -> None:
+    scaler = Scaler(1, 8)
+    assert [scaler.decide(second, 100.0, 2, starting=True) for second in range(30)] == [2] * 30
+    assert scaler.decide(30, 100.0, 2, starting=False) == 4
+
+
+def test_without_a_measured_speed_nothing_is_known() -> None:
+    demand = PrefillDemand(TTFT)
+    assert demand.needed(0, PrefillLoad(0, 5000, 3000, 0.0)) is None
+    idle = PrefillDemand(TTFT).needed(0, PrefillLoad(0, 0, 0, 0.0))
+    assert idle is not None
+    assert idle.workers == 0
+
+
+def test_a_dead_worker_is_no_negative_arrival() -> None:
+    demand = PrefillDemand(TTFT)
+    demand.needed(0, PrefillLoad(0, 50_000, 40_000, SPEED))
+    after = demand.needed(5, PrefillLoad(10_000, 0, 0, SPEED))
+    assert after is not None
+    assert after.workers >= 0
+
+
+# ---------------------------------------------------------------- decode
+
+BASE, PER_REQUEST, ROOM, TTIT = 0.010, 0.0005, 40, 0.030
+
+
+def decode_pool(running: Callable[[float], float], seconds: int, ttit: float = TTIT, room: int = ROOM) -> Run:
+    """Requests are spread evenly; a step takes longer with each of them; KV has room for `room` a worker."""
+    demand, scaler, run = DecodeDemand(ttit), Scaler(LEAST, MOST), Run()
+    ready, coming = 1, []
+    for now in range(seconds):
+        while coming and coming[0] <= now:
+            coming.pop(0)
+            ready += 1
+        each = min(running(now) / ready, room)
+        steps = (BASE + PER_REQUEST * each,) * ready if each >= 1 else ()
+        needed = demand.needed(DecodeLoad((each / room,) * ready, steps)).workers
+        new = scaler.decide(now, needed, ready + len(coming), starting=bool(coming))
+        if new < ready + len(coming):
+            ready -= 1
+        coming += [now + START] * (new - ready - len(coming))
+        run.sizes.append(new)
+    return run
+
+
+def test_decode_grows_with_kv_use_and_shrinks_again() -> None:
+    run = decode_pool(lambda now: 100 if 60 <= now < 400 else 10, 900, ttit=10.0)
+    assert 0.7 <= 100 / (max(run.sizes) * ROOM) <= 0.88, "neither full nor wasted"
+    assert run.turns == 1
+    assert run.sizes[-1] == 1
+
+
+def test_decode_grows_for_ttit_where_kv_has_room() -> None:
+    run = decode_pool(lambda now: 100 if 60 <= now < 400 else 5, 900, room=10_000)
+    assert BASE + PER_REQUEST * 100 / max(run.sizes) <= TTIT, "the target is met"
+    assert run.turns == 1
+    assert run.sizes[-1] == 1
+
+
+def test_a_target_below_a_lone_step_asks_for_no_workers() -> None:
+    run = decode_pool(lambda now: 20, 300, ttit=BASE / 2, room=10_000)
+    assert set(run.sizes) == {1}, "more workers make no step shorter than the shortest"
+
+
+def test_a_full_pool_grows_though_its_use_cannot_pass_one() -> None:
+    run = decode_pool(lambda now: 10_000, 600, ttit=10.0)
+    assert run.sizes[-1] == MOST
+    assert all(step > 0 for step in run.steps)
