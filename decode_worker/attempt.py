@@ -25,3 +25,4 @@ class Attempt:
     phase: Phase = Phase.FETCHING
     joined_at: float = 0.0  # time.monotonic(); once RUNNING
     first_token_at: float | None = None  # when prefill's token was known here; None once decode's followed
+    tokens: int = 0  # sampled here

@@ -181,21 +181,14 @@ class DecodeRole:
         attempt = self._table[event.decode_id]
         attempt.phase = Phase.RUNNING
         attempt.joined_at = time.monotonic()
-        attempt.first_token_at = attempt.joined_at - event.stats.exposed_seconds
+        attempt.first_token_at = event.stats.commit_at
         self._trace.instant(
             "joined",
             decode=event.decode_id.hex(),
             bytes=event.stats.bytes,
             fetch_us=event.stats.fetch_seconds * 1e6,
         )
-        self._link.send(
-            messages.Injected(
-                event.stats.transfer_seconds,
-                event.stats.exposed_seconds,
-                event.stats.fetch_seconds,
-                event.stats.hidden_share,
-            )
-        )
+        self._link.send(messages.Injected(event.decode_id, event.stats))
         first = event.first_token
         logprobs = None
         if first.logprob is not None:
@@ -214,6 +207,7 @@ class DecodeRole:
             if attempt.first_token_at is not None:
                 self._link.send(messages.SecondToken(time.monotonic() - attempt.first_token_at))
                 attempt.first_token_at = None
+            attempt.tokens += 1
             self._counters.count(output)
             self._attempts.token(output)
             if output.finish_reason:
@@ -228,4 +222,5 @@ class DecodeRole:
     def _finished(self, decode_id: bytes) -> None:
         """The engine has freed its blocks with its last token."""
         self._attempts.end(decode_id)
-        self._link.send(messages.Decoded(time.monotonic() - self._table.pop(decode_id).joined_at))
+        attempt = self._table.pop(decode_id)
+        self._link.send(messages.Decoded(decode_id, attempt.joined_at, time.monotonic(), attempt.tokens))

@@ -43,11 +43,33 @@ _EVENT_POLL = 0.0005  # seconds between looks at CUDA events while some are awai
 
 @dataclass(frozen=True, slots=True)
 class InjectStats:
+    """Times are time.monotonic(), which all processes of a host share."""
+
     bytes: int
     frames: int
-    transfer_seconds: float  # first frame's header seen → last frame verified; 0 with no frame
-    exposed_seconds: float  # COMMIT known → injected: what the forward did not hide
-    fetch_seconds: float  # fetch() → injected
+    fetch_at: float  # fetch()
+    first_frame_at: float  # its header seen; with no frame this and the next two are injected_at
+    last_frame_at: float  # verified
+    scatter_at: float  # the first copy into the blocks was enqueued
+    commit_at: float  # COMMIT known: prefill has its first token
+    injected_at: float  # the last copy is over
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self.last_frame_at - self.first_frame_at
+
+    @property
+    def injection_seconds(self) -> float:
+        return self.injected_at - self.scatter_at
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What the forward did not hide."""
+        return self.injected_at - self.commit_at
+
+    @property
+    def fetch_seconds(self) -> float:
+        return self.injected_at - self.fetch_at
 
     @property
     def hidden_share(self) -> float:
@@ -90,6 +112,7 @@ class _Fetch:
     refetches: int = 0
     frames: int = 0  # taken from the channel
     bytes: int = 0
+    scatter_at: float = 0.0  # the first one
     complete: Complete | None = None
     last_scatter: Any = None  # event
     outcome: Failed | Closed | None = None  # reported when the last scatter is over
@@ -216,6 +239,7 @@ class KVReceiver:
         batch.append(Staged(piece, m.slot, fetch.table))
 
     def _inject(self, batch: list[Staged]) -> None:
+        now = time.monotonic()
         with self._trace.measure("inject", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
             copied, scattered = self._pool.scatter(batch)
         self._copies.append((copied, [x.slot for x in batch]))
@@ -223,12 +247,14 @@ class KVReceiver:
         for fetch in self._fetches.values():
             if id(fetch.table) in tables:
                 fetch.last_scatter = scattered
+                fetch.scatter_at = fetch.scatter_at or now
 
     def _failed(self, fetch: _Fetch, reason: str, retry: bool) -> None:
         del self._by_transfer[fetch.request.transfer_id]
         if retry and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
             fetch.frames = fetch.bytes = 0
+            fetch.scatter_at = 0.0
             fetch.request = msgspec.structs.replace(fetch.request, transfer_id=os.urandom(16))
             self._by_transfer[fetch.request.transfer_id] = fetch
             self._channel.send(fetch.request)
@@ -267,9 +293,12 @@ class KVReceiver:
         stats = InjectStats(
             done.size,
             done.frames,
-            transfer_seconds=done.last_frame_at - done.first_frame_at,
-            exposed_seconds=now - done.commit_at,
-            fetch_seconds=now - fetch.started,
+            fetch_at=fetch.started,
+            first_frame_at=done.first_frame_at or now,
+            last_frame_at=done.last_frame_at or now,
+            scatter_at=fetch.scatter_at or now,
+            commit_at=done.commit_at,
+            injected_at=now,
         )
         self._trace.instant("injected", bytes=done.size)
         return Injected(fetch.decode_id, done.first_token, stats)

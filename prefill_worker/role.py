@@ -1,6 +1,7 @@
 """What the engine process of a prefill worker does with messages, KV reports and the outputs of a step."""
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -153,7 +154,18 @@ class PrefillRole:
         self._trace.instant("first token", prefill=output.id.hex())
         self._counters.prompt_tokens += prefill.tokens
         self._counters.count(output)
-        self._link.send(messages.Prefilled(output.queue_seconds, output.prefill_seconds))
+        now = time.monotonic()
+        began = now - output.prefill_seconds
+        self._link.send(
+            messages.Prefilled(
+                output.id,
+                accepted_at=began - output.queue_seconds,
+                began_at=began,
+                token_at=now,
+                prompt_tokens=prefill.tokens,
+                cached_tokens=output.cached_tokens,
+            )
+        )
         self._attempts.token(output)
         if not prefill.handover:
             del self._prefills[output.id]

@@ -75,3 +75,12 @@ class ShuttingDown(ApiError):
 
 class TimedOut(ApiError):
     status, type, code = 504, "timeout_error", "timeout"
+
+
+def error_code(kind: type[ApiError]) -> str:
+    """For metrics; what clients see is `code`."""
+    return kind.code or "internal"
+
+
+def all_errors(kind: type[ApiError] = ApiError) -> list[type[ApiError]]:
+    return [kind, *(error for child in kind.__subclasses__() for error in all_errors(child))]

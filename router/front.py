@@ -68,16 +68,16 @@ class Front:
                 self._intake.authorize(request.headers.get("authorization", ""))
             return await handler(request)
         except errors.ApiError as error:
-            return _error(error, request_id)
+            return self._refuse(error, request_id)
         except web.HTTPRequestEntityTooLarge:
             text = f"the body is larger than {self._config.max_body_bytes} bytes"
-            return _error(errors.BodyTooLarge(text), request_id)
+            return self._refuse(errors.BodyTooLarge(text), request_id)
         except web.HTTPNotFound:
-            return _error(errors.NotFound(f"there is no {request.method} {request.path}"), request_id)
+            return self._refuse(errors.NotFound(f"there is no {request.method} {request.path}"), request_id)
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             refused = errors.MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}")
-            return _error(refused, request_id, Allow=allowed)
+            return self._refuse(refused, request_id, Allow=allowed)
         except (ConnectionResetError, asyncio.CancelledError):
             raise  # the client went
         except web.HTTPException:
@@ -87,7 +87,14 @@ class Front:
             log.exception("request %s", request_id)
             if request.writer.output_size:
                 raise  # an answer has begun: all that is left is to close the connection
-            return _error(errors.ApiError(f"request {request_id} failed inside the router"), request_id)
+            return self._refuse(errors.ApiError(f"request {request_id} failed inside the router"), request_id)
+
+    def _refuse(self, error: errors.ApiError, request_id: str, **more: str) -> web.Response:
+        self._services.metrics.failed(error)
+        headers = {"x-request-id": request_id, **more}
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(error.retry_after)
+        return web.json_response(error.body, status=error.status, headers=headers)
 
     # ------------------------------------------------------------ generation
 
@@ -182,10 +189,3 @@ def _version() -> str:
 
 def _json(payload: Any) -> web.Response:
     return web.json_response(payload, headers={"x-request-id": _REQUEST_ID.get()})
-
-
-def _error(error: errors.ApiError, request_id: str, **more: str) -> web.Response:
-    headers = {"x-request-id": request_id, **more}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(error.retry_after)
-    return web.json_response(error.body, status=error.status, headers=headers)

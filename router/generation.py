@@ -226,10 +226,12 @@ class Generation:
             self._worker_timer = None
 
     def _no_worker(self, role: str) -> None:
+        self._metrics.deadlines["worker_wait"].inc()
         text = f"no {role} worker became available within {self._worker_wait:g} s"
         self._fail(NoWorker(text, retry_after=max(1, round(self._worker_wait))))
 
     def _timed_out(self, timeout: float) -> None:
+        self._metrics.deadlines["request"].inc()
         self._fail(TimedOut(f"{self} was not finished within {timeout:g} s"))
 
     # ------------------------------------------------------------ what connections report
@@ -341,7 +343,7 @@ class Generation:
         self._failed(cause, decode.worker, counts=counts, message=message)
 
     def _failed(self, cause: str, worker: WorkerConnection, *, counts: bool, message: str) -> None:
-        self._metrics.retried(cause)
+        self._metrics.retries[cause].inc()
         self._retrying = True
         lost = cause == "lost"
         self._failures += counts

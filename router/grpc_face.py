@@ -101,12 +101,20 @@ class GrpcFace(InferenceServicer):
             with answer.generating():
                 await _write(answer, context)
         except ApiError as error:
-            await _abort(context, error, name)
+            await self._refuse(context, error, name)
         except Exception:
             # A bug of ours must not look like the client's: it is logged whole, and the client learns its id.
             if not context.cancelled():
                 log.exception("request %s", name)
-            await _abort(context, ApiError(f"request {name} failed inside the router"), name)
+            await self._refuse(context, ApiError(f"request {name} failed inside the router"), name)
+
+    async def _refuse(self, context: grpc.aio.ServicerContext, error: ApiError, name: str) -> None:
+        self._intake.metrics.failed(error)
+        said = {"x-request-id": name, "error-code": error.code, "error-param": error.param}
+        if error.retry_after is not None:
+            said["retry-after"] = str(error.retry_after)
+        trailing = tuple((key, value) for key, value in said.items() if value is not None)
+        await context.abort(_CODES[error.status], error.message, trailing)
 
 
 async def _write(answer: Answer, context: grpc.aio.ServicerContext) -> None:
@@ -121,14 +129,6 @@ async def _write(answer: Answer, context: grpc.aio.ServicerContext) -> None:
         cached_tokens=used.cached_tokens,
     )
     await context.write(pb.GenerateResponse(usage=usage))
-
-
-async def _abort(context: grpc.aio.ServicerContext, error: ApiError, name: str) -> None:
-    said = {"x-request-id": name, "error-code": error.code, "error-param": error.param}
-    if error.retry_after is not None:
-        said["retry-after"] = str(error.retry_after)
-    trailing = tuple((key, value) for key, value in said.items() if value is not None)
-    await context.abort(_CODES[error.status], error.message, trailing)
 
 
 def _body(request: pb.GenerateRequest) -> ChatBody | CompletionBody:

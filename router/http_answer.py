@@ -54,6 +54,7 @@ async def _stream(
     except ApiError as error:
         if not response.prepared:
             raise
+        answer.metrics.failed(error)
         last.append(error.body)
     except ConnectionResetError:
         return response  # the client went, before we were cancelled for it

@@ -24,10 +24,12 @@ class Intake:
 
     Attributes:
         draining: nothing new is taken.
+        metrics: of the router.
     """
 
     def __init__(self, config: RouterConfig, services: Services) -> None:
         self.draining = False
+        self.metrics = services.metrics
         self._model_name = config.model_name
         self._services = services
         self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]

@@ -1,6 +1,8 @@
 """What a router counts, under the names that dashboards for vLLM already read; `baton:` is what is ours."""
 
 import time
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -13,6 +15,14 @@ from prometheus_client import (
     generate_latest,
 )
 
+from router.admission import Admission
+from router.connection import State
+from router.errors import ApiError, all_errors, error_code
+from router.pool import WorkerPool
+from rpc import worker_pb2 as pb
+
+M = TypeVar("M", Counter, Gauge, Histogram)
+
 disable_created_metrics()  # one more series for each, which nobody reads
 
 _LATENCY = (
@@ -23,57 +33,104 @@ _INTERVAL = (
     0.3, 0.5, 1, 2.5, 10, 40,
 )  # fmt: skip
 FINISH_REASONS = ("stop", "length", "abort", "error")
+RETRY_CAUSES = (
+    "lost",
+    "mismatch",
+    *(name.removeprefix("FAILURE_CODE_").lower() for name in pb.FailureCode.keys()),  # noqa: SIM118
+)
+DEADLINES = ("request", "worker_wait")
 
 
 class Metrics:
-    """All series carry the label `model_name`. Owned by one router."""
+    """All series carry the labels `model_name` and `role`. Owned by one router.
+
+    Every value that a label is known to take is exported from the start, so that rates and alerts see the
+    first event too.
+    """
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
+        self._labels = {"model_name": model_name, "role": "router"}
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
-            return made.labels(model_name)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, ["model_name"], registry=self.registry).labels(model_name)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ["model_name"], registry=self.registry).labels(model_name)
-
-        self.waiting = gauge("vllm:num_requests_waiting", "Requests without a first token.")
-        self.running = gauge("vllm:num_requests_running", "Requests that are producing tokens.")
-        self.time_to_first_token = histogram(
+        self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token.")
+        self.running = self._gauge("vllm:num_requests_running", "Requests that are producing tokens.")
+        self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token.", _LATENCY
         )
-        self.inter_token = histogram(
+        self.inter_token = self._histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a request.", _INTERVAL
         )
-        self.e2e = histogram("vllm:e2e_request_latency_seconds", "From the request to its end.", _LATENCY)
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens sent to clients.")
-        success = Counter(
-            "vllm:request_success",
-            "Requests by how they ended.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self.e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From the request to its end.", _LATENCY
         )
-        self.finished = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
-        self.handover_gap = histogram(
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients.")
+        self.finished = self._counters(
+            "vllm:request_success", "Requests by how they ended.", "finished_reason", FINISH_REASONS
+        )
+        self.handover_gap = self._histogram(
             "baton:handover_gap_seconds", "Between the tokens of prefill and decode.", _INTERVAL
         )
-        self._retries = Counter(
-            "baton:retries", "Attempts that were replaced.", ["model_name", "cause"], registry=self.registry
+        self.retries = self._counters(
+            "baton:retries", "Attempts that were replaced, by cause.", "cause", RETRY_CAUSES
         )
-        self._model_name = model_name
-        started = gauge("baton:router_start_time_seconds", "Unix time at which the router started.")
+        self.deadlines = self._counters(
+            "baton:deadlines_expired", "Waits that were given up.", "deadline", DEADLINES
+        )
+        codes = [error_code(kind) for kind in all_errors()]
+        self._errors = self._counters(
+            "baton:request_errors", "Requests answered with an error.", "code", codes
+        )
+        started = self._gauge("baton:router_start_time_seconds", "Unix time at which the router started.")
         started.set(time.time())
 
-    def retried(self, cause: str) -> None:
-        self._retries.labels(self._model_name, cause).inc()
+    def follow(self, pool: WorkerPool, admission: Admission) -> None:
+        """From now on a scrape also tells who waits for what, and which workers there are."""
+        self._gauge("baton:waiting_tokens", "Prompt tokens of requests without a first token.").set_function(
+            lambda: admission.waiting_tokens
+        )
+        self._gauge(
+            "baton:requests_waiting_for_room", "Requests that no decode worker has room for."
+        ).set_function(lambda: len(pool.room))
+        self._gauge("baton:requests_waiting_for_worker", "Requests while a role has no worker.").set_function(
+            lambda: len(pool.waiters)
+        )
+        workers = self._family(
+            Gauge, "baton:workers", "Workers on this router's list.", "worker_role", "state"
+        )
+        for role, name in ((pb.ROLE_PREFILL, "prefill"), (pb.ROLE_DECODE, "decode")):
+            for state in State:
+                labelled = workers.labels(**self._labels, worker_role=name, state=str(state))
+                labelled.set_function(
+                    lambda role=role, state=state: sum(
+                        c.state is state and c.description.role == role for c in pool.connections
+                    )
+                )
+
+    def failed(self, error: ApiError) -> None:
+        """A request was answered with it."""
+        self._errors[error_code(type(error))].inc()
 
     def exposition(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self.registry)
+
+    # ------------------------------------------------------------ families
+
+    def _family(self, kind: type[M], name: str, text: str, *labels: str, **more: Any) -> M:
+        return kind(name, text, [*self._labels, *labels], registry=self.registry, **more)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._family(Histogram, name, text, buckets=buckets).labels(**self._labels)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._family(Gauge, name, text).labels(**self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._family(Counter, name, text).labels(**self._labels)
+
+    def _counters(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
+        family = self._family(Counter, name, text, label)
+        return {value: family.labels(**self._labels, **{label: value}) for value in values}

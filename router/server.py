@@ -73,6 +73,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
         request_timeout=config.request_timeout,
         worker_wait=config.worker_wait,
     )
+    services.metrics.follow(pool, services.admission)
     intake = Intake(config, services)
     front = Front(config, services, intake)
     grpc_face = GrpcFace(config, intake, pool)

@@ -75,6 +75,7 @@ class Answer:
         prompts: as token ids.
         name: the request's id as its client knows it.
         choices: `body.n` for each prompt, in that order.
+        metrics: of the router.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Answer:
             )
             for _ in jobs
         ]
+        self.metrics = services.metrics
         self._services = services
         self._jobs = jobs
         self._outbox = Outbox()
@@ -178,7 +180,7 @@ class Answer:
                 self._outbox.put(index, error)
 
     def _close(self, seconds: float) -> None:
-        metrics = self._services.metrics
+        metrics = self.metrics
         for generation, choice in zip(self._generations, self.choices, strict=False):
             cut = not generation.done
             generation.cancel()

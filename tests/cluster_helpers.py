@@ -382,12 +382,14 @@ async def assert_whole(*workers: WorkerProcess, within: float = 10.0) -> None:
 
 
 def metrics(worker: WorkerProcess) -> dict[str, float]:
-    """Name with labels (all but the model's name) → value, as a scrape of the worker sees them now."""
+    """Name with labels (all but model_name and role) → value, as a scrape of the worker sees them now."""
     with urllib.request.urlopen(f"http://{worker.ready['metrics_address']}/metrics", timeout=10) as response:
         families = text_string_to_metric_families(response.read().decode())
     found: dict[str, float] = {}
     for family in families:
         for sample in family.samples:
-            labels = [f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k != "model_name"]
+            labels = [
+                f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k not in ("model_name", "role")
+            ]
             found[sample.name + ("{" + ",".join(labels) + "}" if labels else "")] = sample.value
     return found

@@ -9,6 +9,8 @@ from enum import IntEnum
 import msgspec
 from msgspec import Struct
 
+from kv_transfer import InjectStats
+
 
 class Code(IntEnum):
     """Why an attempt ended without a finish; the numbers are those of `FailureCode` in proto/worker.proto."""
@@ -206,27 +208,30 @@ class Stopped(_Message):
 
 
 class Injected(_Message):
-    """One transfer as the decode engine saw it, in seconds, for the metrics."""
+    """One transfer, as the decode engine saw it."""
 
-    transfer: float  # from its first frame to its last
-    exposed: (
-        float  # from prefill's first token to the injection of the last layer: what the forward did not hide
-    )
-    fetch: float  # from FETCH to the injection
-    hidden_share: float  # 1 − exposed ÷ transfer
+    decode_id: bytes
+    stats: InjectStats
 
 
 class Prefilled(_Message):
-    """How long a prompt waited and how long it took, in seconds."""
+    """A prefill has its token. Times are time.monotonic(), which all processes of a host share."""
 
-    queue: float
-    prefill: float
+    prefill_id: bytes
+    accepted_at: float
+    began_at: float  # the first step that computed some of it
+    token_at: float
+    prompt_tokens: int
+    cached_tokens: int
 
 
 class Decoded(_Message):
-    """A request ended with its last token, so many seconds after it joined the batch."""
+    """A request ended with its last token; times as in Prefilled."""
 
-    seconds: float
+    decode_id: bytes
+    joined_at: float  # the batch
+    ended_at: float
+    output_tokens: int  # sampled here
 
 
 class SecondToken(_Message):

@@ -9,15 +9,28 @@ from collections.abc import Iterable, Iterator
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kv_transfer import TransferStats
-from worker.messages import EngineReady, EngineStatus, Injected, Prefilled
+from kv_transfer import InjectStats, TransferStats
+from worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
+
+disable_created_metrics()  # one more series for each, which nobody reads
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
+# What is known to happen counts from 0, so that rates and alerts see the first time too.
+_CHECKSUMS = ("header", "payload", "control")
+_REFUSED = ("hello", "secret", "role", "limits", "transfer_id")
+_DEADLINES = {
+    "prefill": ("handshake", "fetch_wait", "hold", "progress", "peer_dead", "engine_dead"),
+    "decode": ("handshake", "unreachable", "progress", "peer_dead", "engine_dead"),
+}
+_TRANSFERS = {
+    "prefill": ("acked", "cancelled", "deadline", "finished", "gone"),
+    "decode": ("injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost"),
+}
 _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
@@ -26,7 +39,7 @@ class Metrics(Collector):
     loop)."""
 
     def __init__(self, role: str, model_name: str) -> None:
-        self._labels = {"model_name": model_name}
+        self._labels = {"model_name": model_name, "role": role}
         self._cache_config: dict[str, str] = {}
         self.engine_status: EngineStatus | None = None
         self.transfer_stats: TransferStats | None = None
@@ -45,6 +58,9 @@ class Metrics(Collector):
                 "vllm:request_decode_time_seconds", "KV injected to the last token.", _LONG_SECONDS
             )
             self._transfer = self._histogram("baton:kv_transfer_seconds", "First KV frame to last.", _SECONDS)
+            self._injection = self._histogram(
+                "baton:kv_injection_seconds", "First copy into the blocks to the end of the last.", _SECONDS
+            )
             self._exposed = self._histogram(
                 "baton:kv_exposed_seconds", "Prefill's first token to the last injection.", _SECONDS
             )
@@ -78,17 +94,18 @@ class Metrics(Collector):
         }
 
     def prefilled(self, message: Prefilled) -> None:
-        self._queue.observe(message.queue)
-        self._prefill.observe(message.prefill)
+        self._queue.observe(message.began_at - message.accepted_at)
+        self._prefill.observe(message.token_at - message.began_at)
 
-    def decoded(self, seconds: float) -> None:
-        self._decode.observe(seconds)
+    def decoded(self, message: Decoded) -> None:
+        self._decode.observe(message.ended_at - message.joined_at)
 
-    def injected(self, message: Injected) -> None:
-        self._transfer.observe(message.transfer)
-        self._exposed.observe(message.exposed)
-        self._fetch.observe(message.fetch)
-        self._hidden.observe(message.hidden_share)
+    def injected(self, stats: InjectStats) -> None:
+        self._transfer.observe(stats.transfer_seconds)
+        self._injection.observe(stats.injection_seconds)
+        self._exposed.observe(stats.exposed_seconds)
+        self._fetch.observe(stats.fetch_seconds)
+        self._hidden.observe(stats.hidden_share)
 
     def handover(self, seconds: float) -> None:
         self._handover.observe(seconds)
@@ -103,7 +120,7 @@ class Metrics(Collector):
     # ------------------------------------------------------------ families
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
+        family = Histogram(name, text, tuple(self._labels), registry=self.registry, buckets=buckets)
         return family.labels(**self._labels)
 
     def _info(self) -> Metric:
@@ -140,30 +157,39 @@ class Metrics(Collector):
 
     def _of_transfer(self, stats: TransferStats) -> Iterator[Metric]:
         yield self._gauge("baton:kv_transfers_open", "Transfers under way.", stats.transfers_open)
+        yield self._gauge(
+            "baton:kv_fetches_waiting", "FETCHes for a prefill not seen yet.", stats.fetches_waiting
+        )
         yield self._gauge("baton:kv_sessions", "Peers with open lanes.", stats.sessions)
         yield self._gauge("baton:kv_lanes", "Open lanes.", stats.lanes)
         yield self._gauge("baton:kv_arena_slots", "Slots of the staging arena.", stats.slots_total)
         yield self._gauge("baton:kv_arena_slots_free", "Free slots of the staging arena.", stats.slots_free)
         yield self._by_label("baton:kv_bytes", "KV moved.", "connector", {"tcp": stats.kv_bytes})
-        yield self._by_label("baton:kv_transfers", "Transfers ended.", "reason", stats.transfers)
-        yield self._by_label("baton:kv_checksum_failures", "Bad frames.", "kind", stats.checksum_failures)
-        yield self._by_label("baton:kv_refused", "Peers and frames refused.", "reason", stats.refused)
-        yield self._by_label(
-            "baton:deadlines_expired", "Waits that were given up.", "deadline", stats.deadlines
+        yield self._counter("baton:kv_frames", "KV frames moved.", stats.kv_frames)
+        yield self._counter(
+            "baton:kv_late_frames", "Frames of transfers that had ended, read away.", stats.late_frames
         )
+        role = self._labels["role"]
+        for name, text, label, values, known in (
+            ("baton:kv_transfers", "Transfers ended.", "reason", stats.transfers, _TRANSFERS[role]),
+            ("baton:kv_checksum_failures", "Bad frames.", "kind", stats.checksum_failures, _CHECKSUMS),
+            ("baton:kv_refused", "Peers and frames refused.", "reason", stats.refused, _REFUSED),
+            ("baton:deadlines_expired", "Waits given up.", "deadline", stats.deadlines, _DEADLINES[role]),
+        ):
+            yield self._by_label(name, text, label, dict.fromkeys(known, 0) | values)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family = GaugeMetricFamily(name, text, labels=tuple(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model_name",))
+        family = CounterMetricFamily(name, text, labels=tuple(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
     def _by_label(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model_name", label))
+        family = CounterMetricFamily(name, text, labels=(*self._labels, label))
         for value, count in values.items():
             family.add_metric([*self._labels.values(), value], count)
         return family

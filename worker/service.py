@@ -275,12 +275,12 @@ class Service:
                 asked = self._asked.get(message.question)
                 if asked is not None and not asked.done():
                     asked.set_result(message)
-            case messages.Injected():
-                self._metrics.injected(message)
+            case messages.Injected(_, stats):
+                self._metrics.injected(stats)
             case messages.Prefilled():
                 self._metrics.prefilled(message)
-            case messages.Decoded(seconds):
-                self._metrics.decoded(seconds)
+            case messages.Decoded():
+                self._metrics.decoded(message)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
             case _:

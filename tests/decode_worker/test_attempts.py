@@ -343,10 +343,19 @@ async def test_metrics_tell_what_happened(workers: Workers) -> None:
         "kv_hidden_share",
         "kv_exposed_seconds",
         "kv_transfer_seconds",
+        "kv_injection_seconds",
         "kv_fetch_seconds",
         "handover_seconds",
     ):
         assert decode[f"baton:{name}_count"] == 1
+    assert prefill["baton:kv_frames_total"] == decode["baton:kv_frames_total"] > 0
+    assert prefill['baton:kv_transfers_total{reason="acked"}'] == 1
+    assert decode['baton:kv_transfers_total{reason="injected"}'] == 1
+    injection = decode["baton:kv_injection_seconds_sum"]
+    assert 0 < injection < decode["baton:kv_fetch_seconds_sum"] < took
+    for each in (prefill, decode):
+        assert each['baton:deadlines_expired_total{deadline="progress"}'] == 0
+        assert each['baton:kv_checksum_failures_total{kind="payload"}'] == 0
     stages = [
         prefill["vllm:request_queue_time_seconds_sum"],
         prefill["vllm:request_prefill_time_seconds_sum"],

@@ -188,7 +188,7 @@ def test_the_senders_own_end(make_pair: Any, reason: Any, when: str) -> None:
         pair.prefill.sender.close(prefill_id, reason)
     assert pair.event(decode_id) == kv.Failed(decode_id, reason)
     if when != "waiting":
-        assert pair.prefill.released == {prefill_id: reason}
+        pair.until(lambda: pair.prefill.released == {prefill_id: reason}, "the release")
     pair.assert_whole()
 
 

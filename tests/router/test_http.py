@@ -171,8 +171,9 @@ async def test_a_client_that_goes_cancels_both_workers(cluster: Cluster, stream:
     await prefill.until(lambda w: w.cancelled == [w.submitted[0].prefill.prefill_id])
     await decode.until(lambda w: w.cancelled == [w.submitted[0].decode.decode_id])
     await cluster.idle()
-    assert 'vllm:request_success_total{finished_reason="abort",model_name="fake"} 1.0' in await metrics(
-        cluster
+    assert (
+        'vllm:request_success_total{finished_reason="abort",model_name="fake",role="router"} 1.0'
+        in await metrics(cluster)
     )
 
 
@@ -312,18 +313,30 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
 
     await cluster.complete()
     exposed = await metrics(cluster)
-    for line in (
-        'vllm:time_to_first_token_seconds_count{model_name="fake"} 1.0',
-        f'vllm:inter_token_latency_seconds_count{{model_name="fake"}} {len(cluster.answer) - 1}.0',
-        'vllm:e2e_request_latency_seconds_count{model_name="fake"} 1.0',
-        'vllm:prompt_tokens_total{model_name="fake"} 1.0',
-        f'vllm:generation_tokens_total{{model_name="fake"}} {len(cluster.answer)}.0',
-        'vllm:request_success_total{finished_reason="stop",model_name="fake"} 1.0',
-        'vllm:num_requests_running{model_name="fake"} 0.0',
-        'vllm:num_requests_waiting{model_name="fake"} 0.0',
-        'baton:handover_gap_seconds_count{model_name="fake"} 1.0',
+    for name, label, value in (
+        ("vllm:time_to_first_token_seconds_count", "", 1),
+        ("vllm:inter_token_latency_seconds_count", "", len(cluster.answer) - 1),
+        ("vllm:e2e_request_latency_seconds_count", "", 1),
+        ("vllm:prompt_tokens_total", "", 1),
+        ("vllm:generation_tokens_total", "", len(cluster.answer)),
+        ("vllm:request_success_total", 'finished_reason="stop",', 1),
+        ("vllm:num_requests_running", "", 0),
+        ("vllm:num_requests_waiting", "", 0),
+        ("baton:handover_gap_seconds_count", "", 1),
+        ("baton:waiting_tokens", "", 0),
+        ("baton:requests_waiting_for_room", "", 0),
+        ("baton:requests_waiting_for_worker", "", 0),
+        ("baton:retries_total", 'cause="lost",', 0),
     ):
+        line = f'{name}{{{label}model_name="fake",role="router"}} {value:.1f}'
         assert line in exposed
+    assert 'baton:workers{model_name="fake",role="router",state="ready",worker_role="decode"} 1.0' in exposed
+    _, refused = await cluster.post("/v1/completions", prompt="Hello", max_tokens=10**6)
+    code = refused["error"]["code"]
+    assert (
+        f'baton:request_errors_total{{code="{code}",model_name="fake",role="router"}} 1.0'
+        in await metrics(cluster)
+    )
 
     status = await get("/status")
     assert [(w["role"], w["index"], w["state"]) for w in status["workers"]] == [
