@@ -25,11 +25,12 @@ from prometheus_client.parser import text_string_to_metric_families
 import rpc
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
+from tests.device import DEVICE, environment
 
 SECRET = b"a secret of the tests, no other"
 START_TIMEOUT = 60.0
 DEADLINE_MS = 60_000
-ENGINE: dict[str, Any] = {"dtype": "float32", "num_blocks": 512, "num_threads": 1}
+ENGINE: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "num_blocks": 512, "num_threads": 1}
 
 _ENTRY = """
 import importlib, json, sys
@@ -120,6 +121,7 @@ def start_worker(
     with log.open("ab") as output:
         popen = subprocess.Popen(
             [sys.executable, "-c", _ENTRY],
+            env=os.environ | environment(role),
             stdin=subprocess.PIPE,
             stderr=output,
             stdout=output,

@@ -21,6 +21,7 @@ from tests.cluster_helpers import (
     sampling,
     start_worker,
 )
+from tests.device import DEVICE
 
 CHUNK = 128
 LAYERS = 30
@@ -55,7 +56,9 @@ def workers(embedded_model_path: Path, directory: Path) -> Iterator[tuple[Worker
 
 @pytest.fixture(scope="module")
 def engine(embedded_model_path: Path) -> Engine:
-    return Engine(EngineConfig(str(embedded_model_path), dtype="float32", num_blocks=512, num_threads=1))
+    return Engine(
+        EngineConfig(str(embedded_model_path), dtype="float32", device=DEVICE, num_blocks=512, num_threads=1)
+    )
 
 
 def alone(engine: Engine, requests: list[pb.Request]) -> list[list[int]]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams
+from tests.device import DEVICE
 
 torch.set_num_threads(1)
 
@@ -116,6 +117,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
         settings: dict[str, Any] = {
             "model": str(tiny_path),
             "dtype": "float32",
+            "device": DEVICE,
             "block_size": 4,
             "num_blocks": 64,
         }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, EngineRequest, Output
+from tests.device import DEVICE
 
 
 class Pair:
@@ -135,7 +136,7 @@ def test_tiny_model(
 
 def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) -> None:
     def engine(**config: Any) -> Engine:
-        return Engine(EngineConfig(model=str(embedded_model_path), dtype="float32", **config))
+        return Engine(EngineConfig(model=str(embedded_model_path), dtype="float32", device=DEVICE, **config))
 
     requests = mixed_requests(request_of, [1, 3, 40, 16, 200, 77, 450, 33], 49152, 32)
     pair = Pair(engine(max_num_batched_tokens=64, num_blocks=128), engine(block_size=32, num_blocks=64))

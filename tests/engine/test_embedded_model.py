@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineConfig
+from tests.device import DEVICE
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").read_text())
 """Made by tests/system/make_goldens.py from transformers, greedily, in float32."""
@@ -14,7 +15,7 @@ GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").rea
 
 @pytest.fixture(scope="module")
 def engine(embedded_model_path: Path) -> Engine:
-    return Engine(EngineConfig(model=str(embedded_model_path), dtype="float32", num_threads=1))
+    return Engine(EngineConfig(model=str(embedded_model_path), dtype="float32", device=DEVICE, num_threads=1))
 
 
 def test_greedy_tokens_equal_transformers(engine: Engine, run: Any, request_of: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
+from tests.device import DEVICE
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -44,7 +45,12 @@ def test_greedy_tokens_equal_transformers(
     prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 2, 5, 16, 17, 90)]
     engine = Engine(
         EngineConfig(
-            model=str(tmp_path), dtype="float32", num_blocks=64, max_num_batched_tokens=24, max_num_seqs=6
+            model=str(tmp_path),
+            dtype="float32",
+            device=DEVICE,
+            num_blocks=64,
+            max_num_batched_tokens=24,
+            max_num_seqs=6,
         )
     )
     requests = [

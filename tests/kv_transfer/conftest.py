@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kv_transfer as kv
+from tests.device import DEVICE
 
 LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")  # 256 B a position and layer
 SLOT_BYTES = 4096  # 16 positions
@@ -58,7 +59,7 @@ class Worker:
         assert isinstance(ready, kv.Ready)
         self.port = ready.port
         shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
-        self.pool = [torch.zeros(shape) for _ in range(layout.num_layers)]
+        self.pool = [torch.zeros(shape, device=DEVICE) for _ in range(layout.num_layers)]
         self.free = list(range(blocks))
         random.shuffle(self.free)
 
@@ -102,7 +103,7 @@ class Prefill(Worker):
         super().__init__("prefill", blocks=blocks, block_size=block_size, **config)
         for layer in self.pool:
             layer.normal_()
-        self.sender = kv.KVSender(self.channel, self.arena, self.pool, block_size, self.layout)
+        self.sender = kv.KVSender(self.channel, self.arena, self.pool, block_size, self.layout, device=DEVICE)
         self.released: dict[bytes, str] = {}
         self.held: dict[bytes, list[int]] = {}
 
@@ -133,7 +134,9 @@ class Prefill(Worker):
 class Decode(Worker):
     def __init__(self, blocks: int = 64, block_size: int = 16, **config: Any) -> None:
         super().__init__("decode", blocks=blocks, block_size=block_size, **config)
-        self.receiver = kv.KVReceiver(self.channel, self.arena, self.pool, block_size, self.layout)
+        self.receiver = kv.KVReceiver(
+            self.channel, self.arena, self.pool, block_size, self.layout, device=DEVICE
+        )
         self.reserved: dict[bytes, list[int]] = {}
         self.events: dict[bytes, Any] = {}  # decode id → the one event that ended it
 
@@ -269,7 +272,7 @@ class BareDecode(Worker):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__("decode", blocks=4, block_size=16, **config)
         self.pool = [t.to(getattr(torch, self.layout.dtype)) for t in self.pool]
-        self.receiver = kv.KVReceiver(self.channel, self.arena, self.pool, 16, self.layout)
+        self.receiver = kv.KVReceiver(self.channel, self.arena, self.pool, 16, self.layout, device=DEVICE)
 
     def failure(self, source: Prefill, **other: Any) -> str:
         """Why a fetch from that prefill worker fails."""

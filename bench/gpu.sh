@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Everything of Baton that wants a GPU, on a machine with torch and without network: tests, then benches.
+#
+#   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
+#
+# STEP: tests kv overlap (default: all, in this order). DIR of --wheels holds the Python packages that the machine
+# lacks. One GPU or two: with two, prefill has the first and decode the second. A step that fails does not
+# stop the others; the exit status says how many did.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+wheels= out=gpu-results steps=()
+while (($#)); do
+    case $1 in
+        --wheels) wheels=$2; shift 2 ;;
+        --out) out=$2; shift 2 ;;
+        -*) echo "bench/gpu.sh: unknown option $1" >&2; exit 2 ;;
+        *) steps+=("$1"); shift ;;
+    esac
+done
+((${#steps[@]})) || steps=(tests kv overlap)
+mkdir -p "$out"
+if [[ $wheels ]]; then
+    site=$(mktemp -d)
+    trap 'rm -rf "$site"' EXIT
+    python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl || exit 2
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+fi
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$out/gpus.txt"
+
+tests() {
+    BATON_TEST_DEVICE=cuda python3 -m pytest -m 'not long' \
+        tests/engine tests/kv_transfer tests/decode_worker/test_tokens.py
+}
+kv() { python3 -m bench.kv --json "$out/kv.json"; }
+overlap() { python3 -m bench.overlap --device cuda --batch 32 --batch 64 --json "$out/overlap.json"; }
+
+failed=0
+for step in "${steps[@]}"; do
+    echo "== $step"
+    "$step" 2>&1 | tee "$out/$step.log"
+    ((PIPESTATUS[0] == 0)) || { echo "== $step FAILED"; ((failed += 1)); }
+done
+exit "$failed"
