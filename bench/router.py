@@ -38,7 +38,7 @@ import rpc
 from bench.contract import EXIT_CANNOT_MEASURE, Report, Row
 from bench.fake_worker import FakeWorker, Lanes
 from bench.roles import Roles
-from router.policy import DecodeLoad, Ring, least_loaded, sticky
+from router.policy import DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 
@@ -238,12 +238,17 @@ def cpu_seconds(pid: int) -> float:
 def decisions(workers: int, count: int, *, busy: float) -> list[float]:
     """Microseconds of each choice of a prefill and a decode worker, among so many of each.
 
-    `busy` is the share of decode workers without room.
+    Prompts of 2,000 tokens: a system prompt that every worker has cached, 12 chunks of a session that mostly
+    one has, and 11 new ones. `busy` is the share of decode workers without room.
     """
     rng = random.Random(1)
-    ring = Ring([f"10.0.{i // 256}.{i % 256}:7000" for i in range(workers)])
-    waiting = {f"10.0.{i // 256}.{i % 256}:7000": rng.randrange(8_000) for i in range(workers)}
-    total = sum(waiting.values())
+    loads = prefill_loads(workers, rng)
+    system = [rng.getrandbits(64) for _ in range(8)]
+    sessions = [[rng.getrandbits(64) for _ in range(12)] for _ in range(20 * workers)]
+    for row in range(workers):
+        loads.index.add(row, system)
+    for session in sessions:
+        loads.index.add(rng.randrange(workers), session)
     decodes = [
         DecodeLoad(
             f"10.1.{i // 256}.{i % 256}:7000", block_size=128, blocks_total=4_000, max_running=256,
@@ -252,15 +257,27 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
         for i in range(workers)
     ]  # fmt: skip
     took: list[float] = []
-    for _ in range(count):
-        key = rng.getrandbits(64)
+    for i in range(count):
+        key, session = rng.getrandbits(64), rng.choice(sessions)
+        chunks = [*system, *session, *(rng.getrandbits(64) for _ in range(11))]
         began = time.perf_counter()
-        prefill = sticky(ring, waiting, total, key=key, cost=2_000)
-        decode = least_loaded(decodes, tokens=2_150, rng=rng)
+        request = PrefillRequest(key=key, tokens=2_000, chunks=chunks, arrival=i)
+        snapshot = loads.snapshot(request, 0.05)
+        assert snapshot is not None
+        sticky(snapshot, request)
+        decode = two_choices(decodes, tokens=2_150, rng=rng)
         took.append(1e6 * (time.perf_counter() - began))
-        assert prefill is not None
         assert decode is not None
     return took
+
+
+def prefill_loads(workers: int, rng: random.Random) -> PrefillLoads:
+    loads = PrefillLoads()
+    for i in range(workers):
+        row = loads.join(f"10.0.{i // 256}.{i % 256}:7000", block_size=128, now=0)
+        waiting = rng.randrange(8_000)
+        loads.reported(row, tokens_waiting=waiting, tokens_per_s=rng.uniform(38_000, 42_000), now=0)
+    return loads
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

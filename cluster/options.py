@@ -164,6 +164,9 @@ class FrontOptions:
     worker_wait: Annotated[
         float, opt("How long requests wait while a role has no worker.", "S", check=between(0))
     ] = 60.0  # fmt: skip
+    routing_policy: Annotated[
+        Literal["sticky", "round-robin"], opt("How a prefill worker is chosen.", "POLICY")
+    ] = "sticky"
 
 
 @dataclass(frozen=True)

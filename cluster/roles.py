@@ -84,6 +84,7 @@ def run_router(given: options.RouterRole) -> int:
             api_keys=tuple(given.front.api_key),
             request_timeout=given.front.request_timeout,
             worker_wait=given.front.worker_wait,
+            routing_policy=given.front.routing_policy,
             drain_timeout=given.drain.drain_timeout,
             max_body_bytes=given.front.max_body_bytes,
             max_waiting_tokens=given.front.max_waiting_tokens,

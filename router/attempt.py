@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from router.connection import WorkerConnection
+from router.policy import PrefillWork
 
 
 @dataclass(slots=True)
 class Prefill:
     id: bytes
     worker: WorkerConnection
+    work: PrefillWork
     base: int  # output tokens that were emitted before it: the index of its own token
     handover: bool = True
     sent: bool = False

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from router.policy import PREFILL_POLICIES
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
@@ -33,6 +35,8 @@ class RouterConfig:
     """Seconds that a request waits while a role has no worker."""
     drain_timeout: float = 60.0
     """Seconds that running requests have after SIGTERM."""
+    routing_policy: str = "sticky"
+    """How a prefill worker is chosen: one of `router.policy.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20
     max_waiting_tokens: int = 1_000_000
     """Prompt tokens of requests without a first token; beyond it clients get 429."""
@@ -53,6 +57,10 @@ class RouterConfig:
         require("max-body-bytes", self.max_body_bytes > 0, "above 0", self.max_body_bytes)
         require("max-waiting-tokens", self.max_waiting_tokens > 0, "above 0", self.max_waiting_tokens)
         require("index", self.index >= 0, "at least 0", self.index)
+        names = ", ".join(PREFILL_POLICIES)
+        require(
+            "routing-policy", self.routing_policy in PREFILL_POLICIES, f"one of {names}", self.routing_policy
+        )
         if "" in self.api_keys:
             raise ValueError("--api-key: a key cannot be empty")
         for address in self.workers:

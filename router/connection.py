@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 import rpc
+from router.policy import PrefillWork
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 
@@ -54,14 +55,22 @@ class Observer(Protocol):
         """Raises Refused when a worker of this description does not fit the others."""
 
     def membership_changed(self, connection: "WorkerConnection") -> None: ...
-    def load_changed(self, connection: "WorkerConnection") -> None: ...
+    def load_changed(self, connection: "WorkerConnection") -> None:
+        """Of a decode worker."""
+        ...
+
+    def prefill_reported(self, connection: "WorkerConnection") -> None: ...
+    def prefill_sent(self, connection: "WorkerConnection", work: PrefillWork) -> None: ...
+    def prefill_ended(self, connection: "WorkerConnection", work: PrefillWork, *, computed: bool) -> None:
+        """Its token came, or it was given up. Not said of those that are lost with the stream."""
+        ...
 
 
 @dataclass(slots=True)
 class _Attempt:
     owner: AttemptOwner
-    tokens: int  # positions to compute (prefill) or to hold (decode)
-    waiting: bool  # a prefill whose token has not come
+    tokens: int = 0  # of a decode: positions to hold
+    work: PrefillWork | None = None  # of a prefill, until its token comes
 
 
 class WorkerConnection:
@@ -70,7 +79,6 @@ class WorkerConnection:
     Attributes:
         description: of the incarnation that is attached; the last one while it is not.
         status: as last reported.
-        waiting_tokens: prompt tokens that this router has waiting there.
         blocks_taken: blocks that this router's reservations took (less those it gave back) since `status`.
         full: it had no room for a reservation, and has not reported since.
     """
@@ -81,7 +89,6 @@ class WorkerConnection:
         self.reason = ""
         self.description = pb.WorkerDescription()
         self.status = pb.WorkerStatus()
-        self.waiting_tokens = 0
         self.blocks_taken = 0
         self.full = False
         self.retired = False
@@ -101,6 +108,10 @@ class WorkerConnection:
     def ready(self) -> bool:
         """Whether it takes new work."""
         return self.state is State.READY and not self.retired
+
+    @property
+    def attached(self) -> bool:
+        return self._outgoing is not None
 
     def when_closed(self, callback: Callable[["WorkerConnection"], None]) -> None:
         self._task.add_done_callback(lambda _: callback(self))
@@ -134,17 +145,14 @@ class WorkerConnection:
 
     # ------------------------------------------------------------ attempts
 
-    def submit_prefill(self, submit: pb.SubmitPrefill, owner: AttemptOwner, tokens: int) -> None:
-        self.waiting_tokens += tokens
-        self._submit(
-            submit.prefill_id, _Attempt(owner, tokens, waiting=True), pb.RouterMessage(prefill=submit)
-        )
+    def submit_prefill(self, submit: pb.SubmitPrefill, owner: AttemptOwner, work: PrefillWork) -> None:
+        self._submit(submit.prefill_id, _Attempt(owner, work=work), pb.RouterMessage(prefill=submit))
+        self._observer.prefill_sent(self, work)
 
     def submit_decode(self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int) -> None:
         self.blocks_taken += self.blocks(tokens)
-        self._submit(
-            submit.decode_id, _Attempt(owner, tokens, waiting=False), pb.RouterMessage(decode=submit)
-        )
+        self._submit(submit.decode_id, _Attempt(owner, tokens), pb.RouterMessage(decode=submit))
+        self._observer.load_changed(self)
 
     def retarget(self, message: pb.Retarget) -> None:
         self._send(pb.RouterMessage(retarget=message))
@@ -165,24 +173,24 @@ class WorkerConnection:
         assert self.ready, "work goes to ready workers only"
         self._attempts[attempt_id] = attempt
         self._send(message)
-        self._observer.load_changed(self)
 
     def _end(self, attempt_id: bytes) -> bool:
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is None:
             return False
-        self._uncharge(attempt)
-        self._observer.load_changed(self)
+        if self.description.role == pb.ROLE_DECODE:
+            self.blocks_taken -= self.blocks(attempt.tokens)
+            self.full = False
+            self._observer.load_changed(self)
+        else:
+            self._prefill_ended(attempt, computed=False)
         self._close_if_done()
         return True
 
-    def _uncharge(self, attempt: _Attempt) -> None:
-        if attempt.waiting:
-            attempt.waiting = False
-            self.waiting_tokens -= attempt.tokens
-        elif self.description.role == pb.ROLE_DECODE:
-            self.blocks_taken -= self.blocks(attempt.tokens)
-            self.full = False
+    def _prefill_ended(self, attempt: _Attempt, *, computed: bool) -> None:
+        work, attempt.work = attempt.work, None
+        if work is not None:
+            self._observer.prefill_ended(self, work, computed=computed)
 
     def _send(self, message: pb.RouterMessage) -> None:
         if self._outgoing is not None and not self._outgoing.put(message):
@@ -245,7 +253,7 @@ class WorkerConnection:
         if self.state is not State.REFUSED:
             self.state = State.CONNECTING
         lost, self._attempts = self._attempts, {}
-        self.waiting_tokens = self.blocks_taken = 0
+        self.blocks_taken = 0
         self.full = False
         if was_attached:
             self._observer.membership_changed(self)
@@ -259,9 +267,7 @@ class WorkerConnection:
                 for event in message.step.tokens:
                     attempt = self._attempts.get(event.attempt_id)
                     if attempt is not None:
-                        if attempt.waiting:
-                            self._uncharge(attempt)
-                            self._observer.load_changed(self)
+                        self._prefill_ended(attempt, computed=True)
                         attempt.owner.on_token(event)
             case "reserved":
                 attempt = self._attempts.get(message.reserved.decode_id)
@@ -271,7 +277,10 @@ class WorkerConnection:
                 self._receive_failure(message.failed)
             case "status":
                 changed = self._report(message.status)
-                self._observer.load_changed(self)
+                if self.description.role == pb.ROLE_PREFILL:
+                    self._observer.prefill_reported(self)
+                else:
+                    self._observer.load_changed(self)
                 if changed:
                     self._observer.membership_changed(self)
 
@@ -281,7 +290,7 @@ class WorkerConnection:
             return
         if failure.code == pb.FAILURE_CODE_NO_ROOM:
             del self._attempts[failure.attempt_id]
-            self._uncharge(attempt)
+            self.blocks_taken -= self.blocks(attempt.tokens)
             self.full = True  # before anybody else is sent there
             self._observer.load_changed(self)
         elif failure.code != pb.FAILURE_CODE_KV_FAILED:  # which leaves the reservation

@@ -158,13 +158,14 @@ class Generation:
     def _plan_prefill(self, *, handover: bool = True) -> bool:
         """Chooses a prefill worker. False: there is none, and the generation waits for one."""
         tokens = len(self._job.prompt_ids) + len(self.output_ids)
-        worker = self._pool.choose_prefill(self._job.session_key, tokens, self._avoid)
-        if worker is None:
+        chosen = self._pool.choose_prefill(self._job.session_key, self._job.chunks, tokens, self._avoid)
+        if chosen is None:
             self._wait_for_worker("prefill")
             return False
         self._stop_waiting()
         prefill_id = os.urandom(16)
-        self._prefill = Prefill(prefill_id, worker, self._emit.begin_prefill(prefill_id), handover)
+        base = self._emit.begin_prefill(prefill_id)
+        self._prefill = Prefill(prefill_id, chosen.worker, chosen.work, base, handover)
         return True
 
     def _send_prefill(self) -> None:
@@ -174,7 +175,7 @@ class Generation:
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id, request=self._request(self.output_ids), handover=prefill.handover
         )
-        prefill.worker.submit_prefill(submit, self, len(self._job.prompt_ids) + prefill.base)
+        prefill.worker.submit_prefill(submit, self, prefill.work)
 
     def _retarget(self) -> None:
         """Keeps the reservation, and takes the KV from a new prefill of prompt + output."""

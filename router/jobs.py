@@ -10,7 +10,7 @@ import xxhash
 from router.api import ChatBody, CompletionBody, GenerationBody
 from router.errors import ContextLengthExceeded, InvalidRequest
 from router.tokenizer import ModelTokenizer
-from rpc import CHUNK_TOKENS, chunk_hashes
+from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 
 LONG_TEXT = 20_000
@@ -27,6 +27,8 @@ class Job:
     prompt_ids: list[int]
     sampling: pb.SamplingParams
     session_key: int
+    chunks: list[int]
+    """Hashes of the prompt's full 64-token chunks."""
     priority: int = 0
 
 
@@ -79,11 +81,12 @@ def make_jobs(
         if body.min_tokens > max_tokens:
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
-        key = _session_key(session, prompt_ids)
+        chunks = chunk_hashes(prompt_ids)
+        key = _session_key(session, prompt_ids, chunks)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         for i in range(body.n):
             seeded = pb.SamplingParams(**sampling, max_tokens=max_tokens, seed=(seed + i) & _SEED_MASK)
-            jobs.append(Job(prompt_ids, seeded, key, body.priority))
+            jobs.append(Job(prompt_ids, seeded, key, chunks, body.priority))
     return jobs
 
 
@@ -133,9 +136,10 @@ def _sampling(body: GenerationBody, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _session_key(session: str | None, prompt_ids: list[int]) -> int:
+def _session_key(session: str | None, prompt_ids: list[int], chunks: list[int]) -> int:
     """By what the client calls it; else sessions are told apart by how they begin."""
     if session:
         return xxhash.xxh3_64_intdigest(session.encode(errors="replace"))
-    hashes = chunk_hashes(prompt_ids[: SESSION_CHUNKS * CHUNK_TOKENS])
-    return hashes[-1] if hashes else xxhash.xxh3_64_intdigest(repr(prompt_ids).encode())
+    if chunks:
+        return chunks[:SESSION_CHUNKS][-1]
+    return xxhash.xxh3_64_intdigest(repr(prompt_ids).encode())

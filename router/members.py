@@ -1,63 +1,116 @@
-"""The ready workers in the form that policies read: built when workers come or go, then kept current."""
+"""The workers in the form that policies read, kept current with what connections report."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from router.connection import WorkerConnection
-from router.policy import DecodeLoad, Ring
+from router.policy import DecodeLoad, PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
 from rpc import worker_pb2 as pb
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    worker: WorkerConnection
+    work: PrefillWork
+    """What the request will cost there."""
+    seconds: float
+    """The estimated time until its first token, were it sent there now."""
+
+
 class Members:
-    """Loads of all ready workers.
+    """All attached workers.
 
     Attributes:
-        ring: the prefill workers.
-        prefill_tokens: tokens that wait at each of them; `prefill_total` is the sum.
-        decodes: the decode workers.
-        capacity: positions that one request may have anywhere; None while no worker is known.
+        decodes: the decode workers that take new work.
     """
 
-    def __init__(self, ready: Iterable[WorkerConnection], capacity: int | None) -> None:
-        workers = list(ready)
-        prefills = [c for c in workers if c.description.role == pb.ROLE_PREFILL]
-        self.ring = Ring([c.address for c in prefills])
-        self.prefill_tokens = {c.address: _waiting_tokens(c) for c in prefills}
-        self.prefill_total = sum(self.prefill_tokens.values())
-        self._decode_loads = {
-            c.address: _decode_load(c) for c in workers if c.description.role == pb.ROLE_DECODE
-        }
+    def __init__(self, policy: PrefillPolicy) -> None:
+        self.decodes: list[DecodeLoad] = []
+        self._policy = policy
+        self._loads = PrefillLoads()
+        self._rows: dict[WorkerConnection, int] = {}
+        self._prefills: dict[int, WorkerConnection] = {}
+        self._decode_loads: dict[WorkerConnection, DecodeLoad] = {}
+        self._choices = 0
+
+    # ------------------------------------------------------------ what connections report
+
+    def membership_changed(self, connection: WorkerConnection) -> None:
+        if connection.description.role == pb.ROLE_PREFILL:
+            self._prefill_changed(connection)
+            return
+        if connection.ready and connection not in self._decode_loads:
+            described = connection.description
+            self._decode_loads[connection] = DecodeLoad(
+                worker=connection.address,
+                block_size=described.block_size,
+                blocks_total=described.num_blocks,
+                max_running=described.max_num_seqs,
+            )
+            self.load_changed(connection)
+        elif not connection.ready:
+            self._decode_loads.pop(connection, None)
         self.decodes = list(self._decode_loads.values())
-        self.capacity = capacity
 
-    def update(self, connection: WorkerConnection) -> None:
-        """Takes in what changed at one worker."""
-        address = connection.address
-        if address in self.prefill_tokens:
-            tokens = _waiting_tokens(connection)
-            self.prefill_total += tokens - self.prefill_tokens[address]
-            self.prefill_tokens[address] = tokens
-        elif address in self._decode_loads:
-            _update(self._decode_loads[address], connection)
+    def _prefill_changed(self, connection: WorkerConnection) -> None:
+        row = self._rows.get(connection)
+        if connection.attached and row is None:
+            block_size = connection.description.block_size
+            row = self._loads.join(connection.address, block_size=block_size, now=time.monotonic())
+            self._rows[connection], self._prefills[row] = row, connection
+            self.prefill_reported(connection)
+        elif not connection.attached and row is not None:
+            self._loads.leave(row)
+            del self._rows[connection], self._prefills[row]
+            return
+        if row is not None:
+            self._loads.serve(row, connection.ready)
 
+    def load_changed(self, connection: WorkerConnection) -> None:
+        """Of a decode worker."""
+        load = self._decode_loads.get(connection)
+        if load is not None:
+            status = connection.status
+            load.blocks_free = 0 if connection.full else status.blocks_free - connection.blocks_taken
+            load.running = max(connection.attempts, status.requests_running + status.reservations)
 
-def _waiting_tokens(connection: WorkerConnection) -> int:
-    # What it reports includes other routers' work, but is up to a second old.
-    return max(connection.waiting_tokens, connection.status.tokens_waiting)
+    def prefill_reported(self, connection: WorkerConnection) -> None:
+        status = connection.status
+        self._loads.reported(
+            self._rows[connection],
+            tokens_waiting=status.tokens_waiting,
+            tokens_per_s=status.prefill_tokens_per_s,
+            now=time.monotonic(),
+        )
 
+    def prefill_sent(self, connection: WorkerConnection, work: PrefillWork) -> None:
+        self._loads.sent(self._rows[connection], work, time.monotonic())
 
-def _decode_load(connection: WorkerConnection) -> DecodeLoad:
-    described = connection.description
-    load = DecodeLoad(
-        worker=connection.address,
-        block_size=described.block_size,
-        blocks_total=described.num_blocks,
-        max_running=described.max_num_seqs,
-    )
-    _update(load, connection)
-    return load
+    def prefill_ended(self, connection: WorkerConnection, work: PrefillWork, *, computed: bool) -> None:
+        self._loads.ended(self._rows[connection], work, computed=computed, now=time.monotonic())
 
+    # ------------------------------------------------------------ who is there, and choices
 
-def _update(load: DecodeLoad, connection: WorkerConnection) -> None:
-    status = connection.status
-    load.blocks_free = 0 if connection.full else status.blocks_free - connection.blocks_taken
-    load.running = max(connection.attempts, status.requests_running + status.reservations)
+    @property
+    def has_prefill(self) -> bool:
+        return self._loads.serving > 0
+
+    def prefill_tokens_per_s(self) -> float:
+        return self._loads.tokens_per_s()
+
+    def choose_prefill(
+        self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
+    ) -> PrefillChoice | None:
+        """None when there is no worker."""
+        request = PrefillRequest(key=key, tokens=tokens, chunks=chunks, arrival=self._choices)
+        avoided = (
+            [row for connection, row in self._rows.items() if connection.address in avoid] if avoid else ()
+        )
+        snapshot = self._loads.snapshot(request, time.monotonic(), avoided)
+        if snapshot is None:
+            return None
+        self._choices += 1
+        row = self._policy(snapshot, request)
+        work = PrefillWork(tokens - int(snapshot.cached[row]), chunks)
+        return PrefillChoice(self._prefills[row], work, float(snapshot.seconds(request)[row]))

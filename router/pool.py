@@ -13,8 +13,8 @@ from typing import Protocol
 
 from router.connection import Refused, State, WorkerConnection
 from router.discovery import Discovery
-from router.members import Members
-from router.policy import least_loaded, sticky
+from router.members import Members, PrefillChoice
+from router.policy import PrefillPolicy, PrefillWork, two_choices
 from router.room import RoomQueue
 from rpc import worker_pb2 as pb
 
@@ -34,7 +34,7 @@ class WorkerPool:
         changed: set whenever a worker comes or goes; cleared by its one reader.
     """
 
-    def __init__(self, secret: bytes, discovery: Discovery) -> None:
+    def __init__(self, secret: bytes, discovery: Discovery, policy: PrefillPolicy) -> None:
         self.room = RoomQueue()
         self.waiters: dict[WorkerWaiter, None] = {}
         self.changed = asyncio.Event()
@@ -45,7 +45,7 @@ class WorkerPool:
         self._arrivals = itertools.count()
         self._connections: dict[str, WorkerConnection] = {}
         self._retired: set[WorkerConnection] = set()  # off the list, but not yet empty
-        self._built: Members | None = None
+        self._members = Members(policy)
         self._offering = False
 
     async def run(self) -> None:
@@ -86,33 +86,34 @@ class WorkerPool:
     @property
     def complete(self) -> bool:
         """Whether there is a worker of each role."""
-        return bool(self._members.ring.size and self._members.decodes)
+        return self._members.has_prefill and self.has_decode
 
     @property
     def capacity(self) -> int | None:
         """Positions that one request may have anywhere; None while no worker is known."""
-        return self._members.capacity
+        described = (c.description for c in self._connections.values())
+        sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
+        return min(sizes, default=None)
 
     def prefill_tokens_per_s(self) -> float:
         """How fast waiting prompts are computed, over all workers."""
-        return sum(c.status.prefill_tokens_per_s for c in self.ready(pb.ROLE_PREFILL))
+        return self._members.prefill_tokens_per_s()
 
     def arrival(self) -> int:
         return next(self._arrivals)
 
     # ------------------------------------------------------------ choices
 
-    def choose_prefill(self, key: int, tokens: int, avoid: Collection[str]) -> WorkerConnection | None:
-        """For a session's 64-bit key; None when there is no worker."""
-        members = self._members
-        chosen = sticky(
-            members.ring, members.prefill_tokens, members.prefill_total, key=key, cost=tokens, avoid=avoid
-        )
-        return None if chosen is None else self._connections[chosen]
+    def choose_prefill(
+        self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
+    ) -> PrefillChoice | None:
+        """For a session's 64-bit key and `tokens` positions, which begin with these 64-token chunks (their
+        hashes); None when there is no worker."""
+        return self._members.choose_prefill(key, chunks, tokens, avoid)
 
     def choose_decode(self, tokens: int, avoid: Collection[str]) -> WorkerConnection | None:
         """With room for `tokens` positions; None when there seems to be none (or no worker at all)."""
-        chosen = least_loaded(self._members.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
+        chosen = two_choices(self._members.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
         return None if chosen is None else self._connections[chosen]
 
     # ------------------------------------------------------------ what connections report
@@ -133,7 +134,7 @@ class WorkerPool:
                 raise Refused(f"its KV layout is not that of {other}")
 
     def membership_changed(self, connection: WorkerConnection) -> None:
-        self._built = None
+        self._members.membership_changed(connection)
         self.changed.set()
         if connection.ready:
             waiters, self.waiters = self.waiters, {}
@@ -142,22 +143,17 @@ class WorkerPool:
             self._offer_room()
 
     def load_changed(self, connection: WorkerConnection) -> None:
-        if self._built is not None and not connection.retired:
-            self._built.update(connection)
-        if connection.description.role == pb.ROLE_DECODE:
-            self._offer_room()
+        self._members.load_changed(connection)
+        self._offer_room()
 
-    @property
-    def _members(self) -> Members:
-        if self._built is None:
-            sizes = [
-                min(d.max_model_len, d.num_blocks * d.block_size)
-                for d in (c.description for c in self._connections.values())
-                if d.num_blocks
-            ]
-            ready = (c for c in self._connections.values() if c.ready)
-            self._built = Members(ready, min(sizes, default=None))
-        return self._built
+    def prefill_reported(self, connection: WorkerConnection) -> None:
+        self._members.prefill_reported(connection)
+
+    def prefill_sent(self, connection: WorkerConnection, work: PrefillWork) -> None:
+        self._members.prefill_sent(connection, work)
+
+    def prefill_ended(self, connection: WorkerConnection, work: PrefillWork, *, computed: bool) -> None:
+        self._members.prefill_ended(connection, work, computed=computed)
 
     def _offer_room(self) -> None:
         # An offer submits, which changes loads, which ends here again.

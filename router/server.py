@@ -26,6 +26,7 @@ from router.front import Front
 from router.grpc_face import GrpcFace
 from router.intake import Intake
 from router.metrics import Metrics
+from router.policy import PREFILL_POLICIES
 from router.pool import WorkerPool
 from router.serving import Services
 from router.tokenizer import ModelTokenizer, load_tokenizer
@@ -64,7 +65,7 @@ class Running:
 @contextlib.asynccontextmanager
 async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[Running]:
     """Listens while the context is open; what still runs when it closes is cut."""
-    pool = WorkerPool(config.secret, _discovery(config))
+    pool = WorkerPool(config.secret, _discovery(config), PREFILL_POLICIES[config.routing_policy])
     services = Services(
         tokenizer=tokenizer,
         pool=pool,

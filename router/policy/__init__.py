@@ -1,10 +1,35 @@
 """Where work goes: pure functions over a snapshot of the workers, one file each.
 
 A policy sees loads and returns a choice. It keeps nothing, waits for nothing, and knows neither connections
-nor clocks, so that the same objects run in the router and in a simulator.
+nor clocks, so that the same objects run in the router and in a simulator (`bench.routing_sim`).
+
+Prefill: `PrefillLoads` follows what workers report and what this router sends, and makes a
+`PrefillSnapshot` for each choice: the seconds of work ahead at each worker, its speed, and how much of the
+prompt it has cached (`ChunkIndex`). A `PrefillPolicy` takes that and a request, and returns a worker.
+`PrefillSnapshot.seconds` is the estimated time until the first token.
+
+Decode: `two_choices` over a list of `DecodeLoad`.
 """
 
-from router.policy.least_loaded import DecodeLoad, least_loaded
-from router.policy.sticky import Ring, sticky
+from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
+from router.policy.prefill_loads import PrefillLoads, PrefillWork
+from router.policy.ring import Ring
+from router.policy.round_robin import round_robin
+from router.policy.sticky import sticky
+from router.policy.two_choices import DecodeLoad, two_choices
 
-__all__ = ["DecodeLoad", "Ring", "least_loaded", "sticky"]
+PREFILL_POLICIES: dict[str, PrefillPolicy] = {"sticky": sticky, "round-robin": round_robin}
+
+__all__ = [
+    "PREFILL_POLICIES",
+    "DecodeLoad",
+    "PrefillLoads",
+    "PrefillPolicy",
+    "PrefillRequest",
+    "PrefillSnapshot",
+    "PrefillWork",
+    "Ring",
+    "round_robin",
+    "sticky",
+    "two_choices",
+]

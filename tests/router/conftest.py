@@ -73,7 +73,7 @@ class Cluster:
         Then usage would miss what only prefill knows: how much was cached.
         """
         connections = self.router.services.pool.connections
-        while any((attempt := c._attempts.get(prefill_id)) and attempt.waiting for c in connections):  # noqa: ASYNC110
+        while any((attempt := c._attempts.get(prefill_id)) and attempt.work for c in connections):  # noqa: ASYNC110
             await asyncio.sleep(0.0002)
 
     async def idle(self) -> None:
@@ -85,7 +85,7 @@ class Cluster:
                 and not len(services.pool.room)
                 and not services.pool.waiters
                 and services.admission.waiting_tokens == 0
-                and all(c.attempts == 0 and c.waiting_tokens == 0 for c in services.pool.connections)
+                and all(c.attempts == 0 and c.blocks_taken <= 0 for c in services.pool.connections)
             )
         )
 

@@ -33,7 +33,7 @@ class DecodeLoad:
         return self.blocks_free * self.block_size >= tokens
 
 
-def least_loaded(
+def two_choices(
     loads: Sequence[DecodeLoad], *, tokens: int, rng: random.Random, avoid: Collection[str] = ()
 ) -> str | None:
     """The worker to ask for a reservation of `tokens` positions; None when none seems to have room.

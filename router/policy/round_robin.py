@@ -1,0 +1,8 @@
+"""Prefill: each worker in turn. For comparison, and where nothing is ever cached and all prompts are
+alike."""
+
+from router.policy.prefill import PrefillRequest, PrefillSnapshot
+
+
+def round_robin(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
+    return int(snapshot.rows[request.arrival % len(snapshot.rows)])

@@ -1,0 +1,142 @@
+"""What a router believes of its prefill workers, over any order of reports, submissions and ends."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.policy import PrefillLoads, PrefillRequest, PrefillSnapshot, PrefillWork
+from router.policy.chunk_index import ChunkIndex
+from rpc import CHUNK_TOKENS
+
+SPEED = 1000.0
+
+
+def one(block_size: int = 16) -> tuple[PrefillLoads, int]:
+    loads = PrefillLoads()
+    row = loads.join("a:1", block_size=block_size, now=0)
+    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)
+    return loads, row
+
+
+def look(loads: PrefillLoads, now: float, tokens: int = 100, chunks: list[int] = []) -> PrefillSnapshot:  # noqa: B006
+    snapshot = loads.snapshot(PrefillRequest(key=1, tokens=tokens, chunks=chunks), now)
+    assert snapshot is not None
+    return snapshot
+
+
+def test_the_queue_is_what_was_reported_and_sent_since_less_what_was_computed_meanwhile():
+    loads, row = one()
+    loads.reported(row, tokens_waiting=5000, tokens_per_s=SPEED, now=10)
+    loads.sent(row, PrefillWork(1000), 11)
+    assert look(loads, 12).wait[row] == pytest.approx(4)
+    loads.reported(row, tokens_waiting=300, tokens_per_s=SPEED, now=13)
+    assert look(loads, 13).wait[row] == pytest.approx(1), "this router knows of 1000 that are not computed"
+    loads.ended(row, PrefillWork(1000), computed=True, now=13)
+    assert look(loads, 13.1).wait[row] == pytest.approx(0.2)
+    assert look(loads, 99).wait[row] == 0
+
+
+def test_what_is_given_up_no_longer_waits():
+    loads, row = one()
+    loads.sent(row, PrefillWork(1000), 0)
+    loads.sent(row, PrefillWork(500), 0)
+    loads.ended(row, PrefillWork(1000), computed=False, now=0)
+    assert look(loads, 0).wait[row] == pytest.approx(0.5)
+
+
+def test_seconds_are_of_the_wait_and_of_what_is_not_cached():
+    loads, row = one()
+    loads.index.add(row, [7, 8])
+    loads.sent(row, PrefillWork(1000), 0)
+    request = PrefillRequest(key=1, tokens=228, chunks=[7, 8, 9])
+    snapshot = loads.snapshot(request, 0)
+    assert snapshot is not None
+    assert snapshot.seconds(request)[row] == pytest.approx(1 + 0.1)
+
+
+def test_an_unknown_speed_is_taken_to_be_that_of_the_others():
+    loads = PrefillLoads()
+    rows = [loads.join(name, block_size=16, now=0) for name in ("a:1", "b:1", "c:1")]
+    assert loads.tokens_per_s() == 0
+    loads.reported(rows[0], tokens_waiting=0, tokens_per_s=3000, now=0)
+    loads.reported(rows[1], tokens_waiting=0, tokens_per_s=0, now=0)
+    assert look(loads, 0).speed.tolist() == [3000, 3000, 3000]
+    assert loads.tokens_per_s() == 3000
+
+
+@pytest.mark.parametrize(
+    ("block_size", "tokens", "chunks", "cached"),
+    [
+        (16, 1000, 3, 192),
+        (64, 1000, 3, 192),
+        (128, 1000, 3, 128),  # half a block is of no use
+        (16, 192, 3, 176),  # the last position is computed anyway, so its block is
+        (64, 192, 3, 128),
+        (128, 256, 4, 128),
+        (48, 1000, 3, 192),
+    ],
+)
+def test_cached_tokens_are_full_blocks_before_the_last_position(block_size, tokens, chunks, cached):
+    loads, row = one(block_size)
+    loads.index.add(row, range(chunks))
+    snapshot = look(loads, 0, tokens, list(range(20)))
+    assert (snapshot.cached[row], snapshot.most_cached) == (cached, cached)
+
+
+def test_a_prompt_that_was_sent_is_expected_until_its_token_comes():
+    loads, row = one()
+    work = PrefillWork(200, [1, 2, 3])
+    loads.sent(row, work, 0)
+    loads.sent(row, work, 0)
+    loads.index.add(row, [1])
+    assert look(loads, 0, 500, [1, 2, 3, 4]).cached[row] == 192
+    loads.ended(row, work, computed=True, now=0)
+    assert look(loads, 0, 500, [1, 2, 3, 4]).cached[row] == 192
+    loads.ended(row, work, computed=True, now=0)
+    assert look(loads, 0, 500, [1, 2, 3, 4]).cached[row] == 64, "only what was reported stays"
+    loads.leave(row)
+    assert not len(loads.index)
+
+
+ROWS, CHUNKS = 20, 6
+_EVENTS = st.tuples(
+    st.sampled_from(("add", "discard", "expect", "unexpect", "clear", "forget")),
+    st.integers(0, ROWS - 1),
+    st.lists(st.integers(0, CHUNKS - 1), max_size=4),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(_EVENTS, max_size=80), st.permutations(range(CHUNKS)))
+def test_the_index_knows_what_a_table_of_all_workers_would(events, prompt):
+    index = ChunkIndex()
+    index.grow(ROWS)
+    reported: list[set[int]] = [set() for _ in range(ROWS)]
+    expected: list[list[list[int]]] = [[] for _ in range(ROWS)]
+    for kind, row, chunks in events:
+        if kind == "unexpect":
+            if expected[row]:
+                index.unexpect(row, expected[row].pop())
+        elif kind in ("clear", "forget"):
+            getattr(index, kind)(row)
+            reported[row].clear()
+            if kind == "forget":
+                expected[row].clear()
+        else:
+            getattr(index, kind)(row, chunks)
+            match kind:
+                case "add":
+                    reported[row].update(chunks)
+                case "discard":
+                    reported[row].difference_update(chunks)
+                case "expect":
+                    expected[row].append(chunks)
+    cached = np.zeros(ROWS, np.int64)
+    most = index.overlap(list(prompt), 10_000, 1, cached)
+    for row in range(ROWS):
+        held = reported[row].union(*expected[row])
+        depth = next((i for i, chunk in enumerate(prompt) if chunk not in held), CHUNKS)
+        assert cached[row] == depth * CHUNK_TOKENS
+        assert index.reported(row) == len(reported[row])
+    assert most == cached.max()

@@ -1,0 +1,155 @@
+"""Policies are pure: their promises are checked over many sessions, without a router."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policy import PrefillLoads, PrefillRequest, PrefillWork, round_robin, sticky
+from router.policy.sticky import BOUND
+
+WORKERS = [f"10.0.0.{i}:7001" for i in range(8)]
+SPEED = 1000.0
+_RANDOM = random.Random(5)
+KEYS = [_RANDOM.getrandbits(64) for _ in range(4000)]
+PROMPT = [_RANDOM.getrandbits(64) for _ in range(10)]
+
+
+def loads_of(
+    workers: list[str], waiting: dict[str, int] | None = None
+) -> tuple[PrefillLoads, dict[str, int]]:
+    """With the row of each."""
+    loads = PrefillLoads()
+    rows = {name: loads.join(name, block_size=16, now=0) for name in workers}
+    for name, row in rows.items():
+        tokens = (waiting or {}).get(name, 0)
+        loads.reported(row, tokens_waiting=tokens, tokens_per_s=SPEED, now=0)
+    return loads, rows
+
+
+def choose(loads: PrefillLoads, key: int, *, chunks: list[int] = [], avoid=(), tokens: int = 100) -> int:  # noqa: B006
+    request = PrefillRequest(key=key, tokens=tokens, chunks=chunks)
+    snapshot = loads.snapshot(request, 0, avoid)
+    assert snapshot is not None
+    return sticky(snapshot, request)
+
+
+def homes(workers: list[str]) -> dict[int, str]:
+    """Which worker each session goes to while all are idle."""
+    loads, rows = loads_of(workers)
+    names = {row: name for name, row in rows.items()}
+    return {key: names[choose(loads, key)] for key in KEYS}
+
+
+def test_the_same_session_goes_to_the_same_worker_in_every_router():
+    assert homes(WORKERS) == homes(list(reversed(WORKERS)))
+
+
+def test_sessions_spread_over_all_workers():
+    counts = Counter(homes(WORKERS).values())
+    assert set(counts) == set(WORKERS)
+    assert max(counts.values()) < 1.3 * len(KEYS) / len(WORKERS)
+
+
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_a_worker_that_leaves_or_joins_moves_only_its_share(count: int):
+    workers = [f"10.0.1.{i}:7001" for i in range(count)]
+    before, after = homes(workers), homes(workers[1:])
+    moved = {key for key in KEYS if before[key] != after[key]}
+    assert moved == {key for key in KEYS if before[key] == workers[0]}
+    assert 0 < len(moved) / len(KEYS) <= 1.35 / count
+
+
+def test_a_worker_that_comes_back_in_another_row_gets_its_sessions_back():
+    loads, rows = loads_of(WORKERS)
+    before = {key: choose(loads, key) for key in KEYS[:500]}
+    names = {row: name for name, row in rows.items()}
+    for name in WORKERS[:2]:
+        loads.leave(rows[name])
+    for name in reversed(WORKERS[:2]):
+        names[loads.join(name, block_size=16, now=0)] = name
+    old = {row: name for name, row in rows.items()}
+    assert {key: names[choose(loads, key)] for key in before} == {k: old[row] for k, row in before.items()}
+
+
+def test_a_hot_session_overflows_to_its_next_worker_and_comes_back():
+    loads, _ = loads_of(WORKERS, dict.fromkeys(WORKERS, 100))
+    request = PrefillRequest(key=KEYS[0], tokens=10)
+    snapshot = loads.snapshot(request, 0)
+    assert snapshot is not None
+    first, second, *_ = snapshot.ring.walk(request.key)
+    loads.reported(first, tokens_waiting=1000, tokens_per_s=SPEED, now=0)
+    assert choose(loads, KEYS[0]) == second
+    loads.reported(first, tokens_waiting=100, tokens_per_s=SPEED, now=0)
+    assert choose(loads, KEYS[0]) == first
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=200), st.integers(0, 2**64 - 1), st.integers(1, 8))
+def test_no_worker_gets_work_beyond_its_bound(costs: list[int], key: int, workers: int):
+    """One session only, the worst case: whoever gets it had no more than `BOUND` times the mean."""
+    loads, _ = loads_of(WORKERS[:workers])
+    for cost in costs:
+        request = PrefillRequest(key=key, tokens=cost)
+        snapshot = loads.snapshot(request, 0)
+        assert snapshot is not None
+        row = sticky(snapshot, request)
+        assert snapshot.wait[row] <= BOUND * snapshot.wait.mean() * (1 + 1e-9)
+        loads.sent(row, PrefillWork(cost), 0)
+
+
+def test_a_prefix_is_followed_to_where_it_is_cached():
+    loads, _ = loads_of(WORKERS)
+    home = choose(loads, KEYS[0], chunks=PROMPT, tokens=700)
+    other = next(row for row in range(8) if row != home)
+    loads.index.add(other, PROMPT)
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == other
+    loads.index.add(home, PROMPT)
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home, "nothing is gained by leaving"
+
+
+def test_a_prefix_is_computed_again_where_waiting_for_it_costs_more():
+    loads, _ = loads_of(WORKERS)
+    home = choose(loads, KEYS[0])
+    other = next(row for row in range(8) if row != home)
+    loads.index.add(other, PROMPT)  # 640 tokens: 0.64 s to compute
+    loads.reported(other, tokens_waiting=500, tokens_per_s=SPEED, now=0)
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == other
+    loads.reported(other, tokens_waiting=2000, tokens_per_s=SPEED, now=0)
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home
+
+
+def test_workers_that_failed_are_taken_only_when_there_is_no_other():
+    loads, rows = loads_of(WORKERS[:2])
+    first = choose(loads, KEYS[0], chunks=PROMPT, tokens=700)
+    loads.index.add(first, PROMPT)
+    [second] = {*rows.values()} - {first}
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700, avoid={first}) == second
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700, avoid={first, second}) == first
+
+
+def test_a_worker_that_drains_or_left_is_not_chosen():
+    loads, rows = loads_of(WORKERS[:3])
+    drains, left, stays = rows.values()
+    loads.index.add(drains, PROMPT)
+    loads.serve(drains, False)
+    loads.leave(left)
+    assert {choose(loads, key, chunks=PROMPT, tokens=700) for key in KEYS[:100]} == {stays}
+    loads.serve(drains, True)
+    assert {choose(loads, key, chunks=PROMPT, tokens=700) for key in KEYS[:100]} == {drains}
+    loads.leave(drains)
+    loads.leave(stays)
+    assert loads.snapshot(PrefillRequest(key=1, tokens=1), 0) is None
+
+
+def test_round_robin_takes_each_in_turn():
+    loads, rows = loads_of(WORKERS)
+    loads.serve(rows[WORKERS[3]], False)
+    chosen = []
+    for arrival in range(14):
+        request = PrefillRequest(key=7, tokens=1, arrival=arrival)
+        snapshot = loads.snapshot(request, 0)
+        assert snapshot is not None
+        chosen.append(round_robin(snapshot, request))
+    assert chosen == 2 * [row for name, row in rows.items() if name != WORKERS[3]]
