@@ -14,6 +14,8 @@ Life of a cluster (`baton serve`):
 6. On Ctrl-C or SIGTERM `serve` stops routers, then workers, then Ray, waits until the last process of the
    tree is gone (`processes`), and removes the run directory. Where serve itself is killed, `janitor` does.
 
-Tokens and KV never pass through here. `ray` is imported only where it is used, so that `baton router`,
-`baton prefill` and `baton decode` run without it.
+Without Ray, on Kubernetes, `kubernetes_discovery` tells a router which workers there are.
+
+Tokens and KV never pass through here. `ray` and `kubernetes` are imported only where they are used, so that
+`baton router`, `baton prefill` and `baton decode` run without them.
 """

@@ -225,6 +225,10 @@ class MembershipOptions:
     workers_file: Annotated[
         Path | None, opt("File with one such address a line; watched for changes.", dir_okay=False)
     ] = None
+    kubernetes_service: Annotated[
+        list[str],
+        opt("Service whose ready endpoints are workers, in this pod's own namespace; repeat it.", "NAME"),
+    ] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from cluster import lifeline, model, options
+
+if TYPE_CHECKING:
+    from router.discovery import Discovery
 
 
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
@@ -68,8 +71,14 @@ def run_router(given: options.RouterRole) -> int:
         import router
         from rpc.auth import load_secret
 
-        if not given.membership.worker and given.membership.workers_file is None:
-            raise ValueError("a router needs workers: --worker HOST:PORT (repeatable) or --workers-file FILE")
+        members = given.membership
+        if members.kubernetes_service and (members.worker or members.workers_file is not None):
+            raise ValueError("--kubernetes-service: finds all workers; leave --worker and --workers-file out")
+        if not members.kubernetes_service and not members.worker and members.workers_file is None:
+            raise ValueError(
+                "a router needs workers: --worker HOST:PORT (repeatable), --workers-file FILE or "
+                "--kubernetes-service NAME"
+            )
         found = model.resolve(given.model.model)
         config = router.RouterConfig(
             index=given.process.index,
@@ -88,13 +97,22 @@ def run_router(given: options.RouterRole) -> int:
             drain_timeout=given.drain.drain_timeout,
             max_body_bytes=given.front.max_body_bytes,
             max_waiting_tokens=given.front.max_waiting_tokens,
-            workers=tuple(given.membership.worker),
-            workers_file=str(given.membership.workers_file) if given.membership.workers_file else None,
+            workers=tuple(members.worker),
+            workers_file=str(members.workers_file) if members.workers_file else None,
+            discovery=_kubernetes(members.kubernetes_service),
             ready_fd=given.process.ready_fd,
         )
         return router.main(config)
 
     return _supervised(given.process.ready_fd, start)
+
+
+def _kubernetes(services: Sequence[str]) -> Discovery | None:
+    if not services:
+        return None
+    from cluster.kubernetes_discovery import KubernetesDiscovery
+
+    return KubernetesDiscovery(services)
 
 
 def _supervised(ready_fd: int | None, start: Callable[[], int]) -> int:

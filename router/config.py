@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from router.discovery import Discovery
 from router.policy import PREFILL_POLICIES
 
 
@@ -29,6 +30,8 @@ class RouterConfig:
     """gRPC addresses, for good."""
     workers_file: str | None = None
     """One address a line; read again whenever it is replaced."""
+    discovery: Discovery | None = None
+    """Finds workers by other means than a list or a file."""
     request_timeout: float = 600.0
     """Seconds that one request may take in all."""
     worker_wait: float = 60.0

@@ -149,6 +149,8 @@ async def _cut(services: Services) -> None:
 
 
 def _discovery(config: RouterConfig) -> Discovery:
+    if config.discovery is not None:
+        return config.discovery
     if config.workers_file is not None:
         return FileDiscovery(config.workers_file, config.workers)
     return StaticDiscovery(config.workers)

@@ -1,0 +1,84 @@
+"""Which workers the EndpointSlices of some Services name. A list and then the events of a watch go in, the
+addresses of ready workers come out; no I/O.
+
+A Service's endpoints are spread over several slices, may be in two of them while they are moved, and on a
+dual-stack Service are there once for each address family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+PORT_NAME = "grpc"
+"""Of the Service port at which workers serve gRPC."""
+
+
+class Metadata(msgspec.Struct, rename="camel"):
+    name: str = ""
+    resource_version: str = ""
+
+
+class Conditions(msgspec.Struct):
+    ready: bool | None = None  # None means ready
+
+
+class TargetRef(msgspec.Struct):
+    uid: str = ""
+
+
+class Endpoint(msgspec.Struct, rename="camel"):
+    addresses: list[str]
+    conditions: Conditions = msgspec.field(default_factory=Conditions)
+    target_ref: TargetRef | None = None
+
+
+class Port(msgspec.Struct):
+    name: str | None = None
+    port: int | None = None
+
+
+class EndpointSlice(msgspec.Struct, rename="camel"):
+    """What we read of a `discovery.k8s.io/v1` EndpointSlice."""
+
+    metadata: Metadata
+    address_type: str
+    endpoints: list[Endpoint] | None = None
+    ports: list[Port] | None = None
+
+
+class EndpointSlices:
+    """The slices that there are now."""
+
+    def __init__(self) -> None:
+        self._slices: dict[str, EndpointSlice] = {}
+
+    def replace(self, slices: Iterable[EndpointSlice]) -> None:
+        """Takes a list in: what is not in it is gone, also when nobody said so."""
+        self._slices = {each.metadata.name: each for each in slices}
+
+    def put(self, changed: EndpointSlice) -> None:
+        self._slices[changed.metadata.name] = changed
+
+    def remove(self, name: str) -> None:
+        self._slices.pop(name, None)
+
+    def addresses(self) -> frozenset[str]:
+        """ "HOST:PORT" of every ready endpoint; a pod that has several addresses counts once."""
+        of_pod: dict[str, tuple[str, str]] = {}
+        for family, pod, address in self._ready():
+            pod = pod or address
+            of_pod[pod] = min((family, address), of_pod.get(pod, (family, address)))
+        return frozenset(address for _, address in of_pod.values())
+
+    def _ready(self) -> Iterator[tuple[str, str, str]]:
+        """Address family, pod and address. "IPv4" sorts before "IPv6": where there are both, it is taken."""
+        for each in self._slices.values():
+            port = next((p.port for p in each.ports or () if p.name == PORT_NAME), None)
+            for endpoint in each.endpoints or ():
+                if port is not None and endpoint.addresses and endpoint.conditions.ready is not False:
+                    host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"
+                    pod = endpoint.target_ref.uid if endpoint.target_ref else ""
+                    shown = f"[{host}]" if each.address_type == "IPv6" else host
+                    yield each.address_type, pod, f"{shown}:{port}"

@@ -1,0 +1,220 @@
+"""The part of a Kubernetes API server that discovery talks to, over real HTTP: list and watch of
+EndpointSlices, with resource versions, bookmarks, 410 Gone, and every way to go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+TOKEN = "a token of the tests"
+NAMESPACE = "models"
+PATH = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
+Object = dict[str, Any]
+
+
+def endpoint(address: str, ready: bool | None = True, pod: str = "") -> Object:
+    reference = {"targetRef": {"kind": "Pod", "uid": pod}} if pod else {}
+    return {"addresses": [address], "conditions": {"ready": ready, "serving": ready}, **reference}
+
+
+class FakeKubernetes:
+    """Its store outlives `stop`; `start` comes back on the same port.
+
+    Attributes:
+        asked: the query of every request, in order.
+        deny: an HTTP status with which everything is answered; 0: none.
+        gone_as_event: 410 comes as an event in a stream that was opened, as from a watch cache; else as the
+            status of the answer.
+        hasty: watches end as soon as they are opened.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[Mapping[str, str]] = []
+        self.deny = 0
+        self.gone_as_event = True
+        self.hasty = False
+        self._version = 100
+        self._objects: dict[str, Object] = {}
+        self._history: list[tuple[int, str, Object]] = []
+        self._forgotten = 0  # events up to this version are no longer known
+        self._changed = asyncio.Event()
+        self._open: set[asyncio.Transport] = set()
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    # ------------------------------------------------------------ what a test does to it
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get(PATH, self._endpoint_slices)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            self.cut()
+            await self._runner.cleanup()
+            self._runner = None
+
+    def kubeconfig(self, path: Path, token: str = TOKEN) -> Path:
+        """Writes a kubeconfig for it; returns its path."""
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self._port}"}}],
+            "users": [{"name": "u", "user": {"token": token}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}],
+            "current-context": "x",
+        }
+        path.write_text(json.dumps(config))
+        return path
+
+    def put(
+        self,
+        name: str,
+        service: str,
+        endpoints: Sequence[Object] | None,
+        port: int = 7001,
+        family: str = "IPv4",
+        port_name: str = "grpc",
+        *,
+        silently: bool = False,
+    ) -> None:
+        """Creates or replaces a slice; `silently`: watchers never hear of it."""
+        kind = "MODIFIED" if name in self._objects else "ADDED"
+        self._objects[name] = {
+            "kind": "EndpointSlice",
+            "apiVersion": "discovery.k8s.io/v1",
+            "metadata": {"name": name, "labels": {"kubernetes.io/service-name": service}},
+            "addressType": family,
+            "endpoints": endpoints,
+            "ports": [{"name": "metrics", "port": 9}, {"name": port_name, "port": port, "protocol": "TCP"}],
+        }
+        self._happened(kind, self._objects[name], silently)
+
+    def delete(self, name: str, *, silently: bool = False) -> None:
+        self._happened("DELETED", self._objects.pop(name), silently)
+
+    def bookmark(self) -> None:
+        """Tells all who watch that they have seen everything up to a much later version."""
+        self._version += 50
+        metadata = {"resourceVersion": str(self._version)}
+        self._history.append((self._version, "BOOKMARK", {"kind": "EndpointSlice", "metadata": metadata}))
+        self._wake()
+
+    def forget(self) -> None:
+        """Compacts: who watches from before now is told 410."""
+        self._version += 1
+        self._forgotten = self._version
+        self._history.clear()
+
+    def cut(self) -> None:
+        """Resets every open connection."""
+        for transport in self._open:
+            transport.abort()
+
+    def watches(self) -> list[str]:
+        """The versions from which it was watched."""
+        return [query["resourceVersion"] for query in self.asked if query.get("watch") == "true"]
+
+    def lists(self) -> int:
+        return sum("watch" not in query for query in self.asked)
+
+    @property
+    def watched(self) -> int:
+        """Open watches."""
+        return len(self._open)
+
+    # ------------------------------------------------------------ what it answers
+
+    def _happened(self, kind: str, thing: Object, silently: bool) -> None:
+        self._version += 1
+        thing["metadata"] = thing["metadata"] | {"resourceVersion": str(self._version)}
+        if not silently:
+            self._history.append((self._version, kind, dict(thing)))
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _endpoint_slices(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(dict(request.query))
+        if request.headers.get("authorization") != f"Bearer {TOKEN}":
+            return _status(401, "Unauthorized")
+        if self.deny:
+            return _status(self.deny, "endpointslices is forbidden")
+        selector = re.fullmatch(
+            r"kubernetes\.io/service-name in \((.*)\)", request.query.get("labelSelector", "")
+        )
+        assert selector, "only slices of the named services are asked for"
+        services = selector[1].split(",")
+        if request.query.get("watch") == "true":
+            return await self._watch(request, services)
+        items = [each for each in self._objects.values() if _service(each) in services]
+        answer = {"kind": "EndpointSliceList", "metadata": {"resourceVersion": str(self._version)}}
+        return web.json_response({**answer, "items": items or None})  # Go writes an empty slice as null
+
+    async def _watch(self, request: web.Request, services: list[str]) -> web.StreamResponse:
+        seen = int(request.query["resourceVersion"])
+        too_old = _gone(seen) if seen < self._forgotten else None
+        if too_old and not self.gone_as_event:
+            return _status(410, too_old["message"])
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        transport = request.transport
+        assert transport is not None
+        self._open.add(transport)
+        try:
+            if too_old:
+                await _say(response, "ERROR", too_old)
+            elif not self.hasty:
+                async with asyncio.timeout(int(request.query["timeoutSeconds"])):
+                    await self._tell(response, seen, services)
+        except TimeoutError:
+            pass  # the watch ends as asked for
+        finally:
+            self._open.discard(transport)
+        return response
+
+    async def _tell(self, response: web.StreamResponse, seen: int, services: list[str]) -> None:
+        while True:
+            changed = self._changed
+            for version, kind, thing in list(self._history):
+                if version > seen and (kind == "BOOKMARK" or _service(thing) in services):
+                    await _say(response, kind, thing)
+                seen = max(seen, version)
+            await changed.wait()
+
+
+async def _say(response: web.StreamResponse, kind: str, thing: Object) -> None:
+    await response.write(json.dumps({"type": kind, "object": thing}).encode() + b"\n")
+
+
+def _service(thing: Object) -> str:
+    return thing["metadata"].get("labels", {}).get("kubernetes.io/service-name", "")
+
+
+def _gone(version: int) -> Object:
+    return {
+        "kind": "Status",
+        "status": "Failure",
+        "code": 410,
+        "message": f"too old resource version: {version}",
+    }
+
+
+def _status(code: int, message: str) -> web.Response:
+    return web.json_response(
+        {"kind": "Status", "status": "Failure", "code": code, "message": message}, status=code
+    )

@@ -1,0 +1,253 @@
+"""What every discovery owes a router, whatever its source: one suite for the file that a supervisor writes,
+for the registry of a Ray cluster and for Kubernetes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from cluster.kubernetes_discovery import KubernetesDiscovery
+from cluster.plan import RoleSpec
+from cluster.role_process import RoleState
+from cluster.runner import RoleRunner, write_atomically
+from cluster.supervisor import Supervisor
+from router.discovery import Discovery, FileDiscovery, StaticDiscovery
+
+from .conftest import FAKE
+from .fake_kubernetes import FakeKubernetes, endpoint
+from .followed import Follower
+
+A, B, C = "10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"
+
+
+class Source(Protocol):
+    """Where a discovery learns of workers. Nothing is there at first."""
+
+    @property
+    def discovery(self) -> Discovery: ...
+    async def join(self, address: str) -> None: ...
+    async def leave(self, address: str) -> None: ...
+    async def lose(self) -> None:
+        """From now on the discovery cannot reach it; workers come and go all the same."""
+
+    async def recover(self) -> None: ...
+
+
+class File:
+    """Written by a supervisor that is lost together with its file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "workers"
+        self._workers: list[str] = []
+        self._there = True
+        self.discovery = FileDiscovery(str(self._path))
+
+    async def join(self, address: str) -> None:
+        self._workers.append(address)
+        self._write()
+
+    async def leave(self, address: str) -> None:
+        self._workers.remove(address)
+        self._write()
+
+    async def lose(self) -> None:
+        self._there = False
+        self._path.unlink()
+
+    async def recover(self) -> None:
+        self._there = True
+        self._write()
+
+    def _write(self) -> None:
+        if self._there:
+            write_atomically(self._path, "\n".join(self._workers))
+
+
+class Worker:
+    """A `RoleHandle` whose role is ready when the test says so."""
+
+    def __init__(self) -> None:
+        self._state = RoleState(token="0", phase="starting")
+        self._changed = asyncio.Condition()
+
+    async def become(self, address: str | None) -> None:
+        async with self._changed:
+            self._state = RoleState(
+                token=str(int(self._state.token) + 1),
+                phase="ready" if address else "waiting",
+                ready={"address": address} if address else None,
+            )
+            self._changed.notify_all()
+
+    async def start(self) -> RoleState:
+        return self._state
+
+    async def changed(self, token: str) -> RoleState:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._state.token != token)
+            return self._state
+
+    async def set_workers(self, addresses: Sequence[str]) -> None:
+        raise AssertionError("only routers are told")
+
+    async def stop(self, signum: int, grace: float) -> None: ...
+
+
+class Registry:
+    """A Ray cluster's: the supervisor follows its roles and tells the router's actor. It is lost with the
+    supervisor, and is back with the next one, which finds the roles as they are."""
+
+    def __init__(self, directory: Path) -> None:
+        secret = {"BATON_CLUSTER_SECRET": "x" * 32}
+        spec = RoleSpec("router", 0, (), secret)
+        self._router = RoleRunner(spec, directory, program=FAKE)
+        self._workers = {address: Worker() for address in (A, B, C)}
+        self._roles = [
+            *((RoleSpec("decode", i, (), secret), worker) for i, worker in enumerate(self._workers.values())),
+            (spec, self._router),
+        ]
+        self._supervising = self._supervise()
+        self.discovery = FileDiscovery(str(directory / "router-0.workers"))
+
+    def _supervise(self) -> asyncio.Task[None]:
+        return asyncio.create_task(Supervisor(self._roles).run())
+
+    async def join(self, address: str) -> None:
+        await self._workers[address].become(address)
+
+    async def leave(self, address: str) -> None:
+        await self._workers[address].become(None)
+
+    async def lose(self) -> None:
+        self._supervising.cancel()
+        await asyncio.gather(self._supervising, return_exceptions=True)
+
+    async def recover(self) -> None:
+        self._supervising = self._supervise()
+
+    async def stop(self) -> None:
+        await self.lose()
+        await self._router.stop(signal.SIGKILL, 0)
+
+
+class Kubernetes:
+    """The endpoints of a Service, one slice for each worker."""
+
+    def __init__(self, server: FakeKubernetes) -> None:
+        self._server = server
+        self.discovery = KubernetesDiscovery(["baton-decode"])
+
+    async def join(self, address: str) -> None:
+        self._server.put(address, "baton-decode", [endpoint(address.partition(":")[0])])
+
+    async def leave(self, address: str) -> None:
+        self._server.put(address, "baton-decode", [endpoint(address.partition(":")[0], ready=False)])
+
+    async def lose(self) -> None:
+        await self._server.stop()
+
+    async def recover(self) -> None:
+        await self._server.start()
+
+
+@pytest.fixture(params=["file", "registry", "kubernetes"])
+async def source(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Source]:
+    async with contextlib.AsyncExitStack() as stack:
+        if request.param == "file":
+            yield File(tmp_path)
+        elif request.param == "registry":
+            registry = Registry(tmp_path)
+            stack.push_async_callback(registry.stop)
+            yield registry
+        else:
+            server = FakeKubernetes()
+            await server.start()
+            stack.push_async_callback(server.stop)
+            monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+            yield Kubernetes(server)
+
+
+async def test_workers_come_and_go(source: Source) -> None:
+    async with Follower(source.discovery) as router:
+        await source.join(A)
+        await router.until(A)
+        await source.join(B)
+        await router.until(A, B)
+        await source.leave(A)
+        await router.until(B)
+        await source.leave(B)
+        await router.until()
+
+
+async def test_who_is_there_before_is_found(source: Source) -> None:
+    await source.join(A)
+    await source.join(B)
+    async with Follower(source.discovery) as router:
+        await router.until(A, B)
+
+
+async def test_a_worker_that_flaps_ends_up_where_it_is(source: Source) -> None:
+    await source.join(B)
+    async with Follower(source.discovery) as router:
+        await router.until(B)
+        for _ in range(10):
+            await source.join(A)
+            await source.leave(A)
+        await source.join(A)
+        await router.until(A, B)
+        assert all(B in heard for heard in router.heard if heard), "nobody else is touched"
+        assert len(set(router.heard)) <= 3
+
+
+async def test_nothing_is_said_twice(source: Source) -> None:
+    async with Follower(source.discovery) as router:
+        await source.join(A)
+        await router.until(A)
+        await source.join(B)
+        await router.until(A, B)
+        assert all(one != next_ for one, next_ in zip(router.heard, router.heard[1:], strict=False))
+
+
+async def test_while_the_source_is_lost_the_last_list_stays_and_then_it_is_true_again(source: Source) -> None:
+    await source.join(A)
+    await source.join(B)
+    async with Follower(source.discovery) as router:
+        await router.until(A, B)
+        before = len(router.heard)
+        await source.lose()
+        await source.leave(A)
+        await source.join(C)
+        await source.recover()
+        await router.until(B, C)
+        assert all(B in heard for heard in router.heard[before:]), "B never went"
+
+
+async def test_the_source_may_be_lost_again_and_again(source: Source) -> None:
+    await source.join(A)
+    async with Follower(source.discovery) as router:
+        await router.until(A)
+        for there in (False, True, False, True):
+            await source.lose()
+            await (source.join if there else source.leave)(A)
+            await source.recover()
+            await router.until(*([A] if there else []))
+
+
+async def test_a_static_list_is_said_once() -> None:
+    assert [said async for said in StaticDiscovery((A, B)).watch()] == [frozenset({A, B})]
+
+
+async def test_what_is_listed_for_good_stays_beside_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    async with Follower(FileDiscovery(str(path), (C,))) as router:
+        await router.until(C)
+        write_atomically(path, f"{A}  # a comment\n\n# nobody\n")
+        await router.until(A, C)

@@ -1,0 +1,200 @@
+"""List and watch, with all that an API server may do in between. What every discovery has in common is in
+test_discovery."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from bench.fake_worker import SECRET, FakeWorker, Lanes
+from cluster import kubernetes_discovery
+from cluster.kubernetes_discovery import KubernetesDiscovery
+from cluster.runner import BATON, PACKAGES
+from rpc import worker_pb2 as pb
+
+from .fake_kubernetes import FakeKubernetes, endpoint
+from .followed import Follower
+
+A, B, C = "10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"
+SERVICES = ("baton-prefill", "baton-decode")
+
+
+@pytest.fixture
+async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeKubernetes]:
+    server = FakeKubernetes()
+    await server.start()
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def router(server: FakeKubernetes) -> AsyncIterator[Follower]:
+    """It knows A, and watches."""
+    server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
+    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+        await router.until(A)
+        await watching(server)
+        yield router
+
+
+async def watching(server: FakeKubernetes, after: int = 0) -> None:
+    """Until a watch is open, the `after`-th of all or a later one."""
+    async with asyncio.timeout(20):
+        while not server.watched or len(server.watches()) < after:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_both_services_are_followed_by_one_watch_and_others_are_nobody(
+    server: FakeKubernetes, router: Follower
+) -> None:
+    server.put("x", "somebody-else", [endpoint("10.9.9.9")])
+    server.put("b", "baton-decode", [endpoint("10.0.0.2")])
+    await router.until(A, B)
+    server.delete("b")
+    await router.until(A)
+    assert (server.lists(), len(server.watches())) == (1, 1)
+    assert server.asked[0]["labelSelector"] == "kubernetes.io/service-name in (baton-decode,baton-prefill)"
+
+
+async def test_a_broken_watch_goes_on_where_it_was(server: FakeKubernetes, router: Follower) -> None:
+    for turn in range(3):
+        server.cut()
+        server.put("b", "baton-decode", [endpoint("10.0.0.2", ready=turn % 2 == 0)])
+        await router.until(*([A, B] if turn % 2 == 0 else [A]))
+        await watching(server, after=turn + 2)
+    assert server.lists() == 1
+
+
+async def test_a_watch_that_ends_in_time_goes_on_from_the_last_bookmark(
+    server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_discovery, "WATCH_SECONDS", 1)
+    server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
+    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+        await router.until(A)
+        await watching(server)
+        server.bookmark()
+        await watching(server, after=2)
+        server.put("b", "baton-decode", [endpoint("10.0.0.2")])
+        await router.until(A, B)
+    first, second, *_ = server.watches()
+    assert int(second) == int(first) + 50
+    assert server.lists() == 1
+
+
+@pytest.mark.parametrize("as_event", [True, False], ids=["in the stream", "at once"])
+async def test_410_lists_again(server: FakeKubernetes, router: Follower, as_event: bool) -> None:
+    server.gone_as_event = as_event
+    await server.stop()
+    server.delete("a", silently=True)
+    server.put("b", "baton-decode", [endpoint("10.0.0.2")], silently=True)
+    server.forget()
+    await server.start()
+    await router.until(B)
+    assert router.heard == [frozenset({A}), frozenset({B})], "never empty in between"
+    await watching(server)
+    server.put("c", "baton-decode", [endpoint("10.0.0.3")])
+    await router.until(B, C)
+    assert server.lists() == 2
+
+
+async def test_what_the_watch_missed_is_found_by_listing_now_and_then(
+    server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_discovery, "WATCH_SECONDS", 1)
+    monkeypatch.setattr(kubernetes_discovery, "RESYNC_SECONDS", 0.5)
+    server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
+    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+        await router.until(A)
+        server.put("b", "baton-decode", [endpoint("10.0.0.2")], silently=True)
+        server.delete("a", silently=True)
+        await router.until(B)
+
+
+@pytest.mark.parametrize("code", [401, 403, 429, 500])
+async def test_a_refusal_changes_nothing_and_is_told(
+    server: FakeKubernetes, router: Follower, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.deny = code
+    server.cut()
+    async with asyncio.timeout(20):
+        while str(code) not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert router.heard == [frozenset({A})]
+    assert ("needs list and watch of endpointslices" in caplog.text) == (code == 403)
+    server.put("b", "baton-decode", [endpoint("10.0.0.2")])
+    server.deny = 0
+    await router.until(A, B)
+
+
+async def test_a_server_that_ends_every_watch_at_once_is_not_asked_in_a_loop(
+    server: FakeKubernetes, router: Follower
+) -> None:
+    server.hasty = True
+    server.cut()
+    started, before = time.monotonic(), len(server.watches())
+    async with asyncio.timeout(60):
+        while len(server.watches()) < before + 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    least = 0.5 * sum(kubernetes_discovery.FIRST_BACKOFF * 2**i for i in range(3))
+    assert time.monotonic() - started >= least
+    server.hasty = False
+    server.put("b", "baton-decode", [endpoint("10.0.0.2")])
+    await router.until(A, B)
+
+
+async def test_it_neither_runs_in_a_pod_nor_where_kubectl_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+        with pytest.raises(ValueError, match="run in a pod with a ServiceAccount"):
+            await router.until(A)
+
+
+async def test_without_the_client_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.setitem(sys.modules, "kubernetes.aio", None)
+    with pytest.raises(ValueError, match=re.escape("baton[kubernetes]")):
+        KubernetesDiscovery(SERVICES)
+
+
+async def test_a_router_of_the_command_line_serves_what_the_services_name(
+    server: FakeKubernetes, tmp_path: Path
+) -> None:
+    workers = [FakeWorker(role, Lanes(), [2]) for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)]
+    for worker in workers:
+        await worker.start()
+    read, write = os.pipe()
+    names = [argument for service in SERVICES for argument in ("--kubernetes-service", service)]
+    with subprocess.Popen(  # noqa: ASYNC220
+        [*BATON, "router", "--port", "0", "--ready-fd", str(write), *names],
+        env={**os.environ, "BATON_CLUSTER_SECRET": SECRET.decode(), "PYTHONPATH": PACKAGES},
+        pass_fds=[write],
+    ) as process:
+        os.close(write)
+        try:
+            told = await asyncio.to_thread(os.fdopen(read).read)
+            url = re.search(r'"url": "([^"]*)"', told)
+            assert url, told
+            async with aiohttp.ClientSession(url[1]) as http, asyncio.timeout(30):
+                assert (await http.get("/ready")).status == 503
+                for service, worker in zip(SERVICES, workers, strict=True):
+                    host, _, port = worker.address.rpartition(":")
+                    server.put(service, service, [endpoint(host)], port=int(port))
+                while (await http.get("/ready")).status != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        finally:
+            process.kill()
+            for worker in workers:
+                await worker.kill()
