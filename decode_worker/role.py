@@ -218,6 +218,9 @@ class DecodeRole:
         for decode_id, message in result.failed:
             self._attempts.fail(decode_id, Code.ENGINE, message)
             del self._table[decode_id]
+        for decode_id, message in result.refused:
+            self._attempts.fail(decode_id, Code.INVALID, message)
+            del self._table[decode_id]
 
     def _finished(self, decode_id: bytes) -> None:
         """The engine has freed its blocks with its last token."""

@@ -12,7 +12,8 @@ writing KV through *paged attention*; the *sampler* picks a token for each reque
 computed. A request ends in exactly one way (finished, released, cancelled, handed back, failed) and its
 blocks go back to the pool at that moment: an idle engine has a whole pool.
 
-No sockets, processes or threads in here, and nothing that pickles.
+A request with a *grammar* gets only tokens that it allows; it is compiled in a thread, the only one in here.
+No sockets, no processes, and nothing that pickles.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from engine.request import (
     StepResult,
 )
 from engine.sampling_params import SamplingParams
+from engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -43,6 +45,7 @@ __all__ = [
     "PrefillChunk",
     "SamplingParams",
     "StepResult",
+    "StructuredOutput",
 ]
 
 

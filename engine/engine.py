@@ -11,6 +11,7 @@ from engine.attention import paged_attention
 from engine.batch import StepBatch, build_batch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.grammar import Grammars
 from engine.live_request import LiveRequest, Phase
 from engine.loader import load_model, open_checkpoint
 from engine.memory import plan_memory
@@ -18,6 +19,9 @@ from engine.meters import Meters
 from engine.request import EngineRequest, EngineStats, KVSink, Logprobs, Output, PrefillChunk, StepResult
 from engine.sampler import sample
 from engine.scheduler import Schedule, Scheduler
+
+GRAMMAR_WAIT = 0.05
+"""Seconds that a step with nothing to compute waits for a grammar."""
 
 
 def _nothing(*_: object) -> None:
@@ -81,6 +85,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_cache_root=self.model_fingerprint.encode() if config.enable_prefix_caching else None,
         )
+        self._grammars = Grammars(checkpoint.source, self.model_config.vocab_size, self.model_config.eos_ids)
         self._meters = Meters()
 
     # One step
@@ -93,7 +98,10 @@ class Engine:
         for live in plan.started:
             live.started = live.started or started
         result = StepResult(preempted=[live.id for live in plan.handed_back])
-        if plan.chunks:
+        self._announce(plan.started)
+        if not plan.chunks:
+            self._grammars.wait(GRAMMAR_WAIT)
+        else:
             self._computing([chunk.live.id for chunk in plan.chunks])
             batch = build_batch(plan.chunks, self.block_size, self.dtype, self.device)
             hidden = self._run(plan, batch)
@@ -102,15 +110,16 @@ class Engine:
         self._meters.record(plan, time.monotonic() - started)
         return result
 
+    def _announce(self, started: Sequence[LiveRequest]) -> None:
+        for live in started:
+            if live.handover and self._kv_sink is not None:
+                self._kv_sink.prefill_started(
+                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached
+                )
+
     def _run(self, plan: Schedule, batch: StepBatch) -> Tensor:
         """The forward pass: writes the KV of all chunks, returns the hidden state of each of their tokens."""
         moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
-        if self._kv_sink is not None:
-            for live in plan.started:
-                if live.handover:
-                    self._kv_sink.prefill_started(
-                        live.id, tuple(live.blocks), len(live.token_ids), live.num_cached
-                    )
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return paged_attention(q, k, v, self.kv_cache[layer], batch.attention)
@@ -128,9 +137,14 @@ class Engine:
             self._scheduler.computed(chunk)
         if not batch.sampled:
             return
+        mask, refused = self._grammars.allowed(batch.sampled)
         logits = self._model.logits(hidden[batch.sampled_rows])
-        choices = sample(logits, batch.sampled, self.model_config.eos_ids)
-        for live, choice in zip(batch.sampled, choices, strict=True):
+        choices = sample(logits, batch.sampled, self.model_config.eos_ids, mask)
+        for row, (live, choice) in enumerate(zip(batch.sampled, choices, strict=True)):
+            if row in refused:
+                result.refused.append((live.id, refused[row]))
+                self._leave_batch(live)
+                continue
             if choice is None:
                 result.failed.append((live.id, "the model's logits are not finite numbers"))
                 self._leave_batch(live)
@@ -175,14 +189,17 @@ class Engine:
         its blocks keep the KV of prompt and given output until `release`. Raises `ValueError` if the request
         can never be served."""
         self._validate(request)
-        self._scheduler.add(request, handover=handover)
+        self._constrain(self._scheduler.add(request, handover=handover))
 
     def reserve(self, request: EngineRequest) -> Sequence[int] | None:
         """Sets aside blocks for prompt + output + 1 positions; the caller will write KV of all but the last
         into `kv_cache`. Returns the block table; None: no room now. Raises `ValueError` if there never is."""
         self._validate(request)
         live = self._scheduler.reserve(request)
-        return None if live is None else tuple(live.blocks)
+        if live is None:
+            return None
+        self._constrain(live)
+        return tuple(live.blocks)
 
     def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
         """The reservation shall be for a longer output. Returns its block table, which begins with
@@ -210,6 +227,11 @@ class Engine:
         live = self._scheduler.requests.get(request_id)
         if live is not None:
             self._scheduler.drop(live)
+
+    def _constrain(self, live: LiveRequest) -> None:
+        wanted = live.request.sampling.structured_output
+        if wanted is not None:
+            live.grammar = self._grammars.compile(wanted, live.request)
 
     def _validate(self, request: EngineRequest) -> None:
         vocabulary, longest = self.model_config.vocab_size, self.model_config.max_model_len

@@ -4,8 +4,12 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from engine.request import EngineRequest
+
+if TYPE_CHECKING:
+    from engine.grammar import Grammar
 
 
 class Phase(Enum):
@@ -44,6 +48,9 @@ class LiveRequest:
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     """When the step began that first computed some of it; None: waiting, or computed elsewhere."""
+    grammar: "Grammar | None" = None
+    """What its next token must satisfy; None: nothing. Where there is one, a step samples only when the token
+    before is known: no lookahead."""
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
@@ -61,6 +68,11 @@ class LiveRequest:
     def num_left(self) -> int:
         """Tokens to compute before the next one can be sampled: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_computable(self) -> int:
+        """The same without the last one, which would be sampled from, while its grammar is being compiled."""
+        return self.num_left if self.grammar is None or self.grammar.ready else self.num_left - 1
 
     @property
     def num_generated(self) -> int:

@@ -53,14 +53,16 @@ class Output:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did. Requests in `preempted` are gone from the engine, and so are those in `failed`,
-    unless they were added with handover: these are held until `Engine.release`."""
+    """What one step did. Requests in `preempted` are gone from the engine, and so are those in `failed` and
+    `refused`, unless they were added with handover: these are held until `Engine.release`."""
 
     outputs: list[Output] = field(default_factory=list)
     preempted: list[bytes] = field(default_factory=list)
     """Joined requests handed back for lack of blocks: their KV cannot be recomputed here, only elsewhere."""
     failed: list[tuple[bytes, str]] = field(default_factory=list)
     """(request id, message): only that request is affected."""
+    refused: list[tuple[bytes, str]] = field(default_factory=list)
+    """The same where the request itself is wrong, and would fail anywhere: its grammar."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.grammar import TokenMask
 from engine.live_request import LiveRequest
 from engine.request import Logprobs
 from engine.sampling_params import SamplingParams
@@ -25,12 +26,19 @@ class Sampled:
     logprobs: Logprobs | None
 
 
-def sample(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> list[Sampled | None]:
-    """Chooses the next token of each request from logits [requests, vocabulary], float32. None: that row is
-    not finite, and nothing can be sampled from it."""
+def sample(
+    logits: Tensor,
+    requests: Sequence[LiveRequest],
+    eos_ids: Collection[int],
+    mask: TokenMask | None = None,
+) -> list[Sampled | None]:
+    """Chooses the next token of each request from logits [requests, vocabulary], float32, among those that
+    `mask` allows. None: that row is not finite, and nothing can be sampled from it."""
     params = [live.request.sampling for live in requests]
     finite = logits.isfinite().all(dim=-1)
     adjusted = _penalised(_biased(logits, requests, eos_ids), requests)
+    if mask is not None:
+        adjusted = _masked(adjusted, logits, mask)
     tokens = adjusted.argmax(dim=-1)
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
     if drawn:
@@ -118,6 +126,17 @@ def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
     logits = logits.clone()
     logits[rows] = chosen
     return logits
+
+
+def _masked(adjusted: Tensor, logits: Tensor, mask: TokenMask) -> Tensor:
+    """Only what grammars allow; where min_tokens forbids all of it, the grammar has the last word."""
+    bits = mask.bits.to(logits.device)[:, :, None] >> torch.arange(32, device=logits.device)
+    forbidden = (bits & 1).flatten(1)[:, : logits.shape[1]] == 0
+    chosen = adjusted[mask.rows].masked_fill(forbidden, -torch.inf)
+    nothing = (chosen == -torch.inf).all(dim=-1, keepdim=True)
+    adjusted = adjusted.clone()
+    adjusted[mask.rows] = torch.where(nothing, logits[mask.rows].masked_fill(forbidden, -torch.inf), chosen)
+    return adjusted
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.structured_output import StructuredOutput
+
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the bound of OpenAI's API)."""
 
@@ -41,6 +43,8 @@ class SamplingParams:
     """Added to the logits of single tokens."""
     logprobs: int | None = None
     """Return each token's log probability and this many most likely alternatives; None is neither."""
+    structured_output: StructuredOutput | None = None
+    """What the output must be like; it ends with EOS where that is complete, whatever min_tokens says."""
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, bound: str) -> None:
@@ -59,6 +63,11 @@ class SamplingParams:
         require("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids, which are at least 0")
         require("logit_bias", all(t >= 0 for t in self.logit_bias), "keyed by token ids, at least 0")
         require("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()), "finite numbers")
+        require(
+            "ignore_eos",
+            not (self.ignore_eos and self.structured_output),
+            "false with structured_output, which ends with EOS",
+        )
         require(
             "logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"
         )

@@ -65,11 +65,12 @@ class Scheduler:
 
     # Coming in
 
-    def add(self, request: EngineRequest, *, handover: bool) -> None:
+    def add(self, request: EngineRequest, *, handover: bool) -> LiveRequest:
         """Queues a request for prefill."""
         live = self._register(request, Phase.WAITING)
         live.handover = handover
         insort(self.waiting, live, key=lambda r: r.order)
+        return live
 
     def reserve(self, request: EngineRequest) -> LiveRequest | None:
         """Blocks for a request whose KV comes from elsewhere, and for its first token; None: no room."""
@@ -115,15 +116,16 @@ class Scheduler:
         # Decodes go first, so that no prefill delays them, and the oldest goes first of all: the victim of a
         # preemption is younger than whoever was scheduled before.
         for live in sorted(self.running, key=lambda r: (r.num_left > 1, r.order)):
-            count = min(live.num_left, budget)
+            count = min(live.num_computable, budget)
             if count and live.phase is Phase.RUNNING and self._grow(live, plan):
                 plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
                 budget -= count
         while budget and not plan.recomputed and not plan.handed_back and self.can_admit:
             live = self._admit()
-            count = min(live.num_left, budget)
+            count = min(live.num_computable, budget)
             plan.started.append(live)
-            plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
+            if count:
+                plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
             budget -= count
         return plan
 
@@ -233,6 +235,8 @@ class Scheduler:
                 self.reserved.remove(live)
             case Phase.GONE:
                 raise AssertionError("a request ends once")
+        if live.grammar is not None:
+            live.grammar.abandon()
         self.pool.release(live.blocks)
         live.blocks = []
         live.phase = Phase.GONE

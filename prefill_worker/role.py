@@ -147,6 +147,9 @@ class PrefillRole:
         for prefill_id, message in result.failed:
             self._attempts.fail(prefill_id, Code.ENGINE, message)
             self._close(prefill_id, "gone")
+        for prefill_id, message in result.refused:
+            self._attempts.fail(prefill_id, Code.INVALID, message)
+            self._close(prefill_id, "gone")
         assert not result.preempted, "a prefill worker never preempts"
 
     def _first_token(self, output: Output) -> None:

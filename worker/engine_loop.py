@@ -17,7 +17,16 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from engine import Engine, EngineConfig, EngineRequest, KVSink, Output, SamplingParams, StepResult
+from engine import (
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    KVSink,
+    Output,
+    SamplingParams,
+    StepResult,
+    StructuredOutput,
+)
 from kv_transfer import Arena, KVLayout, TraceWriter
 from worker import messages
 from worker.attempts import Attempts
@@ -98,8 +107,10 @@ class Parts:
 
 def engine_request(attempt_id: bytes, work: messages.Work) -> EngineRequest:
     """Raises ValueError naming the field when a sampling parameter is out of its range."""
-    sampling = SamplingParams(**msgspec.structs.asdict(work.sampling))
-    return EngineRequest(attempt_id, work.prompt_ids, work.output_ids, sampling, work.priority)
+    given = msgspec.structs.asdict(work.sampling)
+    if (structure := work.sampling.structured_output) is not None:
+        given["structured_output"] = StructuredOutput(structure.kind, structure.text)
+    return EngineRequest(attempt_id, work.prompt_ids, work.output_ids, SamplingParams(**given), work.priority)
 
 
 def device(engine: Engine) -> str:

@@ -5,6 +5,7 @@ that went away reaches nobody. Attempt ids are a prefill id or a decode id.
 """
 
 from enum import IntEnum
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -29,6 +30,13 @@ class _Message(Struct, tag=True, array_like=True):
     pass
 
 
+class StructuredOutput(_Message, tag=False):
+    """Field for field `engine.StructuredOutput`."""
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+
+
 class Sampling(_Message, tag=False):
     """Field for field `engine.SamplingParams`, whose `__post_init__` checks the values in the engine
     process."""
@@ -47,6 +55,7 @@ class Sampling(_Message, tag=False):
     ignore_eos: bool
     logit_bias: dict[int, float]
     logprobs: int | None
+    structured_output: StructuredOutput | None = None
 
 
 class Work(_Message, tag=False):

@@ -88,10 +88,20 @@ def work(request: pb.Request, limits: Limits) -> messages.Work:
             ignore_eos=sampling.ignore_eos,
             logit_bias=dict(sampling.logit_bias),
             logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            structured_output=_structured_output(sampling),
         ),
         timeout=request.timeout_ms / 1000,
         priority=request.priority,
     )
+
+
+def _structured_output(sampling: pb.SamplingParams) -> messages.StructuredOutput | None:
+    if not sampling.HasField("structured_output"):
+        return None
+    kind = sampling.structured_output.WhichOneof("kind")
+    if kind is None:
+        raise _invalid("structured_output says nothing")
+    return messages.StructuredOutput(kind, getattr(sampling.structured_output, kind))
 
 
 def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:

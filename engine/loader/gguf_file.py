@@ -58,10 +58,13 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """The parsed header of a file, and its mapped data. Raises `ValueError` if the file is not whole."""
+    """The parsed header of a file, and its mapped data. Raises `ValueError` if the file is not whole.
 
-    def __init__(self, path: Path) -> None:
+    Lists of strings, which are the vocabulary's, are read only with `vocabulary`."""
+
+    def __init__(self, path: Path, *, vocabulary: bool = False) -> None:
         self.path = path
+        self._vocabulary = vocabulary
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         if not path.stat().st_size:
@@ -120,7 +123,9 @@ class GGUFFile:
         kind, count = self._unpack("IQ")
         if kind != STRING:
             return self._unpack(f"{count}{SCALARS[kind]}")
-        for _ in range(count):  # the vocabulary: the engine knows tokens by number only
+        if self._vocabulary:
+            return [self._string() for _ in range(count)]
+        for _ in range(count):
             (length,) = self._unpack("Q")
             self._at += length
         return None

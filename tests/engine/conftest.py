@@ -124,3 +124,22 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
         return Engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, tick=tick)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def spelled_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a tokenizer: printable ASCII, and some tokens of several characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    directory = tmp_path_factory.mktemp("spelled")
+    for file in tiny_path.iterdir():
+        (directory / file.name).symlink_to(file)
+    texts = [*map(chr, range(0x21, 0x7F)), "Ġ", "Ċ", '{"', '":', '",', "10", "true", "ab", "}}"]
+    vocab = {text: i for i, text in enumerate(["<unk>", "<s>", "</s>", *texts])}
+    vocab |= {f"<{i}>": i for i in range(len(vocab), TINY["vocab_size"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory

@@ -1,5 +1,6 @@
 """Two engines, prefill and decode, give the tokens of one. The copy between them is by positions alone."""
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
-from engine import Engine, EngineConfig, EngineRequest, Output
+from engine import Engine, EngineConfig, EngineRequest, Output, StructuredOutput
 from tests.device import DEVICE
 
 
@@ -145,13 +147,24 @@ def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) ->
     assert tokens == {request.id: single[request.id].tokens for request in requests}
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"ignore_eos": True}, {"structured_output": StructuredOutput("regex", "[a-c]{40}")}]
+)
 def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+    tiny_engine: Callable[..., Engine],
+    spelled_path: Path,
+    run: Any,
+    request_of: Any,
+    sampling: dict[str, Any],
 ) -> None:
     """Its first prefill died after its first token was emitted; the second one is of prompt + that token."""
-    request = request_of(1, range(3, 14), max_tokens=9, ignore_eos=True)
-    expected = run(tiny_engine(), [request])[request.id].tokens
-    prefill, decode = tiny_engine(), tiny_engine(num_blocks=5)
+
+    def engine(**config: Any) -> Engine:
+        return tiny_engine(model=str(spelled_path), **config)
+
+    request = request_of(1, range(3, 14), max_tokens=9, **sampling)
+    expected = run(engine(), [request])[request.id].tokens
+    prefill, decode = engine(), engine(num_blocks=5)
     table = decode.reserve(request)
     assert table is not None
     assert len(table) == 3
@@ -163,7 +176,10 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     assert decode.extend_reservation(request.id, expected[:2] + [3] * 20) is None
     pair = Pair(prefill, decode)
     prefill.add(longer, handover=True)
-    (first,) = prefill.step().outputs
+    outputs: list[Output] = []
+    while not outputs:  # a grammar may still be being compiled
+        outputs += prefill.step().outputs
+    (first,) = outputs
     assert first.output_index == 2
     for source_kv, target_kv in zip(prefill.kv_cache, decode.kv_cache, strict=True):
         kv = source_kv.flatten(1, 2)[:, slots(pair.tables[request.id], 4, 13)]
@@ -184,3 +200,36 @@ def test_join_may_end_the_request(tiny_engine: Callable[..., Engine], request_of
     output = engine.join(request.id, 7)
     assert (output.output_index, output.token, output.finish_reason) == (1, 7, "length")
     engine.assert_whole()
+
+
+LIST = StructuredOutput(
+    "json_schema",
+    """{"type": "array", "minItems": 3, "maxItems": 9, "items": {"anyOf": [
+    {"type": "integer", "minimum": -99, "maximum": 99}, {"type": "string", "pattern": "^[a-z]{1,9}$"}]}}""",
+)
+
+
+@pytest.mark.parametrize("blocks", [30, 300], ids=["decode hands back", "room"])
+def test_structured_output(
+    tiny_engine: Callable[..., Engine], spelled_path: Path, run: Any, request_of: Any, blocks: int
+) -> None:
+    """The decode engine's grammar begins with the output so far and prefill's token."""
+
+    def engine(**config: Any) -> Engine:
+        return tiny_engine(model=str(spelled_path), **config)
+
+    requests = [
+        request_of(i, range(3, 9 + 4 * i), temperature=i % 3 / 2, seed=i, max_tokens=90,
+                   structured_output=LIST if i % 4 else None)
+        for i in range(12)
+    ]  # fmt: skip
+    pair = Pair(engine(max_num_batched_tokens=16, max_num_seqs=4), engine(num_blocks=blocks))
+    tokens = pair.run(requests)
+    assert bool(pair.handed_back) == (blocks == 30)
+    single = run(engine(num_blocks=512), requests)
+    assert tokens == {request.id: single[request.id].tokens for request in requests}
+    tokenizer = Tokenizer.from_file(str(spelled_path / "tokenizer.json"))
+    for i, request in enumerate(requests):
+        if i % 4:
+            assert pair.outputs[request.id][-1].finish_reason == "stop"
+            assert 3 <= len(json.loads(tokenizer.decode(tokens[request.id][:-1]))) <= 9

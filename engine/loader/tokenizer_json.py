@@ -1,0 +1,49 @@
+"""A model's tokenizer in the form of Hugging Face's tokenizer.json: what its tokens say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import TokenType
+
+from engine.loader.gguf_file import GGUFFile
+
+
+def tokenizer_json(source: str) -> str:
+    """Of a checkpoint's directory or GGUF file. Raises ValueError when there is none, or its kind is not
+    supported."""
+    path = Path(source)
+    if path.is_file():
+        return json.dumps(_from_gguf(path))
+    try:
+        return (path / "tokenizer.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
+
+
+def _from_gguf(path: Path) -> dict[str, Any]:
+    """Byte-level BPE. All of these files are taken to split text as GPT-2 does: it decides only which of
+    several spellings of the same text is preferred."""
+    metadata = GGUFFile(path, vocabulary=True).metadata
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ValueError(f"{path} has a tokenizer of kind {kind!r}; of GGUF files only 'gpt2' is supported")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": token_id, "content": token, "special": token_type == TokenType.CONTROL, **plain}
+            for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=False))
+            if token_type in (TokenType.CONTROL, TokenType.USER_DEFINED)
+        ],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
+            "merges": metadata["tokenizer.ggml.merges"],
+        },
+    }

@@ -1,0 +1,292 @@
+"""Structured output: what was asked for comes out, whatever the model would rather say."""
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine import Engine, StructuredOutput
+from engine.grammar import Grammars, TokenMask
+from engine.live_request import LiveRequest, Phase
+from engine.loader.tokenizer_json import tokenizer_json
+from engine.sampler import sample
+from engine.structured_output import LIMITS
+
+EOS = 2
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3},
+        "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/flag"}]},
+    },
+    "required": ["name", "age", "next"],
+    "additionalProperties": False,
+    "$defs": {"flag": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"],
+                       "additionalProperties": False}},
+}  # fmt: skip
+SCHEMAS: list[dict[str, Any]] = [
+    PERSON,
+    {"enum": ["red", "green", 3, None]},
+    {"type": "array", "items": {"type": "integer", "multipleOf": 5, "minimum": -20, "maximum": 20},
+     "minItems": 2, "maxItems": 4},
+    {"type": "string", "format": "date"},
+]  # fmt: skip
+
+
+def json_schema(schema: dict[str, Any]) -> StructuredOutput:
+    return StructuredOutput("json_schema", json.dumps(schema))
+
+
+@pytest.fixture
+def spelled_engine(tiny_engine: Callable[..., Engine], spelled_path: Path) -> Callable[..., Engine]:
+    return lambda **config: tiny_engine(model=str(spelled_path), **{"num_blocks": 256, **config})
+
+
+@pytest.fixture(scope="session")
+def text_of(spelled_path: Path) -> Callable[[list[int]], str]:
+    tokenizer = Tokenizer.from_file(str(spelled_path / "tokenizer.json"))
+    return lambda tokens: tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("chunk", [64, 256])
+def test_json_is_valid_whatever_else_is_in_the_batch(
+    spelled_engine: Any, run: Any, request_of: Any, text_of: Any, chunk: int
+) -> None:
+    engine = spelled_engine(max_num_batched_tokens=chunk)
+    shape = {"temperature": 1.0, "max_tokens": 200}
+    constrained = [
+        request_of(
+            i, [1, 5 + i, 9, 40], seed=i, structured_output=json_schema(SCHEMAS[i % len(SCHEMAS)]), **shape
+        )
+        for i in range(24)
+    ]
+    free = [request_of(100 + i, [1, 5 + i, 9], seed=i, temperature=0.8, max_tokens=20) for i in range(6)]
+    mixed = [r for pair in zip(constrained[:6], free, strict=True) for r in pair] + constrained[6:]
+    results = run(engine, mixed)
+    distinct = set()
+    for i, request in enumerate(constrained):
+        result = results[request.id]
+        assert result.finish_reason == "stop"
+        assert result.tokens[-1] == EOS
+        text = text_of(result.tokens[:-1])
+        jsonschema.validate(json.loads(text), SCHEMAS[i % len(SCHEMAS)])
+        distinct.add(text)
+    assert len(distinct) > 12
+    alone = run(spelled_engine(), free)
+    assert all(results[r.id].tokens == alone[r.id].tokens for r in free)
+    engine.assert_whole()
+
+
+def test_regex_and_grammar(spelled_engine: Any, run: Any, request_of: Any, text_of: Any) -> None:
+    regex = r"[a-f]{3}-(yes|no)( [0-9]{2}){1,3}"
+    lark = 'start: sum\nsum: NUMBER ("+" NUMBER){1,4}\nNUMBER: /[1-9][0-9]?/'
+    requests = [
+        request_of(i, [1, 7 + i], temperature=1.0, seed=i, max_tokens=60, structured_output=wanted)
+        for i, wanted in enumerate([StructuredOutput("regex", regex), StructuredOutput("grammar", lark)] * 6)
+    ]
+    results = run(spelled_engine(), requests)
+    for i, request in enumerate(requests):
+        text = text_of(results[request.id].tokens[:-1])
+        assert re.fullmatch((regex, r"[1-9][0-9]?(\+[1-9][0-9]?){1,4}")[i % 2], text)
+
+
+def test_eos_comes_only_where_the_grammar_may_end(
+    spelled_engine: Any, run: Any, request_of: Any, text_of: Any
+) -> None:
+    """Here the model wants nothing but EOS."""
+    wanted = StructuredOutput("regex", "ab{4,9}c?")
+    request = request_of(1, [1, 9], logit_bias={EOS: 100.0}, max_tokens=30, structured_output=wanted)
+    result = run(spelled_engine(), [request])[request.id]
+    assert (text_of(result.tokens[:-1]), result.finish_reason) == ("abbbb", "stop")
+
+
+def test_the_grammar_ends_before_min_tokens(
+    spelled_engine: Any, run: Any, request_of: Any, text_of: Any
+) -> None:
+    wanted = StructuredOutput("regex", "a{2,4}")
+    for temperature in (0.0, 1.0):
+        request = request_of(
+            1, [1, 9], temperature=temperature, min_tokens=20, max_tokens=30, structured_output=wanted
+        )
+        result = run(spelled_engine(), [request])[request.id]
+        assert (text_of(result.tokens[:-1]), result.finish_reason) == ("aaaa", "stop")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (StructuredOutput("regex", "(a"), "unclosed group"),
+        (StructuredOutput("json_schema", '{"type": "strin"}'), "Invalid type"),
+        (StructuredOutput("grammar", "start: nothing"), "unknown name"),
+        (StructuredOutput("grammar", "start: s\ns: s s s | s s | /[!-~]/"), "Too many items"),
+    ],
+)
+def test_a_grammar_that_fails_fails_its_request_alone(
+    spelled_engine: Any,
+    request_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: StructuredOutput,
+    reason: str,
+) -> None:
+    monkeypatch.setitem(LIMITS, "step_max_items", 500)
+    engine = spelled_engine()
+    never_eos = {"max_tokens": 200, "logit_bias": {EOS: -100.0}, "structured_output": wanted}
+    engine.add(request_of(1, [1, 5], **never_eos))
+    engine.add(request_of(2, [1, 5], max_tokens=9, ignore_eos=True))
+    engine.add(request_of(3, [1, 5], [40] * 99, **never_eos), handover=True)
+    refused, tokens = {}, 0
+    while engine.has_work:
+        step = engine.step()
+        refused |= dict(step.refused)
+        tokens += sum(output.id == (2).to_bytes(16) for output in step.outputs)
+    assert tokens == 9
+    assert {int.from_bytes(i) for i in refused} == {1, 3}
+    assert all(reason in message for message in refused.values())
+    engine.release((3).to_bytes(16))
+    engine.assert_whole()
+
+
+def test_output_that_the_grammar_does_not_take_is_refused(spelled_engine: Any, request_of: Any) -> None:
+    engine = spelled_engine()
+    wanted = StructuredOutput("regex", "a{9}")
+    engine.add(request_of(1, [1, 5], [40, 41], max_tokens=9, structured_output=wanted))
+    step = engine.step()
+    while not step.refused:
+        assert engine.has_work
+        step = engine.step()
+    assert "doesn't satisfy the grammar" in step.refused[0][1]
+    engine.assert_whole()
+
+
+def test_a_model_without_tokenizer_refuses_structured_output_only(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    engine = tiny_engine()
+    engine.add(request_of(1, [1, 5], structured_output=StructuredOutput("regex", "a")))
+    refused = engine.step().refused or engine.step().refused
+    assert "tokenizer.json cannot be read" in refused[0][1]
+    assert run(engine, [request_of(2, [1, 5], max_tokens=3, ignore_eos=True)])[(2).to_bytes(16)].tokens
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 70])
+@pytest.mark.parametrize("caching", [False, True])
+def test_who_waits_for_a_grammar_keeps_nobody_waiting(
+    spelled_engine: Any,
+    request_of: Any,
+    text_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    caching: bool,
+) -> None:
+    """Its prompt is computed meanwhile, but for the token that is sampled from."""
+    may_compile = threading.Event()
+    compile_ = Grammars._compile
+
+    def when_allowed(self: Grammars, *given: Any) -> Any:
+        assert may_compile.wait(60)
+        return compile_(self, *given)
+
+    monkeypatch.setattr(Grammars, "_compile", when_allowed)
+    engine = spelled_engine(max_num_batched_tokens=64, enable_prefix_caching=caching)
+    prompt = [1 + i % 90 for i in range(length)]
+    engine.add(request_of(1, prompt, max_tokens=9, structured_output=StructuredOutput("regex", "abc")))
+    engine.add(request_of(2, prompt, max_tokens=9, ignore_eos=True))
+    outputs = []
+    while len(outputs) < 9:
+        outputs += engine.step().outputs
+    assert {output.id for output in outputs} == {(2).to_bytes(16)}
+    assert engine.has_work
+    assert engine.step().outputs == []
+    may_compile.set()
+    outputs.clear()
+    while engine.has_work:
+        outputs += engine.step().outputs
+    assert text_of([output.token for output in outputs[:-1]]) == "abc"
+    engine.assert_whole()
+
+
+def test_a_cancelled_request_waits_for_no_grammar(
+    spelled_engine: Any, run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_compile = threading.Event()
+    compiled = []
+    compile_ = Grammars._compile
+
+    def when_allowed(self: Grammars, wanted: StructuredOutput, given: Any) -> Any:
+        assert may_compile.wait(60)
+        compiled.append(wanted.text)
+        return compile_(self, wanted, given)
+
+    monkeypatch.setattr(Grammars, "_compile", when_allowed)
+    engine = spelled_engine()
+    requests = [
+        request_of(i, [1, 5], max_tokens=9, structured_output=StructuredOutput("regex", "ab"[i % 2] * i))
+        for i in range(1, 6)
+    ]
+    for request in requests:
+        engine.add(request)
+    for request in requests[1:4]:
+        engine.cancel(request.id)
+    may_compile.set()
+    run(engine)
+    assert compiled == ["b", "bbbbb"]
+    engine.assert_whole()
+
+
+def test_a_preempted_request_goes_on_where_it_was(
+    spelled_engine: Any, run: Any, request_of: Any, text_of: Any
+) -> None:
+    requests = [
+        request_of(i, [1, 9 + i], temperature=1.0, seed=i, max_tokens=100,
+                   structured_output=StructuredOutput("regex", "([a-z]{5} ){8}"))
+        for i in range(3)
+    ]  # fmt: skip
+    small, large = spelled_engine(num_blocks=24), spelled_engine()
+    results, expected = run(small, requests), run(large, requests)
+    assert small.stats().preemptions
+    assert {i: r.tokens for i, r in results.items()} == {i: r.tokens for i, r in expected.items()}
+    assert all(re.fullmatch("([a-z]{5} ){8}", text_of(r.tokens[:-1])) for r in results.values())
+
+
+def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: Path, request_of: Any) -> None:
+    """From a GGUF file's vocabulary."""
+    tokenizer = Tokenizer.from_str(tokenizer_json(str(embedded_model_path)))
+    text = 'The temperature_celsius of {"Größe": "München"} is 12.5 degrees.'
+    request = request_of(1, [1, 5], max_tokens=60)
+    live = LiveRequest(request, Phase.RUNNING, 1)
+    grammars = Grammars(str(embedded_model_path), 49152, {EOS})
+    live.grammar = grammars.compile(StructuredOutput("regex", re.escape(text)), request)
+    for expected in [*tokenizer.encode(text).ids, EOS]:
+        mask, failed = grammars.allowed([live])
+        assert not failed
+        assert mask is not None
+        bits = np.unpackbits(mask.bits.numpy().view(np.uint8), bitorder="little")
+        assert bits.nonzero()[0].tolist() == [expected]
+        live.token_ids.append(expected)
+
+
+def test_masks_are_for_their_rows_and_of_any_width(request_of: Any) -> None:
+    vocabulary = 45
+    logits = torch.arange(3 * vocabulary, dtype=torch.float32).view(3, vocabulary)
+    bits = torch.zeros((2, 2), dtype=torch.int32)
+    bits[0, 0], bits[1, 1] = -(1 << 31), 1 << 3  # tokens 31 and 35
+    live = [LiveRequest(request_of(i, [1]), Phase.RUNNING, i) for i in range(3)]
+    chosen = sample(logits, live, {EOS}, TokenMask([0, 2], bits))
+    assert [c and c.token for c in chosen] == [31, 44, 35]
+
+
+def test_structured_output_is_bounded(request_of: Any) -> None:
+    with pytest.raises(ValueError, match=r"structured_output\.regex must have 1 to"):
+        StructuredOutput("regex", "a" * 200_000)
+    with pytest.raises(ValueError, match="ignore_eos must be false with structured_output"):
+        request_of(1, [1], ignore_eos=True, structured_output=StructuredOutput("regex", "a"))
