@@ -29,6 +29,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of a step: a longer prefill is cut into chunks."""
     enable_prefix_caching: bool = False
+    ttit_target: float | None = None
+    """Seconds that a step may take which decodes and, for a request that was started, prefills. None: half as
+    long again as one that only decodes."""
     seed: int = 0
     num_threads: int | None = None
     """CPU threads of torch. None: torch's own choice."""
@@ -66,6 +69,12 @@ class EngineConfig:
             self.gpu_memory_utilization,
             0 < self.gpu_memory_utilization <= 1,
             "must be above 0 and at most 1",
+        )
+        require(
+            "ttit-target",
+            self.ttit_target,
+            self.ttit_target is None or self.ttit_target > 0,
+            "must be a time above 0",
         )
         require(
             "max-num-batched-tokens",

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.attention import paged_attention
 from engine.batch import StepBatch, build_batch
 from engine.block_pool import BlockPool
+from engine.chunk_limit import ChunkLimit
 from engine.config import EngineConfig
 from engine.grammar import Grammars
 from engine.live_request import LiveRequest, Phase
@@ -87,6 +88,7 @@ class Engine:
         )
         self._grammars = Grammars(checkpoint.source, self.model_config.vocab_size, self.model_config.eos_ids)
         self._meters = Meters()
+        self._chunk_limit = ChunkLimit(config.ttit_target)
 
     # One step
 
@@ -94,7 +96,8 @@ class Engine:
     def step(self) -> StepResult:
         """Computes the next tokens of as many requests as the budgets allow."""
         started = time.monotonic()
-        plan = self._scheduler.schedule()
+        overflowing = any(live.hand_back and live.num_left > 1 for live in self._scheduler.running)
+        plan = self._scheduler.schedule(self._chunk_limit.tokens if overflowing else None)
         for live in plan.started:
             live.started = live.started or started
         result = StepResult(preempted=[live.id for live in plan.handed_back])
@@ -107,7 +110,9 @@ class Engine:
             hidden = self._run(plan, batch)
             self._postprocess(plan, batch, hidden, result)
             self._computing(())
-        self._meters.record(plan, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._meters.record(plan, seconds)
+        self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
         return result
 
     def _announce(self, started: Sequence[LiveRequest]) -> None:
@@ -150,6 +155,7 @@ class Engine:
                 self._leave_batch(live)
                 continue
             self._scheduler.verified(live)
+            live.sampled = True
             result.outputs.append(self._emit(live, choice.token, choice.logprobs))
 
     def _emit(self, live: LiveRequest, token: int, logprobs: Logprobs | None) -> Output:
@@ -200,6 +206,15 @@ class Engine:
             return None
         self._constrain(live)
         return tuple(live.blocks)
+
+    def start(self, request: EngineRequest) -> bool:
+        """Gives a request blocks at once and prefills it here, beside those that decode and within what these
+        are promised; it then decodes. False: no room now. Raises `ValueError` if there never is."""
+        self._validate(request)
+        live = self._scheduler.start(request)
+        if live is not None:
+            live.started = time.monotonic()
+        return live is not None
 
     def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
         """The reservation shall be for a longer output. Returns its block table, which begins with
@@ -290,4 +305,6 @@ class Engine:
             prefix_cache_hits=scheduler.prefix_hits,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             step_seconds=self._meters.step_seconds,
+            chunk_tokens=self._chunk_limit.fitting,
+            chunk_seconds=self._chunk_limit.seconds,
         )

@@ -31,8 +31,8 @@ class LiveRequest:
     arrival: int
     """Ticket number: the engine's n-th request."""
     handover: bool = False
-    joined: bool = False
-    """Its prompt was computed elsewhere, so it cannot be recomputed from here: it is handed back instead."""
+    hand_back: bool = False
+    """When others need its blocks it goes back to whoever sent it, and is not computed again here."""
     token_ids: list[int] = field(init=False)
     """Prompt and output; positions index this list."""
     blocks: list[int] = field(default_factory=list)
@@ -46,6 +46,8 @@ class LiveRequest:
     num_published: int = 0
     """The first so many blocks were offered to the prefix cache."""
     arrived: float = field(default_factory=time.monotonic)
+    sampled: bool = False
+    """A token of it was sampled here."""
     started: float | None = None
     """When the step began that first computed some of it; None: waiting, or computed elsewhere."""
     grammar: "Grammar | None" = None
@@ -73,6 +75,11 @@ class LiveRequest:
     def num_computable(self) -> int:
         """The same without the last one, which would be sampled from, while its grammar is being compiled."""
         return self.num_left if self.grammar is None or self.grammar.ready else self.num_left - 1
+
+    @property
+    def alone(self) -> bool:
+        """Shares no step: it has not shown yet that it can be computed."""
+        return self.request.alone and not self.sampled
 
     @property
     def num_generated(self) -> int:

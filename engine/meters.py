@@ -18,8 +18,7 @@ class Meters:
             return
         self._steps = DECAY * self._steps + 1
         self._seconds = DECAY * self._seconds + seconds
-        prefilled = sum(c.stop - c.start for c in plan.chunks if c.stop - c.start > 1)
-        if prefilled:
+        if prefilled := plan.prompt_tokens:
             self._prefilled = DECAY * self._prefilled + prefilled
             self._prefill_seconds = DECAY * self._prefill_seconds + seconds
 

@@ -19,6 +19,8 @@ class EngineRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     """Lower is sooner; equal priorities are served in order of arrival."""
+    alone: bool = False
+    """Until it has a token from this engine it is computed in steps of its own: it may kill them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class StepResult:
 
     outputs: list[Output] = field(default_factory=list)
     preempted: list[bytes] = field(default_factory=list)
-    """Joined requests handed back for lack of blocks: their KV cannot be recomputed here, only elsewhere."""
+    """Requests that were reserved or started here, handed back for lack of blocks."""
     failed: list[tuple[bytes, str]] = field(default_factory=list)
     """(request id, message): only that request is affected."""
     refused: list[tuple[bytes, str]] = field(default_factory=list)
@@ -85,6 +87,10 @@ class EngineStats:
     """Over the last some steps that prefilled, whatever else they did; 0 before the first."""
     step_seconds: float
     """Averaged over the last some steps that computed anything; 0 before the first."""
+    chunk_tokens: int
+    """Prompt tokens that a step can take beside its decodes, in `chunk_seconds` then; 0: none, or not known
+    yet."""
+    chunk_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,14 @@ class Schedule:
     recomputed: list[LiveRequest] = field(default_factory=list)
     """Requests sent back to the queue, to be prefilled again, for lack of blocks."""
 
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(c.stop - c.start for c in self.chunks if c.stop - c.start > 1)
+
+    @property
+    def decodes(self) -> int:
+        return sum(c.stop - c.start == 1 for c in self.chunks)
+
 
 class Scheduler:
     def __init__(
@@ -62,6 +70,7 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._arrivals = 0
+        self._was_alone = False  # the last step had one request that shares none
 
     # Coming in
 
@@ -78,9 +87,19 @@ class Scheduler:
         if not self._has_seat or need + self._headroom > self.pool.free:
             return None
         live = self._register(request, Phase.RESERVED)
-        live.joined = True
+        live.hand_back = True
         live.blocks = self.pool.allocate(need)
         self.reserved.add(live)
+        return live
+
+    def start(self, request: EngineRequest) -> LiveRequest | None:
+        """Blocks at once for a request that is prefilled here and goes on here; None: no room."""
+        live = self._register(request, Phase.WAITING)
+        if not self._has_seat or not self._fits(live):
+            del self.requests[live.id]
+            return None
+        live.hand_back = True
+        self._begin(live)
         return live
 
     def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:
@@ -110,17 +129,26 @@ class Scheduler:
 
     # The step
 
-    def schedule(self) -> Schedule:
+    def schedule(self, chunk_limit: int | None = None) -> Schedule:
+        """`chunk_limit`: prompt tokens that a step may take which somebody waits for who decodes, or is about
+        to."""
         plan = Schedule()
         budget = self.max_num_batched_tokens
+        alone = self._next_alone()
         # Decodes go first, so that no prefill delays them, and the oldest goes first of all: the victim of a
         # preemption is younger than whoever was scheduled before.
         for live in sorted(self.running, key=lambda r: (r.num_left > 1, r.order)):
+            if chunk_limit is not None and live.num_left > 1:
+                budget = min(budget, chunk_limit) if plan.chunks or self.reserved else budget
+                chunk_limit = None
             count = min(live.num_computable, budget)
-            if count and live.phase is Phase.RUNNING and self._grow(live, plan):
+            turn = live is alone if alone is not None else not live.alone
+            if turn and count and live.phase is Phase.RUNNING and self._grow(live, plan):
                 plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
                 budget -= count
         while budget and not plan.recomputed and not plan.handed_back and self.can_admit:
+            if self.waiting[0] is not alone and (alone is not None or self.waiting[0].alone):
+                break
             live = self._admit()
             count = min(live.num_computable, budget)
             plan.started.append(live)
@@ -128,6 +156,15 @@ class Scheduler:
                 plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
             budget -= count
         return plan
+
+    def _next_alone(self) -> LiveRequest | None:
+        """Whose step this is, where somebody shares none: every second one, as long as there are others."""
+        ready = [*self.running, *(self.waiting[:1] if self.can_admit else ())]
+        alone = next((live for live in ready if live.alone), None)
+        if self._was_alone and not all(live.alone for live in ready):
+            alone = None
+        self._was_alone = alone is not None
+        return alone
 
     def computed(self, chunk: Chunk) -> None:
         """The chunk's KV is written."""
@@ -155,7 +192,7 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: LiveRequest, plan: Schedule) -> None:
-        if victim.joined:
+        if victim.hand_back:
             self.drop(victim)
             plan.handed_back.append(victim)
             return
@@ -174,7 +211,9 @@ class Scheduler:
         """Whether the first in the queue could start now. Nobody overtakes it."""
         if not self.waiting or not self._has_seat:
             return False
-        live = self.waiting[0]
+        return self._fits(self.waiting[0])
+
+    def _fits(self, live: LiveRequest) -> bool:
         hits = self._prefix_hits(live)
         need = self._blocks_for(len(live.token_ids)) - len(hits) + self.pool.unreferenced(hits)
         # What is prefilled for a handover leaves without growing.
@@ -182,6 +221,11 @@ class Scheduler:
 
     def _admit(self) -> LiveRequest:
         live = self.waiting.pop(0)
+        self._begin(live)
+        return live
+
+    def _begin(self, live: LiveRequest) -> None:
+        """Gives it blocks for all that is to be computed, and a place in the batch."""
         hits = self._prefix_hits(live)
         self.pool.share(hits)
         live.blocks = hits + self.pool.allocate(self._blocks_for(len(live.token_ids)) - len(hits))
@@ -192,7 +236,6 @@ class Scheduler:
         if self.prefix_cache_root is not None:
             self.prefix_queries += len(live.token_ids)
             self.prefix_hits += live.num_cached
-        return live
 
     def _prefix_hits(self, live: LiveRequest) -> list[int]:
         """Cached blocks of the beginning of `live`; its last position is computed anyway, for the logits."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from router.connection import WorkerConnection
 from router.policy import PrefillWork
+from rpc import worker_pb2 as pb
 
 
 @dataclass(slots=True)
@@ -18,6 +19,13 @@ class Prefill:
     over: bool = False  # decode has what it needs of it; only its token may still be on the way
     replaces: bool = False  # decode was first pointed at another one
     refetched: bool = False  # decode is the second to ask for its KV, which may be gone
+
+    @property
+    def source(self) -> pb.PrefillSource:
+        described = self.worker.description
+        return pb.PrefillSource(
+            prefill_id=self.id, kv_address=described.kv_address, incarnation=described.incarnation
+        )
 
 
 @dataclass(slots=True)

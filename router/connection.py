@@ -7,6 +7,7 @@ once, every attempt on it → wait a little → again, until the worker is taken
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import grpc
 import grpc.aio
 
 import rpc
+from router.breaker import Breaker
 from router.policy import PrefillWork
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
@@ -65,6 +67,8 @@ class Observer(Protocol):
         """Its token came, or it was given up. Not said of those that are lost with the stream."""
         ...
 
+    def breaker_changed(self, connection: "WorkerConnection") -> None: ...
+
 
 @dataclass(slots=True)
 class _Attempt:
@@ -81,6 +85,7 @@ class WorkerConnection:
         status: as last reported.
         blocks_taken: blocks that this router's reservations took (less those it gave back) since `status`.
         full: it had no room for a reservation, and has not reported since.
+        breaker: whether it fails too often to be given work.
     """
 
     def __init__(self, address: str, secret: bytes, router_id: bytes, observer: Observer) -> None:
@@ -91,6 +96,7 @@ class WorkerConnection:
         self.status = pb.WorkerStatus()
         self.blocks_taken = 0
         self.full = False
+        self.breaker = Breaker()
         self.retired = False
         self._secret = secret
         self._router_id = router_id
@@ -166,12 +172,26 @@ class WorkerConnection:
         """It ended over there."""
         self._end(attempt_id)
 
+    def worked(self) -> None:
+        """It served an attempt: what it had to give was taken."""
+        if self.breaker.worked():
+            log.info("%s works again", self)
+            self._observer.breaker_changed(self)
+
+    def failed(self) -> None:
+        """It failed an attempt, or fell away with all it had."""
+        if self.breaker.failed(time.monotonic()):
+            log.warning("%s failed again and again: left out for a while", self)
+            self._observer.breaker_changed(self)
+
     def blocks(self, tokens: int) -> int:
         return -(-tokens // max(1, self.description.block_size))
 
     def _submit(self, attempt_id: bytes, attempt: _Attempt, message: pb.RouterMessage) -> None:
         assert self.ready, "work goes to ready workers only"
         self._attempts[attempt_id] = attempt
+        if self.breaker.given(time.monotonic()):
+            self._observer.breaker_changed(self)
         self._send(message)
 
     def _end(self, attempt_id: bytes) -> bool:
@@ -250,6 +270,8 @@ class WorkerConnection:
         if self._outgoing is not None:
             self._outgoing.close()
         self._outgoing = self._stub = None
+        if was_attached and self.state is State.READY and not self.retired:
+            self.failed()
         if self.state is not State.REFUSED:
             self.state = State.CONNECTING
         lost, self._attempts = self._attempts, {}

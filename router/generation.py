@@ -24,14 +24,12 @@ from router.jobs import Job
 from router.metrics import Metrics
 from router.outbox import Outbox, Token
 from router.pool import WorkerPool
+from router.stages import Stages
+from router.strikes import Strikes
 from rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 3
-# Of workers whose stream just ended. Of what an engine was computing when it died its worker tells, so other
-# requests are innocent; but where whole machines die one after the other, it may be this one that kills them.
-MAX_LOSSES = 12
 _FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 # Ends of an attempt that say nothing against its worker.
 _NO_FAILURE = {
@@ -76,16 +74,16 @@ class Generation:
         self._emit = EmitOnce()
         self._prefill: Prefill | None = None
         self._decode: Decode | None = None
-        self._failures = self._losses = 0  # consecutive, without a new token
-        self._avoid: set[str] = set()
+        self._strikes = Strikes()
+        self._stages = Stages(metrics)
+        self._prefilled = False  # once, so that the next time is a retry
+        self._may_retry = False
         self._retrying = False
         self._done = False
-        self._last_token_at = time.monotonic()
-        self._deadline = self._last_token_at + timeout
+        self._deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
         self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
         self._worker_timer: asyncio.TimerHandle | None = None
-        metrics.waiting.inc()
         self._advance()
 
     def __repr__(self) -> str:
@@ -133,7 +131,7 @@ class Generation:
             output_ids = output_ids[: self._prefill.base]
             self._prefill.refetched = self._prefill.sent
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
-        worker = self._pool.choose_decode(tokens, self._avoid)
+        worker = self._pool.choose_decode(tokens, self._strikes.avoid)
         if worker is None:
             if self._pool.has_decode:
                 self._stop_waiting()
@@ -148,7 +146,7 @@ class Generation:
         decode = self._decode = Decode(os.urandom(16), worker)
         self._emit.begin_decode(decode.id)
         submit = pb.SubmitDecode(
-            decode_id=decode.id, request=self._request(output_ids), source=self._source(self._prefill)
+            decode_id=decode.id, request=self._request(output_ids), source=self._prefill.source
         )
         if not self._retrying and not self._prefill.sent:
             self._send_prefill()  # first: the client waits for its token
@@ -156,9 +154,16 @@ class Generation:
         return True
 
     def _plan_prefill(self, *, handover: bool = True) -> bool:
-        """Chooses a prefill worker. False: there is none, and the generation waits for one."""
+        """Chooses a prefill worker. False: there is none, or the prompt may not be computed again yet; the
+        generation waits for that."""
+        if self._prefilled and not self._may_retry:
+            self._may_retry = self._pool.retries.take(self)
+            if not self._may_retry:
+                return False
         tokens = len(self._job.prompt_ids) + len(self.output_ids)
-        chosen = self._pool.choose_prefill(self._job.session_key, self._job.chunks, tokens, self._avoid)
+        chosen = self._pool.choose_prefill(
+            self._job.session_key, self._job.chunks, tokens, self._strikes.avoid
+        )
         if chosen is None:
             self._wait_for_worker("prefill")
             return False
@@ -171,7 +176,8 @@ class Generation:
     def _send_prefill(self) -> None:
         prefill = self._prefill
         assert prefill is not None
-        prefill.sent = True
+        prefill.sent = self._prefilled = True
+        self._may_retry = False
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id, request=self._request(self.output_ids), handover=prefill.handover
         )
@@ -186,7 +192,7 @@ class Generation:
         assert decode is not None
         prefill.replaces = True
         decode.worker.retarget(
-            pb.Retarget(decode_id=decode.id, source=self._source(prefill), output_ids=self.output_ids)
+            pb.Retarget(decode_id=decode.id, source=prefill.source, output_ids=self.output_ids)
         )
         self._send_prefill()
 
@@ -198,12 +204,7 @@ class Generation:
             sampling=self._job.sampling,
             timeout_ms=max(1, int(1000 * (self._deadline - time.monotonic()))),
             priority=self._job.priority,
-        )
-
-    def _source(self, prefill: Prefill) -> pb.PrefillSource:
-        described = prefill.worker.description
-        return pb.PrefillSource(
-            prefill_id=prefill.id, kv_address=described.kv_address, incarnation=described.incarnation
+            alone=self._strikes.alone,
         )
 
     # ------------------------------------------------------------ waiting
@@ -212,6 +213,10 @@ class Generation:
         return self._done or self._decode is not None or self._reserve()
 
     def on_workers(self) -> None:
+        self._advance()
+
+    def on_retry(self) -> None:
+        self._may_retry = True
         self._advance()
 
     def _wait_for_worker(self, role: str) -> None:
@@ -247,6 +252,7 @@ class Generation:
                 self.cached_tokens = event.cached_tokens
         elif decode is not None and not decode.joined and event.attempt_id == decode.id:
             decode.joined = True
+            decode.worker.worked()
             self._prefill_served()
         verdict = self._emit.offer(event.attempt_id, event.output_index, event.token_id)
         if verdict is Verdict.BROKEN:
@@ -258,9 +264,8 @@ class Generation:
             prefill.worker.forget(prefill.id)
 
     def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
-        self._failures = self._losses = 0
-        self._avoid.clear()
-        self._measure(len(self.output_ids))
+        self._strikes.token()
+        self._stages.token(len(self.output_ids))
         finish_reason = _FINISH.get(event.finish_reason, "")
         if not finish_reason and len(self.output_ids) >= self._job.sampling.max_tokens:
             finish_reason = "length"
@@ -318,6 +323,7 @@ class Generation:
         if prefill is None:
             return
         prefill.over = True
+        prefill.worker.worked()
         self._emit.end_prefill()
         if prefill.answered:
             prefill.worker.forget(prefill.id)
@@ -346,16 +352,18 @@ class Generation:
     def _failed(self, cause: str, worker: WorkerConnection, *, counts: bool, message: str) -> None:
         self._metrics.retries[cause].inc()
         self._retrying = True
-        lost = cause == "lost"
-        self._failures += counts
-        self._losses += lost
-        if counts or lost:
-            self._avoid.add(worker.address)
-            times = self._failures + self._losses
-            log.info("%r: attempt %d failed (%s): %s", self, times, cause, message)
-            if self._failures >= MAX_FAILURES or self._losses >= MAX_LOSSES:
-                self._fail(Failed(f"{self} failed {times} times without a new token, at last: {message}"))
-                return
+        strikes = self._strikes
+        if counts:
+            strikes.failed(worker.address, crashed=cause == "engine")
+            worker.failed()
+        elif cause == "lost":
+            strikes.lost(worker.address)
+        if counts or cause == "lost":
+            log.info("%r: attempt %d failed (%s): %s", self, strikes.count, cause, message)
+        if strikes.out:
+            text = f"{self} failed {strikes.count} times without a new token, at last: {message}"
+            self._fail(Failed(text))
+            return
         self._advance()
 
     def _end_prefill(self) -> None:
@@ -386,21 +394,10 @@ class Generation:
             return
         self._done = True
         self._emit.end()
-        (self._metrics.running if self.output_ids else self._metrics.waiting).dec()
+        self._stages.end()
         self._deadline_timer.cancel()
         self._stop_waiting()
         self._pool.room.leave(self)
+        self._pool.retries.leave(self)
         self._end_prefill()
         self._end_decode(cancel=True)
-
-    def _measure(self, emitted: int) -> None:
-        now = time.monotonic()
-        since, self._last_token_at = now - self._last_token_at, now
-        if emitted == 1:
-            self._metrics.waiting.dec()
-            self._metrics.running.inc()
-            self._metrics.time_to_first_token.observe(since)
-            return
-        self._metrics.inter_token.observe(since)
-        if emitted == 2:
-            self._metrics.handover_gap.observe(since)

@@ -36,11 +36,12 @@ class Members:
 
     # ------------------------------------------------------------ what connections report
 
-    def membership_changed(self, connection: WorkerConnection) -> None:
+    def membership_changed(self, connection: WorkerConnection, *, serves: bool) -> None:
+        """`serves`: whether it is given new work."""
         if connection.description.role == pb.ROLE_PREFILL:
-            self._prefill_changed(connection)
+            self._prefill_changed(connection, serves)
             return
-        if connection.ready and connection not in self._decode_loads:
+        if serves and connection not in self._decode_loads:
             described = connection.description
             self._decode_loads[connection] = DecodeLoad(
                 worker=connection.address,
@@ -49,11 +50,11 @@ class Members:
                 max_running=described.max_num_seqs,
             )
             self.load_changed(connection)
-        elif not connection.ready:
+        elif not serves:
             self._decode_loads.pop(connection, None)
         self.decodes = list(self._decode_loads.values())
 
-    def _prefill_changed(self, connection: WorkerConnection) -> None:
+    def _prefill_changed(self, connection: WorkerConnection, serves: bool) -> None:
         row = self._rows.get(connection)
         if connection.attached and row is None:
             block_size = connection.description.block_size
@@ -65,7 +66,7 @@ class Members:
             del self._rows[connection], self._prefills[row]
             return
         if row is not None:
-            self._loads.serve(row, connection.ready)
+            self._loads.serve(row, serves)
 
     def load_changed(self, connection: WorkerConnection) -> None:
         """Of a decode worker."""

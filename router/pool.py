@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import random
+import time
 from collections.abc import Collection
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from router.connection import Refused, State, WorkerConnection
 from router.discovery import Discovery
 from router.members import Members, PrefillChoice
 from router.policy import PrefillPolicy, PrefillWork, two_choices
+from router.retries import RetryQueue
+from router.retry_budget import RetryBudget
 from router.room import RoomQueue
 from rpc import worker_pb2 as pb
 
@@ -30,12 +33,14 @@ class WorkerPool:
 
     Attributes:
         room: requests that wait for room on a decode worker.
+        retries: requests that wait until they may be prefilled again.
         waiters: requests that wait for a worker of some role, as keys in order.
         changed: set whenever a worker comes or goes; cleared by its one reader.
     """
 
     def __init__(self, secret: bytes, discovery: Discovery, policy: PrefillPolicy) -> None:
         self.room = RoomQueue()
+        self.retries = RetryQueue(RetryBudget())
         self.waiters: dict[WorkerWaiter, None] = {}
         self.changed = asyncio.Event()
         self._secret = secret
@@ -100,6 +105,8 @@ class WorkerPool:
         return self._members.prefill_tokens_per_s()
 
     def arrival(self) -> int:
+        """A new request's place in the order in which they came."""
+        self.retries.requested()
         return next(self._arrivals)
 
     # ------------------------------------------------------------ choices
@@ -134,7 +141,8 @@ class WorkerPool:
                 raise Refused(f"its KV layout is not that of {other}")
 
     def membership_changed(self, connection: WorkerConnection) -> None:
-        self._members.membership_changed(connection)
+        self._members.membership_changed(connection, serves=connection.ready)
+        self._use(connection.description.role)
         self.changed.set()
         if connection.ready:
             waiters, self.waiters = self.waiters, {}
@@ -154,6 +162,26 @@ class WorkerPool:
 
     def prefill_ended(self, connection: WorkerConnection, work: PrefillWork, *, computed: bool) -> None:
         self._members.prefill_ended(connection, work, computed=computed)
+
+    def breaker_changed(self, connection: WorkerConnection) -> None:
+        self._use(connection.description.role)
+        if out_for := connection.breaker.out_for(time.monotonic()):
+            asyncio.get_running_loop().call_later(out_for, self._use, connection.description.role)
+
+    def _use(self, role: "pb.Role") -> None:
+        """Tells who of a role is given work: whose breaker is closed. Where all are open it is not the
+        workers, or there is nothing to lose: all of them."""
+        ready, now = self.ready(role), time.monotonic()
+        admitted = [c for c in ready if c.breaker.admits(now)] or ready
+        for connection in ready:
+            self._members.membership_changed(connection, serves=connection in admitted)
+        self._offer_room()
+
+    def _usable(self, role: "pb.Role") -> list[WorkerConnection]:
+        """Those that may be given work. Where every breaker of a role is open it is not the workers, or there
+        is nothing to lose: all of them."""
+        ready, now = self.ready(role), time.monotonic()
+        return [c for c in ready if c.breaker.admits(now)] or ready
 
     def _offer_room(self) -> None:
         # An offer submits, which changes loads, which ends here again.

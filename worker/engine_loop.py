@@ -110,7 +110,9 @@ def engine_request(attempt_id: bytes, work: messages.Work) -> EngineRequest:
     given = msgspec.structs.asdict(work.sampling)
     if (structure := work.sampling.structured_output) is not None:
         given["structured_output"] = StructuredOutput(structure.kind, structure.text)
-    return EngineRequest(attempt_id, work.prompt_ids, work.output_ids, SamplingParams(**given), work.priority)
+    return EngineRequest(
+        attempt_id, work.prompt_ids, work.output_ids, SamplingParams(**given), work.priority, work.alone
+    )
 
 
 def device(engine: Engine) -> str:

@@ -66,6 +66,7 @@ class Work(_Message, tag=False):
     sampling: Sampling
     timeout: float  # seconds that remain of the request's deadline
     priority: int
+    alone: bool = False  # in steps of its own, until it has a token
 
 
 class Source(_Message, tag=False):

@@ -92,6 +92,7 @@ def work(request: pb.Request, limits: Limits) -> messages.Work:
         ),
         timeout=request.timeout_ms / 1000,
         priority=request.priority,
+        alone=request.alone,
     )
 
 

@@ -26,21 +26,28 @@ def make(num_blocks: int = 32, seqs: int = 4, budget: int = 16, prefix_cache: bo
 
 
 def add(
-    scheduler: Scheduler, number: int, prompt: int, *, handover: bool = False, priority: int = 0
+    scheduler: Scheduler,
+    number: int,
+    prompt: int,
+    *,
+    handover: bool = False,
+    priority: int = 0,
+    alone: bool = False,
 ) -> LiveRequest:
-    request = EngineRequest(bytes([number]), list(range(prompt)), priority=priority)
+    request = EngineRequest(bytes([number]), list(range(prompt)), priority=priority, alone=alone)
     scheduler.add(request, handover=handover)
     return scheduler.requests[request.id]
 
 
-def step(scheduler: Scheduler) -> Schedule:
+def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     """What the engine does in a step, without a model: every sampled token is 7."""
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(chunk_limit)
     for chunk in plan.chunks:
         scheduler.computed(chunk)
         live = chunk.live
         if live.num_left == 0:
             scheduler.verified(live)
+            live.sampled = True
             live.token_ids.append(7)
             if live.handover:
                 scheduler.hold(live)
@@ -60,9 +67,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.numbers = iter(range(1 << 20))
         self.rng = random.Random(0)
 
-    def request(self, length: int, family: int, priority: int = 0) -> EngineRequest:
+    def request(self, length: int, family: int, priority: int = 0, alone: bool = False) -> EngineRequest:
         prompt = [family * 1000 + i for i in range(length)]  # requests of one family share prefixes
-        return EngineRequest(next(self.numbers).to_bytes(4), prompt, priority=priority)
+        return EngineRequest(next(self.numbers).to_bytes(4), prompt, priority=priority, alone=alone)
 
     @rule(
         target=ids,
@@ -70,9 +77,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         family=st.integers(0, 1),
         handover=st.booleans(),
         priority=st.integers(-1, 1),
+        alone=st.booleans(),
     )
-    def add(self, length: int, family: int, handover: bool, priority: int) -> bytes:
-        request = self.request(length, family, priority)
+    def add(self, length: int, family: int, handover: bool, priority: int, alone: bool) -> bytes:
+        request = self.request(length, family, priority, alone)
         self.scheduler.add(request, handover=handover)
         return request.id
 
@@ -86,6 +94,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.pool.free == free - len(live.blocks)
         else:
             assert self.scheduler.pool.free == free
+        return request.id
+
+    @rule(target=ids, length=st.integers(1, 30), family=st.integers(0, 1), alone=st.booleans())
+    def start(self, length: int, family: int, alone: bool) -> bytes:
+        request = self.request(length, family, alone=alone)
+        live = self.scheduler.start(request)
+        if live is not None:
+            assert len(live.blocks) * BLOCK >= length
+            assert (live.phase, live.num_left > 0) == (Phase.RUNNING, True)
+        else:
+            assert request.id not in self.scheduler.requests
         return request.id
 
     @rule(request_id=ids, more=st.integers(0, 9))
@@ -113,16 +132,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if live is not None:
             self.scheduler.drop(live)
 
-    @rule()
-    def step(self) -> None:
+    @rule(chunk_limit=st.none() | st.integers(1, 9))
+    def step(self, chunk_limit: int | None) -> None:
         scheduler = self.scheduler
         had_work = bool(scheduler.running) or scheduler.can_admit
         handovers = {live.id: list(live.blocks) for live in scheduler.running if live.handover}
         computed = {live.id: live.num_computed for live in scheduler.requests.values()}
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(chunk_limit)
         assert bool(plan.chunks or plan.recomputed or plan.handed_back) == had_work
         assert sum(c.stop - c.start for c in plan.chunks) <= scheduler.max_num_batched_tokens
         assert len({c.live.id for c in plan.chunks}) == len(plan.chunks)
+        assert len(plan.chunks) == 1 or not any(c.live.alone for c in plan.chunks)
         for chunk in plan.chunks:
             live = chunk.live
             assert live.phase is Phase.RUNNING
@@ -138,16 +158,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             live = scheduler.requests[request_id]
             assert (live.phase, live.blocks) == (Phase.RUNNING, blocks), "a prefill was preempted"
         for live in plan.recomputed:
-            assert not live.joined
+            assert not live.hand_back
             assert (live.phase, live.blocks, live.num_computed) == (Phase.WAITING, [], 0)
         for live in plan.handed_back:
-            assert live.joined
+            assert live.hand_back
             assert live.id not in scheduler.requests
         for chunk in plan.chunks:
             live = chunk.live
             scheduler.computed(chunk)
             if live.num_left == 0:
                 scheduler.verified(live)
+                live.sampled = True
                 live.token_ids.append(7)
                 if live.handover:
                     scheduler.hold(live)
@@ -324,3 +345,60 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     scheduler.drop(first)
     scheduler.schedule()
     assert second.num_cached == 0
+
+
+def test_who_runs_alone_gets_every_second_step_until_it_has_a_token() -> None:
+    scheduler = make(budget=8)
+    add(scheduler, 1, 1)
+    step(scheduler)
+    add(scheduler, 2, 14, alone=True)
+    add(scheduler, 3, 2)
+    assert [tokens(step(scheduler)) for _ in range(6)] == [
+        [(2, 0, 8)],
+        [(1, 1, 2), (3, 0, 2)],
+        [(2, 8, 14)],  # its token
+        [(1, 2, 3), (2, 14, 15), (3, 2, 3)],
+        [(1, 3, 4), (2, 15, 16), (3, 3, 4)],
+        [(1, 4, 5), (2, 16, 17), (3, 4, 5)],
+    ]
+
+
+def test_two_that_run_alone_take_no_step_together() -> None:
+    scheduler = make(budget=100)
+    for number in (1, 2):
+        add(scheduler, number, 5, alone=True)
+    assert [tokens(step(scheduler)) for _ in range(4)] == [
+        [(1, 0, 5)],
+        [(1, 5, 6)],
+        [(2, 0, 5)],
+        [(1, 6, 7), (2, 5, 6)],
+    ]
+
+
+def test_a_started_request_takes_small_chunks_beside_those_that_decode() -> None:
+    scheduler = make(num_blocks=40, budget=30)
+    assert scheduler.start(EngineRequest(b"\1", list(range(20)))) is not None
+    assert tokens(step(scheduler, 3)) == [(1, 0, 20)], "nobody waits for this step"
+    assert scheduler.start(EngineRequest(b"\2", list(range(8)))) is not None
+    assert tokens(step(scheduler, 3)) == [(1, 20, 21), (2, 0, 3)]
+    assert tokens(step(scheduler, 3)) == [(1, 21, 22), (2, 3, 6)]
+    assert tokens(step(scheduler, 3)) == [(1, 22, 23), (2, 6, 8)]
+
+
+def test_a_reservation_is_somebody_who_waits() -> None:
+    scheduler = make(num_blocks=40, budget=30)
+    assert scheduler.reserve(EngineRequest(b"\1", [1, 2])) is not None
+    assert scheduler.start(EngineRequest(b"\2", list(range(8)))) is not None
+    assert tokens(step(scheduler, 3)) == [(2, 0, 3)]
+
+
+def test_a_started_request_has_room_at_once_or_none_and_is_handed_back() -> None:
+    scheduler = make(num_blocks=6, budget=100)
+    assert scheduler.start(EngineRequest(b"\1", list(range(100)))) is None
+    add(scheduler, 1, 8)
+    step(scheduler)
+    started = scheduler.start(EngineRequest(b"\2", list(range(12))))
+    assert started is not None
+    assert scheduler.start(EngineRequest(b"\3", [1])) is None, "that block is for those who grow"
+    plans = [step(scheduler) for _ in range(9)]
+    assert [plan.handed_back for plan in plans if plan.handed_back] == [[started]]

@@ -1,0 +1,45 @@
+"""How many prompt tokens fit beside a decode, learnt from steps whose cost is known."""
+
+import pytest
+
+from engine.chunk_limit import FIRST, LEAST, ChunkLimit
+
+STEP, TOKEN = 0.010, 0.0001
+
+
+def fed(limit: ChunkLimit, steps: int = 30, step: float = STEP, token: float = TOKEN) -> ChunkLimit:
+    """A decode step takes `step` seconds, each prompt token adds `token`."""
+    for _ in range(steps):
+        limit.record(4, 0, step)
+        limit.record(4, 50, step + 50 * token)
+    return limit
+
+
+def test_nothing_is_known_before_the_first_decode() -> None:
+    limit = ChunkLimit(0.02)
+    limit.record(0, 500, 0.05)
+    assert (limit.fitting, limit.tokens) == (0, LEAST)
+
+
+def test_the_first_prompt_is_a_try() -> None:
+    limit = ChunkLimit(None)
+    limit.record(1, 0, STEP)
+    assert limit.fitting == FIRST
+
+
+@pytest.mark.parametrize(("target", "tokens"), [(0.015, 50), (0.030, 200), (None, 50)])
+def test_a_step_stays_within_its_target(target: float | None, tokens: int) -> None:
+    limit = fed(ChunkLimit(target))
+    assert limit.fitting == pytest.approx(tokens, abs=1)
+    assert STEP + limit.fitting * TOKEN <= limit.seconds + 1e-9
+
+
+def test_it_follows_what_changes() -> None:
+    limit = fed(ChunkLimit(0.030))
+    assert fed(limit, 99, step=0.020).fitting == pytest.approx(100, rel=0.1)
+    assert fed(limit, 99, step=0.020, token=0.0004).fitting == pytest.approx(25, rel=0.1)
+
+
+def test_where_decodes_alone_take_as_long_nothing_fits_but_what_began_goes_on() -> None:
+    limit = fed(ChunkLimit(0.009))
+    assert (limit.fitting, limit.tokens) == (0, LEAST)

@@ -1,0 +1,82 @@
+"""Who fails again and again: requests run alone, workers are left out, and retries are rationed."""
+
+import asyncio
+
+import pytest
+
+from router import breaker, retry_budget
+from rpc import worker_pb2 as pb
+
+from .conftest import Cluster
+from .test_recovery import answered_whole, decodes, prefills
+
+
+async def test_a_request_of_two_crashed_steps_runs_alone(cluster: Cluster) -> None:
+    decode = cluster.decodes[0]
+    decode.fail = (2, pb.FAILURE_CODE_ENGINE)
+    await answered_whole(cluster)
+    assert [d.request.alone for d in decodes(decode)] == [False, False, True]
+
+
+async def test_a_worker_that_fails_again_and_again_is_left_out_then_probed(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
+    bad, other = pair.decodes
+    connections = {c.address: c for c in pair.router.services.pool.connections}
+    other.status.blocks_free = 256
+    other.report()  # from now on the bad one looks better
+    await pair.until(lambda: connections[other.address].status.blocks_free == 256)
+    bad.fail = (4, pb.FAILURE_CODE_ENGINE)
+    for _ in range(6):
+        await answered_whole(pair)
+    assert len(decodes(bad)) == 3
+    connection = connections[bad.address]
+
+    async def tried_again() -> int:
+        """Its time is over: how often it is asked then, by some requests."""
+        before = len(decodes(bad))
+        connection.breaker._out_until = 0.0
+        pair.router.services.pool.breaker_changed(connection)
+        for _ in range(6):
+            await answered_whole(pair)
+        return len(decodes(bad)) - before
+
+    assert await tried_again() == 1, "the probe fails"
+    assert await tried_again() > 1, "the probe works"
+
+
+async def test_where_all_are_left_out_all_are_asked(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
+    cluster.decodes[0].fail_after = 2
+    await answered_whole(cluster)
+    [connection] = cluster.router.services.pool.ready(pb.ROLE_DECODE)
+    assert connection.breaker.out_for(0.0) > 0
+
+
+async def test_retries_beyond_the_budget_wait_for_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_budget, "FLOOR", 1)
+    monkeypatch.setattr(retry_budget, "WINDOW_S", 0.5)
+    retries = cluster.router.services.pool.retries
+    cluster.prefills[0].fail = (2, pb.FAILURE_CODE_DROPPED)
+    request = asyncio.create_task(answered_whole(cluster))
+    await cluster.until(lambda: len(retries) == 1)
+    await request
+    assert len(retries) == 0
+    assert len(prefills(cluster.prefills[0])) == 3
+
+
+async def test_who_goes_while_waiting_for_the_budget_leaves_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_budget, "FLOOR", 1)
+    decode, retries = cluster.decodes[0], cluster.router.services.pool.retries
+    decode.fail_after = 2
+    request = asyncio.create_task(cluster.complete())
+    await cluster.until(lambda: len(retries) == 1)
+    request.cancel()
+    await cluster.until(lambda: len(retries) == 0)
