@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from rpc import create_server
+from rpc import TlsFiles, add_port, create_server
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
@@ -64,6 +64,7 @@ class FakeWorker(WorkerServicer):
         index: int = 0,
         eos: int = 2,
         secret: bytes = SECRET,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.role = role
         self.lanes = lanes
@@ -71,6 +72,7 @@ class FakeWorker(WorkerServicer):
         self.index = index
         self.eos = eos
         self.secret = secret
+        self.tls = tls
         self.steps: asyncio.Semaphore | None = None
         self.no_room = 0
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
@@ -102,7 +104,7 @@ class FakeWorker(WorkerServicer):
     async def start(self, port: int = 0) -> "FakeWorker":
         self._server = create_server(self.secret)
         add_WorkerServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self.address = f"127.0.0.1:{add_port(self._server, f'127.0.0.1:{port}', self.tls)}"
         await self._server.start()
         return self
 

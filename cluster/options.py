@@ -156,11 +156,29 @@ class FrontOptions:
     api_key: Annotated[list[str], opt(f"Ask clients for one of these keys. {NO_ARGV}", "KEY")] = field(
         default_factory=list
     )
+    api_key_file: Annotated[
+        Path | None,
+        opt("Keys with their names and limits, as TOML; see docs/operations.md.", shown="none", **OLD_FILE),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None, opt("Serve clients with TLS: the certificate chain, PEM.", shown="no TLS", **OLD_FILE)
+    ] = None
+    ssl_keyfile: Annotated[Path | None, opt("Its private key, PEM.", shown="none", **OLD_FILE)] = None
+    ssl_ca_certs: Annotated[
+        Path | None,
+        opt("Clients must show a certificate that one of these signed.", shown="none", **OLD_FILE),
+    ] = None
     max_body_bytes: Annotated[int, opt("Longest body of a request.", "BYTES", check=between(1))] = 16 << 20
     max_waiting_tokens: Annotated[
         int, opt("Prompt tokens of requests without an answer; beyond it, 429.", "TOKENS", check=between(1))
     ] = 1_000_000
     request_timeout: Annotated[float, opt("What one request may take in all.", "S", check=between(1))] = 600.0
+    client_timeout: Annotated[
+        float, opt("A client takes to send a body, or to read what waits for it.", "S", check=between(0.1))
+    ] = 30.0
+    timeout_keep_alive: Annotated[
+        float, opt("A connection is idle, or takes for its headers.", "S", check=between(0.1))
+    ] = 75.0
     worker_wait: Annotated[
         float, opt("How long requests wait while a role has no worker.", "S", check=between(0))
     ] = 60.0  # fmt: skip
@@ -197,6 +215,19 @@ class SecretOptions:
     cluster_secret_file: Annotated[
         Path | None,
         opt("Secret that routers and workers share.", shown="BATON_CLUSTER_SECRET", **OLD_FILE),
+    ] = None
+    cluster_certfile: Annotated[
+        Path | None,
+        opt(
+            "Mutual TLS between routers and workers: this process' certificate, PEM; a worker's is for the "
+            "name baton-worker.",
+            shown="no TLS",
+            **OLD_FILE,
+        ),
+    ] = None
+    cluster_keyfile: Annotated[Path | None, opt("Its private key, PEM.", shown="none", **OLD_FILE)] = None
+    cluster_ca_certs: Annotated[
+        Path | None, opt("Who signs these certificates, PEM.", shown="none", **OLD_FILE)
     ] = None
 
 

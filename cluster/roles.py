@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cluster import lifeline, model, options
 
 if TYPE_CHECKING:
     from router.discovery import Discovery
+    from rpc import TlsFiles
 
 
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
@@ -24,6 +26,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             role=role,
             index=given.process.index,
             secret=load_secret(given.secret.cluster_secret_file),
+            tls=cluster_tls(given.secret),
             served_model_name=given.model.served_model_name or found.name,
             engine=EngineConfig(
                 model=found.location,
@@ -57,8 +60,8 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 engine=given.deadlines.engine_timeout,
                 drain=given.drain.drain_timeout,
             ),
-            run_dir=str(given.run_dir.run_dir) if given.run_dir.run_dir else None,
-            trace_dir=str(given.traces.trace_dir) if given.traces.trace_dir else None,
+            run_dir=_path(given.run_dir.run_dir),
+            trace_dir=_path(given.traces.trace_dir),
             ready_fd=given.process.ready_fd,
         )
         return importlib.import_module(f"{role}_worker").main(config)
@@ -66,9 +69,27 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
     return _supervised(given.process.ready_fd, start)
 
 
+def cluster_tls(given: options.SecretOptions) -> TlsFiles | None:
+    """Raises ValueError."""
+    from rpc import TlsFiles
+
+    return TlsFiles.of(
+        "cluster",
+        _path(given.cluster_certfile),
+        _path(given.cluster_keyfile),
+        _path(given.cluster_ca_certs),
+        mutual=True,
+    )
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
 def run_router(given: options.RouterRole) -> int:
     def start() -> int:
         import router
+        from rpc import TlsFiles
         from rpc.auth import load_secret
 
         members = given.membership
@@ -89,8 +110,17 @@ def run_router(given: options.RouterRole) -> int:
             host=given.front.host,
             port=given.front.port,
             grpc_port=given.front.grpc_port,
-            chat_template=str(given.front.chat_template) if given.front.chat_template else None,
-            api_keys=tuple(given.front.api_key),
+            chat_template=_path(given.front.chat_template),
+            tls=TlsFiles.of(
+                "ssl",
+                _path(given.front.ssl_certfile),
+                _path(given.front.ssl_keyfile),
+                _path(given.front.ssl_ca_certs),
+            ),
+            cluster_tls=cluster_tls(given.secret),
+            api_keys=router.api_keys(given.front.api_key, _path(given.front.api_key_file)),
+            client_timeout=given.front.client_timeout,
+            keep_alive=given.front.timeout_keep_alive,
             request_timeout=given.front.request_timeout,
             worker_wait=given.front.worker_wait,
             routing_policy=given.front.routing_policy,
@@ -98,7 +128,7 @@ def run_router(given: options.RouterRole) -> int:
             max_body_bytes=given.front.max_body_bytes,
             max_waiting_tokens=given.front.max_waiting_tokens,
             workers=tuple(members.worker),
-            workers_file=str(members.workers_file) if members.workers_file else None,
+            workers_file=_path(members.workers_file),
             discovery=_kubernetes(members.kubernetes_service),
             ready_fd=given.process.ready_fd,
         )

@@ -28,6 +28,11 @@ def extend_hash_chain(chain: list[bytes], token_ids: Sequence[int], block_size: 
         chain.append(blake2b(tokens.tobytes(), key=parent[:64], digest_size=16).digest())
 
 
+def salted_root(root: bytes, salt: bytes) -> bytes:
+    """Where the chains of requests with this salt start: no other salt's chains ever meet them."""
+    return blake2b(salt, key=root[:64], digest_size=32).digest() if salt else root
+
+
 class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -21,6 +21,8 @@ class EngineRequest:
     """Lower is sooner; equal priorities are served in order of arrival."""
     alone: bool = False
     """Until it has a token from this engine it is computed in steps of its own: it may kill them."""
+    cache_salt: bytes = b""
+    """Prefixes are shared in the prefix cache among requests of the same salt only."""
 
 
 @dataclass(frozen=True, slots=True)

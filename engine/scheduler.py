@@ -9,7 +9,7 @@ stops for lack of blocks. Only decoding grows; when the pool is empty the younge
 from bisect import insort
 from dataclasses import dataclass, field
 
-from engine.block_pool import BlockPool, extend_hash_chain
+from engine.block_pool import BlockPool, extend_hash_chain, salted_root
 from engine.live_request import LiveRequest, Phase
 from engine.request import EngineRequest
 
@@ -173,7 +173,7 @@ class Scheduler:
     def verified(self, live: LiveRequest) -> None:
         """Logits that depend on all KV of `live` were finite: its full blocks may be shared from now on."""
         if self.prefix_cache_root is not None:
-            extend_hash_chain(live.block_hashes, live.token_ids, self.block_size, self.prefix_cache_root)
+            self._hash_blocks(live, self.prefix_cache_root)
             full = live.num_computed // self.block_size
             for index in range(live.num_published, full):
                 self.pool.publish(live.blocks[index], live.block_hashes[index])
@@ -242,8 +242,12 @@ class Scheduler:
         if self.prefix_cache_root is None:
             return []
         usable = (len(live.token_ids) - 1) // self.block_size
-        extend_hash_chain(live.block_hashes, live.token_ids, self.block_size, self.prefix_cache_root)
+        self._hash_blocks(live, self.prefix_cache_root)
         return self.pool.lookup(live.block_hashes[:usable])
+
+    def _hash_blocks(self, live: LiveRequest, root: bytes) -> None:
+        root = salted_root(root, live.request.cache_salt)
+        extend_hash_chain(live.block_hashes, live.token_ids, self.block_size, root)
 
     @property
     def _headroom(self) -> int:

@@ -9,6 +9,7 @@ admitted (`admission`) → one `generation` for each choice: a prefill and a dec
 """
 
 from router.config import RouterConfig
+from router.keys import api_keys
 
 
 def main(config: RouterConfig) -> int:
@@ -18,4 +19,4 @@ def main(config: RouterConfig) -> int:
     return run(config)
 
 
-__all__ = ["RouterConfig", "main"]
+__all__ = ["RouterConfig", "api_keys", "main"]

@@ -22,6 +22,7 @@ from router.errors import InvalidRequest, Unsupported
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_LISTED = 1024  # entries of stop_token_ids and of logit_bias
+MAX_TIMEOUT = 86_400.0  # seconds
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 
 Prompts = list[str | list[int]]
@@ -140,6 +141,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
 

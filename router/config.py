@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 
 from router.discovery import Discovery
+from router.keys import ApiKey, KeyRing
 from router.policy import PREFILL_POLICIES
+from rpc import TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,11 @@ class RouterConfig:
     """0: chosen by the system, and reported."""
     grpc_port: int | None = None
     """Of `baton.v1.Inference`; 0: chosen by the system, and reported. None: no gRPC."""
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    tls: TlsFiles | None = None
+    """Of both faces for clients; with `ca_certs` clients must show a certificate."""
+    cluster_tls: TlsFiles | None = None
+    """Towards workers."""
+    api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """When there are any, clients must send one of them."""
     workers: tuple[str, ...] = ()
     """gRPC addresses, for good."""
@@ -34,6 +40,10 @@ class RouterConfig:
     """Finds workers by other means than a list or a file."""
     request_timeout: float = 600.0
     """Seconds that one request may take in all."""
+    client_timeout: float = 30.0
+    """Seconds that a client may take to send a body, or to read what waits for it."""
+    keep_alive: float = 75.0
+    """Seconds that a connection may be idle, and that headers may take."""
     worker_wait: float = 60.0
     """Seconds that a request waits while a role has no worker."""
     drain_timeout: float = 60.0
@@ -55,6 +65,8 @@ class RouterConfig:
         require("port", 0 <= self.port <= 65_535, "0 to 65535", self.port)
         require("grpc-port", 0 <= (self.grpc_port or 0) <= 65_535, "0 to 65535", self.grpc_port)
         require("request-timeout", self.request_timeout > 0, "above 0", self.request_timeout)
+        require("client-timeout", self.client_timeout > 0, "above 0", self.client_timeout)
+        require("timeout-keep-alive", self.keep_alive > 0, "above 0", self.keep_alive)
         require("worker-wait", self.worker_wait >= 0, "at least 0", self.worker_wait)
         require("drain-timeout", self.drain_timeout >= 0, "at least 0", self.drain_timeout)
         require("max-body-bytes", self.max_body_bytes > 0, "above 0", self.max_body_bytes)
@@ -64,8 +76,7 @@ class RouterConfig:
         require(
             "routing-policy", self.routing_policy in PREFILL_POLICIES, f"one of {names}", self.routing_policy
         )
-        if "" in self.api_keys:
-            raise ValueError("--api-key: a key cannot be empty")
+        KeyRing(self.api_keys)
         for address in self.workers:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:

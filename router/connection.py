@@ -88,7 +88,14 @@ class WorkerConnection:
         breaker: whether it fails too often to be given work.
     """
 
-    def __init__(self, address: str, secret: bytes, router_id: bytes, observer: Observer) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        router_id: bytes,
+        observer: Observer,
+        tls: rpc.TlsFiles | None = None,
+    ) -> None:
         self.address = address
         self.state = State.CONNECTING
         self.reason = ""
@@ -99,6 +106,7 @@ class WorkerConnection:
         self.breaker = Breaker()
         self.retired = False
         self._secret = secret
+        self._tls = tls
         self._router_id = router_id
         self._observer = observer
         self._attempts: dict[bytes, _Attempt] = {}
@@ -245,7 +253,7 @@ class WorkerConnection:
 
     async def _attached(self) -> None:
         """One session, from Describe to the end of the stream."""
-        async with rpc.connect(self.address, self._secret) as channel:
+        async with rpc.connect(self.address, self._secret, self._tls) as channel:
             stub = WorkerStub(channel)
             self.description = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
             self._observer.check(self)

@@ -59,6 +59,18 @@ class Overloaded(ApiError):
     status, type, code = 429, "rate_limit_error", "overloaded"
 
 
+class RateLimited(Overloaded):
+    """What this client may use is used up; others are served."""
+
+    code = "rate_limit_exceeded"
+
+
+class TooSlow(ApiError):
+    """The client did not send its request in time, or did not read its answer."""
+
+    status, type, code = 408, "invalid_request_error", "request_timeout"
+
+
 class Failed(ApiError):
     """Given up after repeated failures of workers."""
 

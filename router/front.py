@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from router import errors
+from router.admission import Account
 from router.answers import ChatFormat, CompletionFormat, Format
-from router.api import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from router.api import MAX_TIMEOUT, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from router.config import RouterConfig
 from router.http_answer import respond
 from router.intake import Intake, request_name
@@ -27,6 +28,7 @@ B = TypeVar("B", bound=Body)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID: ContextVar[str] = ContextVar("request_id")
+_ACCOUNT: ContextVar[Account] = ContextVar("account")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open}
 
 
@@ -65,7 +67,7 @@ class Front:
         _REQUEST_ID.set(request_id)
         try:
             if request.path not in _OPEN:
-                self._intake.authorize(request.headers.get("authorization", ""))
+                _ACCOUNT.set(self._intake.authorize(request.headers.get("authorization", "")))
             return await handler(request)
         except errors.ApiError as error:
             return self._refuse(error, request_id)
@@ -107,13 +109,29 @@ class Front:
     async def _answer(
         self, request: web.Request, kind: type[ChatBody] | type[CompletionBody], form: type[Format]
     ) -> web.StreamResponse:
-        name, session = _REQUEST_ID.get(), request.headers.get("x-session-id")
-        answer = await self._intake.answer(parse(kind, await request.read()), name, session)
+        name = _REQUEST_ID.get()
+        answer = await self._intake.answer(
+            parse(kind, await self._read(request)),
+            _ACCOUNT.get(),
+            name=name,
+            session=request.headers.get("x-session-id"),
+            timeout=_seconds(request.headers.get("x-request-timeout")),
+        )
         written = form(answer, self._config.model_name, self._services.tokenizer)
-        return await respond(request, answer, written, {"x-request-id": name})
+        headers = {"x-request-id": name}
+        return await respond(request, answer, written, headers, self._config.client_timeout)
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The body, from a client that does not take for ever to send it."""
+        try:
+            async with asyncio.timeout(self._config.client_timeout):
+                return await request.read()
+        except TimeoutError:
+            text = f"the body did not come within {self._config.client_timeout:g} s"
+            raise errors.TooSlow(text) from None
 
     async def _parse(self, request: web.Request, kind: type[B]) -> B:
-        body = parse(kind, await request.read())
+        body = parse(kind, await self._read(request))
         self._intake.check_model(body)
         return body
 
@@ -178,6 +196,20 @@ class Front:
 
     async def _status(self, request: web.Request) -> web.Response:
         return _json(await router_status(self._config, self._services, self._intake.draining))
+
+
+def _seconds(header: str | None) -> float | None:
+    """Of x-request-timeout, for clients that cannot add a field to the body."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT:
+        text = f"x-request-timeout: must be seconds above 0, at most {MAX_TIMEOUT:g}, not {header[:20]!r}"
+        raise errors.InvalidRequest(text, param="x-request-timeout")
+    return seconds
 
 
 def _version() -> str:

@@ -84,6 +84,9 @@ class Generation:
         loop = asyncio.get_running_loop()
         self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
         self._worker_timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Its turn has come: workers are asked from here on. Until then only its deadline runs."""
         self._advance()
 
     def __repr__(self) -> str:
@@ -205,6 +208,7 @@ class Generation:
             timeout_ms=max(1, int(1000 * (self._deadline - time.monotonic()))),
             priority=self._job.priority,
             alone=self._strikes.alone,
+            cache_salt=self._job.cache_salt,
         )
 
     # ------------------------------------------------------------ waiting
@@ -238,7 +242,7 @@ class Generation:
 
     def _timed_out(self, timeout: float) -> None:
         self._metrics.deadlines["request"].inc()
-        self._fail(TimedOut(f"{self} was not finished within {timeout:g} s"))
+        self._fail(TimedOut(f"{self} was not finished within {timeout:.3g} s"))
 
     # ------------------------------------------------------------ what connections report
 

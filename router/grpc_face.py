@@ -13,9 +13,10 @@ from router.choice import Delta
 from router.config import RouterConfig
 from router.errors import ApiError
 from router.intake import Intake, request_name
+from router.listen import url_host
 from router.pool import WorkerPool
 from router.serving import Answer
-from rpc import HealthServicer, create_public_server
+from rpc import HealthServicer, add_port, create_public_server
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
@@ -28,6 +29,7 @@ _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.RESOURCE_EXHAUSTED,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     500: grpc.StatusCode.INTERNAL,
     503: grpc.StatusCode.UNAVAILABLE,
@@ -46,19 +48,23 @@ class GrpcFace(InferenceServicer):
     Health: "" says that the process serves, "baton.v1.Inference" that it also has a worker of each role.
     """
 
-    def __init__(self, config: RouterConfig, intake: Intake, pool: WorkerPool) -> None:
+    def __init__(
+        self, config: RouterConfig, intake: Intake, pool: WorkerPool, *, share: bool = False
+    ) -> None:
         self._intake = intake
+        self._client_timeout = config.client_timeout
         self._pool = pool
         self._health = HealthServicer()
-        self._server = create_public_server(config.max_body_bytes, self._health, [SERVICE])
+        self._tls = config.tls
+        self._server = create_public_server(config.max_body_bytes, self._health, [SERVICE], share=share)
         add_InferenceServicer_to_server(self, self._server)
         self._following: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
         """Returns the address at which it listens. Raises ValueError when it cannot."""
-        host = f"[{host}]" if ":" in host else host
+        host = url_host(host)
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = add_port(self._server, f"{host}:{port}", self._tls)
         except RuntimeError as error:
             raise ValueError(f"--host, --grpc-port: cannot listen on {host}:{port}") from error
         await self._server.start()
@@ -96,10 +102,15 @@ class GrpcFace(InferenceServicer):
         name = request_name(metadata.get("x-request-id"))
         context.set_trailing_metadata((("x-request-id", name),))
         try:
-            self._intake.authorize(metadata.get("authorization", ""))
-            answer = await self._intake.answer(_body(request), name, metadata.get("x-session-id"))
+            answer = await self._intake.answer(
+                _body(request),
+                self._intake.authorize(metadata.get("authorization", "")),
+                name=name,
+                session=metadata.get("x-session-id"),
+                timeout=context.time_remaining(),
+            )
             with answer.generating():
-                await _write(answer, context)
+                await _write(answer, context, self._client_timeout)
         except ApiError as error:
             await self._refuse(context, error, name)
         except Exception:
@@ -117,11 +128,12 @@ class GrpcFace(InferenceServicer):
         await context.abort(_CODES[error.status], error.message, trailing)
 
 
-async def _write(answer: Answer, context: grpc.aio.ServicerContext) -> None:
+async def _write(answer: Answer, context: grpc.aio.ServicerContext, client_timeout: float) -> None:
     while not answer.finished:
         deltas = await answer.take(_WAIT_SECONDS)
         if deltas:
-            await context.write(pb.GenerateResponse(deltas=[_delta(*delta) for delta in deltas]))
+            async with asyncio.timeout(client_timeout):
+                await context.write(pb.GenerateResponse(deltas=[_delta(*delta) for delta in deltas]))
     used = answer.usage()
     usage = pb.Usage(
         prompt_tokens=used.prompt_tokens,

@@ -1,14 +1,16 @@
 """The door that every face of the router shares: who may come in, under which name, and with what."""
 
-import hashlib
-import hmac
+import math
 import os
 import re
+import time
 
+from router.admission import Account
 from router.api import Body, ChatBody, CompletionBody
 from router.config import RouterConfig
-from router.errors import ModelNotFound, ShuttingDown, Unauthorized
+from router.errors import ModelNotFound, ShuttingDown
 from router.jobs import chat_prompt, completion_prompts, make_jobs
+from router.keys import ANYBODY, KeyRing
 from router.serving import Answer, Services
 
 _NAMEABLE = re.compile(r"[\x21-\x7e]{1,128}")
@@ -32,18 +34,12 @@ class Intake:
         self.metrics = services.metrics
         self._model_name = config.model_name
         self._services = services
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        self._keys = KeyRing(config.api_keys)
+        self._accounts = {key: Account(key) for key in (ANYBODY, *config.api_keys)}
 
-    def authorize(self, authorization: str) -> None:
+    def authorize(self, authorization: str) -> Account:
         """Takes the value of that header. Raises Unauthorized."""
-        if not self._keys:
-            return
-        scheme, _, key = authorization.partition(" ")
-        sent = hashlib.sha256(key.strip().encode(errors="replace")).digest()
-        # Every key is compared, so that the time says nothing about which.
-        matches = [hmac.compare_digest(sent, known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise Unauthorized("send a valid API key as `Authorization: Bearer KEY`")
+        return self._accounts[self._keys.authorize(authorization)]
 
     @property
     def capacity(self) -> int:
@@ -56,11 +52,21 @@ class Intake:
         if body.model not in (None, self._model_name):
             raise ModelNotFound(f"there is no model {body.model!r} here", param="model")
 
-    async def answer(self, body: ChatBody | CompletionBody, name: str, session: str | None) -> Answer:
-        """`name` is the request's id as its client knows it, `session` what it calls its conversation.
+    async def answer(
+        self,
+        body: ChatBody | CompletionBody,
+        account: Account,
+        *,
+        name: str,
+        session: str | None,
+        timeout: float | None,
+    ) -> Answer:
+        """`name` is the request's id as its client knows it, `session` what it calls its conversation,
+        `timeout` the seconds that it waits, where that is not in the body.
 
         Raises ApiError.
         """
+        began = time.monotonic()
         if self.draining:
             raise ShuttingDown("the router is shutting down", retry_after=1)
         self.check_model(body)
@@ -76,5 +82,8 @@ class Intake:
             capacity=self.capacity,
             vocab_size=tokenizer.vocab_size,
             session=session,
+            cache_salt=account.key.cache_salt,
         )
-        return Answer(self._services, body, prompts, jobs, name)
+        wanted = (seconds for seconds in (body.timeout, timeout) if seconds is not None)
+        deadline = began + min(self._services.request_timeout, *wanted, math.inf)
+        return Answer(self._services, body, prompts, jobs, account, name=name, deadline=deadline)

@@ -30,6 +30,7 @@ class Job:
     chunks: list[int]
     """Hashes of the prompt's full 64-token chunks."""
     priority: int = 0
+    cache_salt: bytes = b""
 
 
 async def chat_prompt(tokenizer: ModelTokenizer, body: ChatBody) -> list[int]:
@@ -65,6 +66,7 @@ def make_jobs(
     capacity: int,
     vocab_size: int,
     session: str | None,
+    cache_salt: bytes,
 ) -> list[Job]:
     """`n` jobs for each prompt, in the order of the answer's choices.
 
@@ -81,12 +83,12 @@ def make_jobs(
         if body.min_tokens > max_tokens:
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
-        chunks = chunk_hashes(prompt_ids)
-        key = _session_key(session, prompt_ids, chunks)
+        chunks = chunk_hashes(prompt_ids, salt=cache_salt)
+        key = _session_key(session, prompt_ids, chunks, cache_salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         for i in range(body.n):
             seeded = pb.SamplingParams(**sampling, max_tokens=max_tokens, seed=(seed + i) & _SEED_MASK)
-            jobs.append(Job(prompt_ids, seeded, key, chunks, body.priority))
+            jobs.append(Job(prompt_ids, seeded, key, chunks, body.priority, cache_salt))
     return jobs
 
 
@@ -136,10 +138,10 @@ def _sampling(body: GenerationBody, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _session_key(session: str | None, prompt_ids: list[int], chunks: list[int]) -> int:
+def _session_key(session: str | None, prompt_ids: list[int], chunks: list[int], salt: bytes) -> int:
     """By what the client calls it; else sessions are told apart by how they begin."""
     if session:
-        return xxhash.xxh3_64_intdigest(session.encode(errors="replace"))
+        return xxhash.xxh3_64_intdigest(salt + session.encode(errors="replace"))
     if chunks:
         return chunks[:SESSION_CHUNKS][-1]
-    return xxhash.xxh3_64_intdigest(repr(prompt_ids).encode())
+    return xxhash.xxh3_64_intdigest(salt + repr(prompt_ids).encode())

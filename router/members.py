@@ -97,9 +97,6 @@ class Members:
     def has_prefill(self) -> bool:
         return self._loads.serving > 0
 
-    def prefill_tokens_per_s(self) -> float:
-        return self._loads.tokens_per_s()
-
     def choose_prefill(
         self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
     ) -> PrefillChoice | None:

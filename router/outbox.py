@@ -1,9 +1,10 @@
 """From a request's generations to the one task that answers the client.
 
-A client that reads slowly holds up nobody else: what waits for it is bounded by its own max_tokens.
+A client that reads slowly holds up nobody else: what waits for it is bounded.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.errors import ApiError
@@ -20,15 +21,22 @@ class Token:
 
 
 class Outbox:
-    """Owned by the task that reads it; filled from the event loop, without waiting."""
+    """Owned by the task that reads it; filled from the event loop, without waiting.
 
-    def __init__(self) -> None:
+    `on_full` is called soon after more than `limit` items are left unread.
+    """
+
+    def __init__(self, limit: int, on_full: Callable[[], None]) -> None:
+        self._limit = limit
+        self._on_full = on_full
         self._items: list[tuple[int, Token | ApiError]] = []
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, index: int, item: Token | ApiError) -> None:
         """`index` tells apart the generations of one request."""
         self._items.append((index, item))
+        if len(self._items) == self._limit + 1:
+            asyncio.get_running_loop().call_soon(self._on_full)
         self._wake()
 
     async def take(self, timeout: float) -> list[tuple[int, Token | ApiError]]:

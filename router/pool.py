@@ -6,10 +6,11 @@ when something changed.
 
 import asyncio
 import itertools
+import math
 import os
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from router.connection import Refused, State, WorkerConnection
@@ -19,7 +20,11 @@ from router.policy import PrefillPolicy, PrefillWork, two_choices
 from router.retries import RetryQueue
 from router.retry_budget import RetryBudget
 from router.room import RoomQueue
+from rpc import TlsFiles
 from rpc import worker_pb2 as pb
+
+WINDOW_STEPS = 2
+"""Of each prefill worker: one that it computes, and one to choose from."""
 
 
 class WorkerWaiter(Protocol):
@@ -36,14 +41,22 @@ class WorkerPool:
         retries: requests that wait until they may be prefilled again.
         waiters: requests that wait for a worker of some role, as keys in order.
         changed: set whenever a worker comes or goes; cleared by its one reader.
+        on_change: called then, too.
+        prefill_window: prompt tokens that keep all prefill workers busy: more would only wait there. Infinite
+            while there is none: that wait is the generation's own, and bounded in time.
     """
 
-    def __init__(self, secret: bytes, discovery: Discovery, policy: PrefillPolicy) -> None:
+    def __init__(
+        self, secret: bytes, discovery: Discovery, policy: PrefillPolicy, tls: TlsFiles | None = None
+    ) -> None:
         self.room = RoomQueue()
         self.retries = RetryQueue(RetryBudget())
         self.waiters: dict[WorkerWaiter, None] = {}
         self.changed = asyncio.Event()
+        self.on_change: Callable[[], None] = lambda: None
+        self.prefill_window = math.inf
         self._secret = secret
+        self._tls = tls
         self._discovery = discovery
         self._router_id = os.urandom(16)
         self._rng = random.Random()
@@ -58,7 +71,7 @@ class WorkerPool:
         try:
             async for addresses in self._discovery.watch():
                 for address in addresses - self._connections.keys():
-                    connection = WorkerConnection(address, self._secret, self._router_id, self)
+                    connection = WorkerConnection(address, self._secret, self._router_id, self, self._tls)
                     self._connections[address] = connection
                 for address in self._connections.keys() - addresses:
                     self._retire(self._connections.pop(address))
@@ -100,10 +113,6 @@ class WorkerPool:
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         return min(sizes, default=None)
 
-    def prefill_tokens_per_s(self) -> float:
-        """How fast waiting prompts are computed, over all workers."""
-        return self._members.prefill_tokens_per_s()
-
     def arrival(self) -> int:
         """A new request's place in the order in which they came."""
         self.retries.requested()
@@ -143,7 +152,10 @@ class WorkerPool:
     def membership_changed(self, connection: WorkerConnection) -> None:
         self._members.membership_changed(connection, serves=connection.ready)
         self._use(connection.description.role)
+        budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.ROLE_PREFILL))
+        self.prefill_window = WINDOW_STEPS * sum(budgets) or math.inf
         self.changed.set()
+        self.on_change()
         if connection.ready:
             waiters, self.waiters = self.waiters, {}
             for waiter in waiters:

@@ -25,6 +25,7 @@ from router.errors import ShuttingDown
 from router.front import Front
 from router.grpc_face import GrpcFace
 from router.intake import Intake
+from router.listen import BACKLOG, listen, url_host
 from router.metrics import Metrics
 from router.policy import PREFILL_POLICIES
 from router.pool import WorkerPool
@@ -65,30 +66,36 @@ class Running:
 @contextlib.asynccontextmanager
 async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[Running]:
     """Listens while the context is open; what still runs when it closes is cut."""
-    pool = WorkerPool(config.secret, _discovery(config), PREFILL_POLICIES[config.routing_policy])
+    policy = PREFILL_POLICIES[config.routing_policy]
+    pool = WorkerPool(config.secret, _discovery(config), policy, config.cluster_tls)
     services = Services(
         tokenizer=tokenizer,
         pool=pool,
-        admission=Admission(config.max_waiting_tokens),
+        admission=Admission(config.max_waiting_tokens, lambda: pool.prefill_window),
         metrics=Metrics(config.model_name),
         request_timeout=config.request_timeout,
         worker_wait=config.worker_wait,
     )
     services.metrics.follow(pool, services.admission)
+    pool.on_change = services.admission.dispatch
     intake = Intake(config, services)
     front = Front(config, services, intake)
     grpc_face = GrpcFace(config, intake, pool)
-    runner = web.AppRunner(front.app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    runner = web.AppRunner(
+        front.app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=0.5,
+        keepalive_timeout=config.keep_alive,
+    )
     await runner.setup()
     following = asyncio.create_task(pool.run(), name="workers")
     try:
-        site = web.TCPSite(runner, config.host, config.port, reuse_address=True)
-        try:
-            await site.start()
-        except OSError as error:
-            where = f"{config.host}:{config.port}"
-            reason = error.strerror or error
-            raise ValueError(f"--host, --port: cannot listen on {where}: {reason}") from error
+        context = None if config.tls is None else config.tls.server_context()
+        listening = listen(config.host, config.port)
+        port = listening.getsockname()[1]
+        site = web.SockSite(runner, listening, ssl_context=context, backlog=BACKLOG)
+        await site.start()
 
         grpc_address = None
         if config.grpc_port is not None:
@@ -100,8 +107,8 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
                 await site.stop()
                 await grpc_face.drain()
 
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        url = f"http://{host}:{runner.addresses[0][1]}"
+        scheme = "http" if config.tls is None else "https"
+        url = f"{scheme}://{url_host(config.host)}:{port}"
         yield Running(url, grpc_address, services, following, stop_listening)
         await stop_listening()
         await _cut(services)

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from router.admission import Admission, Ticket
+from router.admission import Account, Admission, Ticket
 from router.api import GenerationBody
 from router.choice import Choice, Delta
-from router.errors import ApiError
+from router.errors import ApiError, TooSlow
 from router.generation import Generation
 from router.jobs import Job
 from router.metrics import Metrics
 from router.outbox import Outbox
 from router.pool import WorkerPool
 from router.tokenizer import ModelTokenizer
+
+MAX_UNREAD_TOKENS = 2048
+"""Of each choice, beside what sockets hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,10 @@ class Answer:
         body: GenerationBody,
         prompts: list[list[int]],
         jobs: list[Job],
+        account: Account,
+        *,
         name: str,
+        deadline: float,
     ) -> None:
         self.body = body
         self.prompts = prompts
@@ -102,17 +108,22 @@ class Answer:
         self.metrics = services.metrics
         self._services = services
         self._jobs = jobs
-        self._outbox = Outbox()
+        self._account = account
+        self._deadline = deadline
+        self._outbox = Outbox(MAX_UNREAD_TOKENS * len(jobs), self._unread)
         self._generations: list[Generation] = []
         self._ticket: Ticket | None = None
         self._error: ApiError | None = None
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Generates while it is open; however it closes, no generation is left. Raises Overloaded."""
+        """Generates while it is open; however it closes, no generation is left.
+
+        Raises Overloaded and RateLimited.
+        """
         services, began = self._services, time.monotonic()
         sizes = [len(job.prompt_ids) for job in self._jobs]
-        with services.admission.admit(sizes, services.pool.prefill_tokens_per_s) as self._ticket:
+        with services.admission.admit(self._account, sizes, self.body.priority) as self._ticket:
             services.active.add(self)
             try:
                 self._generations = [
@@ -123,11 +134,12 @@ class Answer:
                         services.metrics,
                         index=index,
                         name=self.name,
-                        timeout=services.request_timeout,
+                        timeout=max(0.0, self._deadline - began),
                         worker_wait=services.worker_wait,
                     )
                     for index, job in enumerate(self._jobs)
                 ]
+                self._ticket.line_up([generation.start for generation in self._generations])
                 yield
             finally:
                 services.active.discard(self)
@@ -152,7 +164,7 @@ class Answer:
             if isinstance(item, ApiError):
                 self._error = item
                 break
-            self._ticket.started(index)
+            self._ticket.generated(index, 1)
             choice = self.choices[index]
             if choice.finish_reason:
                 continue  # a token behind a stop string
@@ -178,6 +190,9 @@ class Answer:
             if not generation.done:
                 generation.cancel()
                 self._outbox.put(index, error)
+
+    def _unread(self) -> None:
+        self.abort(TooSlow("the client left too much of its answer unread"))
 
     def _close(self, seconds: float) -> None:
         metrics = self.metrics

@@ -3,7 +3,8 @@
 Life of a call: `connect` opens a channel with keepalive and message bounds; each call made on it carries an
 HMAC of its method, the time and a nonce under the cluster secret (`rpc.auth`); the server made by
 `create_server` verifies it before any message is read, refuses replays, and answers. Health checks alone need
-no secret. `create_public_server` makes a server for clients, which know no secret.
+no secret. With `TlsFiles` both ends also show certificates of the cluster. `create_public_server` makes a
+server for clients, which know no secret.
 
 The stubs `*_pb2*` are written by `make proto` and checked in.
 """
@@ -16,10 +17,13 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 from rpc.auth import load_secret
 from rpc.channel import HealthServicer, connect, create_public_server, create_server
 from rpc.chunk_hash import CHUNK_TOKENS, chunk_hashes
+from rpc.tls import TlsFiles, add_port
 
 __all__ = [
     "CHUNK_TOKENS",
     "HealthServicer",
+    "TlsFiles",
+    "add_port",
     "chunk_hashes",
     "connect",
     "create_public_server",

@@ -7,6 +7,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rpc.auth import ServerAuth, client_interceptors
+from rpc.tls import WORKER_NAME, TlsFiles
 
 HealthServicer = health.aio.HealthServicer  # pyrefly: ignore[missing-attribute]
 
@@ -29,9 +30,12 @@ _BOUNDS = [
 ]
 
 
-def connect(address: str, secret: bytes) -> grpc.aio.Channel:
-    """A channel to "host:port" that signs its calls. The caller closes it."""
-    options = [
+def connect(address: str, secret: bytes, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """A channel to "host:port" that signs its calls. The caller closes it.
+
+    `tls`: both sides show certificates; the worker's must be for `WORKER_NAME`.
+    """
+    options: list[tuple[str, int | str]] = [
         *_KEEPALIVE,
         *_BOUNDS,
         ("grpc.enable_http_proxy", 0),
@@ -44,20 +48,28 @@ def connect(address: str, secret: bytes) -> grpc.aio.Channel:
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
     interceptors = client_interceptors(secret)
+    if tls is None:
+        # pyrefly: ignore[bad-argument-type]  (the stubs leave this type out)
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    options.append(("grpc.ssl_target_name_override", WORKER_NAME))
+    credentials = tls.channel_credentials()
     # pyrefly: ignore[bad-argument-type]  (the stubs leave this type out)
-    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
 
 
 def create_public_server(
-    max_request_bytes: int, health_servicer: HealthServicer, services: Sequence[str]
+    max_request_bytes: int, health_servicer: HealthServicer, services: Sequence[str], *, share: bool
 ) -> grpc.aio.Server:
-    """A server for clients: not signed, with health, and with reflection of `services` (full names)."""
+    """A server for clients: not signed, with health, and with reflection of `services` (full names).
+
+    `share`: other processes of ours listen on the same port.
+    """
     options = [
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.max_concurrent_streams", 1_000),  # of one connection
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(share)),
     ]
     server = grpc.aio.server(options=options)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -70,7 +82,7 @@ def create_server(secret: bytes, health_servicer: HealthServicer | None = None) 
     """A server that verifies every call, with the standard health service, which is open to all.
 
     Give `health_servicer` to report a state other than SERVING (`await servicer.set("", status)`). The caller
-    adds its services and its port (`add_insecure_port`: two servers never share one), starts and stops it.
+    adds its services and its port (`add_port`: two servers never share one), starts and stops it.
     """
     options = [
         *_KEEPALIVE,

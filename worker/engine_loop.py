@@ -111,7 +111,13 @@ def engine_request(attempt_id: bytes, work: messages.Work) -> EngineRequest:
     if (structure := work.sampling.structured_output) is not None:
         given["structured_output"] = StructuredOutput(structure.kind, structure.text)
     return EngineRequest(
-        attempt_id, work.prompt_ids, work.output_ids, SamplingParams(**given), work.priority, work.alone
+        attempt_id,
+        work.prompt_ids,
+        work.output_ids,
+        SamplingParams(**given),
+        work.priority,
+        work.alone,
+        work.cache_salt,
     )
 
 

@@ -67,6 +67,7 @@ class Work(_Message, tag=False):
     timeout: float  # seconds that remain of the request's deadline
     priority: int
     alone: bool = False  # in steps of its own, until it has a token
+    cache_salt: bytes = b""  # keeps prefixes of different tenants apart
 
 
 class Source(_Message, tag=False):

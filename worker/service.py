@@ -150,7 +150,7 @@ class Service:
         except ValueError as error:
             raise StartError(str(error)) from error
         try:
-            port = self._server.add_insecure_port(f"{config.host}:{config.port}")
+            port = rpc.add_port(self._server, f"{config.host}:{config.port}", config.tls)
         except RuntimeError as error:
             raise StartError(f"--port {config.port}: cannot listen on {config.host}") from error
         try:

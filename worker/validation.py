@@ -17,6 +17,7 @@ ID_BYTES = 16
 MAX_LISTED = 1024
 """Entries of logit_bias and of stop_token_ids."""
 MAX_ADDRESS = 256
+MAX_SALT_BYTES = 64
 
 
 class ProtocolError(Exception):
@@ -53,6 +54,8 @@ def work(request: pb.Request, limits: Limits) -> messages.Work:
         raise _invalid("prompt_ids is empty")
     if request.timeout_ms == 0:
         raise _invalid("timeout_ms is 0: the request's deadline has passed")
+    if len(request.cache_salt) > MAX_SALT_BYTES:
+        raise _invalid(f"cache_salt has {len(request.cache_salt)} bytes, more than {MAX_SALT_BYTES}")
     sampling = request.sampling
     prompt_ids = _tokens("prompt_ids", request.prompt_ids, limits)
     length = len(prompt_ids) + max(sampling.max_tokens, len(request.output_ids) + 1)
@@ -93,6 +96,7 @@ def work(request: pb.Request, limits: Limits) -> messages.Work:
         timeout=request.timeout_ms / 1000,
         priority=request.priority,
         alone=request.alone,
+        cache_salt=request.cache_salt,
     )
 
 

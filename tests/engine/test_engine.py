@@ -191,6 +191,19 @@ def test_prefix_cache_saves_work_and_says_so(
     engine.assert_whole()
 
 
+def test_prefixes_are_not_shared_between_salts(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    engine = tiny_engine(enable_prefix_caching=True)
+    found = []
+    for i, salt in enumerate([b"", b"a", b"b", b"a", b""]):
+        request = request_of(i, [*PROMPT, 8], max_tokens=4)
+        request.cache_salt = salt
+        found.append(run(engine, [request])[request.id].outputs[0].cached_tokens)
+    assert found == [0, 0, 0, 8, 8]
+    engine.assert_whole()
+
+
 def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> None:
     poison = 198  # a token whose embedding is not a number
     requests = crowd(request_of, logit_bias={poison: -1e6})

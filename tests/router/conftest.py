@@ -16,6 +16,7 @@ from router.config import RouterConfig
 from router.gguf_tokenizer import read_gguf
 from router.server import Running, running
 from router.tokenizer import ModelTokenizer, load_tokenizer
+from rpc import TlsFiles
 from rpc import worker_pb2 as pb
 
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
@@ -118,11 +119,15 @@ async def make_cluster(
     text: str = TEXT,
     wait: bool = True,
     secret: bytes = SECRET,
+    worker_tls: TlsFiles | None = None,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     lanes, answer = Lanes(), [*tokenizer.encode(text), 2]
-    workers = [FakeWorker(pb.ROLE_PREFILL, lanes, answer, index=i) for i in range(prefill)]
-    workers += [FakeWorker(pb.ROLE_DECODE, lanes, answer, index=i) for i in range(decode)]
+    workers = [
+        FakeWorker(role, lanes, answer, index=i, tls=worker_tls)
+        for role, count in ((pb.ROLE_PREFILL, prefill), (pb.ROLE_DECODE, decode))
+        for i in range(count)
+    ]
     for worker in workers:
         await worker.start()
     workers_file = tmp_path / "workers"

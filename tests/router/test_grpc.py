@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from router.keys import ApiKey
 from router.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub
@@ -150,7 +151,8 @@ async def test_a_client_that_goes_cancels_both_workers(cluster: Cluster):
 
 
 async def test_keys_deadlines_and_overload(tokenizer: ModelTokenizer, tmp_path: Path):
-    limits: dict[str, Any] = {"api_keys": ("key-one",), "request_timeout": 0.5, "max_waiting_tokens": 100}
+    keys = (ApiKey.of("one", "key-one"),)
+    limits: dict[str, Any] = {"api_keys": keys, "request_timeout": 0.5, "max_waiting_tokens": 100}
     async with make_cluster(tokenizer, tmp_path, **limits) as cluster:
         cluster.prefills[0].steps = asyncio.Semaphore(0)
         code, *_ = await refusal(cluster, text="x")

@@ -7,6 +7,7 @@ import openapi_spec_validator
 import pytest
 
 from router import replies
+from router.keys import api_keys
 from router.openapi import OPERATIONS
 from router.tokenizer import ModelTokenizer
 
@@ -29,7 +30,7 @@ async def test_it_is_valid_and_complete(cluster: Cluster, tokenizer: ModelTokeni
     prompt = document["components"]["schemas"]["CompletionBody"]["properties"]["prompt"]
     assert {kind["type"] for kind in prompt["anyOf"]} == {"string", "array"}
     assert "securitySchemes" not in document["components"]
-    async with make_cluster(tokenizer, tmp_path, api_keys=("k",)) as guarded:
+    async with make_cluster(tokenizer, tmp_path, api_keys=api_keys(["k"], None)) as guarded:
         document = await described(guarded)
         openapi_spec_validator.validate(document)  # pyrefly: ignore[bad-argument-type]
         assert document["paths"]["/v1/models"]["get"]["security"]

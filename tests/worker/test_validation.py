@@ -14,7 +14,10 @@ def test_a_request_is_taken_over_field_by_field() -> None:
     params = sampling(
         temperature=0.5, top_k=3, seed=2**64 - 1, stop_token_ids=[7], logit_bias={5: -1.0}, logprobs=0
     )
-    taken = work(request([1, 2], params, [3], timeout_ms=1500), LIMITS)
+    asked = request([1, 2], params, [3], timeout_ms=1500)
+    asked.cache_salt = b"tenant"
+    taken = work(asked, LIMITS)
+    assert taken.cache_salt == b"tenant"
     assert (taken.prompt_ids, taken.output_ids, taken.timeout) == ([1, 2], [3], 1.5)
     assert taken.sampling.temperature == 0.5
     assert taken.sampling.seed == 2**64 - 1
@@ -64,6 +67,10 @@ def too_late(r: pb.Request) -> None:
     r.timeout_ms = 0
 
 
+def long_salt(r: pb.Request) -> None:
+    r.cache_salt = bytes(65)
+
+
 def short_id(r: pb.Request) -> None:
     r.request_id = b"short"
 
@@ -81,6 +88,7 @@ def short_id(r: pb.Request) -> None:
         (output_too_long, "more than the context of 32"),
         (nothing_left, "16 tokens were emitted"),
         (too_late, "timeout_ms is 0"),
+        (long_salt, "cache_salt has 65 bytes"),
         (short_id, "request_id must have 16 bytes"),
     ],
 )

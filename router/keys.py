@@ -1,0 +1,133 @@
+"""API keys: who may come in, how much of this router each may use, and whose cached prefixes it shares.
+
+A key file is TOML, one table for each key, named for people:
+
+    [alice]
+    key = "sk-…"                # or sha256 = "…", in hex, so that the file itself holds no secret
+    max-requests = 8            # at the same time; all that follow are optional
+    tokens-per-minute = 100000  # prompt and output together
+    salt = "team a"             # cached prefixes are shared among keys of the same salt only
+
+Keys are kept as SHA-256 only, which is enough for what is random and long.
+"""
+
+import hashlib
+import hmac
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from router.errors import Unauthorized
+
+MAX_FILE_BYTES = 1 << 20
+MAX_HEADER = 4096
+_FIELDS = {"key": str, "sha256": str, "max-requests": int, "tokens-per-minute": int, "salt": str}
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One client. `name` is for people, and unique."""
+
+    name: str
+    sha256: bytes
+    max_requests: int | None = None
+    tokens_per_minute: int | None = None
+    cache_salt: bytes = b""
+    """At most 32 bytes."""
+
+    @classmethod
+    def of(cls, name: str, key: str, **limits: Any) -> "ApiKey":
+        """Raises ValueError for an empty key."""
+        if not key.strip():
+            raise ValueError(f"API key {name!r}: a key cannot be empty")
+        return cls(name, hashlib.sha256(key.strip().encode()).digest(), **limits)
+
+
+ANYBODY = ApiKey("", b"")
+"""Where no keys are asked for."""
+
+
+def api_keys(plain: Sequence[str], path: str | None) -> tuple[ApiKey, ...]:
+    """Those given one by one, called 1, 2, …, and those of a key file. Raises ValueError."""
+    given = tuple(ApiKey.of(str(number), key) for number, key in enumerate(plain, 1))
+    return given if path is None else given + read_key_file(path)
+
+
+def read_key_file(path: str) -> tuple[ApiKey, ...]:
+    """Raises ValueError naming the file, the key and the field."""
+    where = f"--api-key-file {path}"
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise ValueError(f"{where} is longer than {MAX_FILE_BYTES} bytes")
+    try:
+        tables = tomllib.loads(raw.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        # The parser's own words may quote the line, and so a key.
+        raise ValueError(f'{where} is not valid TOML; it takes tables like [name] with key = "…"') from None
+    if not tables:
+        raise ValueError(f'{where} holds no keys; it takes tables like [name] with key = "…"')
+    return tuple(_key(f"{where}: [{name}]", name, table) for name, table in tables.items())
+
+
+def _key(where: str, name: str, table: Any) -> ApiKey:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where} must be a table")
+    for field, value in table.items():
+        if field not in _FIELDS:
+            raise ValueError(f"{where} has no field {field!r}; there are {', '.join(_FIELDS)}")
+        if type(value) is not _FIELDS[field]:
+            raise ValueError(f"{where} {field} must be a {'number' if _FIELDS[field] is int else 'string'}")
+        if type(value) is int and value < 1:
+            raise ValueError(f"{where} {field} must be at least 1, not {value}")
+    salt = table.get("salt")
+    return ApiKey(
+        name,
+        _sha256(where, table),
+        max_requests=table.get("max-requests"),
+        tokens_per_minute=table.get("tokens-per-minute"),
+        cache_salt=b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=16).digest(),
+    )
+
+
+def _sha256(where: str, table: Mapping[str, Any]) -> bytes:
+    if ("key" in table) == ("sha256" in table):
+        raise ValueError(f"{where} needs either key or sha256")
+    if "key" in table:
+        return ApiKey.of(where, table["key"]).sha256
+    try:
+        digest = bytes.fromhex(table["sha256"])
+    except ValueError:
+        digest = b""
+    if len(digest) != 32:
+        raise ValueError(f"{where} sha256 must be 64 hexadecimal digits: printf %s KEY | sha256sum")
+    return digest
+
+
+class KeyRing:
+    """All keys of a router. Without any, everybody may come in. Raises ValueError when two are the same."""
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = tuple(keys)
+        for what, values in (("name", [k.name for k in keys]), ("key", [k.sha256 for k in keys])):
+            if len(set(values)) < len(values):
+                raise ValueError(f"--api-key, --api-key-file: two keys have the same {what}")
+
+    def authorize(self, authorization: str) -> ApiKey:
+        """Takes the value of that header. Raises Unauthorized."""
+        if not self._keys:
+            return ANYBODY
+        scheme, _, key = authorization[:MAX_HEADER].partition(" ")
+        sent = hashlib.sha256(key.strip().encode(errors="replace")).digest()
+        found = None
+        for known in self._keys:  # all of them, so that the time says nothing about which
+            if hmac.compare_digest(sent, known.sha256):
+                found = known
+        if scheme.lower() != "bearer" or found is None:
+            raise Unauthorized("send a valid API key as `Authorization: Bearer KEY`")
+        return found

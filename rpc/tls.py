@@ -1,0 +1,84 @@
+"""TLS from files, for every face: certificates and keys are read once, and checked when they are read.
+
+Between routers and workers it is always mutual: each side shows a certificate of the cluster's own authority,
+and a worker's must be for the name `WORKER_NAME`, whatever its address, since addresses come and go. The
+cluster secret is asked for all the same.
+"""
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+WORKER_NAME = "baton-worker"
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files. `ca_certs`: the other side must show a certificate that one of these signed."""
+
+    certfile: str
+    keyfile: str
+    ca_certs: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prefix: str,
+        certfile: str | None,
+        keyfile: str | None,
+        ca_certs: str | None,
+        *,
+        mutual: bool = False,
+    ) -> "TlsFiles | None":
+        """From the flags --PREFIX-certfile, --PREFIX-keyfile and --PREFIX-ca-certs; None: no TLS.
+
+        Raises ValueError when some are missing (`mutual`: all three belong together) or cannot be used.
+        """
+        if certfile is None and keyfile is None and ca_certs is None:
+            return None
+        if certfile is None or keyfile is None or (mutual and ca_certs is None):
+            needed = f"--{prefix}-certfile and --{prefix}-keyfile"
+            also = f", --{prefix}-ca-certs" if mutual else ""
+            raise ValueError(f"TLS needs {needed}{also}: some are missing")
+        files = cls(certfile, keyfile, ca_certs)
+        try:
+            files.server_context()
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(
+                f"--{prefix}-certfile {certfile}, --{prefix}-keyfile {keyfile}"
+                + (f", --{prefix}-ca-certs {ca_certs}" if ca_certs else "")
+                + f": cannot be used ({getattr(error, 'reason', None) or error.strerror or error})"
+            ) from error
+        return files
+
+    def server_context(self) -> ssl.SSLContext:
+        """For asyncio. Raises OSError and ssl.SSLError."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # An encrypted key would ask at the terminal.
+        context.load_cert_chain(self.certfile, self.keyfile, password=lambda: "")
+        if self.ca_certs is not None:
+            context.load_verify_locations(self.ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        key, chain, authorities = self._read()
+        return grpc.ssl_server_credentials([(key, chain)], authorities, authorities is not None)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        key, chain, authorities = self._read()
+        return grpc.ssl_channel_credentials(authorities, key, chain)
+
+    def _read(self) -> tuple[bytes, bytes, bytes | None]:
+        authorities = None if self.ca_certs is None else Path(self.ca_certs).read_bytes()
+        return Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes(), authorities
+
+
+def add_port(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
+    """Listens at "host:port", with TLS if there is any. Returns the port. Raises RuntimeError."""
+    if tls is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, tls.server_credentials())

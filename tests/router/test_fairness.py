@@ -1,0 +1,121 @@
+"""The fair queue: priority, then who was served least, then order of arrival; nothing saved up by absence."""
+
+import itertools
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.fairness import FairQueue
+
+
+def served(queue: FairQueue[tuple[str, int]], tokens: int) -> dict[str, int]:
+    """Pops until so many tokens are served; tokens by key."""
+    got: dict[str, int] = {}
+    while tokens > 0 and len(queue):
+        key, size = queue.pop()
+        queue.charge(key, size)
+        got[key] = got.get(key, 0) + size
+        tokens -= size
+    return got
+
+
+def test_one_key_is_first_come_first_served():
+    queue: FairQueue[int] = FairQueue()
+    for i in range(5):
+        queue.push("a", 0, i)
+    assert [queue.pop() for _ in range(5)] == list(range(5))
+    assert not len(queue)
+
+
+def test_priority_comes_before_all_else():
+    queue: FairQueue[str] = FairQueue()
+    queue.push("a", 5, "late")
+    queue.push("b", 0, "normal")
+    queue.push("a", -3, "urgent")
+    queue.charge("a", 1e9)
+    assert [queue.pop() for _ in range(3)] == ["urgent", "normal", "late"]
+
+
+@given(st.lists(st.integers(1, 500), min_size=2, max_size=5), st.integers(0, 2**32))
+def test_keys_that_always_wait_are_served_alike_whatever_they_send(sizes: list[int], seed: int):
+    """The bound of the paper: counters of backlogged keys differ by at most one request."""
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    rng = random.Random(seed)
+    keys = [f"k{i}" for i in range(len(sizes))]
+    for _ in range(60):
+        for key, size in zip(keys, sizes, strict=True):
+            queue.push(key, 0, (key, rng.randint(1, size)))
+    while all(queue._queued.get(key) for key in keys):
+        key, size = queue.pop()
+        queue.charge(key, size)
+        counters = [queue.served[key] for key in keys]
+        assert max(counters) - min(counters) <= max(sizes)
+
+
+def test_a_flood_does_not_delay_another_key_by_more_than_one_request():
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for _ in range(1000):
+        queue.push("flood", 0, ("flood", 100))
+    served(queue, 5000)
+    queue.push("other", 0, ("other", 100))
+    assert "other" in served(queue, 200)
+
+
+def test_staying_away_saves_nothing_up():
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    queue.push("away", 0, ("away", 1))
+    served(queue, 1)
+    for _ in range(200):
+        queue.push("busy", 0, ("busy", 100))
+    served(queue, 10_000)
+    for _ in range(100):
+        queue.push("away", 0, ("away", 100))
+    got = served(queue, 2000)
+    assert abs(got["away"] - got["busy"]) <= 100
+    # Neither does an empty queue in between.
+    served(queue, 10**9)
+    for key in ("busy", "new"):
+        for _ in range(30):
+            queue.push(key, 0, (key, 100))
+    got = served(queue, 2000)
+    assert abs(got["new"] - got["busy"]) <= 200
+
+
+def test_output_counts_too():
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for _ in range(100):
+        for key in ("talks", "listens"):
+            queue.push(key, 0, (key, 10))
+    got = {"talks": 0, "listens": 0}
+    for _ in range(60):
+        key, size = queue.pop()
+        queue.charge(key, size + (20 if key == "talks" else 0))
+        got[key] += 1
+    assert got == {"talks": 15, "listens": 45}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 99)), max_size=80))
+def test_nothing_is_lost_or_comes_twice(steps: list[tuple[str, int]]):
+    queue: FairQueue[int] = FairQueue()
+    numbers = itertools.count()
+    waiting: dict[int, int] = {}  # ticket → item
+    gone: list[int] = []
+    for what, value in steps:
+        if what == "push":
+            item = next(numbers)
+            waiting[queue.push("abc"[value % 3], value // 50, item)] = item
+        elif what == "pop" and waiting:
+            item = queue.pop()
+            del waiting[next(ticket for ticket, held in waiting.items() if held == item)]
+            queue.charge("abc"[value % 3], value)
+        elif what == "remove":
+            for ticket in [*list(waiting)[value : value + 1], *gone[-1:]]:
+                queue.remove(ticket)
+                gone.append(ticket)
+                waiting.pop(ticket, None)
+        assert len(queue) == len(waiting)
+    rest = {queue.pop() for _ in range(len(queue))}
+    assert rest == set(waiting.values())
+    assert not queue._waiting
+    assert not queue._queued

@@ -1,0 +1,100 @@
+"""API keys: what a key file may hold, what is said about a wrong one, and who is let in."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from router.errors import Unauthorized
+from router.keys import ANYBODY, ApiKey, KeyRing, api_keys, read_key_file
+
+FILE = f"""
+[alice]
+key = "sk-alice"
+max-requests = 8
+tokens-per-minute = 100000
+salt = "team a"
+
+["bob and friends"]
+sha256 = "{hashlib.sha256(b"sk-bob").hexdigest()}"
+salt = "team a"
+
+[carol]
+key = " sk-carol "
+"""
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_key_file(tmp_path: Path):
+    alice, bob, carol = read_key_file(write(tmp_path, FILE))
+    assert (alice.name, alice.max_requests, alice.tokens_per_minute) == ("alice", 8, 100_000)
+    assert (bob.name, bob.max_requests, bob.tokens_per_minute) == ("bob and friends", None, None)
+    assert alice.cache_salt == bob.cache_salt != carol.cache_salt == b""
+    ring = KeyRing([alice, bob, carol])
+    assert ring.authorize("Bearer sk-alice") is alice
+    assert ring.authorize("bearer  sk-bob ") is bob
+    assert ring.authorize("Bearer sk-carol") is carol
+    assert "sk-" not in repr(ring._keys)
+
+
+@pytest.mark.parametrize(
+    "sent", ["", "Bearer", "Bearer ", "Basic sk-alice", "sk-alice", "Bearer sk-alic", "Bearer sk-ülice"]
+)
+def test_anything_else_is_refused(sent: str):
+    with pytest.raises(Unauthorized):
+        KeyRing([ApiKey.of("a", "sk-alice")]).authorize(sent)
+
+
+def test_a_long_header_is_not_hashed_whole():
+    with pytest.raises(Unauthorized):
+        KeyRing([ApiKey.of("a", "x" * 8000)]).authorize("Bearer " + "x" * 8000)
+
+
+def test_without_keys_anybody_comes_in():
+    assert KeyRing([]).authorize("") is ANYBODY
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sk-secret", "not valid TOML"),
+        ("", "holds no keys"),
+        ("alice = 'sk-secret'", "[alice] must be a table"),
+        ("[a]", "[a] needs either key or sha256"),
+        ("[a]\nkey='sk-secret'\nsha256='00'", "[a] needs either key or sha256"),
+        ("[a]\nsha256='sk-secret'", "[a] sha256 must be 64 hexadecimal digits"),
+        ("[a]\nkey='  '", "a key cannot be empty"),
+        ("[a]\nkey='sk-secret'\nmax-request=1", "[a] has no field 'max-request'"),
+        ("[a]\nkey='sk-secret'\nmax-requests=0", "max-requests must be at least 1, not 0"),
+        ("[a]\nkey='sk-secret'\nmax-requests=true", "max-requests must be a number"),
+        ("[a]\nkey='sk-secret'\ntokens-per-minute='9'", "tokens-per-minute must be a number"),
+        ("[a]\nkey=17", "key must be a string"),
+        ("[a]\nkey='x'\nsalt='" + "x" * (1 << 20) + "'", "longer than"),
+    ],
+)
+def test_what_is_wrong_with_a_key_file(tmp_path: Path, text: str, said: str):
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError) as error:
+        read_key_file(path)
+    assert said in str(error.value)
+    assert path in str(error.value)
+    assert "sk-secret" not in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(ValueError, match="nothing cannot be read"):
+        read_key_file(str(tmp_path / "nothing"))
+
+
+def test_two_that_are_the_same_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="same key"):
+        KeyRing(api_keys(["sk-alice"], write(tmp_path, FILE)))
+    with pytest.raises(ValueError, match="same name"):
+        KeyRing([ApiKey.of("a", "one"), ApiKey.of("a", "two")])
+    with pytest.raises(ValueError, match="empty"):
+        api_keys(["one", ""], None)

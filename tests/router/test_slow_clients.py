@@ -1,0 +1,127 @@
+"""Clients that send or read too slowly: they are cut off, and nobody else notices."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from router import serving
+from router.tokenizer import ModelTokenizer
+from rpc import inference_pb2 as pb
+from rpc.inference_pb2_grpc import InferenceStub
+
+from .conftest import TEXT, Cluster, make_cluster
+
+# Twenty alternatives to each of 7,000 tokens: more than any socket holds.
+LONG = {"prompt": "Hello", "max_tokens": 7000, "ignore_eos": True, "logprobs": 20, "stream": True}
+
+
+@contextlib.asynccontextmanager
+async def connected(cluster: Cluster) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """With a small receive buffer, and an end that reads nothing by itself."""
+    host, _, port = cluster.url.removeprefix("http://").partition(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def request(body: bytes, length: int | None = None) -> bytes:
+    sent = len(body) if length is None else length
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (sent, body)
+
+
+async def test_headers_that_do_not_come(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, keep_alive=0.3) as cluster:
+        for begun in (b"", b"GET /health HTTP/1.1\r\nHost:", request(b"", 0)[:-2]):
+            async with connected(cluster) as (reader, writer), asyncio.timeout(10):
+                writer.write(begun)
+                assert await reader.read() == b"", "closed"
+        assert (await cluster.complete())["choices"][0]["text"] == TEXT
+
+
+async def test_a_body_that_does_not_come(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, client_timeout=0.3) as cluster:
+        async with connected(cluster) as (reader, writer), asyncio.timeout(10):
+            writer.write(request(b'{"prompt": "Hel', length=1000))
+            status = await reader.readline()
+            assert status == b"HTTP/1.1 408 Request Timeout\r\n"
+            await reader.readuntil(b"\r\n\r\n")
+            answer = json.loads(await reader.read(4096))
+            assert answer["error"]["code"] == "request_timeout"
+        assert not cluster.prefills[0].submitted
+
+
+@pytest.mark.parametrize("unread", [10**9, 50])
+async def test_a_stream_that_nobody_reads(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: int
+):
+    """It ends when nothing was read for a while, or, before, when too much waits; both workers are free."""
+    monkeypatch.setattr(serving, "MAX_UNREAD_TOKENS", unread)
+    timeout = 0.5 if unread > 50 else 60.0
+    async with make_cluster(tokenizer, tmp_path, client_timeout=timeout) as cluster:
+        cluster.decodes[0].step_seconds = 0.0005
+        async with connected(cluster) as (reader, writer):
+            writer.write(request(json.dumps(LONG).encode()))
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            await cluster.decodes[0].until(lambda w: w.submitted)
+            other = await cluster.complete()
+            assert other["choices"][0]["text"] == TEXT
+            if unread > 50:
+                await cluster.idle()
+            else:
+                await cluster.until(
+                    lambda: all(c.attempts == 0 for c in cluster.router.services.pool.connections)
+                )
+                raw = await reader.read(1 << 24)
+                while chunk := await reader.read(1 << 20):
+                    raw = raw[-4096:] + chunk
+                    if raw.endswith(b"0\r\n\r\n"):
+                        break
+                assert b"left too much of its answer unread" in raw
+        await cluster.idle()
+
+
+async def test_a_call_that_nobody_reads(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster:
+        assert cluster.router.grpc_address is not None
+        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+            asked = pb.GenerateRequest(text="Hello", max_tokens=7000, ignore_eos=True, logprobs=20)
+            call = InferenceStub(channel).Generate(asked)
+            assert await call.read()
+            await cluster.idle()
+            call.cancel()
+
+
+async def test_an_answer_that_nobody_reads(
+    tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    async with (
+        make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster,
+        connected(cluster) as (
+            reader,
+            writer,
+        ),
+    ):
+        writer.write(request(json.dumps({**LONG, "stream": False}).encode()))
+        async with asyncio.timeout(30):
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            read = 0
+            await cluster.idle()
+            await cluster.until(lambda: "reads nothing" in caplog.text)
+            with contextlib.suppress(ConnectionError):
+                while chunk := await reader.read(1 << 20):
+                    read += len(chunk)
+        assert read < 4 << 20, "cut off in the middle"

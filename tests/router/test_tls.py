@@ -1,0 +1,86 @@
+"""A router that shows certificates, and one that asks for them, on both of its faces and towards workers."""
+
+import ssl
+from pathlib import Path
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+
+from router.tokenizer import ModelTokenizer
+from rpc import TlsFiles
+from rpc import inference_pb2 as pb
+from rpc.inference_pb2_grpc import InferenceStub
+from tests.conftest import Certificates
+
+from .conftest import TEXT, Cluster, make_cluster
+
+BODY = {"prompt": "Hello", "max_tokens": 200, "stream": False}
+
+
+def context(authority: str, pair: tuple[str, str] | None = None) -> ssl.SSLContext:
+    made = ssl.create_default_context(cafile=authority)
+    if pair is not None:
+        made.load_cert_chain(*pair)
+    return made
+
+
+async def over_https(cluster: Cluster, client: ssl.SSLContext) -> str:
+    async with cluster.http.post(cluster.url + "/v1/completions", json=BODY, ssl=client) as response:
+        assert response.status == 200
+        return (await response.json())["choices"][0]["text"]
+
+
+async def over_grpc(cluster: Cluster, authority: str, pair: tuple[str, str] | None = None) -> str:
+    chain, key = (Path(path).read_bytes() for path in pair) if pair else (None, None)
+    credentials = grpc.ssl_channel_credentials(Path(authority).read_bytes(), key, chain)
+    assert cluster.router.grpc_address is not None
+    async with grpc.aio.secure_channel(cluster.router.grpc_address, credentials) as channel:
+        request = pb.GenerateRequest(text="Hello", max_tokens=200)
+        call = InferenceStub(channel).Generate(request, timeout=20)
+        return "".join([d.text async for message in call for d in message.deltas])
+
+
+async def test_tls(tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates):
+    async with make_cluster(tokenizer, tmp_path, tls=TlsFiles(*certificates.server)) as cluster:
+        assert cluster.url.startswith("https://127.0.0.1:")
+        assert await over_https(cluster, context(certificates.ca)) == TEXT
+        assert await over_grpc(cluster, certificates.ca) == TEXT
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await over_https(cluster, ssl.create_default_context())
+        with pytest.raises((aiohttp.ClientError, OSError)):
+            await cluster.http.get(cluster.url.replace("https", "http") + "/health")
+        old = context(certificates.ca)
+        old.maximum_version = ssl.TLSVersion.TLSv1_2
+        assert await over_https(cluster, old) == TEXT
+        await cluster.idle()
+
+
+async def test_clients_show_certificates(
+    tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates, strange_certificates: Certificates
+):
+    ours, theirs = certificates, strange_certificates
+    tls = TlsFiles(*ours.server, ours.ca)
+    async with make_cluster(tokenizer, tmp_path, tls=tls) as cluster:
+        assert await over_https(cluster, context(ours.ca, ours.client)) == TEXT
+        assert await over_grpc(cluster, ours.ca, ours.client) == TEXT
+        for pair in (None, theirs.client):
+            with pytest.raises((aiohttp.ClientError, OSError)):
+                await over_https(cluster, context(ours.ca, pair))
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await over_grpc(cluster, ours.ca, pair)
+            assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert len(cluster.decodes[0].submitted) == 2
+        await cluster.idle()
+
+
+async def test_towards_workers(tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates):
+    async with make_cluster(
+        tokenizer,
+        tmp_path,
+        worker_tls=TlsFiles(*certificates.worker, certificates.ca),
+        cluster_tls=TlsFiles(*certificates.client, certificates.ca),
+    ) as cluster:
+        assert (await cluster.complete())["choices"][0]["text"] == TEXT
+        await cluster.idle()
