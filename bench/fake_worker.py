@@ -7,7 +7,7 @@ decode workers share. Everything that a real worker may do wrong can be switched
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -52,6 +52,7 @@ class FakeWorker(WorkerServicer):
         holds_kv: leave it to the test when a transfer succeeds or fails.
         transfer: of prefill: awaited with its id after its token, before its KV is there.
         duplicate, late: send each token twice; say old ones again in between.
+        cache: of prefill: None, or the chunks that it tells routers of when they attach.
         step_seconds: 0, or all attempts get their next token at the same time, that often.
     """
 
@@ -81,6 +82,8 @@ class FakeWorker(WorkerServicer):
         self.transfer: Callable[[bytes], Awaitable[None]] = _at_once
         self.duplicate = self.late = False
         self.step_seconds = 0.0
+        self.cache: set[int] | None = None
+        self.cache_sequence = 0
         self._step: asyncio.Future[None] | None = None
         self.submitted: list[pb.RouterMessage] = []
         self.cancelled: list[bytes] = []
@@ -139,6 +142,20 @@ class FakeWorker(WorkerServicer):
         for outputs in self._outputs:
             outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
+    def change_cache(self, added: Iterable[int], evicted: Iterable[int] = (), *, lost: bool = False) -> None:
+        """What it holds, and unless that is `lost`, what all routers are told."""
+        assert self.cache is not None
+        self.cache = (self.cache | {*added}) - {*evicted}
+        self.cache_sequence += 1
+        events = pb.CacheEvents(sequence=self.cache_sequence, added=added, evicted=evicted)
+        for outputs in () if lost else self._outputs:
+            outputs.put_nowait(pb.WorkerMessage(cache=events))
+
+    def _put_snapshot(self, outputs: asyncio.Queue[pb.WorkerMessage]) -> None:
+        if self.cache is not None:
+            events = pb.CacheEvents(sequence=self.cache_sequence, reset=True, added=self.cache)
+            outputs.put_nowait(pb.WorkerMessage(cache=events))
+
     # ------------------------------------------------------------ the service
 
     async def Describe(
@@ -160,6 +177,7 @@ class FakeWorker(WorkerServicer):
     ) -> AsyncIterator[pb.WorkerMessage]:
         outputs: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._outputs.add(outputs)
+        self._put_snapshot(outputs)
         reading = asyncio.create_task(self._read(request_iterator, outputs))
         try:
             while True:
@@ -191,6 +209,8 @@ class FakeWorker(WorkerServicer):
                     source.changed.set()
                 case "cancel":
                     self._cancel(message.cancel.attempt_id)
+                case "cache_resync":
+                    self._put_snapshot(outputs)
             if message.WhichOneof("kind") in ("prefill", "decode", "retarget"):
                 self.submitted.append(message)
             self.arrived.set()

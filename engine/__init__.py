@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.request import (
+    CacheObserver,
     EngineRequest,
     EngineStats,
     KVSink,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 __all__ = [
+    "CacheObserver",
     "Engine",
     "EngineConfig",
     "EngineRequest",

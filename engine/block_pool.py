@@ -12,7 +12,7 @@ prefix is shared block by block. "Free" counts the unreferenced cached blocks: t
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 
@@ -33,9 +33,16 @@ def salted_root(root: bytes, salt: bytes) -> bytes:
     return blake2b(salt, key=root[:64], digest_size=32).digest() if salt else root
 
 
+def _nobody(_: bytes) -> None:
+    pass
+
+
 class BlockPool:
+    """`on_evicted` is told the hash of each block that leaves the cache."""
+
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.on_evicted: Callable[[bytes], None] = _nobody
         self._free = list(range(num_blocks - 1, -1, -1))
         self._private: set[int] = set()
         self._references: dict[int, int] = {}  # cached block → requests that hold it
@@ -53,7 +60,9 @@ class BlockPool:
         assert count <= self.free, f"{count} blocks wanted, {self.free} free"
         while len(self._free) < count:
             evicted, _ = self._unreferenced.popitem(last=False)
-            del self._block_of[self._hash_of.pop(evicted)]
+            evicted_hash = self._hash_of.pop(evicted)
+            del self._block_of[evicted_hash]
+            self.on_evicted(evicted_hash)
             self._free.append(evicted)
         blocks = [self._free.pop() for _ in range(count)]
         self._private.update(blocks)
@@ -80,16 +89,18 @@ class BlockPool:
                 del self._unreferenced[block]
             self._references[block] = self._references.get(block, 0) + 1
 
-    def publish(self, block: int, block_hash: bytes) -> None:
+    def publish(self, block: int, block_hash: bytes) -> bool:
         """A private block became full, and its KV good: the cache owns it, its request keeps a reference.
 
-        If another block with the same content is cached already, this one stays private.
+        False: another block with the same content is cached already, and this one stays private.
         """
-        if block in self._private and block_hash not in self._block_of:
-            self._private.remove(block)
-            self._references[block] = 1
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+        if block not in self._private or block_hash in self._block_of:
+            return False
+        self._private.remove(block)
+        self._references[block] = 1
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
 
     def release(self, blocks: Sequence[int]) -> None:
         """A request gives back all its blocks: private ones become free, cached ones lose a reference."""

@@ -17,7 +17,16 @@ from engine.live_request import LiveRequest, Phase
 from engine.loader import load_model, open_checkpoint
 from engine.memory import plan_memory
 from engine.meters import Meters
-from engine.request import EngineRequest, EngineStats, KVSink, Logprobs, Output, PrefillChunk, StepResult
+from engine.request import (
+    CacheObserver,
+    EngineRequest,
+    EngineStats,
+    KVSink,
+    Logprobs,
+    Output,
+    PrefillChunk,
+    StepResult,
+)
 from engine.sampler import sample
 from engine.scheduler import Schedule, Scheduler
 
@@ -43,6 +52,7 @@ class Engine:
         config: EngineConfig,
         *,
         kv_sink: KVSink | None = None,
+        cache_observer: CacheObserver | None = None,
         tick: Callable[[], None] = _nothing,
         computing: Callable[[Sequence[bytes]], None] = _nothing,
         progress: Callable[[str, float], None] = _nothing,
@@ -85,6 +95,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_cache_root=self.model_fingerprint.encode() if config.enable_prefix_caching else None,
+            cache_observer=cache_observer,
         )
         self._grammars = Grammars(checkpoint.source, self.model_config.vocab_size, self.model_config.eos_ids)
         self._meters = Meters()
@@ -291,11 +302,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
-        prefilling = [live for live in scheduler.running if live.num_left > 1]
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            tokens_waiting=sum(live.num_left for live in [*scheduler.waiting, *prefilling]),
+            tokens_waiting=scheduler.tokens_waiting,
             blocks_free=scheduler.pool.free,
             blocks_total=scheduler.pool.num_blocks,
             held=len(scheduler.held),

@@ -74,7 +74,7 @@ class EngineStats:
     running: int
     waiting: int
     tokens_waiting: int
-    """Prompt tokens still to be prefilled, of waiting and of running requests."""
+    """Prompt tokens still to be prefilled, of waiting and of running requests; without what is cached now."""
     blocks_free: int
     """Blocks that can be had now: never used ones, and cached ones that no request refers to."""
     blocks_total: int
@@ -93,6 +93,19 @@ class EngineStats:
     """Prompt tokens that a step can take beside its decodes, in `chunk_seconds` then; 0: none, or not known
     yet."""
     chunk_seconds: float
+
+
+class CacheObserver(Protocol):
+    """Told what enters and leaves the prefix cache. Owned by the caller; called within `Engine.step` and
+    whatever else allocates blocks, so it must not block, nor call the engine."""
+
+    def cached(
+        self, request: EngineRequest, token_ids: Sequence[int], blocks: Sequence[tuple[int, bytes]]
+    ) -> None:
+        """Full blocks of a request whose tokens, up to there at least, are `token_ids`. Each as (index,
+        hash): positions from index × block size on; the hash is its name from now on."""
+
+    def evicted(self, block_hash: bytes) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

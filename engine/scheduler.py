@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool, extend_hash_chain, salted_root
 from engine.live_request import LiveRequest, Phase
-from engine.request import EngineRequest
+from engine.request import CacheObserver, EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,19 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_cache_root: bytes | None = None,
+        cache_observer: CacheObserver | None = None,
     ) -> None:
-        """`prefix_cache_root`: what the hash chains of the prefix cache start from; None turns it off."""
+        """`prefix_cache_root`: what the hash chains of the prefix cache start from; None turns it off. Of
+        what `cache_observer` is told, evictions come from the pool itself."""
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_cache_root = prefix_cache_root
+        self._cache_observer = cache_observer
+        if cache_observer is not None:
+            pool.on_evicted = cache_observer.evicted
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that whoever will grow must leave free when it comes in, so that those who run can grow."""
         self.requests: dict[bytes, LiveRequest] = {}
@@ -175,9 +180,14 @@ class Scheduler:
         if self.prefix_cache_root is not None:
             self._hash_blocks(live, self.prefix_cache_root)
             full = live.num_computed // self.block_size
-            for index in range(live.num_published, full):
-                self.pool.publish(live.blocks[index], live.block_hashes[index])
+            entered = [
+                (index, live.block_hashes[index])
+                for index in range(live.num_published, full)
+                if self.pool.publish(live.blocks[index], live.block_hashes[index])
+            ]
             live.num_published = full
+            if entered and self._cache_observer is not None:
+                self._cache_observer.cached(live.request, live.token_ids, entered)
 
     def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
         """Makes sure of a block for the token to compute; False: `live` itself had to make room."""
@@ -248,6 +258,13 @@ class Scheduler:
     def _hash_blocks(self, live: LiveRequest, root: bytes) -> None:
         root = salted_root(root, live.request.cache_salt)
         extend_hash_chain(live.block_hashes, live.token_ids, self.block_size, root)
+
+    @property
+    def tokens_waiting(self) -> int:
+        """Prompt tokens still to be computed, by what the prefix cache has now."""
+        prefilling = sum(live.num_left for live in self.running if live.num_left > 1)
+        cached = sum(len(self._prefix_hits(live)) for live in self.waiting) * self.block_size
+        return prefilling + sum(live.num_left for live in self.waiting) - cached
 
     @property
     def _headroom(self) -> int:

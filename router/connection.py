@@ -19,6 +19,7 @@ import grpc.aio
 
 import rpc
 from router.breaker import Breaker
+from router.cache_sequence import CacheSequence, Verdict
 from router.policy import PrefillWork
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
@@ -63,6 +64,10 @@ class Observer(Protocol):
 
     def prefill_reported(self, connection: "WorkerConnection") -> None: ...
     def prefill_sent(self, connection: "WorkerConnection", work: PrefillWork) -> None: ...
+    def cache_changed(self, connection: "WorkerConnection", events: pb.CacheEvents) -> None:
+        """In order, none missing. Raises Refused when more is cached than the worker has blocks for."""
+        ...
+
     def prefill_ended(self, connection: "WorkerConnection", work: PrefillWork, *, computed: bool) -> None:
         """Its token came, or it was given up. Not said of those that are lost with the stream."""
         ...
@@ -111,6 +116,7 @@ class WorkerConnection:
         self._observer = observer
         self._attempts: dict[bytes, _Attempt] = {}
         self._outgoing: _Outgoing | None = None
+        self._cache = CacheSequence()
         self._stub: WorkerStub | None = None
         self._task = asyncio.create_task(self._run(), name=f"worker {address}")
 
@@ -258,7 +264,7 @@ class WorkerConnection:
             self.description = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
             self._observer.check(self)
             self._report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
-            self._outgoing = _Outgoing()
+            self._outgoing, self._cache = _Outgoing(), CacheSequence()
             self._outgoing.put(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
             self._call = stub.Attach(self._outgoing.messages())
             self._stub, self.reason = stub, ""
@@ -305,6 +311,13 @@ class WorkerConnection:
                     attempt.owner.on_reserved(message.reserved.decode_id)
             case "failed":
                 self._receive_failure(message.failed)
+            case "cache":
+                verdict = self._cache.follow(message.cache)
+                if verdict is Verdict.APPLY:
+                    self._observer.cache_changed(self, message.cache)
+                elif verdict is Verdict.RESYNC:
+                    log.info("%s: reports of its cache were dropped; asking for all of it", self)
+                    self._send(pb.RouterMessage(cache_resync=pb.CacheResync()))
             case "status":
                 changed = self._report(message.status)
                 if self.description.role == pb.ROLE_PREFILL:

@@ -4,8 +4,9 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from router.connection import WorkerConnection
+from router.connection import Refused, WorkerConnection
 from router.policy import DecodeLoad, PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
+from rpc import CHUNK_TOKENS
 from rpc import worker_pb2 as pb
 
 
@@ -84,6 +85,20 @@ class Members:
             tokens_per_s=status.prefill_tokens_per_s,
             now=time.monotonic(),
         )
+
+    def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
+        """Raises Refused when more is cached than the worker has blocks for."""
+        row, described = self._rows.get(connection), connection.description
+        if row is None:
+            return  # a decode worker: prompts do not go there
+        index = self._loads.index
+        if events.reset:
+            index.clear(row)
+        index.discard(row, events.evicted)
+        most = described.num_blocks * -(-described.block_size // CHUNK_TOKENS)
+        if index.reported(row) + len(events.added) > most:
+            raise Refused(f"it reports more cached chunks than fit into {described.num_blocks} blocks")
+        index.add(row, events.added)
 
     def prefill_sent(self, connection: WorkerConnection, work: PrefillWork) -> None:
         self._loads.sent(self._rows[connection], work, time.monotonic())

@@ -172,6 +172,9 @@ class WorkerPool:
     def prefill_sent(self, connection: WorkerConnection, work: PrefillWork) -> None:
         self._members.prefill_sent(connection, work)
 
+    def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
+        self._members.cache_changed(connection, events)
+
     def prefill_ended(self, connection: WorkerConnection, work: PrefillWork, *, computed: bool) -> None:
         self._members.prefill_ended(connection, work, computed=computed)
 

@@ -47,18 +47,20 @@ FAILURE_CODE_ENGINE: FailureCode
 FAILURE_CODE_FINISHED: FailureCode
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel")
+    __slots__ = ("hello", "prefill", "decode", "retarget", "cancel", "cache_resync")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     RETARGET_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    CACHE_RESYNC_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     prefill: SubmitPrefill
     decode: SubmitDecode
     retarget: Retarget
     cancel: Cancel
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    cache_resync: CacheResync
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id",)
@@ -183,17 +185,23 @@ class Cancel(_message.Message):
     attempt_id: bytes
     def __init__(self, attempt_id: _Optional[bytes] = ...) -> None: ...
 
+class CacheResync(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WorkerMessage(_message.Message):
-    __slots__ = ("step", "reserved", "failed", "status")
+    __slots__ = ("step", "reserved", "failed", "status", "cache")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     step: StepOutput
     reserved: Reserved
     failed: AttemptFailed
     status: WorkerStatus
-    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ...) -> None: ...
+    cache: CacheEvents
+    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("tokens",)
@@ -244,6 +252,18 @@ class AttemptFailed(_message.Message):
     message: str
     prefill_id: bytes
     def __init__(self, attempt_id: _Optional[bytes] = ..., code: _Optional[_Union[FailureCode, str]] = ..., message: _Optional[str] = ..., prefill_id: _Optional[bytes] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("sequence", "reset", "added", "evicted")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    reset: bool
+    added: _containers.RepeatedScalarFieldContainer[int]
+    evicted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., reset: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

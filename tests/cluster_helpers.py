@@ -196,6 +196,7 @@ class WorkerStream:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     steps: list[pb.StepOutput] = field(default_factory=list)
     statuses: asyncio.Queue[pb.WorkerStatus] = field(default_factory=asyncio.Queue)
+    caches: asyncio.Queue[pb.CacheEvents] = field(default_factory=asyncio.Queue)
     events: defaultdict[bytes, asyncio.Queue[Seen]] = field(
         default_factory=lambda: defaultdict(asyncio.Queue)
     )
@@ -267,6 +268,8 @@ class WorkerStream:
                 self.events[message.reserved.decode_id].put_nowait(Seen(message.reserved, now))
             case "failed":
                 self.events[message.failed.attempt_id].put_nowait(Seen(message.failed, now))
+            case "cache":
+                self.caches.put_nowait(message.cache)
             case "status":
                 self.statuses.put_nowait(message.status)
 

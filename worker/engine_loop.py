@@ -30,6 +30,7 @@ from engine import (
 from kv_transfer import Arena, KVLayout, TraceWriter
 from worker import messages
 from worker.attempts import Attempts
+from worker.cached_chunks import CachedChunks
 from worker.child import log_to_stderr
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
 from worker.ipc import ServiceLink
@@ -92,17 +93,21 @@ class Parts:
     trace: TraceWriter
     attempts: Attempts
     counters: Counters = field(default_factory=Counters)
+    cached_chunks: CachedChunks = field(default_factory=CachedChunks)
 
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
         """Raises ValueError for what the user got wrong."""
         config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
-        return Engine(
+        engine = Engine(
             config,
             kv_sink=kv_sink,
+            cache_observer=self.cached_chunks,
             tick=self.arena.tick,
             computing=self.arena.set_step,
             progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
         )
+        self.cached_chunks.block_size = engine.block_size
+        return engine
 
 
 def engine_request(attempt_id: bytes, work: messages.Work) -> EngineRequest:
@@ -182,6 +187,8 @@ def loop(role: Role, parts: Parts) -> None:
             with parts.trace.measure("step"):
                 result = engine.step()
             role.after_step(result)
+        if (changed := parts.cached_chunks.take()) is not None:
+            link.send(changed)
         parts.attempts.flush()
         parts.arena.tick()
 

@@ -36,6 +36,9 @@ class Backend(Protocol):
     async def status(self) -> pb.WorkerStatus:
         """Read from the engine and transfer processes now."""
 
+    def cache_snapshot(self) -> list[pb.WorkerMessage]:
+        """What is in the prefix cache; empty where there is none."""
+
 
 class AttachService(WorkerServicer):
     """Serves routers; owns their streams. `backend` owns the engine."""
@@ -55,6 +58,7 @@ class AttachService(WorkerServicer):
             "decode": self._decode,
             "retarget": self._retarget,
             "cancel": self._cancel,
+            "cache_resync": self._cache_resync,
         }
 
     # ------------------------------------------------------------ the calls
@@ -70,6 +74,7 @@ class AttachService(WorkerServicer):
         self._opened += 1
         stream = RouterStream(self._opened)
         self._streams[stream.number] = stream
+        self._put_snapshot(stream)
         log.info("router %s attached", router)
         reading = asyncio.create_task(self._read(stream, request_iterator))
         writing = asyncio.create_task(stream.write_to(context))
@@ -115,6 +120,14 @@ class AttachService(WorkerServicer):
 
     def broadcast(self, message: pb.WorkerMessage) -> None:
         for stream in self._streams.values():
+            stream.put(message)
+
+    def broadcast_cache_events(self, message: pb.WorkerMessage) -> None:
+        for stream in self._streams.values():
+            stream.put_cache_events(message)
+
+    def _put_snapshot(self, stream: RouterStream) -> None:
+        for message in self._backend.cache_snapshot():
             stream.put(message)
 
     def finish(self) -> None:
@@ -170,6 +183,9 @@ class AttachService(WorkerServicer):
     async def _cancel(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         attempt_id = validation.attempt_id(message.cancel.attempt_id, "attempt_id")
         await self._backend.send(messages.Cancel(stream.number, attempt_id))
+
+    async def _cache_resync(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+        self._put_snapshot(stream)
 
     def _accepts(self, role: Role) -> None:
         if role != self._role:

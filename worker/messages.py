@@ -214,6 +214,13 @@ class EngineStatus(_Message):
     prefix_cache_hits: int
 
 
+class CacheChanged(_Message):
+    """Chunks that entered and left the prefix cache: one message for a step, before its tokens."""
+
+    added: list[int]
+    evicted: list[int]
+
+
 class Stopped(_Message):
     """Answers Stop. The engine's last message: from here on it only waits for Exit."""
 
@@ -263,6 +270,7 @@ FromEngine = (
     | Prefilled
     | Decoded
     | SecondToken
+    | CacheChanged
     | Stopped
 )
 

@@ -18,6 +18,7 @@ from rpc import worker_pb2 as pb
 from rpc.channel import HealthServicer
 from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker import messages, streams
+from worker.cache_feed import CacheFeed
 from worker.child import log_to_stderr
 from worker.config import WorkerConfig
 from worker.failure import EngineError, StartError, TreeError
@@ -75,6 +76,7 @@ class Service:
         self._metrics = Metrics(config.role, config.model_name)
         self._tree = WorkerTree(config, engine_module, self._incarnation)
         self._routers: AttachService
+        self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
         self._reporting: asyncio.Task[None] | None = None
         self._last_status = pb.WorkerStatus()
         self._questions = count()
@@ -246,6 +248,9 @@ class Service:
         )
         return self._last_status
 
+    def cache_snapshot(self) -> list[pb.WorkerMessage]:
+        return [] if self._cache is None else self._cache.snapshot()
+
     async def _engine_status(self) -> EngineStatus:
         question = next(self._questions)
         asked = self._asked[question] = asyncio.get_running_loop().create_future()
@@ -283,6 +288,10 @@ class Service:
                 self._metrics.decoded(message)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
+            case messages.CacheChanged(added, evicted):
+                assert self._cache is not None
+                for changes in self._cache.changed(added, evicted):
+                    self._routers.broadcast_cache_events(changes)
             case _:
                 raise AssertionError(f"out of place: {message}")
 

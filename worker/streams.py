@@ -9,6 +9,8 @@ from rpc import worker_pb2 as pb
 from worker import messages
 
 MAX_UNREAD_BYTES = 8 << 20
+MAX_UNREAD_CACHE_BYTES = 1 << 20
+"""Beyond it a router is told no more of what the cache does: what it has to read is tokens."""
 
 _FINISH = {
     "": pb.FINISH_REASON_NONE,
@@ -39,6 +41,12 @@ class RouterStream:
             self.overflow.set()
             self.discard()
         self._changed.set()
+
+    def put_cache_events(self, message: pb.WorkerMessage) -> None:
+        """Drops it where the router is behind, which then misses a number, and asks for a snapshot when it
+        gets there."""
+        if self.unread_bytes <= MAX_UNREAD_CACHE_BYTES:
+            self.put(message)
 
     def finish(self) -> None:
         """What is queued is still written, then `write_to` returns."""

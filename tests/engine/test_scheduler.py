@@ -402,3 +402,14 @@ def test_a_started_request_has_room_at_once_or_none_and_is_handed_back() -> None
     assert scheduler.start(EngineRequest(b"\3", [1])) is None, "that block is for those who grow"
     plans = [step(scheduler) for _ in range(9)]
     assert [plan.handed_back for plan in plans if plan.handed_back] == [[started]]
+
+
+def test_what_is_cached_does_not_wait_to_be_computed():
+    scheduler = make(seqs=1, prefix_cache=True)
+    add(scheduler, 1, 12, handover=True)
+    step(scheduler)
+    scheduler.drop(scheduler.requests[b"\1"])
+    add(scheduler, 2, 14)
+    assert scheduler.tokens_waiting == 2
+    add(scheduler, 3, 12)
+    assert scheduler.tokens_waiting == 2 + 4, "a block that ends the prompt is computed again"

@@ -1,0 +1,147 @@
+"""A router follows what workers say about their prefix caches."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.cache_sequence import CacheSequence, Verdict
+from router.tokenizer import ModelTokenizer
+from rpc import chunk_hashes
+from rpc import worker_pb2 as pb
+from tests.router.conftest import Cluster, make_cluster
+from worker.cache_feed import MAX_CHUNKS, CacheFeed
+from worker.streams import MAX_UNREAD_CACHE_BYTES, RouterStream
+
+CHUNKS = list(range(9))
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.sampled_from(CHUNKS)), st.lists(st.sampled_from(CHUNKS)), st.booleans()),
+        max_size=30,
+    )
+)
+def test_whatever_is_dropped_a_router_ends_with_what_the_worker_has(changes):
+    """Each change is either delivered or dropped, and a snapshot is sent when it is asked for."""
+    feed, sequence, known = CacheFeed(), CacheSequence(), set()
+    has: set[int] = set()
+
+    def deliver(messages: list[pb.WorkerMessage]) -> None:
+        for message in messages:
+            match sequence.follow(message.cache):
+                case Verdict.APPLY:
+                    if message.cache.reset:
+                        known.clear()
+                    known.update(message.cache.added)
+                    known.difference_update(message.cache.evicted)
+                case Verdict.RESYNC:
+                    deliver(feed.snapshot())
+
+    deliver(feed.changed([1, 2], []))
+    assert not known, "before the snapshot there is nothing to add to"
+    has |= {1, 2}
+    deliver(feed.snapshot())
+    for added, evicted, delivered in [*changes, ([3], [], True), ([4], [3], True)]:
+        evicted = [chunk for chunk in evicted if chunk not in added]
+        has = (has | {*added}) - {*evicted}
+        messages = feed.changed(added, evicted)
+        if delivered:
+            deliver(messages)
+    assert known == has
+
+
+def test_large_changes_and_snapshots_travel_in_bounded_parts():
+    feed, sequence = CacheFeed(), CacheSequence()
+    added = list(range(2 * MAX_CHUNKS + 1))
+    for messages in (feed.snapshot(), feed.changed(added, []), feed.snapshot()):
+        assert all(sequence.follow(message.cache) is Verdict.APPLY for message in messages)
+        assert all(len(message.cache.added) <= MAX_CHUNKS for message in messages)
+    assert sorted(chunk for message in messages for chunk in message.cache.added) == added
+    assert [message.cache.reset for message in messages] == [True, False, False]
+
+
+def test_a_router_that_is_behind_is_told_of_tokens_only():
+    stream = RouterStream(1)
+    stream.put(pb.WorkerMessage(failed=pb.AttemptFailed(message="x" * MAX_UNREAD_CACHE_BYTES)))
+    before = stream.unread_bytes
+    stream.put_cache_events(pb.WorkerMessage(cache=pb.CacheEvents(sequence=1, added=[1])))
+    assert stream.unread_bytes == before
+    stream.put(pb.WorkerMessage(step=pb.StepOutput(tokens=[pb.TokenEvent(token_id=1)])))
+    assert stream.unread_bytes > before
+
+
+@pytest.fixture
+async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """Three prefill workers with empty prefix caches."""
+    async with make_cluster(tokenizer, tmp_path, prefill=3, wait=False) as made:
+        for worker in made.prefills:
+            worker.cache = set()
+        pool = made.router.services.pool
+        await made.until(lambda: len(pool.ready(pb.ROLE_PREFILL)) == 3 and pool.has_decode)
+        await made.until(lambda: all(worker.attached for worker in made.workers))
+        yield made
+        await made.idle()
+
+
+def reported(cluster: Cluster) -> list[int]:
+    """How many chunks the router believes each to have."""
+    members = cluster.router.services.pool._members
+    rows = {connection.address: row for connection, row in members._rows.items()}
+    return [members._loads.index.reported(rows[worker.address]) for worker in cluster.prefills]
+
+
+async def went_to(cluster: Cluster, prompt: list[int], session: str) -> int:
+    before = [len(worker.submitted) for worker in cluster.prefills]
+    await cluster.complete(prompt=prompt, user=session, max_tokens=1)
+    [index] = [i for i, worker in enumerate(cluster.prefills) if len(worker.submitted) > before[i]]
+    return index
+
+
+async def test_requests_go_where_the_worker_said_their_prefix_is(caching: Cluster):
+    prompt = list(range(3, 503))
+    home = await went_to(caching, prompt, "a")
+    other = (home + 1) % 3
+    caching.prefills[other].change_cache(chunk_hashes(prompt))
+    await caching.until(lambda: reported(caching)[other] == 7)
+    assert await went_to(caching, prompt, "a") == other
+    caching.prefills[other].change_cache([], chunk_hashes(prompt))
+    await caching.until(lambda: reported(caching)[other] == 0)
+    assert await went_to(caching, prompt, "a") == home
+
+
+async def test_after_a_gap_the_router_asks_for_all_of_it(caching: Cluster):
+    worker = caching.prefills[0]
+    worker.change_cache([1, 2, 3])
+    await caching.until(lambda: reported(caching)[0] == 3)
+    worker.change_cache([4], [1, 2], lost=True)
+    worker.change_cache([5])
+    await caching.until(lambda: reported(caching)[0] == len({3, 4, 5}))
+    worker.change_cache([6])
+    await caching.until(lambda: reported(caching)[0] == 4)
+
+
+async def test_a_worker_that_is_lost_takes_what_it_had_cached_along(caching: Cluster):
+    worker = caching.prefills[0]
+    worker.change_cache([1, 2, 3])
+    await caching.until(lambda: reported(caching)[0] == 3)
+    port = int(worker.address.rpartition(":")[2])
+    index = caching.router.services.pool._members._loads.index
+    await worker.kill()
+    await caching.until(lambda: not len(index))
+    worker.cache = {8}
+    await worker.start(port)
+    await caching.until(lambda: len(index) == 1)
+
+
+async def test_a_worker_that_reports_more_than_it_can_hold_is_refused(caching: Cluster):
+    worker = caching.prefills[0]
+    worker.change_cache(range(512))
+    await caching.until(lambda: reported(caching)[0] == 512)
+    worker.change_cache([512])
+    pool = caching.router.services.pool
+    await caching.until(lambda: len(pool.ready(pb.ROLE_PREFILL)) == 2)
+    [refused] = [c for c in pool.connections if c.address == worker.address]
+    assert "more cached chunks" in refused.reason

@@ -1,0 +1,144 @@
+"""Which 64-token chunks count as cached: what routers are told, against what the engine would find."""
+
+import random
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.request import EngineRequest
+from engine.scheduler import Scheduler
+from rpc import CHUNK_TOKENS, chunk_hashes
+from worker.cached_chunks import CachedChunks
+
+
+class Worker:
+    """The scheduler of a prefill engine without a model, and a router that hears all of it."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self.observer = CachedChunks()
+        self.observer.block_size = block_size
+        self.scheduler = Scheduler(
+            BlockPool(num_blocks),
+            block_size=block_size,
+            max_num_seqs=8,
+            max_num_batched_tokens=4096,
+            prefix_cache_root=b"root",
+            cache_observer=self.observer,
+        )
+        self.known: set[int] = set()
+        self._ids = iter(range(1 << 30))
+
+    def prefill(self, *prompts: list[int], salt: bytes = b"") -> list[int]:
+        """All at the same time; how much of each was cached."""
+        lives = []
+        for prompt in prompts:
+            request = EngineRequest(next(self._ids).to_bytes(4), prompt, cache_salt=salt)
+            self.scheduler.add(request, handover=True)
+            lives.append(self.scheduler.requests[request.id])
+        while any(live.num_left for live in lives):
+            for chunk in self.scheduler.schedule().chunks:
+                self.scheduler.computed(chunk)
+                if chunk.live.num_left == 0:
+                    self.scheduler.verified(chunk.live)
+        for live in lives:
+            self.scheduler.hold(live)
+            self.scheduler.drop(live)
+        self.hear()
+        return [live.num_cached for live in lives]
+
+    def hear(self) -> None:
+        if (changed := self.observer.take()) is not None:
+            assert not {*changed.added} & {*changed.evicted}
+            self.known |= {*changed.added}
+            self.known -= {*changed.evicted}
+
+    def estimate(self, prompt: list[int]) -> int:
+        """Chunks of its beginning."""
+        found = [chunk in self.known for chunk in chunk_hashes(prompt)]
+        return (*found, False).index(False)
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "prompt", "chunks"),
+    [
+        (16, 63, 0),
+        (16, 64, 1),
+        (16, 130, 2),
+        (64, 127, 1),
+        (64, 128, 2),
+        (128, 127, 0),
+        (128, 128, 2),
+        (128, 200, 2),  # the third ends in a block that is not full
+        (128, 256, 4),
+        (48, 63, 0),
+        (48, 96, 1),
+    ],
+)
+def test_a_chunk_counts_while_the_full_block_with_its_last_token_is_cached(block_size, prompt, chunks):
+    worker = Worker(block_size, 64)
+    worker.prefill(text(prompt))
+    assert worker.known == {*chunk_hashes(text(prompt))[:chunks]}
+
+
+def test_a_chunk_in_two_blocks_that_differ_behind_it_goes_with_the_last_of_them():
+    worker = Worker(128, 3)
+    one, other = [text(64) + text(64, seed) for seed in (1, 2)]
+    worker.prefill(one)
+    worker.prefill(other)
+    assert len(worker.known) == 3
+    worker.prefill(text(2 * 128, 3))  # evicts one of the two
+    assert chunk_hashes(one)[0] in worker.known
+    worker.prefill(text(3 * 128, 4))
+    assert chunk_hashes(one)[0] not in worker.known
+
+
+def test_chunks_of_other_salts_are_others():
+    worker = Worker(16, 64)
+    for salt in (b"", b"a", b"b"):
+        assert worker.prefill(text(200), salt=salt) == [0]
+        assert worker.known >= {*chunk_hashes(text(200), salt=salt)}
+    assert len(worker.known) == 9
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 128])
+def test_the_estimate_is_what_the_engine_finds(block_size: int):
+    """Conversations that grow and branch, one prefill after the other, in a pool that is far too small."""
+    rng = random.Random(block_size)
+    worker = Worker(block_size, 4096 // block_size)
+    conversations = [text(rng.randrange(20, 400), seed) for seed in range(6)]
+    hits = 0
+    for step in range(400):
+        prompt = rng.choice(conversations)
+        if len(prompt) > 1500 or rng.random() < 0.1:
+            prompt = prompt[: rng.randrange(1, len(prompt))]
+        prompt = [*prompt, *text(rng.randrange(1, 200), 1000 + step)]
+        conversations[rng.randrange(6)] = prompt
+        estimate = worker.estimate(prompt) * CHUNK_TOKENS
+        [cached] = worker.prefill(prompt)
+        hits += cached > 0
+        # What a router makes of it (`ChunkIndex.overlap`), against the truth.
+        usable = min(estimate, len(prompt) - 1) // block_size * block_size
+        assert usable <= cached < usable + max(CHUNK_TOKENS, block_size)
+        if block_size % CHUNK_TOKENS == 0:
+            assert cached == usable
+    assert hits > 100
+
+
+def test_after_everything_was_evicted_nothing_is_known():
+    """Also after prefixes that were computed at the same time, of which one block is published."""
+    rng = random.Random(1)
+    worker = Worker(16, 200)
+    for _ in range(60):
+        shared = text(rng.randrange(1, 300), rng.randrange(5))
+        worker.prefill(*([*shared, *text(rng.randrange(1, 100), rng.randrange(9))] for _ in range(3)))
+    assert worker.known
+    pool = worker.scheduler.pool
+    pool.release(pool.allocate(pool.num_blocks))
+    worker.hear()
+    assert not worker.known
+    assert not worker.observer._chunks_of
+    assert not worker.observer._blocks
