@@ -7,6 +7,7 @@ together in `--help`; `baton serve` passes groups on to the roles it starts.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -301,6 +302,32 @@ class LogOptions:
 
 
 @dataclass(frozen=True)
+class ObserveOptions:
+    """How it can be watched. OTEL_EXPORTER_OTLP_ENDPOINT counts where the flag is not given."""
+
+    panel: ClassVar[str] = "Logs and traces"
+    log_format: Annotated[Literal["text", "json"], opt("One line a record, for people or for machines.")] = (
+        "text"
+    )
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        opt("Least level that is logged; debug follows each request from process to process.")
+    ] = "info"  # fmt: skip
+    otlp_endpoint: Annotated[
+        str | None,
+        opt(
+            "Send OpenTelemetry traces to this OTLP/gRPC receiver.",
+            "URL",
+            shown="OTEL_EXPORTER_OTLP_ENDPOINT, or none",
+        ),
+    ] = None
+
+    @property
+    def endpoint(self) -> str | None:
+        return self.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
+
+
+@dataclass(frozen=True)
 class WorkerRole:
     """`baton prefill` and `baton decode`."""
 
@@ -314,6 +341,7 @@ class WorkerRole:
     process: RoleOptions
     run_dir: RunDirOptions
     traces: TraceOptions
+    observe: ObserveOptions
 
 
 @dataclass(frozen=True)
@@ -326,6 +354,7 @@ class RouterRole:
     drain: DrainOptions
     secret: SecretOptions
     process: RoleOptions
+    observe: ObserveOptions
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Plan:
     run_dir: options.RunDirOptions
     logs: options.LogOptions
     traces: options.TraceOptions
+    observe: options.ObserveOptions
 
     @property
     def url(self) -> str:
@@ -71,7 +72,9 @@ class Plan:
             self.engine, device=device, num_threads=self.engine.num_threads or self._threads(device)
         )
         shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}
-        worker_args = tuple(to_argv(named, engine, self.transfer, self.deadlines, self.drain, self.traces))
+        observe = replace(self.observe, otlp_endpoint=self.observe.endpoint)
+        shared_args = to_argv(named, self.drain, observe)
+        worker_args = (*shared_args, *to_argv(engine, self.transfer, self.deadlines, self.traces))
         workers = [
             RoleSpec(
                 role,
@@ -86,7 +89,7 @@ class Plan:
         ]
         front = replace(self.front, api_key=[])
         keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
-        router = RoleSpec("router", 0, tuple(to_argv(named, front, self.drain)), shared | keys)
+        router = RoleSpec("router", 0, (*shared_args, *to_argv(front)), shared | keys)
         return [*workers, router]
 
     def _cluster_secret(self) -> str:

@@ -62,6 +62,9 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             ),
             run_dir=_path(given.run_dir.run_dir),
             trace_dir=_path(given.traces.trace_dir),
+            log_format=given.observe.log_format,
+            log_level=given.observe.log_level,
+            otlp_endpoint=given.observe.endpoint,
             ready_fd=given.process.ready_fd,
         )
         return importlib.import_module(f"{role}_worker").main(config)
@@ -130,6 +133,9 @@ def run_router(given: options.RouterRole) -> int:
             workers=tuple(members.worker),
             workers_file=_path(members.workers_file),
             discovery=_kubernetes(members.kubernetes_service),
+            log_format=given.observe.log_format,
+            log_level=given.observe.log_level,
+            otlp_endpoint=given.observe.endpoint,
             ready_fd=given.process.ready_fd,
         )
         return router.main(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -47,6 +47,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     io_threads: int = 4
     deadlines: Deadlines = Deadlines()
     trace_path: str | None = None
+    logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own
 
     def __post_init__(self) -> None:
         if self.slot_bytes % PAGE or not PAGE <= self.slot_bytes <= MAX_SLOT_BYTES:

@@ -1,11 +1,12 @@
 """What a router is told when it starts."""
 
+import os
 from dataclasses import dataclass, field
 
 from router.discovery import Discovery
 from router.keys import ApiKey, KeyRing
 from router.policy import PREFILL_POLICIES
-from rpc import TlsFiles
+from rpc import TlsFiles, logs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,15 @@ class RouterConfig:
     max_body_bytes: int = 16 << 20
     max_waiting_tokens: int = 1_000_000
     """Prompt tokens of requests without a first token; beyond it clients get 429."""
+    log_format: logs.Format = "text"
+    log_level: logs.Level = "info"
+    otlp_endpoint: str | None = None
+    """http://HOST:PORT of an OTLP/gRPC receiver of traces; None: no traces."""
     index: int = 0
     """Its number among the routers, for people."""
     ready_fd: int | None = None
+    id: bytes = field(default_factory=lambda: os.urandom(16))
+    """Names this life of it to workers and in logs."""
 
     def __post_init__(self) -> None:
         def require(flag: str, holds: bool, bound: str, value: object) -> None:
@@ -81,6 +88,10 @@ class RouterConfig:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:
                 raise ValueError(f"--worker must be HOST:PORT, not {address!r}")
+
+    @property
+    def incarnation(self) -> str:
+        return self.id[:8].hex()
 
     @property
     def model_name(self) -> str:

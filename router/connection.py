@@ -22,6 +22,8 @@ from router.breaker import Breaker
 from router.cache_sequence import CacheSequence, Verdict
 from router.policy import PrefillWork
 from rpc import worker_pb2 as pb
+from rpc.logs import of_request
+from rpc.tracing import Span
 from rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,11 @@ class Refused(Exception):
 
 class AttemptOwner(Protocol):
     """Whose attempts they are. Called from the connection's task; must not wait."""
+
+    span: Span
+    """Of the request: those of attempts are its children."""
+    name: str
+    """The request's id as its client knows it."""
 
     def on_token(self, event: pb.TokenEvent) -> None: ...
     def on_reserved(self, decode_id: bytes) -> None: ...
@@ -78,6 +85,7 @@ class Observer(Protocol):
 @dataclass(slots=True)
 class _Attempt:
     owner: AttemptOwner
+    span: Span
     tokens: int = 0  # of a decode: positions to hold
     work: PrefillWork | None = None  # of a prefill, until its token comes
 
@@ -166,12 +174,14 @@ class WorkerConnection:
     # ------------------------------------------------------------ attempts
 
     def submit_prefill(self, submit: pb.SubmitPrefill, owner: AttemptOwner, work: PrefillWork) -> None:
-        self._submit(submit.prefill_id, _Attempt(owner, work=work), pb.RouterMessage(prefill=submit))
+        attempt = _Attempt(owner, self._begin("prefill attempt", owner, submit.request), work=work)
+        self._submit(submit.prefill_id, attempt, pb.RouterMessage(prefill=submit))
         self._observer.prefill_sent(self, work)
 
     def submit_decode(self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int) -> None:
         self.blocks_taken += self.blocks(tokens)
-        self._submit(submit.decode_id, _Attempt(owner, tokens), pb.RouterMessage(decode=submit))
+        attempt = _Attempt(owner, self._begin("decode attempt", owner, submit.request), tokens)
+        self._submit(submit.decode_id, attempt, pb.RouterMessage(decode=submit))
         self._observer.load_changed(self)
 
     def retarget(self, message: pb.Retarget) -> None:
@@ -201,9 +211,21 @@ class WorkerConnection:
     def blocks(self, tokens: int) -> int:
         return -(-tokens // max(1, self.description.block_size))
 
+    def _begin(self, name: str, owner: AttemptOwner, request: pb.Request) -> Span:
+        worker = {"baton.worker": str(self), "baton.output_tokens": len(request.output_ids)}
+        span = owner.span.child(name, worker, "client")
+        request.traceparent = span.traceparent
+        return span
+
     def _submit(self, attempt_id: bytes, attempt: _Attempt, message: pb.RouterMessage) -> None:
         assert self.ready, "work goes to ready workers only"
         self._attempts[attempt_id] = attempt
+        if log.isEnabledFor(logging.DEBUG):
+            kind, name = message.WhichOneof("kind"), attempt.owner.name
+            log.debug(
+                "request %s, attempt %s: %s at %s", name, attempt_id.hex(), kind, self,
+                extra=of_request(name, attempt_id),
+            )  # fmt: skip
         if self.breaker.given(time.monotonic()):
             self._observer.breaker_changed(self)
         self._send(message)
@@ -212,6 +234,7 @@ class WorkerConnection:
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is None:
             return False
+        attempt.span.end()
         if self.description.role == pb.ROLE_DECODE:
             self.blocks_taken -= self.blocks(attempt.tokens)
             self.full = False
@@ -224,6 +247,7 @@ class WorkerConnection:
     def _prefill_ended(self, attempt: _Attempt, *, computed: bool) -> None:
         work, attempt.work = attempt.work, None
         if work is not None:
+            attempt.span.end()
             self._observer.prefill_ended(self, work, computed=computed)
 
     def _send(self, message: pb.RouterMessage) -> None:
@@ -294,6 +318,7 @@ class WorkerConnection:
         if was_attached:
             self._observer.membership_changed(self)
         for attempt_id, attempt in lost.items():
+            attempt.span.end("the worker was lost")
             attempt.owner.on_lost(attempt_id)
         return was_attached
 
@@ -331,12 +356,14 @@ class WorkerConnection:
         attempt = self._attempts.get(failure.attempt_id)
         if attempt is None:
             return
+        if failure.code != pb.FAILURE_CODE_KV_FAILED:  # which leaves the reservation
+            attempt.span.end(f"{pb.FailureCode.Name(failure.code)}: {failure.message}")
         if failure.code == pb.FAILURE_CODE_NO_ROOM:
             del self._attempts[failure.attempt_id]
             self.blocks_taken -= self.blocks(attempt.tokens)
             self.full = True  # before anybody else is sent there
             self._observer.load_changed(self)
-        elif failure.code != pb.FAILURE_CODE_KV_FAILED:  # which leaves the reservation
+        elif failure.code != pb.FAILURE_CODE_KV_FAILED:
             self._end(failure.attempt_id)
         if failure.code == pb.FAILURE_CODE_DRAINING and self.state is State.READY:
             self.state = State.DRAINING

@@ -116,6 +116,7 @@ class Front:
             name=name,
             session=request.headers.get("x-session-id"),
             timeout=_seconds(request.headers.get("x-request-timeout")),
+            traceparent=request.headers.get("traceparent"),
         )
         written = form(answer, self._config.model_name, self._services.tokenizer)
         headers = {"x-request-id": name}

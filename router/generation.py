@@ -27,6 +27,8 @@ from router.pool import WorkerPool
 from router.stages import Stages
 from router.strikes import Strikes
 from rpc import worker_pb2 as pb
+from rpc.logs import of_request
+from rpc.tracing import Span
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Generation:
     `name` is the request's id as its client knows it.
 
     Attributes:
+        span: of the request, for those of its attempts.
         cached_tokens: prompt tokens that the first prefill found in its prefix cache.
     """
 
@@ -58,11 +61,13 @@ class Generation:
         *,
         index: int,
         name: str,
+        span: Span,
         timeout: float,
         worker_wait: float,
     ) -> None:
         self.id = os.urandom(16)
         self.name = name
+        self.span = span
         self.arrival = pool.arrival()
         self.cached_tokens = 0
         self._job = job
@@ -75,7 +80,7 @@ class Generation:
         self._prefill: Prefill | None = None
         self._decode: Decode | None = None
         self._strikes = Strikes()
-        self._stages = Stages(metrics)
+        self._stages = Stages(metrics, span)
         self._prefilled = False  # once, so that the next time is a retry
         self._may_retry = False
         self._retrying = False
@@ -209,6 +214,7 @@ class Generation:
             priority=self._job.priority,
             alone=self._strikes.alone,
             cache_salt=self._job.cache_salt,
+            name=self.name,
         )
 
     # ------------------------------------------------------------ waiting
@@ -260,7 +266,9 @@ class Generation:
             self._prefill_served()
         verdict = self._emit.offer(event.attempt_id, event.output_index, event.token_id)
         if verdict is Verdict.BROKEN:
-            log.warning("%r: %s continues another text; starting again", self, decode and decode.worker)
+            about = of_request(self.name)
+            worker = decode and decode.worker
+            log.warning("%r: %s continues another text; starting again", self, worker, extra=about)
             self._decode_failed("mismatch", counts=True, cancel=True)
         elif verdict is Verdict.EMIT:
             self._emitted(event, from_prefill=from_prefill)
@@ -363,7 +371,8 @@ class Generation:
         elif cause == "lost":
             strikes.lost(worker.address)
         if counts or cause == "lost":
-            log.info("%r: attempt %d failed (%s): %s", self, strikes.count, cause, message)
+            about = of_request(self.name)
+            log.info("%r: attempt %d failed (%s): %s", self, strikes.count, cause, message, extra=about)
         if strikes.out:
             text = f"{self} failed {strikes.count} times without a new token, at last: {message}"
             self._fail(Failed(text))
@@ -389,6 +398,8 @@ class Generation:
 
     def _fail(self, error: ApiError) -> None:
         if not self._done:
+            if error.status >= 500:
+                log.warning("%r: %s", self, error.message, extra=of_request(self.name))
             self._outbox.put(self._index, error)
             self._end()
 

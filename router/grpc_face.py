@@ -108,6 +108,7 @@ class GrpcFace(InferenceServicer):
                 name=name,
                 session=metadata.get("x-session-id"),
                 timeout=context.time_remaining(),
+                traceparent=metadata.get("traceparent"),
             )
             with answer.generating():
                 await _write(answer, context, self._client_timeout)

@@ -12,6 +12,7 @@ from router.errors import ModelNotFound, ShuttingDown
 from router.jobs import chat_prompt, completion_prompts, make_jobs
 from router.keys import ANYBODY, KeyRing
 from router.serving import Answer, Services
+from rpc.tracing import valid_traceparent
 
 _NAMEABLE = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -60,9 +61,11 @@ class Intake:
         name: str,
         session: str | None,
         timeout: float | None,
+        traceparent: str | None,
     ) -> Answer:
         """`name` is the request's id as its client knows it, `session` what it calls its conversation,
-        `timeout` the seconds that it waits, where that is not in the body.
+        `timeout` the seconds that it waits, where that is not in the body, `traceparent` the W3C header
+        of its trace.
 
         Raises ApiError.
         """
@@ -86,4 +89,13 @@ class Intake:
         )
         wanted = (seconds for seconds in (body.timeout, timeout) if seconds is not None)
         deadline = began + min(self._services.request_timeout, *wanted, math.inf)
-        return Answer(self._services, body, prompts, jobs, account, name=name, deadline=deadline)
+        return Answer(
+            self._services,
+            body,
+            prompts,
+            jobs,
+            account,
+            name=name,
+            deadline=deadline,
+            traceparent=valid_traceparent(traceparent),
+        )

@@ -7,7 +7,6 @@ when something changed.
 import asyncio
 import itertools
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Collection
@@ -47,7 +46,12 @@ class WorkerPool:
     """
 
     def __init__(
-        self, secret: bytes, discovery: Discovery, policy: PrefillPolicy, tls: TlsFiles | None = None
+        self,
+        secret: bytes,
+        router_id: bytes,
+        discovery: Discovery,
+        policy: PrefillPolicy,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.room = RoomQueue()
         self.retries = RetryQueue(RetryBudget())
@@ -58,7 +62,7 @@ class WorkerPool:
         self._secret = secret
         self._tls = tls
         self._discovery = discovery
-        self._router_id = os.urandom(16)
+        self._router_id = router_id
         self._rng = random.Random()
         self._arrivals = itertools.count()
         self._connections: dict[str, WorkerConnection] = {}

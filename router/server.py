@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import gc
 import json
-import logging
+import logging.config
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,6 +31,8 @@ from router.policy import PREFILL_POLICIES
 from router.pool import WorkerPool
 from router.serving import Services
 from router.tokenizer import ModelTokenizer, load_tokenizer
+from rpc.logs import log_config
+from rpc.tracing import open_tracer
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,8 @@ LAST_WORDS_SECONDS = 5.0
 def main(config: RouterConfig) -> int:
     """Runs the router until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
     setproctitle.setproctitle(f"baton: router {config.index}")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    speaker = {"role": "router", "index": config.index, "incarnation": config.incarnation}
+    logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker))
     _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
     tokenizer = load_tokenizer(config.model, revision=config.revision, chat_template=config.chat_template)
     gc.collect()
@@ -67,12 +70,18 @@ class Running:
 async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[Running]:
     """Listens while the context is open; what still runs when it closes is cut."""
     policy = PREFILL_POLICIES[config.routing_policy]
-    pool = WorkerPool(config.secret, _discovery(config), policy, config.cluster_tls)
+    pool = WorkerPool(config.secret, config.id, _discovery(config), policy, config.cluster_tls)
     services = Services(
         tokenizer=tokenizer,
         pool=pool,
         admission=Admission(config.max_waiting_tokens, lambda: pool.prefill_window),
         metrics=Metrics(config.model_name),
+        tracer=open_tracer(
+            config.otlp_endpoint,
+            "baton-router",
+            {"baton.index": config.index, "service.instance.id": config.incarnation},
+        ),
+        model_name=config.model_name,
         request_timeout=config.request_timeout,
         worker_wait=config.worker_wait,
     )
@@ -117,6 +126,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
         await grpc_face.close()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+        await asyncio.to_thread(services.tracer.close)
 
 
 async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:

@@ -1,6 +1,7 @@
 """Answers one generation request: admitted, generated, taken piece by piece by whichever face it came to."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ from router.metrics import Metrics
 from router.outbox import Outbox
 from router.pool import WorkerPool
 from router.tokenizer import ModelTokenizer
+from rpc.logs import of_request
+from rpc.tracing import Attributes, Span, Tracer
+
+log = logging.getLogger(__name__)
 
 MAX_UNREAD_TOKENS = 2048
 """Of each choice, beside what sockets hold."""
@@ -29,6 +34,8 @@ class Services:
     pool: WorkerPool
     admission: Admission
     metrics: Metrics
+    tracer: Tracer
+    model_name: str
     request_timeout: float
     worker_wait: float
     active: "ActiveAnswers" = field(default_factory=lambda: ActiveAnswers())
@@ -91,6 +98,7 @@ class Answer:
         *,
         name: str,
         deadline: float,
+        traceparent: str,
     ) -> None:
         self.body = body
         self.prompts = prompts
@@ -111,6 +119,7 @@ class Answer:
         self._account = account
         self._deadline = deadline
         self._outbox = Outbox(MAX_UNREAD_TOKENS * len(jobs), self._unread)
+        self._traceparent = traceparent
         self._generations: list[Generation] = []
         self._ticket: Ticket | None = None
         self._error: ApiError | None = None
@@ -123,7 +132,8 @@ class Answer:
         """
         services, began = self._services, time.monotonic()
         sizes = [len(job.prompt_ids) for job in self._jobs]
-        with services.admission.admit(self._account, sizes, self.body.priority) as self._ticket:
+        admitted = services.admission.admit(self._account, sizes, self.body.priority)
+        with self._traced() as span, admitted as self._ticket:
             services.active.add(self)
             try:
                 self._generations = [
@@ -134,6 +144,7 @@ class Answer:
                         services.metrics,
                         index=index,
                         name=self.name,
+                        span=span,
                         timeout=max(0.0, self._deadline - began),
                         worker_wait=services.worker_wait,
                     )
@@ -176,6 +187,40 @@ class Answer:
             raise self._error
         return deltas
 
+    @contextmanager
+    def _traced(self) -> Iterator[Span]:
+        body, sampling = self.body, self._jobs[0].sampling
+        asked: Attributes = {
+            "gen_ai.request.id": self.name,
+            "gen_ai.request.n": body.n,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.response.model": self._services.model_name,
+        }
+        began = time.monotonic()
+        span = self._services.tracer.begin("request", self._traceparent, asked, "server")
+        error = ""
+        try:
+            yield span
+        except BaseException as raised:
+            error = str(raised) or type(raised).__name__
+            raise
+        finally:
+            used = self.usage()
+            span.set(
+                {
+                    "gen_ai.usage.prompt_tokens": used.prompt_tokens,
+                    "gen_ai.usage.completion_tokens": used.completion_tokens,
+                    "gen_ai.usage.num_sequences": len(self.choices),
+                    "gen_ai.latency.e2e": time.monotonic() - began,
+                    "baton.cached_tokens": used.cached_tokens,
+                }
+            )
+            if self._error is not None:
+                error = self._error.message
+            span.end(error or ("" if self.finished else "aborted"))
+
     def usage(self) -> Usage:
         """So far."""
         return Usage(
@@ -196,12 +241,17 @@ class Answer:
 
     def _close(self, seconds: float) -> None:
         metrics = self.metrics
-        for generation, choice in zip(self._generations, self.choices, strict=False):
+        for generation, choice, job in zip(self._generations, self.choices, self._jobs, strict=False):
             cut = not generation.done
             generation.cancel()
             reason = choice.finish_reason or ("abort" if cut else "error")
             metrics.finished[reason].inc()
             metrics.e2e.observe(seconds)
             metrics.generation_tokens.inc(choice.num_tokens)
+            log.debug(
+                "request %s: %s after %d + %d tokens in %.3f s",
+                self.name, reason, len(job.prompt_ids), choice.num_tokens, seconds,
+                extra=of_request(self.name),
+            )  # fmt: skip
         if self.finished:
             metrics.prompt_tokens.inc(sum(map(len, self.prompts)))

@@ -3,15 +3,17 @@
 import time
 
 from router.metrics import Metrics
+from rpc.tracing import Span
 
 
 class Stages:
     """Of one request. Counts it as waiting from the start."""
 
-    __slots__ = ("_metrics", "_running", "_since")
+    __slots__ = ("_metrics", "_running", "_since", "_span")
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, span: Span) -> None:
         self._metrics = metrics
+        self._span = span
         self._since = time.monotonic()
         self._running = False
         metrics.waiting.inc()
@@ -25,6 +27,7 @@ class Stages:
             self._metrics.waiting.dec()
             self._metrics.running.inc()
             self._metrics.time_to_first_token.observe(since)
+            self._span.set({"gen_ai.latency.time_to_first_token": since})
             return
         self._metrics.inter_token.observe(since)
         if emitted == 2:

@@ -2,7 +2,6 @@
 parent's."""
 
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -28,13 +27,3 @@ def begin(title: str, parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setproctitle.setproctitle(title)
-
-
-def log_to_stderr(name: str) -> None:
-    """One format for all processes of a worker: time, process, level, message."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s {name}: %(levelname)s %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )

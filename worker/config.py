@@ -9,8 +9,9 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from rpc import logs
 from rpc.tls import TlsFiles
 
 if (
@@ -85,6 +86,10 @@ class WorkerConfig:
     None: the system's temporary directory."""
     trace_dir: str | None = None
     """Where every process writes its trace (Chrome trace events, a line each). None: no trace."""
+    log_format: logs.Format = "text"
+    log_level: logs.Level = "info"
+    otlp_endpoint: str | None = None
+    """http://HOST:PORT of an OTLP/gRPC receiver of traces; None: no traces."""
     ready_fd: int | None = None
     """An inherited descriptor that gets progress, then the ready line or the error; see `worker.ready`."""
 
@@ -151,6 +156,14 @@ class WorkerConfig:
     def reachable_kv_host(self) -> str:
         """Where decode workers connect to."""
         return self.kv_host or self.reachable_host()
+
+    def logging(self, incarnation: int, process: str = "") -> dict[str, Any]:
+        """The logging configuration of the service process, or of one of its children."""
+        speaker: dict[str, str | int] = {"role": self.role, "index": self.index}
+        if process:
+            speaker["process"] = process
+        speaker["incarnation"] = f"{incarnation:016x}"
+        return logs.log_config(self.log_format, self.log_level, speaker)
 
     def trace_path(self, process: str) -> str | None:
         """The trace file of one of its processes ("engine", "transfer")."""

@@ -31,7 +31,6 @@ from kv_transfer import Arena, KVLayout, TraceWriter
 from worker import messages
 from worker.attempts import Attempts
 from worker.cached_chunks import CachedChunks
-from worker.child import log_to_stderr
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
 from worker.ipc import ServiceLink
 from worker.messages import AskStatus, Code, Stop, ToEngine
@@ -138,7 +137,6 @@ def kv_layout(engine: Engine) -> KVLayout:
 
 def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
     """Exit code of the engine process. An exception of a step is not caught: the worker starts anew."""
-    log_to_stderr(config.name)
     link = ServiceLink(config.address)
     parts = Parts(
         config,

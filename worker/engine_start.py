@@ -1,8 +1,10 @@
 """How an engine process begins: its configuration from stdin, its tie to the parent, only then the slow
 imports."""
 
+import logging.config
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -24,6 +26,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     kv_slots: int
     kv_slot_bytes: int
     trace_path: str | None
+    logging: dict[str, Any]  # for logging.config.dictConfig
     engine: msgspec.Raw  # engine.EngineConfig
 
 
@@ -31,4 +34,5 @@ def start(run: Callable[[EngineProcessConfig], int]) -> int:
     """`run` may import torch; it returns the exit code."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
     begin(f"baton: {config.name}", config.parent_pid)
+    logging.config.dictConfig(config.logging)
     return run(config)

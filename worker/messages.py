@@ -66,8 +66,10 @@ class Work(_Message, tag=False):
     sampling: Sampling
     timeout: float  # seconds that remain of the request's deadline
     priority: int
-    alone: bool = False  # in steps of its own, until it has a token
-    cache_salt: bytes = b""  # keeps prefixes of different tenants apart
+    alone: bool  # in steps of its own, until it has a token
+    cache_salt: bytes  # keeps prefixes of different tenants apart
+    name: str  # what logs call the request
+    traceparent: str  # of the attempt; empty: it is not traced
 
 
 class Source(_Message, tag=False):

@@ -2,7 +2,7 @@
 is its life."""
 
 import asyncio
-import logging
+import logging.config
 import os
 import signal
 import socket
@@ -19,10 +19,10 @@ from rpc.channel import HealthServicer
 from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker import messages, streams
 from worker.cache_feed import CacheFeed
-from worker.child import log_to_stderr
 from worker.config import WorkerConfig
 from worker.failure import EngineError, StartError, TreeError
 from worker.grpc_service import AttachService
+from worker.journal import Journal
 from worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
 from worker.metrics import Metrics
 from worker.ready import ReadyPipe
@@ -41,12 +41,13 @@ def run(config: WorkerConfig, engine_module: str) -> int:
     """Runs a worker to its end. 0: it was told to stop; 1: it could not start, or one of its processes
     ended."""
     setproctitle.setproctitle(f"baton: {config.name}")
-    log_to_stderr(config.name)
+    incarnation = int.from_bytes(os.urandom(8))
+    logging.config.dictConfig(config.logging(incarnation))
 
     async def life() -> int:
         try:
-            service = Service(config, engine_module)
-        except StartError as error:
+            service = Service(config, engine_module, incarnation)
+        except (StartError, ValueError) as error:
             log.error("%s", error)
             ReadyPipe(config.ready_fd).error(str(error))
             return 1
@@ -63,10 +64,10 @@ class Service:
     """Everything of the service process; `Backend` of the gRPC service. Made and used inside the event
     loop."""
 
-    def __init__(self, config: WorkerConfig, engine_module: str) -> None:
+    def __init__(self, config: WorkerConfig, engine_module: str, incarnation: int) -> None:
         self._config = config
         self._ready = ReadyPipe(config.ready_fd)
-        self._incarnation = int.from_bytes(os.urandom(8))
+        self._incarnation = incarnation
         self._interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._drain_asked = asyncio.Event()
         self._serving = False
@@ -74,6 +75,7 @@ class Service:
         self._health = HealthServicer()
         self._server = rpc.create_server(config.secret, self._health)
         self._metrics = Metrics(config.role, config.model_name)
+        self._journal = Journal(config, incarnation)
         self._tree = WorkerTree(config, engine_module, self._incarnation)
         self._routers: AttachService
         self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
@@ -197,6 +199,7 @@ class Service:
             self._routers.finish()
         await self._server.stop(SERVER_STOP)
         self._metrics.close()
+        await asyncio.to_thread(self._journal.close)
         await self._tree.close()
         self._ready.close()
 
@@ -225,6 +228,7 @@ class Service:
     # ------------------------------------------------------------ Backend
 
     async def send(self, message: ToEngine) -> None:
+        self._journal.sent(message)
         await self._tree.engine_link.send(message)
 
     async def status(self) -> pb.WorkerStatus:
@@ -275,6 +279,7 @@ class Service:
             case messages.Reserved():
                 self._routers.deliver(message.stream, streams.reserved(message.decode_id))
             case messages.Failed():
+                self._journal.failed(message)
                 self._routers.deliver(message.stream, streams.failed(message))
             case EngineStatus():
                 asked = self._asked.get(message.question)
@@ -282,10 +287,13 @@ class Service:
                     asked.set_result(message)
             case messages.Injected(_, stats):
                 self._metrics.injected(stats)
+                self._journal.injected(message)
             case messages.Prefilled():
                 self._metrics.prefilled(message)
+                self._journal.prefilled(message)
             case messages.Decoded():
                 self._metrics.decoded(message)
+                self._journal.decoded(message)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
             case messages.CacheChanged(added, evicted):

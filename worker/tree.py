@@ -72,6 +72,7 @@ class WorkerTree:
             kv_slots=config.kv_slots,
             kv_slot_bytes=config.kv_slot_bytes,
             trace_path=config.trace_path("engine"),
+            logging=config.logging(self._incarnation, "engine"),
             engine=msgspec.Raw(msgspec.json.encode(config.engine)),
         )
         fds = (start.channel_fd, start.arena_fd)
@@ -144,6 +145,7 @@ class WorkerTree:
                 tombstone=deadlines.tombstone,
             ),
             trace_path=config.trace_path("transfer"),
+            logging=config.logging(self._incarnation, "transfer"),
         )
 
     @property

@@ -6,10 +6,12 @@ cannot even be answered, because its id is malformed, ends the stream (`Protocol
 parameters are the engine's to check (`engine.SamplingParams`), once.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rpc import worker_pb2 as pb
+from rpc.tracing import valid_traceparent
 from worker import messages
 from worker.messages import Code
 
@@ -18,6 +20,7 @@ MAX_LISTED = 1024
 """Entries of logit_bias and of stop_token_ids."""
 MAX_ADDRESS = 256
 MAX_SALT_BYTES = 64
+_NAME = re.compile(r"[\x21-\x7e]{1,128}")  # nothing that could look like another line of a log
 
 
 class ProtocolError(Exception):
@@ -97,6 +100,8 @@ def work(request: pb.Request, limits: Limits) -> messages.Work:
         priority=request.priority,
         alone=request.alone,
         cache_salt=request.cache_salt,
+        name=request.name if _NAME.fullmatch(request.name) else request.request_id.hex(),
+        traceparent=valid_traceparent(request.traceparent),
     )
 
 

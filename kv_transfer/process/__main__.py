@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import logging
+import logging.config
 import os
 import select
 import signal
@@ -223,9 +224,8 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.readline(), type=TransferConfig)
     secret = bytes.fromhex(sys.stdin.readline())
     setproctitle.setproctitle(f"baton: {config.name} transfer")
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s {config.name} transfer: %(message)s"
-    )
+    if config.logging is not None:
+        logging.config.dictConfig(config.logging)
     threading.excepthook = _thread_died
     service = socket.socket(fileno=args.service_fd)
     service.setblocking(False)

@@ -151,6 +151,7 @@ def test_what_serve_passes_on_is_what_a_role_understands(
         "serve", "--dtype", "float32", "--block-size", "32", "--enable-prefix-caching", "--kv-lanes", "2",
         "--drain-timeout", "5", "--trace-dir", str(tmp_path / "traces"), "--api-key", "k1", "--api-key", "k2",
         "--num-threads", "3", "--device", "cpu", "--cluster-secret-file", str(secret), "--decode", "2",
+        "--log-format", "json", "--otlp-endpoint", "http://127.0.0.1:4317",
     )  # fmt: skip
     [plan] = served
     roles = plan.roles()
@@ -162,7 +163,7 @@ def test_what_serve_passes_on_is_what_a_role_understands(
     assert result.exit_code == 0, result.output
     [(name, given)] = workers
     assert (name, given.process.index) == ("decode", 1)
-    for group in ("engine", "transfer", "deadlines", "drain", "traces"):
+    for group in ("engine", "transfer", "deadlines", "drain", "traces", "observe"):
         assert getattr(given, group) == getattr(plan, group)
     assert given.model.served_model_name == "SmolLM2-135M-Instruct"
     assert Path(given.model.model).is_file()
