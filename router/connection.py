@@ -187,9 +187,9 @@ class WorkerConnection:
     def retarget(self, message: pb.Retarget) -> None:
         self._send(pb.RouterMessage(retarget=message))
 
-    def cancel(self, attempt_id: bytes) -> None:
-        """Nobody wants it any more; harmless when it is over."""
-        if self._end(attempt_id):
+    def cancel(self, attempt_id: bytes, failure: str = "") -> None:
+        """Nobody wants it any more, because of a failure or not; harmless when it is over."""
+        if self._end(attempt_id, failure):
             self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id)))
 
     def forget(self, attempt_id: bytes) -> None:
@@ -230,11 +230,11 @@ class WorkerConnection:
             self._observer.breaker_changed(self)
         self._send(message)
 
-    def _end(self, attempt_id: bytes) -> bool:
+    def _end(self, attempt_id: bytes, failure: str = "") -> bool:
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is None:
             return False
-        attempt.span.end()
+        attempt.span.end(failure)
         if self.description.role == pb.ROLE_DECODE:
             self.blocks_taken -= self.blocks(attempt.tokens)
             self.full = False

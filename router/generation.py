@@ -348,13 +348,13 @@ class Generation:
         assert prefill is not None
         if prefill.over:
             return
-        self._end_prefill()
+        self._end_prefill(cause)
         self._failed(cause, prefill.worker, counts=counts, message=message)
 
     def _decode_failed(self, cause: str, *, counts: bool, message: str = "", cancel: bool = False) -> None:
         decode = self._decode
         assert decode is not None
-        self._end_decode(cancel=cancel)
+        self._end_decode(cancel=cancel, failure=cause)
         prefill = self._prefill
         if prefill is not None and (decode.joined or len(self.output_ids) > prefill.base + 1):
             # Its KV is of a shorter text than what the client has, or was released when decode had it.
@@ -379,18 +379,18 @@ class Generation:
             return
         self._advance()
 
-    def _end_prefill(self) -> None:
+    def _end_prefill(self, failure: str = "") -> None:
         prefill, self._prefill = self._prefill, None
         if prefill is not None:
             self._emit.end_prefill()
-            prefill.worker.cancel(prefill.id)
+            prefill.worker.cancel(prefill.id, failure)
 
-    def _end_decode(self, *, cancel: bool) -> None:
+    def _end_decode(self, *, cancel: bool, failure: str = "") -> None:
         decode, self._decode = self._decode, None
         if decode is not None:
             self._emit.end_decode()
             if cancel:
-                decode.worker.cancel(decode.id)
+                decode.worker.cancel(decode.id, failure)
             else:
                 decode.worker.forget(decode.id)
 

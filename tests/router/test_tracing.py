@@ -77,7 +77,7 @@ async def test_a_retry_is_a_second_attempt(tokenizer: ModelTokenizer, tmp_path: 
     prefills = named(receiver.trace(trace_id, 5), "prefill attempt")
     *failed, good = prefills
     assert failed
-    assert all("ENGINE" in str(span.error) for span in failed)
+    assert all(span.error for span in failed), "by the prefill, or first by the decode that waited for it"
     assert good.error is None
     assert len({span.attributes["baton.worker"] for span in prefills}) == 2
     [request] = named(receiver.trace(trace_id, 5), "request")
