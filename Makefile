@@ -32,6 +32,7 @@ test-long: venv
 	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 $(ARGS)
 
 bench: venv
+	$(BIN)/python -m bench.engine $(ARGS)
 	$(BIN)/python -m bench.kv $(ARGS)
 	$(BIN)/python -m bench.overlap $(ARGS)
 	$(BIN)/python -m bench.router $(ARGS)

