@@ -153,6 +153,19 @@ class FrontOptions:
     grpc_port: Annotated[
         int | None, opt("Port of the same as gRPC (baton.v1.Inference).", "PORT", shown="none", **PORT)
     ] = None
+    router_processes: Annotated[
+        int, opt("Processes of a router, all listening on these ports.", "N", check=between(1, 256))
+    ] = 1
+    admin_port: Annotated[
+        int | None,
+        opt(
+            "Metrics, status and health for all processes of a router; then no longer on --port.",
+            "PORT",
+            shown="none; with several processes one is chosen",
+            **PORT,
+        ),
+    ] = None
+    admin_host: Annotated[str, opt("Address of the admin port.", "ADDRESS")] = "127.0.0.1"
     chat_template: Annotated[Path | None, opt("A Jinja file.", shown="the model's own", **OLD_FILE)] = None
     api_key: Annotated[list[str], opt(f"Ask clients for one of these keys. {NO_ARGV}", "KEY")] = field(
         default_factory=list
@@ -280,6 +293,14 @@ class RoleOptions:
 
 
 @dataclass(frozen=True)
+class RouterProcessOptions:
+    """For the supervisor of several router processes, which starts them with these."""
+
+    process_number: Annotated[int | None, opt("Its number.", "N", hidden=True)] = None
+    control_fd: Annotated[int | None, opt("Its end of a socket pair.", "FD", hidden=True)] = None
+
+
+@dataclass(frozen=True)
 class RunDirOptions:
     panel: ClassVar[str] = "Files"
     run_dir: Annotated[
@@ -355,6 +376,7 @@ class RouterRole:
     secret: SecretOptions
     process: RoleOptions
     observe: ObserveOptions
+    one_of_several: RouterProcessOptions
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "trust_remote_code": (False, "It never runs code from a model repository; use a supported architecture."),
     "pipeline_parallel_size": (True, _PARALLEL),
     "data_parallel_size": (True, _PARALLEL),
+    "api_server_count": (True, "Processes of the router are --router-processes."),
     "enable_expert_parallel": (False, "Mixture-of-experts models are not supported."),
     "speculative_config": (True, "There is no speculative decoding."),
     "kv_transfer_config": (True, "KV transfer is always on; see --kv-port and --kv-lanes."),

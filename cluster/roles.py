@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -104,6 +105,7 @@ def run_router(given: options.RouterRole) -> int:
                 "--kubernetes-service NAME"
             )
         found = model.resolve(given.model.model)
+        several = given.front.router_processes > 1
         config = router.RouterConfig(
             index=given.process.index,
             secret=load_secret(given.secret.cluster_secret_file),
@@ -113,6 +115,12 @@ def run_router(given: options.RouterRole) -> int:
             host=given.front.host,
             port=given.front.port,
             grpc_port=given.front.grpc_port,
+            processes=given.front.router_processes,
+            admin_host=given.front.admin_host,
+            admin_port=0 if given.front.admin_port is None and several else given.front.admin_port,
+            command=(sys.executable, "-m", "cluster.cli", *sys.argv[1:]),
+            process_number=given.one_of_several.process_number,
+            control_fd=given.one_of_several.control_fd,
             chat_template=_path(given.front.chat_template),
             tls=TlsFiles.of(
                 "ssl",

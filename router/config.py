@@ -58,6 +58,17 @@ class RouterConfig:
     log_level: logs.Level = "info"
     otlp_endpoint: str | None = None
     """http://HOST:PORT of an OTLP/gRPC receiver of traces; None: no traces."""
+    processes: int = 1
+    """That listen on the same port, and share the work."""
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    """Where `/metrics` and `/status` are answered for all processes; 0: chosen by the system, and reported.
+    None: by the one process, on `port`."""
+    command: tuple[str, ...] = ()
+    """Starts one more process of this router, given further flags. Needed with an admin port."""
+    process_number: int | None = None
+    """Of this process, when a supervisor started it; then `control_fd` is its end of the socket pair."""
+    control_fd: int | None = None
     index: int = 0
     """Its number among the routers, for people."""
     ready_fd: int | None = None
@@ -78,6 +89,10 @@ class RouterConfig:
         require("drain-timeout", self.drain_timeout >= 0, "at least 0", self.drain_timeout)
         require("max-body-bytes", self.max_body_bytes > 0, "above 0", self.max_body_bytes)
         require("max-waiting-tokens", self.max_waiting_tokens > 0, "above 0", self.max_waiting_tokens)
+        require("admin-port", 0 <= (self.admin_port or 0) <= 65_535, "0 to 65535", self.admin_port)
+        require("router-processes", self.processes >= 1, "at least 1", self.processes)
+        if self.processes > 1 and self.admin_port is None:
+            raise ValueError(f"--router-processes {self.processes}: needs --admin-port, to speak for all")
         require("index", self.index >= 0, "at least 0", self.index)
         names = ", ".join(PREFILL_POLICIES)
         require(
@@ -92,6 +107,11 @@ class RouterConfig:
     @property
     def incarnation(self) -> str:
         return self.id[:8].hex()
+
+    @property
+    def supervised(self) -> bool:
+        """It is one of several processes."""
+        return self.process_number is not None
 
     @property
     def model_name(self) -> str:

@@ -51,12 +51,12 @@ class Front:
                 web.post("/detokenize", self._detokenize),
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
-                web.get("/metrics", self._metrics),
                 web.get("/version", self._version),
                 web.get("/openapi.json", self._openapi),
-                web.get("/status", self._status),
             ]
         )
+        if not config.supervised:  # else on the admin port, where somebody knows all processes
+            self.app.add_routes([web.get("/metrics", self._metrics), web.get("/status", self._status)])
 
     # ------------------------------------------------------------ every request
 
@@ -193,7 +193,8 @@ class Front:
         return _json({"version": _version()})
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return _json(description(_version(), keys=bool(self._config.api_keys)))
+        keys, admin = bool(self._config.api_keys), not self._config.supervised
+        return _json(description(_version(), keys=keys, admin=admin))
 
     async def _status(self, request: web.Request) -> web.Response:
         return _json(await router_status(self._config, self._services, self._intake.draining))

@@ -36,7 +36,7 @@ class Intake:
         self._model_name = config.model_name
         self._services = services
         self._keys = KeyRing(config.api_keys)
-        self._accounts = {key: Account(key) for key in (ANYBODY, *config.api_keys)}
+        self._accounts = {key: Account(key, 1 / config.processes) for key in (ANYBODY, *config.api_keys)}
 
     def authorize(self, authorization: str) -> Account:
         """Takes the value of that header. Raises Unauthorized."""

@@ -30,6 +30,8 @@ class Operation:
     errors: tuple[int, ...] = ()
     open: bool = False
     """Needs no API key."""
+    admin: bool = False
+    """On the admin port where there is one."""
     parameters: tuple[str, ...] = field(default=())
     """Of the path."""
 
@@ -58,16 +60,18 @@ OPERATIONS = (
     ),
     Operation("get", "/health", "The process serves.", open=True),
     Operation("get", "/ready", "There is a worker of each role.", errors=(503,), open=True),
-    Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True),
+    Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True, admin=True),
     Operation("get", "/version", "Of Baton.", replies.VersionReply, open=True),
     Operation("get", "/openapi.json", "This description.", "application/json", open=True),
-    Operation("get", "/status", "The router and its workers.", replies.StatusReply, errors=(401,)),
+    Operation(
+        "get", "/status", "The router and its workers.", replies.StatusReply, errors=(401,), admin=True
+    ),
 )  # fmt: skip
 
 
 @cache
-def description(version: str, keys: bool) -> dict[str, Any]:
-    """An OpenAPI 3.1 document; `keys`: this router asks for API keys."""
+def description(version: str, keys: bool, admin: bool) -> dict[str, Any]:
+    """An OpenAPI 3.1 document; `keys`: this router asks for API keys; `admin`: it has no admin port."""
     asked = [operation.body for operation in OPERATIONS if operation.body]
     given = [r for o in OPERATIONS for r in (o.reply, o.chunk) if isinstance(r, type)]
     models = [(model, "validation") for model in asked]
@@ -78,6 +82,8 @@ def description(version: str, keys: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
+        if operation.admin and not admin:
+            continue
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, keys)
     return {
         "openapi": "3.1.0",

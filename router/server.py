@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import setproctitle
 import uvloop
@@ -20,6 +21,7 @@ from aiohttp import web
 
 from router.admission import Admission
 from router.config import RouterConfig
+from router.control import Answers, answer
 from router.discovery import Discovery, FileDiscovery, StaticDiscovery
 from router.errors import ShuttingDown
 from router.front import Front
@@ -29,7 +31,9 @@ from router.listen import BACKLOG, listen, url_host
 from router.metrics import Metrics
 from router.policy import PREFILL_POLICIES
 from router.pool import WorkerPool
+from router.processes import supervise
 from router.serving import Services
+from router.status import router_status
 from router.tokenizer import ModelTokenizer, load_tokenizer
 from rpc.logs import log_config
 from rpc.tracing import open_tracer
@@ -42,7 +46,10 @@ LAST_WORDS_SECONDS = 5.0
 
 def main(config: RouterConfig) -> int:
     """Runs the router until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
-    setproctitle.setproctitle(f"baton: router {config.index}")
+    if config.admin_port is not None and not config.supervised:
+        return supervise(config)
+    number = f".{config.process_number}" if config.supervised else ""
+    setproctitle.setproctitle(f"baton: router {config.index}{number}")
     speaker = {"role": "router", "index": config.index, "incarnation": config.incarnation}
     logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker))
     _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
@@ -62,8 +69,13 @@ class Running:
     services: Services
     following: asyncio.Task[None]
     """Follows the workers; ends only by an error."""
+    intake: Intake
     stop_listening: Callable[[], Awaitable[None]]
     """From now on nothing new is taken."""
+
+    @property
+    def draining(self) -> bool:
+        return self.intake.draining
 
 
 @contextlib.asynccontextmanager
@@ -89,7 +101,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
     pool.on_change = services.admission.dispatch
     intake = Intake(config, services)
     front = Front(config, services, intake)
-    grpc_face = GrpcFace(config, intake, pool)
+    grpc_face = GrpcFace(config, intake, pool, share=config.supervised)
     runner = web.AppRunner(
         front.app,
         handler_cancellation=True,
@@ -101,7 +113,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
     following = asyncio.create_task(pool.run(), name="workers")
     try:
         context = None if config.tls is None else config.tls.server_context()
-        listening = listen(config.host, config.port)
+        listening = listen("--host, --port", config.host, config.port, share=config.supervised)
         port = listening.getsockname()[1]
         site = web.SockSite(runner, listening, ssl_context=context, backlog=BACKLOG)
         await site.start()
@@ -118,7 +130,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
 
         scheme = "http" if config.tls is None else "https"
         url = f"{scheme}://{url_host(config.host)}:{port}"
-        yield Running(url, grpc_address, services, following, stop_listening)
+        yield Running(url, grpc_address, services, following, intake, stop_listening)
         await stop_listening()
         await _cut(services)
     finally:
@@ -134,19 +146,51 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
+        # One of several processes gets its orders from the supervisor, and only from there.
+        given = (lambda: None) if config.supervised else partial(signals.put_nowait, number)
+        loop.add_signal_handler(number, given)
     async with running(config, tokenizer) as router:
         log.info("listening on %s, gRPC: %s", router.url, router.grpc_address or "off")
         ready = {"url": router.url, "grpc_address": router.grpc_address, "pid": os.getpid()}
         _report(config.ready_fd, {"ready": ready}, last=True)
         stopped = asyncio.create_task(signals.get())
-        await asyncio.wait({stopped, router.following}, return_when=asyncio.FIRST_COMPLETED)
-        if router.following.done():
-            router.following.result()
+        others = {router.following}
+        if config.control_fd is not None:
+            answers = _answers(config, router, signals)
+            others.add(asyncio.create_task(answer(config.control_fd, answers)))
+        await asyncio.wait({stopped, *others}, return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            if other.done():
+                other.result()
+        if not stopped.done():
+            return 1  # its supervisor is gone
         await router.stop_listening()
         if stopped.result() == signal.SIGTERM:
             await _drain(router.services, signals, config.drain_timeout)
     return 0
+
+
+def _answers(config: RouterConfig, router: Running, signals: asyncio.Queue[int]) -> Answers:
+    """To the supervisor of several processes."""
+
+    async def metrics() -> bytes:
+        return router.services.metrics.exposition()
+
+    async def status() -> bytes:
+        return json.dumps(await router_status(config, router.services, router.draining)).encode()
+
+    async def ping() -> bytes:
+        return b""
+
+    async def drain() -> bytes:
+        signals.put_nowait(signal.SIGTERM)
+        return b""
+
+    async def stop() -> bytes:
+        signals.put_nowait(signal.SIGINT)
+        return b""
+
+    return {"metrics": metrics, "status": status, "ping": ping, "drain": drain, "stop": stop}
 
 
 async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float) -> None:

@@ -1,0 +1,334 @@
+"""One router as several processes on one port, each with an event loop and a core of its own.
+
+The supervisor serves no client. It reserves the ports, starts the processes, which all listen there
+(SO_REUSEPORT: the kernel spreads connections), starts one again that died or hangs, and answers for all of
+them on the admin port: `/metrics`, `/status`, `/health`, `/ready`. A process that ends before it ever
+listened ends them all: something is wrong that another try would not change.
+
+Life: reserve → start → all listen: ready → (SIGTERM: all drain, SIGINT: all end) → all have ended.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import logging.config
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from typing import Any
+
+import setproctitle
+from aiohttp import web
+
+from router.config import RouterConfig
+from router.control import Asker
+from router.listen import listen, reserve, url_host
+from router.merged_metrics import MergedMetrics
+from rpc.logs import log_config
+
+log = logging.getLogger(__name__)
+
+PING_SECONDS = 2.0
+LAST_WORDS_SECONDS = 15.0
+"""Beyond the drain, for ending."""
+
+
+class _CannotServe(Exception):
+    """In words for the user."""
+
+
+class _Process:
+    """One of them, from its start to its end. `said`: the last of its ready pipe."""
+
+    def __init__(self, number: int, config: RouterConfig, ports: list[str]) -> None:
+        self.number = number
+        self.ready: dict[str, Any] | None = None
+        self.error = ""
+        ours, theirs = socket.socketpair()
+        self._control = ours
+        reader, writer = os.pipe()
+        self._pipe = reader
+        with theirs:
+            command = [
+                *config.command, *ports, "--ready-fd", str(writer),
+                "--process-number", str(number), "--control-fd", str(theirs.fileno()),
+            ]  # fmt: skip
+            # Blocks for the milliseconds of a fork, but must be in this thread: the process dies with it.
+            self._popen = subprocess.Popen(command, pass_fds=(writer, theirs.fileno()))
+        os.close(writer)
+        self.pid = self._popen.pid
+        self._asker: Asker | None = None
+
+    async def follow(self, report: "_Report | None") -> None:
+        """Until it listens, or its pipe ends without that. Passes its progress on to `report`."""
+        loop = asyncio.get_running_loop()
+        self._asker = await Asker.on(self._control)
+        reader = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._pipe, "rb", 0)
+        )
+        with contextlib.closing(transport):
+            while line := await reader.readline():
+                message = json.loads(line)
+                self.ready = message.get("ready")
+                self.error = message.get("error", self.error)
+                if report is not None and "stage" in message:
+                    report.line(message)
+
+    async def ended(self) -> int:
+        """Its exit code."""
+        dead = asyncio.Event()
+        pidfd = os.pidfd_open(self.pid)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pidfd, dead.set)
+        try:
+            await dead.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        return self._popen.wait()
+
+    async def ask(self, question: str) -> bytes:
+        """Raises ConnectionError. One that does not answer is killed, which others will see."""
+        if self.ready is None or self._asker is None:
+            raise ConnectionResetError("it does not listen yet")
+        try:
+            return await self._asker.ask(question)
+        except TimeoutError as error:
+            log.error("process %d does not answer: killed", self.number)
+            self.kill()
+            raise ConnectionResetError("it hangs") from error
+
+    async def order(self, what: str) -> None:
+        """To drain or to stop; one that does not listen yet is killed."""
+        try:
+            await self.ask(what)
+        except ConnectionError:
+            self.kill()
+
+    def kill(self) -> None:
+        if self._popen.returncode is None:
+            self._popen.kill()
+
+    def close(self) -> None:
+        if self._asker is not None:
+            self._asker.close()
+
+
+class _Report:
+    """The ready pipe of whoever started us."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self.closed = False
+
+    def line(self, message: dict[str, Any]) -> None:
+        if self._fd is not None:
+            os.write(self._fd, json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        self.closed = True
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+class Supervisor:
+    """Owns the processes, the reserved ports and the admin port."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        assert config.command, "somebody must say how to start a process"
+        self._config = config
+        self._report = _Report(config.ready_fd)
+        self._metrics = MergedMetrics()
+        self._processes: dict[int, _Process] = {}
+        self._signals: asyncio.Queue[int] = asyncio.Queue()
+        self._listens = asyncio.Event()
+        self._stopping = False
+
+    async def run(self) -> int:
+        """Returns the exit code. Raises ValueError for what a user got wrong."""
+        config = self._config
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        with contextlib.ExitStack() as reserved:
+            ports: list[str] = []
+            for flag, port in (("port", config.port), ("grpc-port", config.grpc_port)):
+                if port is not None:
+                    held = reserved.enter_context(reserve(f"--{flag}", config.host, port))
+                    ports += [f"--{flag}", str(held.getsockname()[1])]
+            async with self._admin() as admin_url:
+                return await self._serve(ports, admin_url)
+
+    async def _serve(self, ports: list[str], admin_url: str) -> int:
+        lives = [asyncio.create_task(self._keep(n, ports)) for n in range(self._config.processes)]
+        saying = asyncio.create_task(self._say_ready(admin_url))
+        stopped = asyncio.create_task(self._signals.get())
+        try:
+            await asyncio.wait({stopped, *lives}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                await self._stop(stopped.result(), lives)
+                return 0
+            error = next(life for life in lives if life.done()).exception()
+            assert isinstance(error, _CannotServe), error
+            if not self._report.closed:
+                raise ValueError(str(error))
+            log.error("%s", error)
+            return 1
+        finally:
+            self._stopping = True
+            for task in (saying, stopped):
+                task.cancel()
+            for process in self._processes.values():
+                process.kill()
+            await asyncio.gather(*lives, return_exceptions=True)
+
+    async def _stop(self, signum: int, lives: list[asyncio.Task[None]]) -> None:
+        """Passes signals on until all have ended."""
+        self._stopping = True
+        all_ended = asyncio.gather(*lives, return_exceptions=True)
+        drain = self._config.drain_timeout if signum == signal.SIGTERM else 0.0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain + LAST_WORDS_SECONDS):
+                while not all_ended.done():
+                    what = "drain" if signum == signal.SIGTERM else "stop"
+                    await asyncio.gather(*(p.order(what) for p in list(self._processes.values())))
+                    again = asyncio.create_task(self._signals.get())
+                    await asyncio.wait({all_ended, again}, return_when=asyncio.FIRST_COMPLETED)
+                    signum = again.result() if again.done() else signum
+                    again.cancel()
+
+    async def _keep(self, number: int, ports: list[str]) -> None:
+        """Keeps process `number` running. Raises _CannotServe when it ends before it listens."""
+        report = self._report if number == 0 else None
+        while not self._stopping:
+            process = self._processes[number] = _Process(number, self._config, ports)
+            following = asyncio.create_task(process.follow(report))
+            following.add_done_callback(lambda _: self._listens.set())
+            pinging = asyncio.create_task(self._ping(process))
+            try:
+                code = await process.ended()
+                await following
+            finally:
+                pinging.cancel()
+                following.cancel()
+                process.close()
+                del self._processes[number]
+                self._metrics.ended(str(number))
+            report = None
+            if self._stopping:
+                return
+            why = process.error or f"ended with {code}"
+            if process.ready is None:
+                raise _CannotServe(process.error or f"router process {number} {why} before it listened")
+            log.error("process %d %s; starting it again", number, why)
+
+    async def _ping(self, process: _Process) -> None:
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            with contextlib.suppress(ConnectionError):
+                await process.ask("ping")
+
+    async def _say_ready(self, admin_url: str) -> None:
+        while not (ready := self._all_ready()):
+            await self._listens.wait()
+            self._listens.clear()
+        where = {**ready, "admin_url": admin_url, "pid": os.getpid()}
+        log.info("%d processes listen on %s; admin: %s", self._config.processes, where["url"], admin_url)
+        self._report.line({"ready": where})
+        self._report.close()
+
+    def _all_ready(self) -> dict[str, Any] | None:
+        ready = [process.ready for process in self._processes.values() if process.ready is not None]
+        return ready[0] if len(ready) == self._config.processes else None
+
+    # ------------------------------------------------------------ the admin port
+
+    @contextlib.asynccontextmanager
+    async def _admin(self) -> AsyncIterator[str]:
+        """Listens there; gives the URL."""
+        config = self._config
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/metrics", self._get_metrics),
+                web.get("/status", self._get_status),
+                web.get("/health", self._get_health),
+                web.get("/ready", self._get_ready),
+            ]
+        )
+        runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.5, keepalive_timeout=config.keep_alive
+        )
+        await runner.setup()
+        try:
+            listening = listen("--admin-host, --admin-port", config.admin_host, config.admin_port or 0)
+            await web.SockSite(runner, listening).start()
+            yield f"http://{url_host(config.admin_host)}:{listening.getsockname()[1]}"
+        finally:
+            await runner.cleanup()
+
+    async def _ask_all(self, question: str) -> dict[int, bytes]:
+        """Of those that answer."""
+        asked = sorted(self._processes.items())
+        answers = await asyncio.gather(*(p.ask(question) for _, p in asked), return_exceptions=True)
+        found: dict[int, bytes] = {}
+        for (number, _), given in zip(asked, answers, strict=True):
+            if isinstance(given, bytes):
+                found[number] = given
+            elif not isinstance(given, ConnectionError):
+                raise given
+        return found
+
+    async def _get_metrics(self, request: web.Request) -> web.Response:
+        pages = await self._ask_all("metrics")
+        text = self._metrics.page({str(number): page for number, page in pages.items()})
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _get_status(self, request: web.Request) -> web.Response:
+        found = {number: json.loads(text) for number, text in (await self._ask_all("status")).items()}
+        return web.json_response(merged_status(found, self._config))
+
+    async def _get_health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if await self._ask_all("ping") else 503)
+
+    async def _get_ready(self, request: web.Request) -> web.Response:
+        found = [json.loads(text)["router"] for text in (await self._ask_all("status")).values()]
+        return web.Response(status=200 if _ready(found) else 503)
+
+
+def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]:
+    """As of one router: `router` in sums, `processes` one by one, `workers` as the first one sees these."""
+    routers = [status["router"] for status in found.values()]
+    counts = {
+        name: sum(router[name] for router in routers)
+        for name in ("requests", "waiting_for_room", "waiting_for_workers", "waiting_tokens")
+    }
+    return {
+        "router": {
+            "index": config.index,
+            "pid": os.getpid(),
+            "model": config.model_name,
+            "state": "draining" if any(r["state"] == "draining" for r in routers) else "serving",
+            "ready": _ready(routers),
+            **counts,
+        },
+        "processes": [{"number": number, **status["router"]} for number, status in found.items()],
+        "workers": next(iter(found.values()))["workers"] if found else [],
+    }
+
+
+def _ready(routers: list[dict[str, Any]]) -> bool:
+    """Clients meet only processes that listen: one that is being started again does no harm."""
+    return bool(routers) and all(r["ready"] and r["state"] == "serving" for r in routers)
+
+
+def supervise(config: RouterConfig) -> int:
+    """Runs the processes until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
+    setproctitle.setproctitle(f"baton: router {config.index}")
+    speaker = {"role": "router", "index": config.index, "incarnation": config.incarnation}
+    logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker))
+    return asyncio.run(Supervisor(config).run())

@@ -1,0 +1,73 @@
+"""Pages of several processes as one: sums that never fall, and what is no sum."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.merged_metrics import MergedMetrics
+
+
+def page(requests: int, waiting: int, workers: int, *seconds: float, started: float = 1.0) -> bytes:
+    registry = CollectorRegistry()
+    counter = Counter("vllm:request_success", "Ends.", ["reason"], registry=registry)
+    counter.labels("stop").inc(requests)
+    Gauge("vllm:num_requests_waiting", "Waiting.", registry=registry).set(waiting)
+    Gauge("baton:workers", "Workers.", ["role"], registry=registry).labels("decode").set(workers)
+    Gauge("process_open_fds", "Files.", registry=registry).set(7)
+    Counter("process_cpu_seconds", "CPU.", registry=registry).inc(started)
+    histogram = Histogram("vllm:ttft_seconds", "First token.", registry=registry, buckets=(0.1, 1))
+    for observed in seconds:
+        histogram.observe(observed)
+    return generate_latest(registry)
+
+
+def read(text: bytes) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "le")
+            le = f"<{sample.labels['le']}" if "le" in sample.labels else ""
+            if not sample.name.endswith("_created"):
+                found[f"{sample.name}{le}" + (f"[{labels}]" if labels else "")] = sample.value
+    return found
+
+
+def test_two_processes_are_one_page():
+    text = MergedMetrics().page({"0": page(3, 1, 4, 0.05, 0.5), "1": page(2, 5, 3, 2.0)})
+    assert b"# TYPE vllm:request_success_total counter" in text
+    assert b"# HELP vllm:num_requests_waiting Waiting." in text
+    assert read(text) == {
+        "vllm:request_success_total[reason=stop]": 5,
+        "vllm:num_requests_waiting": 6,
+        "baton:workers[role=decode]": 4,
+        "process_open_fds[process=0]": 7,
+        "process_open_fds[process=1]": 7,
+        "process_cpu_seconds_total[process=0]": 1,
+        "process_cpu_seconds_total[process=1]": 1,
+        "vllm:ttft_seconds_bucket<0.1": 1,
+        "vllm:ttft_seconds_bucket<1.0": 2,
+        "vllm:ttft_seconds_bucket<+Inf": 3,
+        "vllm:ttft_seconds_count": 3,
+        "vllm:ttft_seconds_sum": 2.55,
+    }
+
+
+def test_what_a_process_counted_stays_when_it_dies():
+    merged = MergedMetrics()
+    merged.page({"0": page(3, 1, 1, 0.05), "1": page(2, 5, 1, 0.5)})
+    merged.ended("1")
+    now = read(merged.page({"0": page(4, 1, 1, 0.05)}))
+    assert now["vllm:request_success_total[reason=stop]"] == 6
+    assert now["vllm:ttft_seconds_count"] == 2
+    assert now["vllm:num_requests_waiting"] == 1, "nothing waits in a dead process"
+    assert "process_cpu_seconds_total[process=1]" not in now
+    again = read(merged.page({"0": page(4, 1, 1, 0.05), "1": page(1, 0, 1)}))
+    assert again["vllm:request_success_total[reason=stop]"] == 7
+    merged.ended("1")
+    merged.ended("1")
+    assert read(merged.page({}))["vllm:request_success_total[reason=stop]"] == 7
+
+
+def test_one_that_does_not_answer_is_shown_as_it_was():
+    merged = MergedMetrics()
+    merged.page({"0": page(3, 1, 1), "1": page(2, 5, 1)})
+    assert read(merged.page({"0": page(3, 1, 1)}))["vllm:request_success_total[reason=stop]"] == 5

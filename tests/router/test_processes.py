@@ -1,0 +1,254 @@
+"""Several processes of a router on one port, started as a user starts them, over fake workers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import psutil
+import pytest
+
+from bench.fake_worker import SECRET, FakeWorker, Lanes
+from router.listen import listen, reserve
+from router.tokenizer import ModelTokenizer
+from rpc import inference_pb2 as pb
+from rpc import worker_pb2
+from rpc.inference_pb2_grpc import InferenceStub
+
+from .conftest import TEXT
+
+ROOT = Path(__file__).parents[2]
+KEY = "sk-a-key-that-nobody-may-see"
+SALT = "a-salt-that-nobody-may-see"
+AS_CLIENT = {"Authorization": f"Bearer {KEY}"}
+SUCCESS = 'vllm:request_success_total{finished_reason="stop",model_name="fake",role="router"}'
+
+
+@dataclass
+class Routers:
+    """A `baton router` and its processes."""
+
+    popen: subprocess.Popen[bytes]
+    ready: dict[str, Any]
+    said: list[dict[str, Any]]
+    log: Path
+    http: aiohttp.ClientSession
+    prefill: FakeWorker
+    decode: FakeWorker
+
+    @property
+    def url(self) -> str:
+        return self.ready["url"]
+
+    @property
+    def admin(self) -> str:
+        return self.ready["admin_url"]
+
+    async def get(self, url: str) -> Any:
+        async with self.http.get(url, headers={"Connection": "close"}) as response:
+            return (
+                await response.json()
+                if response.content_type == "application/json"
+                else await response.text()
+            )
+
+    async def ask(self, **body: Any) -> dict[str, Any]:
+        """On a connection of its own, so that the kernel chooses a process."""
+        asked = {"prompt": "Hello", "max_tokens": 99, **body}
+        headers = {**AS_CLIENT, "Connection": "close"}
+        async with self.http.post(self.url + "/v1/completions", json=asked, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+    async def processes(self) -> dict[int, int]:
+        """Number → pid of those that answer."""
+        status = await self.get(self.admin + "/status")
+        return {process["number"]: process["pid"] for process in status["processes"]}
+
+    async def until(self, condition: Callable[[Any], bool]) -> Any:
+        async with asyncio.timeout(40):
+            while not condition(status := await self.get(self.admin + "/status")):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return status
+
+    async def exit_code(self) -> int:
+        return await asyncio.to_thread(self.popen.wait, 30)
+
+
+@pytest.fixture
+async def start(
+    tokenizer: ModelTokenizer, directory: Path, tmp_path: Path
+) -> AsyncIterator[Callable[..., Any]]:
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+
+        async def begin(*flags: str) -> Routers:
+            lanes, answer = Lanes(), [*tokenizer.encode(TEXT), 2]
+            roles = (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE)
+            workers = [await FakeWorker(role, lanes, answer).start() for role in roles]
+            for worker in workers:
+                stack.push_async_callback(worker.kill)
+            reader, writer = os.pipe()
+            log = tmp_path / "router.log"
+            command = [
+                sys.executable, "-m", "cluster.cli", "router", "--model", str(directory), "--port", "0",
+                "--served-model-name", "fake", "--ready-fd", str(writer), "--index", "4",
+                *(part for worker in workers for part in ("--worker", worker.address)), *flags,
+            ]  # fmt: skip
+            environment = os.environ | {
+                "BATON_CLUSTER_SECRET": SECRET.decode(), "PYTHONPATH": str(ROOT), "BATON_GRPC_PORT": "0",
+            }  # fmt: skip
+            with log.open("wb") as output:
+                popen = subprocess.Popen(command, pass_fds=[writer], env=environment, stderr=output)  # noqa: ASYNC220
+            stack.callback(popen.wait)
+            stack.callback(popen.kill)
+            os.close(writer)
+
+            def read() -> list[dict[str, Any]]:
+                with os.fdopen(reader) as pipe:
+                    return [json.loads(line) for line in pipe]
+
+            said = await asyncio.to_thread(read)
+            ready = said[-1].get("ready", {}) if said else {}
+            return Routers(popen, ready, said, log, http, *workers)
+
+        yield begin
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[one]\nkey = "{KEY}"\nsalt = "{SALT}"\n')
+    return str(path)
+
+
+def counters(page: str) -> dict[str, float]:
+    lines = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in lines}
+
+
+async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any], key_file: str):
+    """Their life in one go, since each takes seconds to start: serve, say nothing secret, die, drain."""
+    routers = await start("--router-processes", "2", "--api-key-file", key_file)
+    await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 2)
+    parent = psutil.Process(routers.popen.pid)
+    before = await routers.processes()
+    titles = [process.cmdline()[0] for process in (parent, *map(psutil.Process, before.values()))]
+    assert titles == ["baton: router 4", "baton: router 4.0", "baton: router 4.1"]
+    assert len(routers.prefill._outputs) == 2, "each process has a stream of its own"
+
+    for _ in range(8):
+        assert (await routers.ask())["choices"][0]["text"] == TEXT
+    assert counters(await routers.get(routers.admin + "/metrics"))[SUCCESS] == 8
+    async with grpc.aio.insecure_channel(routers.ready["grpc_address"]) as channel:
+        call = InferenceStub(channel).Generate(
+            pb.GenerateRequest(text="Hello", max_tokens=99),
+            metadata=(("authorization", f"Bearer {KEY}"),),
+            timeout=20,
+        )
+        assert "".join([d.text async for message in call for d in message.deltas]) == TEXT
+
+    # What is about all of them is on the admin port, and only there.
+    for path in ("/metrics", "/status"):
+        async with routers.http.get(routers.url + path, headers=AS_CLIENT) as response:
+            assert response.status == 404
+    assert "/metrics" not in (await routers.get(routers.url + "/openapi.json"))["paths"]
+    for url in (routers.url, routers.admin):
+        for path in ("/health", "/ready"):
+            async with routers.http.get(url + path) as response:
+                assert response.status == 200
+    status = await routers.get(routers.admin + "/status")
+    assert [w["role"] for w in status["workers"]] == ["prefill", "decode"]
+    assert status["router"]["pid"] == routers.popen.pid
+
+    # Nothing secret was said to anybody.
+    wrong = {"Authorization": "Bearer wrong-key"}
+    async with routers.http.get(routers.url + "/v1/models", headers=wrong) as response:
+        assert response.status == 401
+    lines = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in (parent.pid, *before.values()))
+    page = await routers.get(routers.admin + "/metrics")
+    for secret in (KEY, SALT, SECRET.decode(), "wrong-key"):
+        assert secret not in lines
+        assert secret not in routers.log.read_text()
+        assert secret not in page + json.dumps(status)
+
+    # One dies: the other one serves, what it counted stays, and it is started again.
+    os.kill(before[0], signal.SIGKILL)
+    await routers.until(lambda s: [p["number"] for p in s["processes"]] == [1])
+    assert (await routers.ask())["choices"][0]["text"] == TEXT
+    await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 2)
+    after = await routers.processes()
+    assert after[1] == before[1]
+    assert after[0] != before[0]
+    assert counters(await routers.get(routers.admin + "/metrics"))[SUCCESS] == 10
+
+    # They drain together.
+    seen = len(routers.decode.submitted)
+    routers.decode.steps = asyncio.Semaphore(0)
+    running = [asyncio.create_task(routers.ask()) for _ in range(6)]
+    await routers.decode.until(lambda w: len(w.submitted) == seen + 6)
+    routers.popen.send_signal(signal.SIGTERM)
+    await routers.until(lambda s: all(p["state"] == "draining" for p in s["processes"]))
+    async with routers.http.get(routers.admin + "/ready") as response:
+        assert response.status == 503
+    for _ in range(6 * 40):
+        routers.decode.steps.release()
+    for answer in running:
+        assert (await answer)["choices"][0]["text"] == TEXT
+    assert await routers.exit_code() == 0
+    assert not any(psutil.pid_exists(pid) for pid in after.values())
+
+
+async def test_they_end_with_their_supervisor(start: Callable[..., Any]):
+    routers = await start("--router-processes", "2")
+    pids = list((await routers.processes()).values())
+    routers.popen.kill()
+    await routers.exit_code()
+    async with asyncio.timeout(20):
+        while any(psutil.pid_exists(pid) for pid in pids):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.long
+async def test_one_that_hangs_is_started_again(start: Callable[..., Any]):
+    routers = await start("--router-processes", "2")
+    before = await routers.processes()
+    os.kill(before[1], signal.SIGSTOP)
+    await routers.until(lambda s: len({p["pid"] for p in s["processes"]} - {before[1]}) == 2)
+    routers.popen.send_signal(signal.SIGINT)
+    assert await routers.exit_code() == 0
+
+
+async def test_what_a_user_got_wrong_is_said_once(start: Callable[..., Any], tmp_path: Path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flags, said in (
+            (("--port", port), "--host, --port: cannot listen"),
+            (("--chat-template", str(template)), "template"),  # seen by the processes only
+        ):
+            routers = await start("--router-processes", "2", *flags)
+            assert await routers.exit_code() == 2
+            assert said in routers.said[-1]["error"]
+
+
+def test_a_port_is_taken_for_all_of_them_or_not_at_all():
+    with reserve("--port", "127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with listen("--port", "127.0.0.1", port, share=True), listen("--port", "127.0.0.1", port, share=True):
+            with pytest.raises(ValueError, match=f"--grpc-port: cannot listen on 127.0.0.1:{port}"):
+                reserve("--grpc-port", "127.0.0.1", port)
+            with pytest.raises(ValueError, match="cannot listen"):
+                listen("--port", "127.0.0.1", port)
