@@ -167,6 +167,10 @@ class FrontOptions:
     ] = None
     admin_host: Annotated[str, opt("Address of the admin port.", "ADDRESS")] = "127.0.0.1"
     chat_template: Annotated[Path | None, opt("A Jinja file.", shown="the model's own", **OLD_FILE)] = None
+    tool_call_parser: Annotated[
+        Literal["hermes", "llama3_json", "mistral"] | None,
+        opt("How the model writes tool calls.", "FORMAT", shown="told from the chat template"),
+    ] = None
     api_key: Annotated[list[str], opt(f"Ask clients for one of these keys. {NO_ARGV}", "KEY")] = field(
         default_factory=list
     )

@@ -27,5 +27,8 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "cpu_offload_gb": (True, "Weights are never offloaded; use a smaller model or more memory."),
     "enforce_eager": (False, "Prefill always runs eagerly; there is nothing to switch off."),
     "tokenizer": (True, "The tokenizer comes with the model; put it into the directory given to --model."),
-    "enable_auto_tool_choice": (False, "Tool calls are not parsed."),
+    "enable_auto_tool_choice": (
+        False,
+        "Tool calls are always parsed; see --tool-call-parser.",
+    ),
 }

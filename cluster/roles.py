@@ -122,6 +122,7 @@ def run_router(given: options.RouterRole) -> int:
             process_number=given.one_of_several.process_number,
             control_fd=given.one_of_several.control_fd,
             chat_template=_path(given.front.chat_template),
+            tool_call_parser=given.front.tool_call_parser,
             tls=TlsFiles.of(
                 "ssl",
                 _path(given.front.ssl_certfile),

@@ -1,16 +1,20 @@
 """Answers in OpenAI's shapes: chat and text completions, whole and in chunks."""
 
+import secrets
+import string
 import time
 from typing import Any
 
-from router.api import CompletionBody
+from router.api import ChatBody, CompletionBody
 from router.choice import Choice, Delta
 from router.serving import Answer, Usage
 from router.tokenizer import ModelTokenizer
+from router.tools import Piece
 from rpc import worker_pb2 as pb
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
+_ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class Format:
@@ -60,7 +64,12 @@ class ChatFormat(Format):
 
     def __init__(self, answer: Answer, model: str, tokenizer: ModelTokenizer) -> None:
         super().__init__(answer, model, tokenizer)
-        self._logprobs = answer.body.logprobs_wanted is not None
+        body = answer.body
+        assert isinstance(body, ChatBody)
+        self._logprobs = body.logprobs_wanted is not None
+        self._max_calls = 1 if body.parallel_tool_calls is False else None
+        tool_format = tokenizer.tool_format if body.offered_tools else None
+        self._parsers = [tool_format() for _ in answer.choices] if tool_format is not None else []
 
     def whole(self) -> dict[str, Any]:
         whole = super().whole()
@@ -69,20 +78,41 @@ class ChatFormat(Format):
         return whole
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": index, "message": message, **self._rest(choice.deltas)}
+        content, calls = self._parsed(index, choice.text, last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        return {"index": index, "message": message, **self._rest(index, choice.deltas)}
 
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text}
-        if delta.first:
-            content = {"role": "assistant", **content}
-        return {"index": index, "delta": content, **self._rest([delta])}
+        content, calls = self._parsed(index, delta.text, last=delta.finish_reason is not None)
+        said: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        if content or not calls:
+            said["content"] = content
+        if calls:
+            said["tool_calls"] = calls
+        return {"index": index, "delta": said, **self._rest(index, [delta])}
 
-    def _rest(self, deltas: list[Delta]) -> dict[str, Any]:
+    def _parsed(self, index: int, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Content and tool calls of the next, and maybe last, piece of a choice's text."""
+        if not self._parsers:
+            return text, []
+        parser = self._parsers[index]
+        content, calls = "", []
+        for piece in [*parser.push(text), *(parser.finish() if last else ())]:
+            if piece.call is None:
+                content += piece.text
+            elif self._max_calls is None or piece.call < self._max_calls:
+                calls.append(_tool_call(piece))
+        return content, calls
+
+    def _rest(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
         last = deltas[-1]
+        called = last.finish_reason == "stop" and self._parsers and self._parsers[index].num_calls
         rest: dict[str, Any] = {
             "logprobs": {"content": [self._logprob(delta) for delta in deltas]} if self._logprobs else None,
-            "finish_reason": last.finish_reason,
+            "finish_reason": "tool_calls" if called else last.finish_reason,
         }
         if last.finish_reason:
             rest["stop_reason"] = last.stop_reason
@@ -159,6 +189,16 @@ class CompletionFormat(Format):
         return {
             "tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets
         }  # fmt: skip
+
+
+def _tool_call(piece: Piece) -> dict[str, Any]:
+    """One entry of a delta's `tool_calls`; a call's first piece names it."""
+    if piece.name is None:
+        return {"index": piece.call, "function": {"arguments": piece.text}}
+    # Mistral's templates insist on nine letters and digits.
+    call_id = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    function = {"name": piece.name, "arguments": piece.text}
+    return {"index": piece.call, "id": call_id, "type": "function", "function": function}
 
 
 def _usage(used: Usage) -> dict[str, Any]:

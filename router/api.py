@@ -3,91 +3,39 @@
 Types are strict. What Baton cannot do is refused by name; fields that nobody knows are ignored, as vLLM does.
 """
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
     AliasChoices,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from router.errors import InvalidRequest, Unsupported
+from router.fields import (
+    MAX_CHOICES,
+    MAX_LISTED,
+    PromptInput,
+    Prompts,
+    Stops,
+    TokenId,
+    invalid,
+    prompts,
+    refuse,
+    stops,
+    unsupported,
+)
+from router.messages import Message
+from router.structured import ResponseFormat, Structure, StructuredOutputs
+from router.tools import NamedTool, Tool, ToolChoice
 
 MAX_LOGPROBS = 20
-MAX_CHOICES = 128
-MAX_LISTED = 1024  # entries of stop_token_ids and of logit_bias
 MAX_TIMEOUT = 86_400.0  # seconds
-MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
-
-Prompts = list[str | list[int]]
-
-# What a client may write where the validators below make one kind of value of it.
-TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
-PromptInput = Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
-
-
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-def _invalid(message: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid", "{reason}", {"reason": message})
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**32 for i in value)
-
-
-def _prompts(value: Any) -> Prompts:
-    """One text, one list of token ids, or a list of either."""
-    listed = value if isinstance(value, list) and not _is_ids(value) else [value]
-    for prompt in listed:
-        if not isinstance(prompt, str) and not _is_ids(prompt):
-            raise _invalid("must be a string, a list of token ids, or a list of either")
-        if not prompt:
-            raise _invalid("must not be empty")
-    if len(listed) > MAX_CHOICES:
-        raise _invalid(f"must hold at most {MAX_CHOICES} prompts, not {len(listed)}")
-    return listed
-
-
-def _stops(value: Any) -> list[str]:
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise _invalid("must be a string or a list of strings")
-    if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        raise _invalid(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
-    return stops
-
-
-def _text(value: Any) -> str:
-    """Message content: a string, or OpenAI's list of parts, of which only text is supported."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise _invalid("must be a string or a list of text parts")
-    texts: list[str] = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise PydanticCustomError(
-                "unsupported", "{reason}", {"reason": f"parts of type {kind!r} are not supported"}
-            )
-        if not isinstance(part.get("text"), str):
-            raise _invalid("a text part must have a text")
-        texts.append(part["text"])
-    return "\n".join(texts)
+MAX_TOOLS = 128
 
 
 class Body(BaseModel):
@@ -108,12 +56,12 @@ class StreamOptions(BaseModel):
 # Name, and what may stand there all the same because it asks for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "best_of": (1,), "chat_template": (), "function_call": ("none",), "functions": ([],),
-    "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
     "include_stop_str_in_output": (False,), "modalities": (["text"],), "prediction": (),
-    "prompt_logprobs": (0,), "response_format": ({"type": "text"},), "structured_outputs": ({},),
-    "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "truncate_prompt_tokens": (),
-    "use_beam_search": (False,), "web_search_options": (), "lora_request": (), "bad_words": ([],),
+    "prompt_logprobs": (0,), "suffix": ("",), "truncate_prompt_tokens": (), "use_beam_search": (False,),
+    "web_search_options": (), "lora_request": (), "bad_words": ([],),
 }  # fmt: skip
+_OLD_NAMES = {f"guided_{k}": f"structured_outputs.{k}" for k in ("json", "regex", "choice", "grammar")}
+"""vLLM's before 0.12."""
 
 
 class GenerationBody(Body):
@@ -130,7 +78,7 @@ class GenerationBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=Stops)] = []
+    stop: Annotated[list[str], PlainValidator(stops, json_schema_input_type=Stops)] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED)] | None
@@ -140,6 +88,8 @@ class GenerationBody(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
     user: str | None = None
@@ -148,14 +98,29 @@ class GenerationBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name, harmless in _UNSUPPORTED.items():
-                value = data.get(name)
-                if value is not None and value not in harmless:
-                    raise PydanticCustomError(
-                        "unsupported", "{reason}", {"reason": f"{name} is not supported", "param": name}
-                    )
-        return data
+        for old, new in _OLD_NAMES.items():
+            if isinstance(data, dict) and data.get(old) is not None:
+                raise unsupported(f"{old} is not supported; its name is {new} now", old)
+        return refuse(data, _UNSUPPORTED)
+
+    @model_validator(mode="after")
+    def _one_structure(self) -> Self:
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise invalid("structured_outputs excludes response_format", "structured_outputs")
+        if self.ignore_eos and (self.structure is not None or self.must_call):
+            raise invalid("ignore_eos excludes structured output, which ends with EOS", "ignore_eos")
+        return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the output must be like, as far as the client said so."""
+        given = self.structured_outputs or self.response_format
+        return given.structure if given is not None else None
+
+    @property
+    def must_call(self) -> bool:
+        """The answer is to be tool calls, and nothing else."""
+        return False
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -174,38 +139,24 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[Prompts, PlainValidator(_prompts, json_schema_input_type=PromptInput)]
+    prompt: Annotated[Prompts, PlainValidator(prompts, json_schema_input_type=PromptInput)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_tools(cls, data: Any) -> Any:
+        return refuse(data, {"tools": ([],), "tool_choice": ("none", "auto")})
 
     @model_validator(mode="after")
     def _no_prompt_logprobs(self) -> Self:
         if self.echo and self.logprobs is not None:
-            reason = "echo is not supported together with logprobs"
-            raise PydanticCustomError("unsupported", "{reason}", {"reason": reason, "param": "echo"})
+            raise unsupported("echo is not supported together with logprobs", "echo")
         return self
 
     @property
     def logprobs_wanted(self) -> int | None:
         return self.logprobs
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart] | None)] = ""
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_tools(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            named = next((name for name in ("tool_calls", "function_call", "audio") if data.get(name)), None)
-            if named or data.get("role") in ("tool", "function"):
-                reason = f"{named or 'messages of role ' + repr(data['role'])} is not supported"
-                raise PydanticCustomError("unsupported", "{reason}", {"reason": reason})
-        return data
 
 
 class ChatBody(GenerationBody):
@@ -215,13 +166,52 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _logprobs_first(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            reason = "top_logprobs needs logprobs to be true"
-            raise PydanticCustomError("invalid", "{reason}", {"reason": reason, "param": "top_logprobs"})
+            raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _known_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise invalid(f"tools has {twice!r} twice", "tools")
+        if self.must_call and not names:
+            raise invalid("tool_choice needs tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            reason = f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools"
+            raise invalid(reason, "tool_choice")
+        if self.offered_tools and self.structure is not None:
+            field = "response_format" if self.structured_outputs is None else "structured_outputs"
+            reason = f"{field} is not supported together with tools, unless tool_choice is none"
+            raise unsupported(reason, field)
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """What the model learns of; it may call none of these where tool_choice is none."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The same, without those that tool_choice excludes."""
+        choice = self.tool_choice
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        return [tool for tool in self.offered_tools if name in (None, tool.function.name)]
+
+    @property
+    def many_calls(self) -> bool:
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -235,27 +225,19 @@ class ChatBody(GenerationBody):
     def max_tokens_wanted(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def template_messages(self) -> list[dict[str, str]]:
-        """As chat templates know them: `developer` is OpenAI's newer name of `system`."""
-        return [
-            {"role": "system" if m.role == "developer" else m.role, "content": m.content}
-            for m in self.messages
-        ]
-
 
 class TokenizeBody(Body):
     """POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError(
-                "invalid", "{reason}", {"reason": "needs either prompt or messages", "param": "prompt"}
-            )
+            raise invalid("needs either prompt or messages", "prompt")
         return self
 
 

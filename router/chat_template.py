@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -29,7 +30,11 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """Raises ValueError when `source` is no template."""
+    """Raises ValueError when `source` is no template.
+
+    Attributes:
+        takes_tools: it can tell a model which tools there are.
+    """
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -39,15 +44,16 @@ class ChatTemplate:
         offered = {"raise_exception": _raise, "strftime_now": _now}
         try:
             self._template = environment.from_string(source, globals=offered)
+            self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is no valid Jinja: {error}") from error
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         """Raises ChatTemplateError when the template refuses the messages or fails on them."""
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens
+                messages=messages, tools=tools or None, add_generation_prompt=True, **self._tokens
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # A template is a program of the model's author: what it trips over is in the messages.
@@ -56,8 +62,16 @@ class ChatTemplate:
             ) from error
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _now(form: str) -> str:

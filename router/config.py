@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from router.discovery import Discovery
 from router.keys import ApiKey, KeyRing
 from router.policy import PREFILL_POLICIES
+from router.tools import FORMATS
 from rpc import TlsFiles, logs
 
 
@@ -22,6 +23,8 @@ class RouterConfig:
     revision: str | None = None
     chat_template: str | None = None
     """Path of a Jinja file; None is the model's own."""
+    tool_call_parser: str | None = None
+    """How the model writes tool calls: one of `router.tools.FORMATS`; None is told from the chat template."""
     host: str = "127.0.0.1"
     port: int = 8000
     """0: chosen by the system, and reported."""
@@ -94,6 +97,13 @@ class RouterConfig:
         if self.processes > 1 and self.admin_port is None:
             raise ValueError(f"--router-processes {self.processes}: needs --admin-port, to speak for all")
         require("index", self.index >= 0, "at least 0", self.index)
+        parsers = ", ".join(FORMATS)
+        require(
+            "tool-call-parser",
+            self.tool_call_parser in (None, *FORMATS),
+            f"one of {parsers}",
+            self.tool_call_parser,
+        )
         names = ", ".join(PREFILL_POLICIES)
         require(
             "routing-policy", self.routing_policy in PREFILL_POLICIES, f"one of {names}", self.routing_policy

@@ -152,6 +152,11 @@ def _body(request: pb.GenerateRequest) -> ChatBody | CompletionBody:
             fields[name] = list(fields[name])
     if "logit_bias" in fields:
         fields["logit_bias"] = {str(token_id): bias for token_id, bias in fields["logit_bias"].items()}
+    if "structured_outputs" in fields:
+        given = {field.name: value for field, value in fields["structured_outputs"].ListFields()}
+        if "choice" in given:
+            given["choice"] = list(given["choice"].texts)
+        fields["structured_outputs"] = given
     if "chat" in fields:
         messages = fields.pop("chat").messages
         fields["messages"] = [{"role": m.role, "content": m.content} for m in messages]

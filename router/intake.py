@@ -8,10 +8,11 @@ import time
 from router.admission import Account
 from router.api import Body, ChatBody, CompletionBody
 from router.config import RouterConfig
-from router.errors import ModelNotFound, ShuttingDown
+from router.errors import InvalidRequest, ModelNotFound, ShuttingDown, Unsupported
 from router.jobs import chat_prompt, completion_prompts, make_jobs
 from router.keys import ANYBODY, KeyRing
 from router.serving import Answer, Services
+from router.structured import MAX_LENGTH, Checker, Structure
 from rpc.tracing import valid_traceparent
 
 _NAMEABLE = re.compile(r"[\x21-\x7e]{1,128}")
@@ -35,6 +36,7 @@ class Intake:
         self.metrics = services.metrics
         self._model_name = config.model_name
         self._services = services
+        self._checker = Checker()
         self._keys = KeyRing(config.api_keys)
         self._accounts = {key: Account(key, 1 / config.processes) for key in (ANYBODY, *config.api_keys)}
 
@@ -75,7 +77,7 @@ class Intake:
         self.check_model(body)
         tokenizer = self._services.tokenizer
         if isinstance(body, ChatBody):
-            field, prompts = "messages", [await chat_prompt(tokenizer, body)]
+            field, prompts = "messages", [await chat_prompt(tokenizer, body.messages, body.offered_tools)]
         else:
             field, prompts = "prompt", await completion_prompts(tokenizer, body)
         jobs = make_jobs(
@@ -86,6 +88,7 @@ class Intake:
             vocab_size=tokenizer.vocab_size,
             session=session,
             cache_salt=account.key.cache_salt,
+            structure=await self._structure(body),
         )
         wanted = (seconds for seconds in (body.timeout, timeout) if seconds is not None)
         deadline = began + min(self._services.request_timeout, *wanted, math.inf)
@@ -99,3 +102,25 @@ class Intake:
             deadline=deadline,
             traceparent=valid_traceparent(traceparent),
         )
+
+    async def _structure(self, body: ChatBody | CompletionBody) -> Structure | None:
+        """What workers are to enforce. Raises InvalidRequest."""
+        if not isinstance(body, ChatBody) or not body.offered_tools:
+            return body.structure and await self._checker.check(body.structure)
+        tokenizer = self._services.tokenizer
+        if tokenizer.tool_format is None:
+            text = "tools is not supported: how this model writes calls is unknown, see --tool-call-parser"
+            raise Unsupported(text, param="tools")
+        if not body.must_call:
+            return None
+        for i, tool in enumerate(body.tools or ()):
+            field = f"tools[{i}].function.parameters"
+            await self._checker.check(Structure("json_schema", tool.schema_text, field))
+        grammar = tokenizer.tool_format.grammar(
+            body.callable_tools, many=body.many_calls, spell=tokenizer.lark
+        )
+        if len(grammar) > MAX_LENGTH:
+            raise InvalidRequest(
+                f"tools: {len(grammar)} characters are too many for tool_choice", param="tools"
+            )
+        return Structure("grammar", grammar, "tools")

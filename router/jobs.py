@@ -2,14 +2,18 @@
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from router.api import ChatBody, CompletionBody, GenerationBody
-from router.errors import ContextLengthExceeded, InvalidRequest
+from router.api import CompletionBody, GenerationBody
+from router.errors import ContextLengthExceeded, InvalidRequest, Unsupported
+from router.messages import Message
+from router.structured import Structure
 from router.tokenizer import ModelTokenizer
+from router.tools import Tool
 from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 
@@ -33,9 +37,20 @@ class Job:
     cache_salt: bytes = b""
 
 
-async def chat_prompt(tokenizer: ModelTokenizer, body: ChatBody) -> list[int]:
+async def chat_prompt(
+    tokenizer: ModelTokenizer, messages: Sequence[Message], tools: Sequence[Tool]
+) -> list[int]:
+    if not tokenizer.takes_tools:
+        if tools:
+            raise Unsupported("tools is not supported: this model's chat template knows none", param="tools")
+        for i, message in enumerate(messages):
+            if message.about_tools:
+                text = f"messages[{i}]: this model's chat template knows no tool calls and no results of them"
+                raise Unsupported(text, param=f"messages[{i}]")
     try:
-        text = tokenizer.render_chat(body.template_messages())
+        text = tokenizer.render_chat(
+            [message.for_template() for message in messages], [tool.for_template() for tool in tools]
+        )
     except ValueError as error:
         raise InvalidRequest(f"messages: {error}", param="messages") from error
     return await encode(tokenizer, text, add_special_tokens=False)
@@ -67,6 +82,7 @@ def make_jobs(
     vocab_size: int,
     session: str | None,
     cache_salt: bytes,
+    structure: Structure | None,
 ) -> list[Job]:
     """`n` jobs for each prompt, in the order of the answer's choices.
 
@@ -75,6 +91,7 @@ def make_jobs(
     """
     session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size)
+    sampling["structured_output"] = structure and structure.message
     jobs: list[Job] = []
     for prompt_ids in prompts:
         if not prompt_ids:

@@ -37,6 +37,7 @@ class UsageReply(Reply):
 
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class TopLogprob(Reply):
@@ -60,17 +61,29 @@ class CompletionLogprobs(Reply):
     text_offset: list[int]
 
 
+class CalledFunctionReply(Reply):
+    name: str
+    arguments: str
+
+
+class ToolCallReply(Reply):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionReply
+
+
 class AssistantMessage(Reply):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCallReply] | None = None
 
 
 class ChatChoice(Reply):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 
@@ -85,16 +98,31 @@ class ChatReply(Reply):
     prompt_token_ids: list[int] | None = None
 
 
+class FunctionDelta(Reply):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Reply):
+    """The first one of a call has its id, type and name; `arguments` are to be joined."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class AssistantDelta(Reply):
     role: Literal["assistant"] | None = None
-    content: str
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Reply):
     index: int
     delta: AssistantDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 

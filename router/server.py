@@ -53,7 +53,12 @@ def main(config: RouterConfig) -> int:
     speaker = {"role": "router", "index": config.index, "incarnation": config.incarnation}
     logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker))
     _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
-    tokenizer = load_tokenizer(config.model, revision=config.revision, chat_template=config.chat_template)
+    tokenizer = load_tokenizer(
+        config.model,
+        revision=config.revision,
+        chat_template=config.chat_template,
+        tool_call_parser=config.tool_call_parser,
+    )
     gc.collect()
     gc.freeze()  # what is there now stays: looking through all of it again would take some 15 ms each time
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from router.chat_template import ChatTemplate
 from router.gguf_tokenizer import read_gguf
 from router.model_files import locate, read_directory
+from router.tools import FORMATS, ToolParser, format_of
 
 
 class ModelTokenizer:
@@ -17,18 +18,29 @@ class ModelTokenizer:
 
     Attributes:
         max_model_len: positions that the model was made for; its workers may offer fewer.
+        takes_tools: the chat template knows tools.
+        tool_format: how the model calls them; None: nobody knows.
         vocab_size: every token id is below it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        max_model_len: int,
+        tool_format: type[ToolParser] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self.takes_tools = template is not None and template.takes_tools
+        self.tool_format = tool_format
         self._template = template
         self.max_model_len = max_model_len
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         self._spell = _speller(tokenizer)
         self._bytes: dict[int, bytes] = {}
         added = tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        shown = tool_format.specials if tool_format is not None else ()
+        self._special = frozenset(i for i, t in added.items() if t.special and t.content not in shown)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -38,10 +50,15 @@ class ModelTokenizer:
         """Raises ChatTemplateError (a ValueError) when the model has no template or its template refuses."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         if self._template is None:
             raise ValueError("this model has no chat template; use /v1/completions, or give --chat-template")
-        return self._template.render(messages)
+        return self._template.render(messages, tools)
+
+    def lark(self, text: str) -> str:
+        """How a grammar for workers writes one token, or else a text."""
+        token_id = self._tokenizer.token_to_id(text)
+        return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """What is no UTF-8 becomes U+FFFD."""
@@ -64,12 +81,17 @@ class ModelTokenizer:
 
 
 def load_tokenizer(
-    model: str, *, revision: str | None = None, chat_template: str | None = None
+    model: str,
+    *,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    tool_call_parser: str | None = None,
 ) -> ModelTokenizer:
     """Of a Hugging Face directory, a GGUF file or a hub id.
 
-    `chat_template` is the path of a Jinja file that replaces the model's own. Raises ValueError when
-    something is missing, unreadable or of an unsupported kind.
+    `chat_template` is the path of a Jinja file that replaces the model's own, `tool_call_parser` the name of
+    a tool format, which else is told from the template. Raises ValueError when something is missing,
+    unreadable or of an unsupported kind.
     """
     path = locate(model, revision)
     if path.is_dir():
@@ -94,7 +116,8 @@ def load_tokenizer(
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
     template = None if source is None else ChatTemplate(source, bos_token=bos, eos_token=eos)
-    return ModelTokenizer(tokenizer, template, max_model_len)
+    tool_format = FORMATS[tool_call_parser] if tool_call_parser else format_of(source or "")
+    return ModelTokenizer(tokenizer, template, max_model_len, tool_format)
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13rpc/inference.proto\x12\x08\x62\x61ton.v1\"\xbf\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x0e\n\x01n\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x18\n\x0btemperature\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\n \x01(\x05H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x0b \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x01H\t\x88\x01\x01\x12\x11\n\x04seed\x18\x0f \x01(\x04H\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\r\x12<\n\nlogit_bias\x18\x12 \x03(\x0b\x32(.baton.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\x0b\x88\x01\x01\x12\x12\n\nignore_eos\x18\x14 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x0c\x88\x01\x01\x12\x10\n\x08priority\x18\x16 \x01(\x11\x12\x0c\n\x04user\x18\x17 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\x04\n\x02_nB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"S\n\x10GenerateResponse\x12\x1f\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Delta\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\"\x86\x02\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12$\n\x08logprobs\x18\x04 \x01(\x0b\x32\x12.baton.v1.Logprobs\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.baton.v1.Delta.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\"4\n\x0c\x46inishReason\x12\x0e\n\nUNFINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x42\r\n\x0bstop_reason\">\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2P\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13rpc/inference.proto\x12\x08\x62\x61ton.v1\"\xf8\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x0e\n\x01n\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x18\n\x0btemperature\x18\x08 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\n \x01(\x05H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x0b \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x01H\t\x88\x01\x01\x12\x11\n\x04seed\x18\x0f \x01(\x04H\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\r\x12<\n\nlogit_bias\x18\x12 \x03(\x0b\x32(.baton.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\x0b\x88\x01\x01\x12\x12\n\nignore_eos\x18\x14 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x0c\x88\x01\x01\x12\x10\n\x08priority\x18\x16 \x01(\x11\x12\x0c\n\x04user\x18\x17 \x01(\t\x12\x37\n\x12structured_outputs\x18\x18 \x01(\x0b\x32\x1b.baton.v1.StructuredOutputs\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\x04\n\x02_nB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokens\"\x8a\x01\n\x11StructuredOutputs\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x10.baton.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"S\n\x10GenerateResponse\x12\x1f\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Delta\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\"\x86\x02\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12$\n\x08logprobs\x18\x04 \x01(\x0b\x32\x12.baton.v1.Logprobs\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.baton.v1.Delta.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\"4\n\x0c\x46inishReason\x12\x0e\n\nUNFINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x42\r\n\x0bstop_reason\">\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r2P\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=34
-  _globals['_GENERATEREQUEST']._serialized_end=865
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=628
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=676
-  _globals['_TOKENIDS']._serialized_start=867
-  _globals['_TOKENIDS']._serialized_end=890
-  _globals['_CHAT']._serialized_start=892
-  _globals['_CHAT']._serialized_end=939
-  _globals['_CHATMESSAGE']._serialized_start=941
-  _globals['_CHATMESSAGE']._serialized_end=985
-  _globals['_GENERATERESPONSE']._serialized_start=987
-  _globals['_GENERATERESPONSE']._serialized_end=1070
-  _globals['_DELTA']._serialized_start=1073
-  _globals['_DELTA']._serialized_end=1335
-  _globals['_DELTA_FINISHREASON']._serialized_start=1268
-  _globals['_DELTA_FINISHREASON']._serialized_end=1320
-  _globals['_LOGPROBS']._serialized_start=1337
-  _globals['_LOGPROBS']._serialized_end=1399
-  _globals['_TOPLOGPROB']._serialized_start=1401
-  _globals['_TOPLOGPROB']._serialized_end=1448
-  _globals['_USAGE']._serialized_start=1450
-  _globals['_USAGE']._serialized_end=1530
-  _globals['_INFERENCE']._serialized_start=1532
-  _globals['_INFERENCE']._serialized_end=1612
+  _globals['_GENERATEREQUEST']._serialized_end=922
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=685
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=733
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=925
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1063
+  _globals['_CHOICE']._serialized_start=1065
+  _globals['_CHOICE']._serialized_end=1088
+  _globals['_TOKENIDS']._serialized_start=1090
+  _globals['_TOKENIDS']._serialized_end=1113
+  _globals['_CHAT']._serialized_start=1115
+  _globals['_CHAT']._serialized_end=1162
+  _globals['_CHATMESSAGE']._serialized_start=1164
+  _globals['_CHATMESSAGE']._serialized_end=1208
+  _globals['_GENERATERESPONSE']._serialized_start=1210
+  _globals['_GENERATERESPONSE']._serialized_end=1293
+  _globals['_DELTA']._serialized_start=1296
+  _globals['_DELTA']._serialized_end=1558
+  _globals['_DELTA_FINISHREASON']._serialized_start=1491
+  _globals['_DELTA_FINISHREASON']._serialized_end=1543
+  _globals['_LOGPROBS']._serialized_start=1560
+  _globals['_LOGPROBS']._serialized_end=1622
+  _globals['_TOPLOGPROB']._serialized_start=1624
+  _globals['_TOPLOGPROB']._serialized_end=1671
+  _globals['_USAGE']._serialized_start=1673
+  _globals['_USAGE']._serialized_end=1753
+  _globals['_INFERENCE']._serialized_start=1755
+  _globals['_INFERENCE']._serialized_end=1835
 # @@protoc_insertion_point(module_scope)

@@ -11,6 +11,18 @@ from router.errors import InvalidRequest, Unsupported
 HELLO = [{"role": "user", "content": "hi"}]
 
 
+def called(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": "123456789", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def refused(kind, body: dict[str, Any]) -> InvalidRequest:
 
     with pytest.raises(InvalidRequest) as refusal:
@@ -59,6 +71,18 @@ def refused(kind, body: dict[str, Any]) -> InvalidRequest:
         ("stream", "perhaps", "boolean"),
         ("stream_options", 5, "object"),
         ("user", 5, "string"),
+        ("response_format", {"type": "xml"}, "xml"),
+        ("response_format", {"type": "json_schema"}, "schema"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}},
+            "JSON schema",
+        ),
+        ("structured_outputs", {}, "one of"),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}, "one of"),
+        ("structured_outputs", {"json": 5}, "JSON schema"),
+        ("structured_outputs", {"choice": []}, "at least 1"),
+        ("structured_outputs", {"choice": [""]}, "at least 1"),
     ],
 )
 def test_a_wrong_field_of_a_completion(field, value, reason):
@@ -83,7 +107,40 @@ def test_a_wrong_field_of_a_completion(field, value, reason):
             "messages[0].content",
             "image_url",
         ),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "'tool' is not supported"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "tool_call_id"),
+        ({"messages": [{"role": "user", "tool_calls": [called("f", "{}")]}]}, "messages[0]", "assistant"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [called("f", "[1]")]}]},
+            "messages[0].tool_calls[0].function",
+            "JSON object",
+        ),
+        (
+            {"messages": [{"role": "assistant", "audio": {"id": "x"}}]},
+            "messages[0]",
+            "audio is not supported",
+        ),
+        ({"messages": HELLO, "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"messages": HELLO, "tools": [tool("no spaces")]}, "tools[0].function.name", "match"),
+        ({"messages": HELLO, "tools": [tool("f", {"type": "string"})]}, "tools[0].function", "object"),
+        ({"messages": HELLO, "tools": [tool("f"), tool("f")]}, "tools", "twice"),
+        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"messages": HELLO, "tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "required"),
+        (
+            {"messages": HELLO, "tools": [tool("f")], "tool_choice": {"type": "f"}},
+            "tool_choice",
+            "by its name",
+        ),
+        ({"messages": HELLO, "tools": [tool("f")], "tool_choice": named("g")}, "tool_choice", "not in tools"),
+        (
+            {"messages": HELLO, "tools": [tool("f")], "tool_choice": "required", "ignore_eos": True},
+            "ignore_eos",
+            "EOS",
+        ),
+        (
+            {"messages": HELLO, "tools": [tool("f")], "response_format": {"type": "json_object"}},
+            "response_format",
+            "together with tools",
+        ),
         ({"messages": HELLO, "logprobs": 3}, "logprobs", "boolean"),
         ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "logprobs"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 99}, "top_logprobs", "99"),
@@ -101,12 +158,7 @@ def test_a_wrong_chat(body, param, reason):
     [
         ("best_of", 2),
         ("suffix", "x"),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
-        ("response_format", {"type": "json_object"}),
-        ("guided_json", {}),
-        ("structured_outputs", {"regex": "a"}),
         ("modalities", ["audio"]),
         ("prompt_logprobs", 1),
         ("lora_request", {}),
@@ -151,7 +203,68 @@ def test_content_parts_are_joined_and_developer_is_system():
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
 
     body = parse(ChatBody, json.dumps({"messages": messages}).encode())
-    assert body.template_messages() == [
+    assert [message.for_template() for message in body.messages] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a\nb"},
     ]
+
+
+def test_calls_and_results_of_tools_go_to_the_template_as_objects():
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [called("f", '{"a": [1]}'), called("g", "")]},
+        {"role": "tool", "tool_call_id": "123456789", "content": "5"},
+    ]
+    body = parse(ChatBody, json.dumps({"messages": messages}).encode())
+    call = {"id": "123456789", "type": "function"}
+    assert [message.for_template() for message in body.messages] == [
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {**call, "function": {"name": "f", "arguments": {"a": [1]}}},
+                {**call, "function": {"name": "g", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "5", "tool_call_id": "123456789"},
+    ]
+
+
+def test_names_of_the_past_are_refused_with_those_of_today():
+    for kind in ("json", "regex", "choice", "grammar"):
+        error = refused(ChatBody, {"messages": HELLO, f"guided_{kind}": "x"})
+        assert isinstance(error, Unsupported)
+        assert f"structured_outputs.{kind}" in error.message
+    error = refused(CompletionBody, {"prompt": "x", "structured_outputs": {"structural_tag": "x"}})
+    assert error.message == "structured_outputs: structural_tag is not supported"
+    assert refused(CompletionBody, {"prompt": "x", "tools": [tool("f")]}).message == "tools is not supported"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        ({"response_format": {"type": "text"}}, None, None),
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": {"const": 1}},
+                }
+            },
+            "json_schema",
+            '{"const": 1}',
+        ),
+        ({"structured_outputs": {"json": {"const": 1}}}, "json_schema", '{"const": 1}'),
+        ({"structured_outputs": {"json": '{"const":1}'}}, "json_schema", '{"const":1}'),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type": "object"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a+", "b"]}}, "regex", "a\\+|b"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+    ],
+)
+def test_what_the_output_must_be_like(body: dict[str, Any], kind: str | None, text: str | None):
+    for of, rest in ((CompletionBody, {"prompt": "x"}), (ChatBody, {"messages": HELLO})):
+        structure = parse(of, json.dumps(rest | body).encode()).structure
+        assert (structure and structure.kind, structure and structure.text) == (kind, text)

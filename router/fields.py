@@ -1,0 +1,104 @@
+"""Kinds of values that fields of requests have: what may stand there, and what is made of it."""
+
+from types import UnionType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+MAX_CHOICES = 128
+MAX_LISTED = 1024  # entries of stop_token_ids and of logit_bias
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+
+Prompts = list[str | list[int]]
+
+# What a client may write where the validators below make one kind of value of it.
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+PromptInput = Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+def invalid(reason: str, param: str | None = None) -> PydanticCustomError:
+    """To be raised by a validator. `param` names the field where it is not the one that is validated."""
+    return _error("invalid", reason, param)
+
+
+def unsupported(reason: str, param: str | None = None) -> PydanticCustomError:
+    """The same for what is well-formed, but a feature that Baton does not have."""
+    return _error("unsupported", reason, param)
+
+
+def _error(kind: Literal["invalid", "unsupported"], reason: str, param: str | None) -> PydanticCustomError:
+    return PydanticCustomError(kind, "{reason}", {"reason": reason} | ({"param": param} if param else {}))
+
+
+def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
+    """Returns `data` if it has none of the fields, or only with values that ask for nothing. `nested`: it is
+    no body, and its own place names it better."""
+    for name, harmless in fields.items():
+        value = data.get(name) if isinstance(data, dict) else None
+        if value is not None and value not in harmless:
+            raise unsupported(f"{name} is not supported", None if nested else name)
+    return data
+
+
+def one_of(kinds: UnionType, what: str) -> PlainValidator:
+    """A value of one of these kinds, with one error for all of them."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kinds):
+            raise invalid(f"must be {what}")
+        return value
+
+    return PlainValidator(check, json_schema_input_type=kinds)
+
+
+def prompts(value: Any) -> Prompts:
+    """One text, one list of token ids, or a list of either."""
+    listed = value if isinstance(value, list) and not _is_ids(value) else [value]
+    for prompt in listed:
+        if not isinstance(prompt, str) and not _is_ids(prompt):
+            raise invalid("must be a string, a list of token ids, or a list of either")
+        if not prompt:
+            raise invalid("must not be empty")
+    if len(listed) > MAX_CHOICES:
+        raise invalid(f"must hold at most {MAX_CHOICES} prompts, not {len(listed)}")
+    return listed
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**32 for i in value)
+
+
+def stops(value: Any) -> list[str]:
+    listed = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(stop, str) for stop in listed):
+        raise invalid("must be a string or a list of strings")
+    if len(listed) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in listed):
+        raise invalid(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+    return listed
+
+
+def text(value: Any) -> str:
+    """Message content: a string, or OpenAI's list of parts, of which only text is supported."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise invalid("must be a string or a list of text parts")
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise unsupported(f"parts of type {kind!r} are not supported")
+        if not isinstance(part.get("text"), str):
+            raise invalid("a text part must have a text")
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,91 @@
+"""The messages of a chat, as clients write them and as chat templates read them."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from router.fields import TextPart, invalid, refuse, text
+
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    arguments: str
+    """A JSON object."""
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> Self:
+        self.parsed_arguments()
+        return self
+
+    def parsed_arguments(self) -> dict[str, Any]:
+        try:
+            parsed = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise invalid("arguments must be a JSON object, as text")
+        return parsed
+
+
+class ToolCall(BaseModel):
+    """A call that an earlier answer made."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return refuse(data, {"function_call": (), "audio": ()}, nested=True)
+
+    @model_validator(mode="after")
+    def _calls_and_results(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise invalid("only messages of role assistant have tool_calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise invalid("messages of role tool, and no others, have a tool_call_id")
+        return self
+
+    @property
+    def about_tools(self) -> bool:
+        return self.role == "tool" or bool(self.tool_calls)
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates know it: `developer` is OpenAI's newer name of `system`, arguments are no text."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": call.function.parsed_arguments(),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message

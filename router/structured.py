@@ -1,0 +1,172 @@
+"""Structured output: what a request says about the form of its answer, in OpenAI's words and in vLLM's.
+
+    response_format, structured_outputs ──▶ Structure ──▶ checked ──▶ worker's StructuredOutput
+
+The workers enforce it. Here it is only compiled, by the same library over an alphabet of bytes, so that who
+wrote what is no schema, regular expression or grammar learns it before any worker is asked.
+"""
+
+import asyncio
+import json
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from router.errors import InvalidRequest
+from router.fields import invalid, one_of, refuse
+from rpc import worker_pb2 as pb
+
+MAX_LENGTH = 1 << 17
+"""Characters of a schema, regular expression or grammar; workers have the same bound."""
+MAX_GRAMMAR_SIZE = 100_000
+"""Symbols of a compiled grammar; workers have the same bound."""
+WHITESPACE = r"[ \n\r\t]{1,32}"
+"""Between the parts of a tool's arguments; workers have the same for other JSON."""
+_REMEMBERED = 64
+"""Texts that were found valid last, and are not compiled again."""
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What the output must be like."""
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+    field: str
+    """Where the client said so."""
+
+    @property
+    def message(self) -> pb.StructuredOutput:
+        return pb.StructuredOutput(**{self.kind: self.text})
+
+
+class JsonSchema(BaseModel):
+    """Always enforced, whatever `strict` says."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[
+        Schema | bool | None, Field(alias="schema"), one_of(dict | bool | None, "a JSON schema")
+    ] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise invalid("type json_schema needs a json_schema with a schema", "response_format.json_schema")
+        return self
+
+    @property
+    def structure(self) -> Structure | None:
+        if self.type == "json_schema":
+            assert self.json_schema is not None
+            field = "response_format.json_schema.schema"
+            return Structure("json_schema", json.dumps(self.json_schema.schema_), field)
+        return _JSON_OBJECT if self.type == "json_object" else None
+
+
+_JSON_OBJECT = Structure("json_schema", '{"type": "object"}', "response_format")
+# vLLM's, and what may stand there all the same because it asks for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,), "disable_fallback": (False, True),
+}  # fmt: skip
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's: one of these."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    json_: Annotated[
+        Schema | str | None, Field(alias="json"), one_of(dict | str | None, "a JSON schema, or its text")
+    ] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return refuse(data, _UNSUPPORTED, nested=True)
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
+        if sum(value is not None for value in given) != 1:
+            raise invalid("must have one of json, regex, choice, grammar and json_object")
+        return self
+
+    @property
+    def structure(self) -> Structure:
+        field = "structured_outputs"
+        if self.json_ is not None:
+            schema = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            return Structure("json_schema", schema, f"{field}.json")
+        if self.regex is not None:
+            return Structure("regex", self.regex, f"{field}.regex")
+        if self.choice is not None:
+            return Structure("regex", "|".join(map(re.escape, self.choice)), f"{field}.choice")
+        if self.grammar is not None:
+            return Structure("grammar", self.grammar, f"{field}.grammar")
+        return _JSON_OBJECT
+
+
+class Checker:
+    """Finds out whether structures can be compiled, in a thread, and remembers those that can."""
+
+    def __init__(self) -> None:
+        self._alphabet: LLTokenizer | None = None
+        self._valid: OrderedDict[Structure, Structure] = OrderedDict()
+
+    async def check(self, given: Structure) -> Structure:
+        """Returns what workers understand. Raises InvalidRequest naming the field."""
+        if not 0 < len(given.text) <= MAX_LENGTH:
+            text = f"{given.field}: must have 1 to {MAX_LENGTH} characters, not {len(given.text)}"
+            raise InvalidRequest(text, param=given.field)
+        if (checked := self._valid.get(given)) is None:
+            try:
+                checked = await asyncio.to_thread(self._compiled, given)
+            except (ValueError, GbnfToLarkError, RecursionError) as error:
+                reason = " ".join(str(error).removesuffix("<non-verbose/>").split())
+                raise InvalidRequest(f"{given.field}: {reason}", param=given.field) from error
+            self._valid[given] = checked
+            if len(self._valid) > _REMEMBERED:
+                self._valid.popitem(last=False)
+        return checked
+
+    def _compiled(self, given: Structure) -> Structure:
+        if self._alphabet is None:
+            self._alphabet = LLTokenizer("byte")
+        match given.kind:
+            case "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(given.text)
+            case "regex":
+                grammar = LLMatcher.grammar_from_regex(given.text)
+            case "grammar":
+                lark = any_to_lark(given.text)  # of GBNF, which users of llama.cpp and xgrammar write
+                grammar, given = LLMatcher.grammar_from_lark(lark), Structure(given.kind, lark, given.field)
+        limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
+        matcher = LLMatcher(self._alphabet, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return given

@@ -1,0 +1,75 @@
+"""Tools and the choice among them, as clients write them."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from router.fields import invalid
+from router.messages import FUNCTION_NAME
+from router.structured import WHITESPACE
+
+
+class Function(BaseModel):
+    """`strict` is accepted; arguments are held to the schema where `tool_choice` demands a call."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object; none: no arguments."""
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> Self:
+        if (self.parameters or {}).get("type", "object") != "object":
+            raise invalid("parameters must be the schema of an object")
+        return self
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+
+    @property
+    def schema_text(self) -> str:
+        """Of the arguments, as workers enforce it."""
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        return json.dumps({**spaced, **(self.function.parameters or nothing)})
+
+
+class NamedFunction(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The one that must be called."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Choice = Literal["none", "auto", "required"] | NamedTool | None
+
+
+def _choice(value: Any) -> Choice:
+    if value in (None, "none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid("must be none, auto, required, or a function by its name")
+    return NamedTool(type="function", function=NamedFunction(name=function["name"]))
+
+
+ToolChoice = Annotated[Choice, PlainValidator(_choice, json_schema_input_type=Choice)]

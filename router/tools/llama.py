@@ -1,0 +1,53 @@
+"""Llama 3.x: an answer that is nothing but {"name": …, "parameters": {…}}, or several of these."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from router.tools.definitions import Tool
+from router.tools.parser import SPACE, CallReader, Piece, ToolParser, arguments_grammar
+
+
+class LlamaParser(ToolParser):
+    """Before it may come the special token <|python_tag|>, which is no part of the text."""
+
+    name = "llama3_json"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._between = ""  # characters after the last call that may or may not be content
+        self._call: CallReader | None = None
+        self._only_content = False
+
+    @classmethod
+    def grammar(cls, tools: Sequence[Tool], *, many: bool, spell: Callable[[str], str]) -> str:
+        start = 'start: call ("; " call)*' if many else "start: call"
+        return f"{start}\n{arguments_grammar(tools, 'parameters')}"
+
+    def _take(self, character: str) -> Iterator[Piece]:
+        if self._only_content:
+            yield Piece(character)
+            return
+        if self._call is None:
+            if character == "{":
+                self._call = CallReader()
+            else:
+                self._between += character
+                if character not in SPACE + (";," if self.num_calls else ""):
+                    yield from self._give_up("")
+                return
+        yield from self._read(self._call, character)
+        if self._call.over:
+            if self._call.begun:
+                self._call, self._between = None, ""
+            else:
+                yield from self._give_up(self._call.raw)
+
+    def _end(self) -> Iterator[Piece]:
+        if self._call is not None and not self._call.begun:
+            yield from self._give_up(self._call.raw)
+        elif self._between and not self.num_calls and not self._only_content:
+            yield Piece(self._between)
+
+    def _give_up(self, raw: str) -> Iterator[Piece]:
+        """What comes from here on is no call."""
+        self._only_content, self._call = True, None
+        yield Piece(self._between + raw)

@@ -1,0 +1,123 @@
+"""Structured output at the router: what workers are asked to enforce, and what is refused before they are."""
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+from llguidance.gbnf_to_lark import any_to_lark
+
+from router.errors import InvalidRequest
+from router.structured import MAX_LENGTH, Checker, Structure
+from rpc import inference_pb2 as ipb
+from rpc import worker_pb2 as pb
+from rpc.inference_pb2_grpc import InferenceStub
+
+from .conftest import Cluster
+
+CHAT = [{"role": "user", "content": "Hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def as_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"response_format": as_format(SCHEMA)}, pb.StructuredOutput(json_schema=json.dumps(SCHEMA))),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, pb.StructuredOutput(regex="yes|no")),
+        (
+            {"structured_outputs": {"grammar": 'root ::= "a" | "b"'}},
+            pb.StructuredOutput(grammar=any_to_lark('root ::= "a" | "b"')),
+        ),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+)
+async def test_both_workers_are_asked_to_enforce_it(
+    cluster: Cluster, body: Any, expected: pb.StructuredOutput | None
+):
+    await cluster.complete(**body)
+    status, _ = await cluster.post("/v1/chat/completions", messages=CHAT, max_tokens=9, **body)
+    assert status == 200
+    sent = [m.prefill.request.sampling for m in cluster.prefills[0].submitted]
+    sent += [m.decode.request.sampling for m in cluster.decodes[0].submitted]
+    assert len(sent) == 4
+    for sampling in sent:
+        assert sampling.HasField("structured_output") == (expected is not None)
+        assert sampling.structured_output == (expected or pb.StructuredOutput())
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        ({"response_format": as_format({"type": "strin"})}, "response_format.json_schema.schema", "strin"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", ""),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", ""),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar", "nothing"),
+        ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", ""),
+        ({"structured_outputs": {"grammar": "root ::= " + 5000 * "("}}, "structured_outputs.grammar", ""),
+        ({"structured_outputs": {"regex": MAX_LENGTH * "ab"}}, "structured_outputs.regex", "characters"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "characters"),
+        (
+            {"structured_outputs": {"json": {"$ref": "http://127.0.0.1:1/x"}}},
+            "structured_outputs.json",
+            "not present",
+        ),
+    ],
+)
+async def test_what_cannot_be_compiled_is_refused_by_its_field(
+    cluster: Cluster, body: Any, param: str, reason: str
+):
+    for path, rest in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})):
+        status, answer = await cluster.post(path, **rest, **body)
+        assert status == 400
+        assert answer["error"]["param"] == param
+        assert answer["error"]["message"].startswith(param)
+        assert reason in answer["error"]["message"]
+        assert "\n" not in answer["error"]["message"]
+    assert not cluster.prefills[0].submitted
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (ipb.StructuredOutputs(json='{"const": 1}'), pb.StructuredOutput(json_schema='{"const": 1}')),
+        (ipb.StructuredOutputs(regex="a+"), pb.StructuredOutput(regex="a+")),
+        (ipb.StructuredOutputs(choice=ipb.Choice(texts=["a", "."])), pb.StructuredOutput(regex="a|\\.")),
+        (ipb.StructuredOutputs(json_object=True), pb.StructuredOutput(json_schema='{"type": "object"}')),
+    ],
+)
+async def test_grpc(cluster: Cluster, given: ipb.StructuredOutputs, expected: pb.StructuredOutput):
+    assert cluster.router.grpc_address is not None
+    async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+        generate = InferenceStub(channel).Generate
+        request = ipb.GenerateRequest(text="Hi", max_tokens=5, structured_outputs=given)
+        assert [message async for message in generate(request)]
+        assert cluster.prefills[0].submitted[0].prefill.request.sampling.structured_output == expected
+        for wrong in (ipb.StructuredOutputs(regex="(a"), ipb.StructuredOutputs()):
+            request = ipb.GenerateRequest(text="Hi", structured_outputs=wrong)
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                _ = [message async for message in generate(request)]
+            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "structured_outputs" in (refusal.value.details() or "")
+    assert len(cluster.prefills[0].submitted) == 1
+
+
+async def test_what_was_found_valid_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
+    compiled = []
+    original = Checker._compiled
+    monkeypatch.setattr(Checker, "_compiled", lambda self, s: compiled.append(s.text) or original(self, s))
+    checker = Checker()
+    for text in ("a", "b", "a", "a"):
+        await checker.check(Structure("regex", text, "f"))
+    assert compiled == ["a", "b"]
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            await checker.check(Structure("regex", "(", "f"))
+    for i in range(100):
+        await checker.check(Structure("regex", str(i), "f"))
+    assert len(checker._valid) < 100

@@ -1,0 +1,151 @@
+"""Tool calls are found in a text whatever pieces it comes in, and nothing that is none is lost."""
+
+import itertools
+import json
+import random
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from router.tools import FORMATS, Piece, Tool, format_of
+
+WEATHER = {"city": 'Paris "} </tool_call> [TOOL_CALLS] é\\', "days": [1, {"x": "]"}], "deep": {"a": {}}}
+W = json.dumps(WEATHER, ensure_ascii=False)
+CALL = f'{{"name": "get_weather", "arguments": {W}}}'
+
+
+def read(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
+    """Content, and name and arguments of the calls; pieces of a call follow its name."""
+    content, calls = "", []
+    for piece in pieces:
+        if piece.call is None:
+            assert piece.name is None
+            content += piece.text
+            continue
+        if piece.name is not None:
+            assert piece.call == len(calls)
+            calls.append((piece.name, ""))
+        assert piece.call == len(calls) - 1
+        calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
+    return content, calls
+
+
+def parse(name: str, chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    parser = FORMATS[name]()
+    pieces = [piece for chunk in chunks for piece in parser.push(chunk)] + parser.finish()
+    found = read(pieces)
+    assert parser.num_calls == len(found[1])
+    return found
+
+
+ONE, OTHER = ("get_weather", W), ("now", "{}")
+CASES = [
+    ("hermes", "Just text, a < b and <tool.", "Just text, a < b and <tool.", []),
+    ("hermes", "Text that ends in a space \n", "Text that ends in a space \n", []),
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [ONE]),
+    ("hermes", f"Let me see.\n\n<tool_call>{CALL}</tool_call>\n", "Let me see.", [ONE]),
+    ("hermes", f'<tool_call>{CALL}</tool_call>\n<tool_call>{{"arguments": {{}}, "name":"now"}}</tool_call> K',
+     " K", [ONE, OTHER]),
+    ("hermes", f'<tool_call>{{"id": [1], "name": "get_weather", "parameters": {W}, "x": "y"}}</tool_call>',
+     "", [ONE]),
+    ("hermes", f"<tool_call>{CALL}", "", [ONE]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "b', "", [("now", '{"a": "b')]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>', "", [OTHER]),
+    ("hermes", 'a <tool_call>{"name": "no', 'a <tool_call>{"name": "no', []),
+    ("hermes", "a <tool_call> no JSON </tool_call> b", "a <tool_call> no JSON </tool_call> b", []),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+     '<tool_call>{"name": 5, "arguments": {}}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>',
+     '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', []),
+    ("hermes", "<tool_", "<tool_", []),
+    ("llama3_json", f'{{"name": "get_weather", "parameters": {W}}}', "", [ONE]),
+    ("llama3_json", f'\n{{"name": "get_weather", "parameters": {W}}}; {{"name": "now", "parameters": {{}}}} ',
+     "", [ONE, OTHER]),
+    ("llama3_json", 'Sure: {"name": "now", "parameters": {}}', 'Sure: {"name": "now", "parameters": {}}', []),
+    ("llama3_json", ' {"answer": 42} and text', ' {"answer": 42} and text', []),
+    ("llama3_json", '{"answer": 4', '{"answer": 4', []),
+    ("llama3_json", '{"name": "now", "parameters": {}} Done.', " Done.", [OTHER]),
+    ("llama3_json", "  ", "  ", []),
+    ("mistral", "Only text [TOOL", "Only text [TOOL", []),
+    ("mistral", f"[TOOL_CALLS] [{CALL}]", "", [ONE]),
+    ("mistral", f'Look.[TOOL_CALLS][{CALL}, {{"name": "now", "arguments": {{}}}}]', "Look.", [ONE, OTHER]),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{W}[TOOL_CALLS]now{{}}", "", [ONE, OTHER]),
+    ("mistral", f"[TOOL_CALLS]get_weather{W[:-1]}", "", [("get_weather", W[:-1])]),
+    ("mistral", "[TOOL_CALLS] what", "[TOOL_CALLS] what", []),
+    ("mistral", '[TOOL_CALLS][{"name": 1}]', '{"name": 1}', []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_every_split_of_a_text_gives_the_same(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+):
+    expected = (content, calls)
+    assert parse(name, [text]) == expected
+    assert parse(name, list(text)) == expected
+    for i in range(len(text)):
+        assert parse(name, [text[:i], text[i:]]) == expected
+    if len(text) < 40:
+        for i, j in itertools.combinations(range(len(text)), 2):
+            assert parse(name, [text[:i], text[i:j], text[j:]]) == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_noise_is_never_an_error_and_never_depends_on_the_split(name: str):
+    rng = random.Random(name)
+    parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f"', ', "arguments": ', "{",
+             "}", "[", "]", '"', "\\", " ", "\n", "text", ";", ",", ":", "null", "<", "5"]  # fmt: skip
+    for _ in range(2000):
+        text = "".join(rng.choices(parts, k=rng.randrange(14)))
+        cut = rng.randrange(len(text) + 1)
+        whole = parse(name, [text])
+        assert whole == parse(name, [text[:cut], text[cut:]]) == parse(name, list(text))
+        if not whole[1] and "[" not in text:
+            assert whole[0] == text
+
+
+def tool(name: str, parameters: dict | None) -> Tool:
+    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+
+
+TOOLS = [
+    tool("get_weather", {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}},
+                         "required": ["city"], "additionalProperties": False,
+                         "$defs": {"city": {"enum": ["Paris", "Rome"]}}}),
+    tool("now", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("many", [False, True])
+def test_what_the_grammar_of_a_format_allows_its_parser_reads(name: str, many: bool):
+    """A random walk through the grammar, in bytes."""
+    grammar = FORMATS[name].grammar(TOOLS, many=many, spell=json.dumps)
+    alphabet = LLTokenizer("byte")
+    rng = random.Random(name)
+    numbers = set()
+    for _ in range(20):
+        matcher = LLMatcher(alphabet, LLMatcher.grammar_from_lark(grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        said = bytearray()
+        while not (matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.3)):
+            mask = matcher.compute_bitmask()
+            allowed = [byte for byte in range(0x09, 0x7F) if mask[byte // 8] >> byte % 8 & 1]
+            printable = [byte for byte in allowed if byte > 0x20] or allowed
+            said.append(rng.choice(printable))
+            assert matcher.consume_token(said[-1])
+        content, calls = parse(name, [said.decode()])
+        assert content == ""
+        for called, arguments in calls:
+            given = json.loads(arguments)
+            assert given == {} if called == "now" else given["city"] in ("Paris", "Rome")
+        numbers.add(len(calls))
+    assert min(numbers) == 1
+    assert (max(numbers) > 1) == many
+
+
+def test_a_format_is_known_by_what_a_template_teaches():
+    assert format_of("… within <tool_call></tool_call> XML tags …") is FORMATS["hermes"]
+    assert format_of('{"name": function name, "parameters": dictionary') is FORMATS["llama3_json"]
+    assert format_of("{{- '[TOOL_CALLS][' }}") is FORMATS["mistral"]
+    assert format_of("{{ messages }}{{ tools }}") is None

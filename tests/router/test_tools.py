@@ -1,0 +1,259 @@
+"""Tools at the router: into the prompt, out of the text, whole and streamed."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from router import replies
+from router.tokenizer import ModelTokenizer, load_tokenizer
+
+from .conftest import TEXT, Cluster, make_cluster
+
+CHAT: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+Call with <tool_call></tool_call>: {{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+TOOLS: list[Any] = [
+    {"type": "function", "function": {
+        "name": "get_weather", "description": "Now.",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}},
+                       "required": ["city"], "additionalProperties": False},
+    }},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+ARGUMENTS = '{"city": "Paris", "unit": "°C"}'
+ONE = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+CALLS = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
+
+MakeCluster = Callable[..., Any]
+
+
+@pytest.fixture
+def tool_tokenizer(directory: Path, tmp_path: Path) -> ModelTokenizer:
+    (tmp_path / "tools.jinja").write_text(TEMPLATE)
+    return load_tokenizer(str(directory), chat_template=str(tmp_path / "tools.jinja"))
+
+
+@pytest.fixture
+async def calling(tool_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """Its model says some text, and then calls two tools."""
+    async with make_cluster(tool_tokenizer, tmp_path, text=CALLS) as made:
+        yield made
+        await made.idle()
+
+
+def joined(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None]:
+    """The message that a stream's deltas add up to, and why it ended."""
+    message: dict[str, Any] = {"content": None, "refusal": None}
+    reason = None
+    for event in events:
+        replies.ChatChunk.model_validate(event)
+        choice = event["choices"][0]
+        assert reason is None
+        reason = choice["finish_reason"]
+        delta = choice["delta"]
+        message |= {key: value for key, value in delta.items() if key == "role"}
+        if delta.get("content"):
+            message["content"] = (message["content"] or "") + delta["content"]
+        for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+            else:
+                assert call["index"] == len(calls) - 1
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return message, reason
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    for call in message.get("tool_calls", ()):
+        assert len(call["id"]) == 9
+        assert call["id"].isalnum()
+        del call["id"]
+    return message
+
+
+async def test_calls_of_an_answer_and_of_a_stream(calling: Cluster):
+    body = {"messages": CHAT, "tools": TOOLS}
+    status, answer = await calling.post("/v1/chat/completions", **body)
+    assert status == 200
+    replies.ChatReply.model_validate(answer)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = without_ids(choice["message"])
+    assert message == {
+        "role": "assistant",
+        "content": "Let me see.",
+        "refusal": None,
+        "tool_calls": [
+            {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}},
+            {"type": "function", "function": {"name": "now", "arguments": "{}"}},
+        ],
+    }
+    events = await calling.events("/v1/chat/completions", **body)
+    streamed, reason = joined(events)
+    assert (without_ids(streamed), reason) == (message, "tool_calls")
+    pieces = [e["choices"][0]["delta"].get("tool_calls", []) for e in events]
+    assert sum(map(len, pieces)) > 5, "arguments come as they are written"
+
+
+async def test_tools_are_in_the_prompt_unless_tool_choice_is_none(calling: Cluster):
+    for choice in (None, "auto", "none"):
+        await calling.post(
+            "/v1/chat/completions", messages=CHAT, tools=TOOLS, tool_choice=choice, max_tokens=2
+        )
+    auto, same, none = (list(m.prefill.request.prompt_ids) for m in calling.prefills[0].submitted)
+    text = calling.tokenizer.decode(auto, skip_special_tokens=False)
+    assert auto == same
+    assert json.dumps(TOOLS) in text
+    assert none == calling.tokenizer.encode_chat(CHAT)
+    for message in calling.prefills[0].submitted:
+        assert not message.prefill.request.sampling.HasField("structured_output")
+    _, answer = await calling.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, tool_choice="none")
+    assert answer["choices"][0]["message"]["content"] == CALLS
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_earlier_calls_and_results_are_in_the_prompt(calling: Cluster):
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": '{"a":  1}'}}
+    messages = [
+        *CHAT,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "noon"},
+    ]
+    status, tokens = await calling.post("/tokenize", messages=messages, tools=TOOLS)
+    assert status == 200
+    text = calling.tokenizer.decode(tokens["tokens"], skip_special_tokens=False)
+    assert (
+        '<|im_start|>assistant\n<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call><|im_end|>'
+        in text
+    )
+    assert "<|im_start|>tool\nnoon<|im_end|>" in text
+
+
+async def test_only_one_call_without_parallel_tool_calls(calling: Cluster):
+    body = {"messages": CHAT, "tools": TOOLS, "parallel_tool_calls": False}
+    _, answer = await calling.post("/v1/chat/completions", **body)
+    streamed, reason = joined(await calling.events("/v1/chat/completions", **body))
+    message = without_ids(answer["choices"][0]["message"])
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
+    assert (without_ids(streamed), reason) == (message, "tool_calls")
+
+
+async def test_a_text_without_calls_and_a_call_that_is_cut(tool_tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tool_tokenizer, tmp_path) as made:
+        _, answer = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS)
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        made.answer[:] = made.tokenizer.encode(ONE)
+        _, answer = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, max_tokens=25)
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "length"
+        arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+        assert ARGUMENTS.startswith(arguments)
+        assert len(arguments) > 2
+
+
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        ({"tool_choice": "required"}, {ONE: False, f"{ONE}\n{ONE}": False, "now": True, "x": False}),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, {"now": True, "now now": False}),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, {"now": True, "Rome": False}),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+            {"now": False, "Rome": True, "Oslo": False},
+        ),
+        ({"tool_choice": "required"}, {"now now": True, "Rome": True, "Oslo": False}),
+    ],
+)
+async def test_a_call_is_enforced_where_tool_choice_demands_it(calling: Cluster, body: Any, texts: Any):
+    """The grammar that workers get takes the right calls and nothing else."""
+    await calling.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, max_tokens=2, **body)
+    grammar = calling.prefills[0].submitted[0].prefill.request.sampling.structured_output.grammar
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    city = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "CITY"}}\n</tool_call>'
+    spelled = {"now": now, "now now": f"{now}\n{now}", "Rome": city.replace("CITY", "Rome"),
+               "Oslo": city.replace("CITY", "Oslo")}  # fmt: skip
+    for text, expected in texts.items():
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        said = spelled.get(text, text).encode()
+        taken = matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
+        assert taken == expected, text
+
+
+async def test_what_cannot_be_done_is_refused_by_name(
+    cluster: Cluster, calling: Cluster, directory: Path, tmp_path: Path
+):
+    async def refused(made: Cluster, **body: Any) -> tuple[str, str]:
+        status, answer = await made.post("/v1/chat/completions", **{"messages": CHAT, **body})
+        assert status == 400
+        return answer["error"]["param"], answer["error"]["message"]
+
+    param, message = await refused(cluster, tools=TOOLS)
+    assert param == "tools"
+    assert "chat template knows none" in message
+    param, message = await refused(
+        cluster, messages=[*CHAT, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+    )
+    assert param == "messages[1]"
+    wrong = [{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}]
+    param, message = await refused(calling, tools=[*TOOLS, *wrong], tool_choice="required")
+    assert param == "tools[2].function.parameters"
+    assert "properties must be an object" in message
+    (tmp_path / "unknown.jinja").write_text("{{ tools }}{{ messages }}")
+    unknown = load_tokenizer(str(directory), chat_template=str(tmp_path / "unknown.jinja"))
+    async with make_cluster(unknown, tmp_path) as made:
+        param, message = await refused(made, tools=TOOLS)
+        assert "--tool-call-parser" in message
+        status, _ = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, tool_choice="none")
+        assert status == 200
+
+
+async def test_special_tokens_that_a_format_is_made_of_are_read(directory: Path, tmp_path: Path):
+    model = tmp_path / "mistral"
+    model.mkdir()
+    described = json.loads((directory / "tokenizer.json").read_text())
+    [renamed] = [t for t in described["added_tokens"] if t["id"] == 5]
+    renamed["content"] = "[TOOL_CALLS]"
+    del described["model"]["vocab"][next(k for k, v in described["model"]["vocab"].items() if v == 5)]
+    described["model"]["vocab"]["[TOOL_CALLS]"] = 5
+    (model / "tokenizer.json").write_text(json.dumps(described))
+    (model / "config.json").write_text((directory / "config.json").read_text())
+    (model / "chat_template.jinja").write_text("{{ tools }}{{ messages }}")
+    tokenizer = load_tokenizer(str(model), tool_call_parser="mistral")
+    async with make_cluster(tokenizer, tmp_path) as made:
+        made.answer[:] = [5, *tokenizer.encode(f'[{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'), 2]
+        body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required"}
+        _, answer = await made.post("/v1/chat/completions", **body)
+        [call] = answer["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+        grammar = made.prefills[0].submitted[0].prefill.request.sampling.structured_output.grammar
+        assert grammar.startswith('start: <[5]> "["')
+
+
+async def test_the_official_client(calling: Cluster):
+    async with openai.AsyncOpenAI(base_url=calling.url + "/v1", api_key="any", max_retries=0) as client:
+        answer = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS)
+        assert answer.choices[0].message.tool_calls
+        [first, _] = answer.choices[0].message.tool_calls
+        assert first.type == "function"
+        assert json.loads(first.function.arguments) == json.loads(ARGUMENTS)
+        async with client.chat.completions.stream(model="fake", messages=CHAT, tools=TOOLS) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.tool_calls
+        assert [c.function.name for c in final.choices[0].message.tool_calls] == ["get_weather", "now"]
+        assert final.choices[0].finish_reason == "tool_calls"
