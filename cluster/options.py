@@ -257,7 +257,8 @@ class WorkerOptions:
     host: Annotated[str, opt("Address at which routers reach it.", "ADDRESS")] = "127.0.0.1"
     port: Annotated[int, opt("gRPC, for routers.", "PORT", **PORT)] = 0
     kv_host: Annotated[
-        str | None, opt("Address on the network that carries KV.", "ADDRESS", shown="as --host")
+        str | None,
+        opt("Address or interface on the network that carries KV.", "ADDRESS", shown="as --host"),
     ] = None
     kv_port: Annotated[int, opt("KV lanes; only prefill workers listen.", "PORT", **PORT)] = 0
     metrics_port: Annotated[int, opt("Prometheus metrics.", "PORT", **PORT)] = 0

@@ -6,6 +6,7 @@ Built by the command line (flags over environment over file) and handed to `pref
 
 from __future__ import annotations
 
+import fcntl
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ if (
 
 Role = Literal["prefill", "decode"]
 
+_SIOCGIFADDR = 0x8915
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 # sun_path holds 108 bytes with its terminating zero; what is added to run_dir is "/baton-XXXXXXXX/engine".
 _MAX_RUN_DIR = 107 - len("/baton-XXXXXXXX/engine")
@@ -70,8 +72,8 @@ class WorkerConfig:
     port: int = 0
     """gRPC; 0 chooses a free port, which `ready_fd` tells."""
     kv_host: str | None = None
-    """The address of the KV lanes, told to decode workers. None: `host`, or where that is a wildcard this
-    machine's own address."""
+    """The address of the KV lanes, told to decode workers, or the network interface that has it.
+    None: `host`, or where that is a wildcard this machine's own address."""
     kv_port: int = 0
     metrics_port: int = 0
     kv_lanes: int = 4
@@ -123,6 +125,7 @@ class WorkerConfig:
                 f"--kv-host: {self.kv_host!r} cannot be told to decode workers; give the address of the "
                 "network that carries KV"
             )
+        self.kv_address()  # a ValueError now, not once the weights are loaded
         if self.run_dir is not None and len(str(Path(self.run_dir).absolute()).encode()) > _MAX_RUN_DIR:
             raise ValueError(
                 f"--run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at most)"
@@ -153,9 +156,24 @@ class WorkerConfig:
             raise ValueError(f"--host {self.host}: give an address, since {name} is only known as {own}")
         return own
 
+    def kv_address(self) -> str | None:
+        """`kv_host`, or the IPv4 address of the interface of that name. Raises ValueError if it has none."""
+        if self.kv_host is None or self.kv_host not in (name for _, name in socket.if_nameindex()):
+            return self.kv_host
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            request = self.kv_host.encode().ljust(40, b"\0")  # struct ifreq
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError as error:
+                raise ValueError(
+                    f"--kv-host: the interface {self.kv_host} has no IPv4 address ({error.strerror}); "
+                    "give an address"
+                ) from error
+        return socket.inet_ntoa(answer[20:24])
+
     def reachable_kv_host(self) -> str:
         """Where decode workers connect to."""
-        return self.kv_host or self.reachable_host()
+        return self.kv_address() or self.reachable_host()
 
     def logging(self, incarnation: int, process: str = "") -> dict[str, Any]:
         """The logging configuration of the service process, or of one of its children."""

@@ -162,7 +162,7 @@ class Service:
         except OSError as error:
             raise StartError(f"--metrics-port {config.metrics_port}: {error.strerror}") from error
         if config.role == "prefill":
-            _try_port(config.kv_host or config.host, config.kv_port)
+            _try_port(config.kv_address() or config.host, config.kv_port)
         return port, metrics_port, host
 
     async def _drain(self) -> None:

@@ -133,7 +133,7 @@ class WorkerTree:
             layout=kv_layout(engine),
             num_slots=config.kv_slots,
             slot_bytes=config.kv_slot_bytes,
-            host=config.kv_host or config.host,
+            host=config.kv_address() or config.host,
             port=config.kv_port,
             lanes=config.kv_lanes,
             deadlines=TransferDeadlines(

@@ -42,3 +42,15 @@ def test_the_secret_is_never_shown() -> None:
 def test_lanes_are_told_under_an_address_that_others_can_reach() -> None:
     assert config(host="10.0.0.7").reachable_kv_host() == "10.0.0.7"
     assert config(host="0.0.0.0", kv_host="10.0.0.8").reachable_kv_host() == "10.0.0.8"
+
+
+def test_the_network_for_kv_may_be_named_by_its_interface() -> None:
+    assert config(kv_host="lo").reachable_kv_host() == "127.0.0.1"
+    assert config(kv_host="10.1.2.3").reachable_kv_host() == "10.1.2.3"
+    assert config(host="10.0.0.1").reachable_kv_host() == "10.0.0.1"
+
+
+def test_an_interface_without_an_address_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(9, "net9")])
+    with pytest.raises(ValueError, match="--kv-host: the interface net9 has no IPv4 address"):
+        config(kv_host="net9")

