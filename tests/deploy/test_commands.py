@@ -119,6 +119,7 @@ def test_ports_are_those_that_are_declared(overlays: dict[str, list[Object]]) ->
                 "grpc-": "grpc",
                 "kv-": "kv",
                 "metrics-": "metrics",
+                "admin-": "metrics",
             }
             assert {names[flag]: int(port) for flag, port in given.items()} == declared
 

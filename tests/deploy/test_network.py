@@ -63,14 +63,14 @@ FLOWS = {
     (ROUTER, API_SERVER, 6443),
 }
 SCRAPES = {
-    (MONITORING, ROUTER, 8000),
+    (MONITORING, ROUTER, 8002),
     (MONITORING, PREFILL, 7003),
     (MONITORING, DECODE, 7003),
     (ROUTER, MONITORING, 4317),
     (PREFILL, MONITORING, 4317),
     (DECODE, MONITORING, 4317),
 }
-PORTS = (443, 4317, 6443, 7001, 7002, 7003, 8000, 8001)
+PORTS = (443, 4317, 6443, 7001, 7002, 7003, 8000, 8001, 8002)
 # A port that is open to every client is open to all, to other pods as well where these may send there.
 OPEN = {(source, ROUTER, port) for source in (MONITORING, API_SERVER) for port in (8000, 8001)}
 # No selector can name the API server: what may go there may go anywhere at these ports.
@@ -107,8 +107,13 @@ def test_rays_nodes_reach_each_other_and_clients_only_the_router(overlays: dict[
             assert network.allows(source, target, 6379)
             assert network.allows(source, target, 34567)
     assert network.allows(CLIENT, "front", 8000)
-    assert network.allows(MONITORING, "front", 8000)
+    assert network.allows(MONITORING, "front", 8002)
     assert network.allows("head", API_SERVER, 443)
-    for denied in [(CLIENT, "front", 6379), (CLIENT, "worker", 8000), (CLIENT, "head", 8265)]:
+    for denied in [
+        (CLIENT, "front", 6379),
+        (CLIENT, "front", 8002),
+        (CLIENT, "worker", 8000),
+        (CLIENT, "head", 8265),
+    ]:
         assert not network.allows(*denied)
     assert not network.allows("worker", API_SERVER, 443)
