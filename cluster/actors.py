@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster import placement
+from cluster.autoscaler import Autoscaler
+from cluster.options import PoolOptions
 from cluster.plan import RoleSpec
 from cluster.role_process import RoleState
 from cluster.runner import RoleRunner
@@ -24,6 +28,12 @@ SUPERVISOR = "supervisor"
 
 class RoleActor(RoleRunner):
     """The runner as an actor. Named so that no process of Ray is called after a role."""
+
+    def __init__(
+        self, spec: RoleSpec, directory: Path | None, logs: Path | None, peer: str | None = None
+    ) -> None:
+        node = ray.get_runtime_context().get_node_id()
+        super().__init__(spec, directory, logs, peer, node=f"{socket.gethostname()} {node[:8]}")
 
 
 class RemoteRole:
@@ -38,8 +48,8 @@ class RemoteRole:
     async def changed(self, token: str) -> RoleState:
         return await _answer(self._actor.changed.remote(token))
 
-    async def set_workers(self, addresses: Sequence[str]) -> None:
-        await _answer(self._actor.set_workers.remote(tuple(addresses)))
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+        await _answer(self._actor.set_workers.remote(tuple(addresses), report))
 
     async def stop(self, signum: int, grace: float) -> None:
         await _answer(self._actor.stop.remote(signum, grace))
@@ -56,18 +66,25 @@ async def _answer(reference: Any) -> Any:
         raise ConnectionError(f"lost its actor ({type(error).__name__})") from error
 
 
-def _options(spec: RoleSpec) -> dict[str, Any]:
-    return {
-        "num_cpus": spec.cpus,
-        "num_gpus": spec.gpus,
-        "max_restarts": -1,  # an actor only holds a role; a lost one is always worth replacing
-        "max_task_retries": 0,  # the supervisor asks again itself: it must see that the role was lost
-    }
-
-
 def place(spec: RoleSpec, directory: Path, logs: Path) -> RemoteRole:
     """Starts the actor of one role in a Ray of our own, which ends with us."""
-    return RemoteRole(ray.remote(RoleActor).options(**_options(spec)).remote(spec, directory, logs))
+    return RemoteRole(ray.remote(RoleActor).options(**placement.options(spec)).remote(spec, directory, logs))
+
+
+def _name(spec: RoleSpec) -> str:
+    return f"{spec.role}-{spec.index}"
+
+
+def _all_roles(roles: Sequence[RoleSpec], actors: Iterable[str]) -> list[RoleSpec]:
+    """The roles of the start, and those that have an actor beside."""
+    patterns = {spec.role: spec for spec in roles}
+    found = {_name(spec): spec for spec in roles}
+    for name in sorted(actors):
+        role, _, index = name.rpartition("-")
+        for pattern in patterns.values():
+            if pattern.role == role and name not in found:
+                found[name] = replace(pattern, index=int(index))
+    return list(found.values())
 
 
 def _end_if_failed(following: asyncio.Task[None]) -> None:
@@ -77,31 +94,60 @@ def _end_if_failed(following: asyncio.Task[None]) -> None:
         os._exit(1)
 
 
+@dataclass(frozen=True)
+class Detached:
+    """A cluster that outlives the command that started it."""
+
+    roles: tuple[RoleSpec, ...]  # at the start
+    pools: PoolOptions
+    logs: Path | None
+    front_node: str  # id of the Ray node whose machine the routers should be on
+    drain_grace: float
+
+    @property
+    def secret(self) -> bytes:
+        return self.roles[0].environment["BATON_CLUSTER_SECRET"].encode()
+
+
 class ClusterActor:
     """The supervisor of a cluster that outlives the command that started it.
 
-    When it is lost, Ray starts it again; it then finds the actors of its roles by name.
+    When it is lost, Ray starts it again; it then finds the actors of its roles by name, also of those that
+    the autoscaler added.
     """
 
-    def __init__(self, roles: Sequence[RoleSpec], logs: Path | None, front_node: str) -> None:
-        peer = ray.get_runtime_context().gcs_address
-        self._roles: list[tuple[RoleSpec, RemoteRole]] = []
-        for spec in roles:
-            options = _options(spec) | {
-                "name": spec.name.replace(" ", "-"),
-                "namespace": NAMESPACE,
-                "get_if_exists": True,
-                "lifetime": "detached",
-            }
-            if spec.role == "router":  # where it was asked for, so that the URL it prints works there
-                options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(front_node, soft=True)
-            actor = ray.remote(RoleActor).options(**options).remote(spec, None, logs, peer)
-            self._roles.append((spec, RemoteRole(actor)))
+    def __init__(self, cluster: Detached) -> None:
+        self._cluster = cluster
+        self._peer = ray.get_runtime_context().gcs_address
+        self._handles: list[RemoteRole] = []
         self._changes = 0
         self._changed = asyncio.Event()
-        self._supervisor = Supervisor(self._roles, self._note)
+        found = {
+            actor["name"]
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] == NAMESPACE
+        }
+        roles = _all_roles(cluster.roles, found)
+        self._supervisor = Supervisor(roles, self._place, self._note, cluster.drain_grace)
         self._following = asyncio.create_task(self._supervisor.run())
         self._following.add_done_callback(_end_if_failed)
+        self._scaling = asyncio.create_task(Autoscaler(self._supervisor, cluster.pools, cluster.secret).run())
+        self._scaling.add_done_callback(_end_if_failed)
+
+    def _place(self, spec: RoleSpec) -> RemoteRole:
+        options = placement.options(spec) | placement.strategy(
+            spec, self._cluster.roles, self._cluster.front_node
+        )
+        options |= {
+            "name": _name(spec),
+            "namespace": NAMESPACE,
+            "get_if_exists": True,  # a supervisor before this one may have started it
+            "lifetime": "detached",  # it outlives its supervisor
+        }
+        actor = ray.remote(RoleActor).options(**options).remote(spec, None, self._cluster.logs, self._peer)
+        handle = RemoteRole(actor)
+        self._handles.append(handle)
+        return handle
 
     async def changed(self, seen: int) -> tuple[int, list[tuple[RoleSpec, RoleState]]]:
         """Waits for a change after number `seen`; returns the last one's number, and every role's state."""
@@ -111,10 +157,12 @@ class ClusterActor:
 
     async def stop(self, signum: int, grace: float) -> None:
         """Ends every role and its actor. This actor is left for the caller to end."""
+        self._scaling.cancel()
         await self._supervisor.stop(signum, grace)
         await self._following
-        for _, role in self._roles:
+        for role in self._handles:
             role.forget()
+        placement.remove_pairs(self._cluster.roles)
 
     def _note(self, spec: RoleSpec, state: RoleState) -> None:
         self._changes += 1

@@ -85,16 +85,26 @@ class Start:
     async def run(self) -> int:
         import ray
 
-        from cluster.actors import NAMESPACE, SUPERVISOR, ClusterActor
+        from cluster.actors import NAMESPACE, SUPERVISOR, ClusterActor, Detached
 
         signals = StopSignals()
         signals.install()  # after ray.init, which puts handlers of its own there
         log_dir = self._plan.logs.log_dir.absolute() if self._plan.logs.log_dir else None
-        supervisor = (
-            ray.remote(ClusterActor)
-            .options(name=SUPERVISOR, namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0)
-            .remote(self._roles, log_dir, ray.get_runtime_context().get_node_id())
+        cluster = Detached(
+            tuple(self._roles),
+            self._plan.pool,
+            log_dir,
+            front_node=ray.get_runtime_context().get_node_id(),
+            drain_grace=self._plan.drain.drain_timeout + STOP_GRACE,
         )
+        options = {
+            "name": SUPERVISOR,  # by which `baton stop` finds it
+            "namespace": NAMESPACE,
+            "lifetime": "detached",  # it outlives this command
+            "max_restarts": -1,  # a new one finds the roles that the last one left
+            "num_cpus": 0,  # it waits for news, and takes no place from a worker
+        }
+        supervisor = ray.remote(ClusterActor).options(**options).remote(cluster)
         with self._display:
             failure = await _unless(signals.stop, self._follow(supervisor))
         if failure is None and not signals.stop.is_set():

@@ -13,7 +13,7 @@ from types import ModuleType
 from cluster.runner import PACKAGES
 
 
-def _environment(directory: Path, token: Path) -> dict[str, str]:
+def environment(token: Path) -> dict[str, str]:
     """Ray's settings that exist only as environment variables; its processes inherit them from here."""
     return {
         # GCS and raylet listen on every interface: without the token nobody may talk to them. By default it
@@ -69,7 +69,7 @@ class LocalRay:
         token = self._directory / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        os.environ.update(_environment(self._directory, token))
+        os.environ.update(environment(token))
         ray = import_ray()
         ray.init(
             address="local",  # never a cluster that happens to run here, whatever RAY_ADDRESS says

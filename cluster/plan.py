@@ -13,6 +13,7 @@ from cluster import model, options
 from cluster.parameters import to_argv
 
 RoleName = Literal["prefill", "decode", "router"]
+Placement = Literal["spread", "pack", "pair"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class RoleSpec:
     environment: Mapping[str, str] = field(repr=False)  # secrets: never in argv
     gpus: int = 0
     cpus: int = 1
+    placement: Placement = "spread"
+    labels: Mapping[str, str] = field(default_factory=dict)  # of the machines that it may run on
 
     @property
     def name(self) -> str:
@@ -75,6 +78,7 @@ class Plan:
         observe = replace(self.observe, otlp_endpoint=self.observe.endpoint)
         shared_args = to_argv(named, self.drain, observe)
         worker_args = (*shared_args, *to_argv(engine, self.transfer, self.deadlines, self.traces))
+        pairs = self._pairs()
         workers = [
             RoleSpec(
                 role,
@@ -83,14 +87,38 @@ class Plan:
                 shared,
                 gpus=engine.tensor_parallel_size if device.startswith("cuda") else 0,
                 cpus=engine.num_threads or 1,
+                placement="pair" if index < pairs else "pack" if self.ray.placement == "pack" else "spread",
+                labels=_labels(f"--{role}-nodes", nodes),
             )
-            for role, count in (("prefill", self.pool.prefill), ("decode", self.pool.decode))
-            for index in range(count)
+            for role, size, nodes in (
+                ("prefill", self.pool.prefill, self.ray.prefill_nodes),
+                ("decode", self.pool.decode, self.ray.decode_nodes),
+            )
+            for index in range(size.least)
         ]
         front = replace(self.front, api_key=[])
         keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
         router = RoleSpec("router", 0, (*shared_args, *to_argv(front)), shared | keys)
         return [*workers, router]
+
+    def most(self, roles: list[RoleSpec]) -> list[RoleSpec]:
+        """The roles of the cluster at its largest, given those of its smallest."""
+        sizes = {"prefill": self.pool.prefill.most, "decode": self.pool.decode.most}
+        patterns = {spec.role: spec for spec in roles}
+        return [
+            replace(spec, index=index)
+            for role, spec in patterns.items()
+            for index in range(sizes.get(role, 1))
+        ]
+
+    def _pairs(self) -> int:
+        """How many prefill workers have a decode worker to stand beside."""
+        if self.ray.placement != "pair":
+            return 0
+        for name, size in (("prefill", self.pool.prefill), ("decode", self.pool.decode)):
+            if size.least < size.most:
+                raise ValueError(f"--placement pair: needs pools of a fixed size, not --{name} {size}")
+        return min(self.pool.prefill.least, self.pool.decode.least)
 
     def _cluster_secret(self) -> str:
         from rpc.auth import SECRET_VARIABLE, load_secret
@@ -104,7 +132,20 @@ class Plan:
         if device.startswith("cuda"):
             return 1
         cores = len(os.sched_getaffinity(0))
-        return max(1, cores // (self.pool.prefill + self.pool.decode))
+        return max(1, cores // (self.pool.prefill.most + self.pool.decode.most))
+
+
+def _labels(flag: str, given: list[str]) -> dict[str, str]:
+    """KEY=VALUE, as `ray start --labels` has them. Raises ValueError."""
+    labels = {}
+    for label in given:
+        key, is_, value = label.partition("=")
+        if not (key and is_ and value):
+            raise ValueError(
+                f"{flag} {label}: not of the form KEY=VALUE, as in `ray start --labels KEY=VALUE`"
+            )
+        labels[key] = value
+    return labels
 
 
 def default_device() -> str:

@@ -39,6 +39,7 @@ class RoleState:
     error: str = ""  # why the last run ended, for people; "" until one did, or when it ended well
     crash_loop: bool = False
     seconds_to_ready: float | None = None  # of the current run
+    node: str = ""  # where it runs, for people
 
 
 async def _forever(ready: Mapping[str, Any]) -> str:
@@ -65,6 +66,7 @@ class RoleProcess:
         log: Path,
         policy: RestartPolicy,
         until_silent: Watch = _forever,
+        node: str = "",
     ) -> None:
         self._command = list(command)
         self._environment = dict(environment)
@@ -74,7 +76,7 @@ class RoleProcess:
         self._epoch = os.urandom(8).hex()
         self._changes = 0
         self._changed = asyncio.Event()
-        self._state = RoleState(token=f"{self._epoch}.0", phase="starting")
+        self._state = RoleState(token=f"{self._epoch}.0", phase="starting", node=node)
         self._popen: subprocess.Popen[bytes] | None = None
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

@@ -145,6 +145,7 @@ def run_router(given: options.RouterRole) -> int:
             log_format=given.observe.log_format,
             log_level=given.observe.log_level,
             otlp_endpoint=given.observe.endpoint,
+            cluster_file=_path(members.cluster_file),
             ready_fd=given.process.ready_fd,
         )
         return router.main(config)

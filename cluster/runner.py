@@ -45,12 +45,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class RoleRunner:
-    """Owns one role's process, its log, and for a router the file of workers.
+    """Owns one role's process, its log, and for a router the files of workers and of the cluster's state.
 
     `directory` is private to the cluster, for sockets and the workers file; None makes one on this machine.
     `logs` is where logs go; None is `logs` in that directory. `peer` is an address ("host:port") that every
     machine of the cluster can reach: it decides on which interface a worker listens. None keeps the whole
-    cluster on 127.0.0.1.
+    cluster on 127.0.0.1. `node` names this machine, for people.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class RoleRunner:
         directory: Path | None = None,
         logs: Path | None = None,
         peer: str | None = None,
+        node: str = "",
         policy: RestartPolicy | None = None,
         program: Sequence[str] = BATON,
     ) -> None:
@@ -72,7 +73,8 @@ class RoleRunner:
         if spec.role == "router":
             self._workers_file = directory / f"router-{spec.index}.workers"
             write_atomically(self._workers_file, "")
-            own["workers_file"] = self._workers_file
+            self._cluster_file = directory / f"router-{spec.index}.cluster"
+            own |= {"workers_file": self._workers_file, "cluster_file": self._cluster_file}
         else:
             own |= {"run_dir": directory, "host": own_address(peer) if peer else None}
         environment = role_environment(
@@ -90,6 +92,7 @@ class RoleRunner:
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
             self._until_silent,
+            node or socket.gethostname(),
         )
         self._secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
 
@@ -106,10 +109,15 @@ class RoleRunner:
         """Waits until the role's state is another than the one with this token."""
         return await self._process.changed(token)
 
-    async def set_workers(self, addresses: Sequence[str]) -> None:
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+        """For a router: where the workers are, and what `baton status` shows beside."""
         write_atomically(self._workers_file, "".join(f"{address}\n" for address in addresses))
+        write_atomically(self._cluster_file, report)
 
     async def stop(self, signum: int, grace: float) -> None:
         await self._process.stop(signum, grace)
         if self._run_dir is not None:
             self._run_dir.remove()
+
+    def forget(self) -> None:
+        """Nothing is left to end."""

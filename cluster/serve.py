@@ -14,6 +14,7 @@ from typing import Any
 
 import setproctitle
 
+from cluster.autoscaler import Autoscaler
 from cluster.display import Display
 from cluster.janitor import Janitor
 from cluster.lifeline import adopt_orphans
@@ -101,7 +102,8 @@ class LocalCluster:
         """Returns when a signal says stop; `to_stop` then ends, in reverse order, what was started."""
         with self._display:
             self._display.stage("ray", "starting", 0.0)
-            cpus, gpus = sum(role.cpus for role in self._roles), sum(role.gpus for role in self._roles)
+            most = self._plan.most(self._roles)
+            cpus, gpus = sum(role.cpus for role in most), sum(role.gpus for role in most)
             ray = LocalRay(run_dir.directory("r"), cpus, gpus)
             await ray.start()
             to_stop.push_async_callback(ray.stop)
@@ -113,8 +115,10 @@ class LocalCluster:
             from cluster.actors import place  # imports ray
 
             sockets = run_dir.directory("run")
-            handles = [(role, place(role, sockets, self._logs)) for role in self._roles]
-            supervisor = Supervisor(handles, self._observe)
+            grace = self._plan.drain.drain_timeout + CANCEL_GRACE
+            supervisor = Supervisor(
+                self._roles, lambda role: place(role, sockets, self._logs), self._observe, grace
+            )
             following = asyncio.create_task(supervisor.run())
             to_stop.push_async_callback(self._stop_roles, supervisor, following)
             await self._until(self._ready(supervisor), following)
@@ -122,7 +126,10 @@ class LocalCluster:
             return
         self._up = True
         self._display.ready(self._plan, self._logs)
-        await self._until(self._forever(), following)
+        secret = self._roles[0].environment["BATON_CLUSTER_SECRET"].encode()
+        scaling = asyncio.create_task(Autoscaler(supervisor, self._plan.pool, secret).run())
+        to_stop.callback(scaling.cancel)
+        await self._until(self._forever(), following, scaling)
 
     async def _ready(self, supervisor: Supervisor) -> None:
         while not all(state.phase == "ready" for _, state in supervisor.states()):
@@ -142,11 +149,11 @@ class LocalCluster:
         if self._failure is not None:
             raise self._failure
 
-    async def _until(self, what: Coroutine[Any, Any, None], following: asyncio.Task[None]) -> None:
-        """Waits for `what` or for a signal to stop. Raises what `what` or the supervisor raises."""
+    async def _until(self, what: Coroutine[Any, Any, None], *beside: asyncio.Task[None]) -> None:
+        """Waits for `what` or for a signal to stop. Raises what `what` or any task beside it raises."""
         task = asyncio.create_task(what)
         stop = asyncio.create_task(self._signals.stop.wait())
-        done, _ = await asyncio.wait({task, stop, following}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({task, stop, *beside}, return_when=asyncio.FIRST_COMPLETED)
         task.cancel()
         stop.cancel()
         for finished in done:
@@ -182,7 +189,9 @@ class LocalCluster:
             loop = " It keeps crashing; see its log." if state.crash_loop else ""
             self._display.line(f"{role.name}: {state.error}; starting it again.{loop}")
         elif state.phase == "ready":
-            self._display.line(f"{role.name}: ready again after {state.seconds_to_ready:.1f} s")
+            self._display.line(f"{role.name}: ready after {state.seconds_to_ready:.1f} s")
+        elif state.phase == "stopped":
+            self._display.line(f"{role.name}: drained; the pool needs it no longer")
 
     def _ray_lost(self, name: str) -> None:
         if not self._signals.stop.is_set():

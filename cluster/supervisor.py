@@ -1,75 +1,129 @@
 """Follows every role, keeps the registry of ready workers, and gives it to every router.
 
-It starts no process itself: it is given one handle per role. Behind a handle is an actor, or in tests the
-runner itself; both answer the same three calls.
+It starts no process itself: `place` gives it a handle for each role. Behind a handle is an actor, or in tests
+the runner itself; both answer the same calls. Pools may grow and shrink: a worker that leaves is first taken
+off the routers' list, then drained, then forgotten.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import contextlib
+import json
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
-from cluster.plan import RoleSpec
+from cluster.plan import RoleName, RoleSpec
 from cluster.role_process import RoleState
 
 Observer = Callable[[RoleSpec, RoleState], None]
 
 _LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is asked again; Ray needs about a second to start it
+_SHOWN = ("phase", "stage", "fraction", "crash_loop", "seconds_to_ready", "pid", "node")  # of RoleState
 
 
 class RoleHandle(Protocol):
-    """How the supervisor reaches one role."""
+    """How the supervisor reaches one role. Every call raises ConnectionError if the actor is lost."""
 
     async def start(self) -> RoleState: ...
 
     async def changed(self, token: str) -> RoleState:
-        """Waits for another state than that of `token`. Raises ConnectionError if the actor is lost."""
+        """Waits for another state than that of `token`."""
         ...
 
-    async def set_workers(self, addresses: Sequence[str]) -> None:
-        """Routers only: the gRPC addresses of all ready workers."""
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+        """Routers only: the gRPC addresses of all ready workers, and what `baton status` shows (JSON)."""
         ...
 
     async def stop(self, signum: int, grace: float) -> None: ...
 
+    def forget(self) -> None:
+        """The role has stopped for good: ends what held it."""
+        ...
 
-@dataclass
+
+@dataclass(eq=False)
 class _Member:
     spec: RoleSpec
     handle: RoleHandle
     state: RoleState
-    told: tuple[str, ...] | None = None  # routers: the addresses it was given last
+    leaving: bool = False  # off the list; it drains, and then it is gone
+    restarts: int = 0  # of earlier actors; the present one counts its own
+    last_exit: str = ""  # why its last run ended, whichever actor's it was
+    told: tuple[tuple[str, ...], str] | None = None  # routers: what it was given last
 
 
 class Supervisor:
-    """Owns the registry. `run` follows the roles until `stop` has ended them."""
+    """Owns the registry. `run` follows the roles until `stop` has ended them.
+
+    Attributes:
+        pools: what the autoscaler has to say of each pool; part of the report.
+    """
 
     def __init__(
-        self, roles: Sequence[tuple[RoleSpec, RoleHandle]], observer: Observer = lambda spec, state: None
+        self,
+        roles: Iterable[RoleSpec],
+        place: Callable[[RoleSpec], RoleHandle],
+        observer: Observer = lambda spec, state: None,
+        drain_grace: float = 0.0,
     ) -> None:
-        unknown = RoleState(token="", phase="starting")
-        self._members = [_Member(spec, handle, unknown) for spec, handle in roles]
+        self.pools: Mapping[str, Any] = {}
+        self._place = place
+        self._members = [self._placed(spec) for spec in roles]
+        self._patterns = {member.spec.role: member.spec for member in self._members}
         self._observer = observer
+        self._drain_grace = drain_grace
         self._stopping = False
+        self._tasks = asyncio.TaskGroup()
+
+    def _placed(self, spec: RoleSpec) -> _Member:
+        return _Member(spec, self._place(spec), RoleState(token="", phase="starting"))
+
+    # ------------------------------------------------------------ what there is
 
     def states(self) -> list[tuple[RoleSpec, RoleState]]:
         return [(member.spec, member.state) for member in self._members]
 
+    def pool(self, role: RoleName) -> list[RoleState]:
+        """Of those that are there to stay."""
+        return [m.state for m in self._members if m.spec.role == role and not m.leaving]
+
     def worker_addresses(self) -> tuple[str, ...]:
-        """gRPC addresses of the workers that are ready now."""
+        """gRPC addresses of the workers that are ready now, and stay."""
         return tuple(
             str(member.state.ready["address"])
             for member in self._members
-            if member.spec.role != "router" and member.state.ready is not None
+            if member.spec.role != "router" and member.state.ready is not None and not member.leaving
         )
+
+    def report(self) -> str:
+        """What `baton status` shows of roles and pools, as JSON: also of those that no router can reach."""
+        roles = []
+        for member in self._members:
+            state = asdict(member.state)
+            ready = state.pop("ready") or {}
+            roles.append(
+                {
+                    "role": member.spec.role,
+                    "index": member.spec.index,
+                    "address": ready.get("address"),
+                    "leaving": member.leaving,
+                    "restarts": member.restarts + state.pop("restarts"),
+                    "last_exit": member.last_exit,
+                    **{key: state[key] for key in _SHOWN},
+                }
+            )
+        return json.dumps({"roles": roles, "pools": self.pools})
+
+    # ------------------------------------------------------------ life
 
     async def run(self) -> None:
         """Starts every role and follows it until it is stopped."""
-        async with asyncio.TaskGroup() as tasks:
+        async with self._tasks:
             for member in self._members:
-                tasks.create_task(self._follow(member))
+                self._tasks.create_task(self._follow(member))
 
     async def stop(self, signum: int, grace: float) -> None:
         """Ends routers first, so that no request meets a missing worker; then all workers at once."""
@@ -80,39 +134,76 @@ class Supervisor:
                 [m for m in self._members if (m.spec.role == "router") == routers],
             )
 
+    def resize(self, role: RoleName, size: int) -> None:
+        """Makes a pool of workers larger, or smaller: then its last ones drain. Returns at once."""
+        staying = [m for m in self._members if m.spec.role == role and not m.leaving]
+        used = {m.spec.index for m in self._members if m.spec.role == role}
+        for index in [i for i in range(size + len(used)) if i not in used][: max(0, size - len(staying))]:
+            member = self._placed(replace(self._patterns[role], index=index))
+            self._members.append(member)
+            self._tasks.create_task(self._follow(member))
+        # Those that do not serve go first.
+        staying.sort(key=lambda m: (m.state.phase == "ready", -m.spec.index))
+        for member in staying[: max(0, len(staying) - size)]:
+            member.leaving = True
+            self._tasks.create_task(self._leave(member))
+
+    async def refresh(self) -> None:
+        """Tells routers what is new in the report."""
+        await self._tell_routers()
+
+    async def _leave(self, member: _Member) -> None:
+        await self._tell_routers()  # from now on nobody sends it anything new
+        with contextlib.suppress(ConnectionError):  # its process died with its actor
+            await member.handle.stop(signal.SIGTERM, self._drain_grace)
+        if not self._stopping:
+            await self._forget(member)
+
+    async def _forget(self, member: _Member) -> None:
+        member.handle.forget()
+        self._members.remove(member)
+        await self._tell_routers()
+
     async def _follow(self, member: _Member) -> None:
-        while not (self._stopping and member.state.phase == "stopped"):
+        while member.state.phase != "stopped":
             try:
                 if not member.state.token:
                     await member.handle.start()
                 state = await member.handle.changed(member.state.token)
             except ConnectionError as lost:
-                if self._stopping:
+                if self._stopping or member.leaving:
                     return
                 # Its process died with its actor. Ray starts the actor again; there we start the role again.
                 member.told = None
+                if member.state.token:  # not the second time in a row
+                    member.restarts += member.state.restarts + 1
                 state = RoleState(token="", phase="waiting", error=str(lost))
             member.state = state
+            member.last_exit = state.error or member.last_exit
             self._observer(member.spec, state)
             await self._tell_routers()
             if not state.token:
                 await asyncio.sleep(_LOST_ACTOR_DELAY)
+        if not self._stopping and not member.leaving:  # a supervisor before this one had it drain
+            await self._forget(member)
+
+    # ------------------------------------------------------------ routers
 
     async def _tell_routers(self) -> None:
         """Brings every running router up to date; one that cannot be reached is told when it is back."""
         if self._stopping:
             return  # routers are the first to go
-        addresses = self.worker_addresses()
+        news = (self.worker_addresses(), self.report())
 
         async def tell(router: _Member) -> None:
-            router.told = addresses
+            router.told = news
             try:
-                await router.handle.set_workers(addresses)
+                await router.handle.set_workers(*news)
             except ConnectionError:
                 router.told = None
 
         outdated = [m for m in self._members if m.spec.role == "router" and m.state.token]
-        await self._each(tell, [m for m in outdated if m.told != addresses])
+        await self._each(tell, [m for m in outdated if m.told != news])
 
     @staticmethod
     async def _each(do: Callable[[_Member], Awaitable[None]], members: Sequence[_Member]) -> None:

@@ -42,6 +42,8 @@ class RouterConfig:
     """One address a line; read again whenever it is replaced."""
     discovery: Discovery | None = None
     """Finds workers by other means than a list or a file."""
+    cluster_file: str | None = None
+    """What a supervisor knows of all roles, as JSON, replaced atomically; part of `/status`."""
     request_timeout: float = 600.0
     """Seconds that one request may take in all."""
     client_timeout: float = 30.0

@@ -1,7 +1,9 @@
 """What `baton status` shows: the router, and every worker as it is now."""
 
 import asyncio
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
@@ -30,7 +32,16 @@ async def router_status(config: RouterConfig, services: Services, draining: bool
             "waiting_tokens": services.admission.waiting_tokens,
         },
         "workers": list(await asyncio.gather(*map(_worker, pool.connections))),
+        "cluster": _cluster(config.cluster_file),
     }
+
+
+def _cluster(file: str | None) -> dict[str, Any] | None:
+    """As its supervisor sees it; None where nobody supervises, or has said anything yet."""
+    try:
+        return json.loads(Path(file).read_text()) if file is not None else None
+    except FileNotFoundError:
+        return None
 
 
 async def _worker(connection: WorkerConnection) -> dict[str, Any]:

@@ -249,6 +249,7 @@ class Service:
             arena_slots_total=transfer.slots_total,
             prefill_tokens_per_s=engine.prefill_tokens_per_s,
             step_seconds=engine.step_seconds,
+            prompt_tokens=engine.prompt_tokens,
         )
         return self._last_status
 

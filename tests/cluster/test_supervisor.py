@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from cluster.role_process import RoleState
 from cluster.runner import RoleRunner
 from cluster.supervisor import Supervisor
 
-from .conftest import FAKE, Up, eventually, until_ready, up
+from .conftest import FAKE, Up, eventually, gone, until_ready, up
 
 
 def spec(role: RoleName, index: int = 0, **environment: str) -> RoleSpec:
@@ -32,14 +34,27 @@ def runner(tmp_path: Path, role: RoleSpec) -> RoleRunner:
 class Cluster:
     def __init__(self, tmp_path: Path) -> None:
         self.specs = [spec("prefill"), spec("decode"), spec("decode", 1), spec("router")]
-        self.runners = {s.name: runner(tmp_path, s) for s in self.specs}
+        self.tmp_path = tmp_path
         self.events: list[tuple[str, str]] = []
         self.supervisor = Supervisor(
-            [(s, self.runners[s.name]) for s in self.specs],
+            self.specs,
+            self.place,
             lambda s, state: self.events.append((s.name, state.phase)),
+            drain_grace=10,
         )
         self.file = tmp_path / "router-0.workers"
         self.running = asyncio.create_task(self.supervisor.run())
+
+    def place(self, spec: RoleSpec) -> RoleRunner:
+        return runner(self.tmp_path, spec)
+
+    def report(self, name: str) -> dict[str, Any]:
+        """What the router was told of one role."""
+        told = json.loads((self.tmp_path / "router-0.cluster").read_text())
+        return next((role for role in told["roles"] if f"{role['role']} {role['index']}" == name), {})
+
+    def names(self) -> list[str]:
+        return [s.name for s, _ in self.supervisor.states()]
 
     def member(self, name: str) -> Up:
         return next(up(state) for s, state in self.supervisor.states() if s.name == name)
@@ -106,6 +121,60 @@ async def test_roles_get_secrets_in_the_environment_and_nothing_of_ours_or_rays(
     assert "x" * 32 not in Path(f"/proc/{state.pid}/cmdline").read_text()
 
 
+async def test_a_crash_loop_is_told_with_its_reason_while_the_others_serve(
+    tmp_path: Path, running: Cluster
+) -> None:
+    before = running.listed()
+    running.supervisor._patterns["prefill"] = spec("prefill", MISBEHAVIOUR="crash")
+    running.supervisor.resize("prefill", 2)
+    await eventually(lambda: running.report("prefill 1").get("crash_loop") is True, 20)
+    told = running.report("prefill 1")
+    assert told["restarts"] >= 4
+    assert told["last_exit"] == "was killed by SIGKILL"
+    assert told["node"] == socket.gethostname()
+    assert running.listed() == before
+    running.supervisor.resize("prefill", 1)
+    await eventually(lambda: running.names() == ["prefill 0", "decode 0", "decode 1", "router 0"])
+    assert running.listed() == before, "who does not serve goes first"
+
+
+async def test_a_pool_grows_and_shrinks(running: Cluster) -> None:
+    running.supervisor.resize("decode", 4)
+    await eventually(lambda: len(running.listed()) == 5)
+    assert running.names()[-2:] == ["decode 2", "decode 3"]
+    leaving = running.member("decode 3")
+    running.supervisor.resize("decode", 3)
+    await eventually(lambda: "decode 3" not in running.names())
+    assert gone(leaving.pid)
+    assert len(running.listed()) == 4
+    assert ("decode 3", "stopped") in running.events
+    running.supervisor.resize("decode", 4)
+    await eventually(lambda: len(running.listed()) == 5)
+    assert running.member("decode 3").said["incarnation"] != leaving.said["incarnation"]
+
+
+async def test_who_leaves_is_off_the_list_before_it_is_told_to_stop(tmp_path: Path) -> None:
+    asked: list[str] = []
+    router, worker = spec("router"), spec("decode")
+    supervisor = Supervisor(
+        [router, worker, spec("decode", 1)],
+        lambda s: Watched(runner(tmp_path, s), s.name, asked),
+        drain_grace=10,
+    )
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: all(state.phase == "ready" for _, state in supervisor.states()))
+    await eventually(lambda: len((tmp_path / "router-0.workers").read_text().split()) == 2)
+    asked.clear()
+    supervisor.resize("decode", 1)
+    await eventually(lambda: "decode 1 forgotten" in asked)
+    of_interest = [what for what in asked if what != "router 0 told"]
+    assert of_interest == ["decode 1 stopped", "decode 1 forgotten"]
+    assert asked[0] == "router 0 told"
+    assert (tmp_path / "router-0.workers").read_text().split() == list(supervisor.worker_addresses())
+    await supervisor.stop(signal.SIGKILL, 0)
+    await running
+
+
 class Watched:
     """The real handle of a role, with a note of what it was asked, and a way to lose it."""
 
@@ -121,19 +190,22 @@ class Watched:
             raise ConnectionError("lost its actor")
         return await self._inner.changed(token)
 
-    async def set_workers(self, addresses: Sequence[str]) -> None:
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         self._asked.append(f"{self._name} told")
-        await self._inner.set_workers(addresses)
+        await self._inner.set_workers(addresses, report)
 
     async def stop(self, signum: int, grace: float) -> None:
         await self._inner.stop(signum, grace)
         self._asked.append(f"{self._name} stopped")
 
+    def forget(self) -> None:
+        self._asked.append(f"{self._name} forgotten")
+
 
 async def test_routers_stop_before_workers(tmp_path: Path) -> None:
     asked: list[str] = []
     specs = [spec("prefill"), spec("decode"), spec("router")]
-    supervisor = Supervisor([(s, Watched(runner(tmp_path, s), s.role, asked)) for s in specs])
+    supervisor = Supervisor(specs, lambda s: Watched(runner(tmp_path, s), s.role, asked))
     running = asyncio.create_task(supervisor.run())
     await eventually(lambda: all(state.phase == "ready" for _, state in supervisor.states()))
     asked.clear()
@@ -148,7 +220,7 @@ async def test_a_lost_actor_is_asked_until_it_is_back_and_its_router_told_again(
     asked: list[str] = []
     worker, router = spec("decode"), spec("router")
     handle = Watched(runner(tmp_path, router), "router", asked)
-    supervisor = Supervisor([(worker, runner(tmp_path, worker)), (router, handle)])
+    supervisor = Supervisor([worker, router], lambda s: handle if s is router else runner(tmp_path, worker))
     running = asyncio.create_task(supervisor.run())
 
     def ready() -> bool:

@@ -48,33 +48,38 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=30) as response:
             return json.load(response)
 
-    def pools_when_idle(self) -> list[str]:
-        """What is not whole in any worker's pools; empty when all is well."""
-        wrong: list[str] = []
-        for worker in self.get("/status")["workers"]:
-            status = worker["status"]
-            name = f"{worker['role']} {worker['index']}"
-            if status["blocks_free"] != status["blocks_total"]:
-                wrong.append(f"{name}: {status['blocks_free']} of {status['blocks_total']} blocks free")
-            if status["arena_slots_free"] != status["arena_slots_total"]:
-                wrong.append(
-                    f"{name}: {status['arena_slots_free']} of {status['arena_slots_total']} slots free"
-                )
-            wrong += [
-                f"{name}: {status[key]} {key}"
-                for key in (
-                    "requests_running", "requests_waiting", "tokens_waiting", "held_prefills", "reservations",
-                    "transfers_open",
-                )
-                if status[key]
-            ]  # fmt: skip
-        return wrong
-
     def assert_whole(self, within_s: float = 5.0) -> None:
-        """All pools whole, at the latest `within_s` after the last answer (releases are asynchronous)."""
-        deadline = time.monotonic() + within_s
-        while wrong := self.pools_when_idle():
-            assert time.monotonic() < deadline, "; ".join(wrong)
+        assert_whole(self.url, within_s)
+
+
+def assert_whole(url: str, within_s: float = 5.0) -> None:
+    """All pools whole, at the latest `within_s` after the last answer (releases are asynchronous)."""
+    deadline = time.monotonic() + within_s
+    while wrong := pools_when_idle(url):
+        assert time.monotonic() < deadline, "; ".join(wrong)
+
+
+def pools_when_idle(url: str) -> list[str]:
+    """What is not whole in any worker's pools; empty when all is well."""
+    wrong: list[str] = []
+    with urllib.request.urlopen(f"{url}/status", timeout=30) as response:
+        workers = json.load(response)["workers"]
+    for worker in workers:
+        status = worker["status"]
+        name = f"{worker['role']} {worker['index']}"
+        if status["blocks_free"] != status["blocks_total"]:
+            wrong.append(f"{name}: {status['blocks_free']} of {status['blocks_total']} blocks free")
+        if status["arena_slots_free"] != status["arena_slots_total"]:
+            wrong.append(f"{name}: {status['arena_slots_free']} of {status['arena_slots_total']} slots free")
+        wrong += [
+            f"{name}: {status[key]} {key}"
+            for key in (
+                "requests_running", "requests_waiting", "tokens_waiting", "held_prefills", "reservations",
+                "transfers_open",
+            )
+            if status[key]
+        ]  # fmt: skip
+    return wrong
 
 
 def start_server(tmp: Path, *flags: str) -> Server:

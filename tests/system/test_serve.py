@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -122,7 +123,7 @@ def test_status_shows_every_worker(served: Serve) -> None:
     assert all(worker["state"] == "ready" for worker in workers.values())
     table = served.machine.baton("status", "--url", served.url)
     assert table.returncode == 0, table.stderr
-    for words in ("prefill 0", "decode 0", "ready", "%"):
+    for words in ("prefill 0", "decode 0", "ready", "%", "restarts", socket.gethostname()):
         assert words in table.stdout
 
 

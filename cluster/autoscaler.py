@@ -1,0 +1,148 @@
+"""Looks at every worker once a second and makes the pools as large as `scaling` says.
+
+It runs beside the supervisor, wherever that is. On a Ray with an autoscaler of its own nothing else is
+needed: a worker without a place asks Ray for its resources, and Ray adds machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grpc
+
+import rpc
+from cluster.options import PoolOptions, PoolSize
+from cluster.scaling import DecodeDemand, DecodeLoad, Needed, PrefillDemand, PrefillLoad, Scaler
+from cluster.supervisor import Supervisor
+from rpc import worker_pb2 as pb
+from rpc.worker_pb2_grpc import WorkerStub
+
+INTERVAL = 1.0  # seconds
+PATIENCE = 2.0  # seconds that a worker has to tell its load
+
+ScaledRole = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one worker told. `done`: prompt tokens it prefilled since the last time it was asked."""
+
+    status: pb.WorkerStatus
+    done: int
+
+
+class Autoscaler:
+    """Owns its connections to workers, and what it remembers of their loads."""
+
+    def __init__(self, supervisor: Supervisor, pools: PoolOptions, secret: bytes) -> None:
+        self._supervisor = supervisor
+        self._secret = secret
+        self._sizes: dict[ScaledRole, PoolSize] = {"prefill": pools.prefill, "decode": pools.decode}
+        self._scalers = {
+            role: Scaler(size.least, size.most, pools.shrink_after)
+            for role, size in self._sizes.items()
+            if size.least < size.most
+        }
+        self._prefill = PrefillDemand(pools.ttft_target / 1000)
+        self._decode = DecodeDemand(pools.ttit_target / 1000)
+        self._done = 0
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._last_done: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        if not self._scalers:
+            await asyncio.Event().wait()
+        try:
+            while True:
+                await asyncio.sleep(INTERVAL)
+                await self._look(time.monotonic())
+        finally:
+            for channel in self._channels.values():
+                await channel.close(None)
+
+    async def _look(self, now: float) -> None:
+        addresses = {role: self._ready(role) for role in self._scalers}
+        await self._forget_all_but({address for ready in addresses.values() for address in ready})
+        pools: dict[str, Any] = {}
+        for role, scaler in self._scalers.items():
+            answers = await asyncio.gather(*map(self._ask, addresses[role]))
+            samples = [sample for sample in answers if sample is not None]
+            if len(samples) < len(answers):
+                continue  # a part of the load would look like less of it: not now
+            needed = self._needed(role, now, samples)
+            states = self._supervisor.pool(role)
+            starting = any(state.phase != "ready" and not state.crash_loop for state in states)
+            workers = None if needed is None else needed.workers
+            size = scaler.decide(now, workers, len(states), starting=starting)
+            if size != len(states):
+                self._supervisor.resize(role, size)
+            pools[role] = {
+                "size": size,
+                "ready": len(samples),
+                "least": scaler.least,
+                "most": scaler.most,
+                "needed": None if workers is None else round(workers, 2),
+                "why": needed.why if needed else "no worker has measured its speed yet",
+            }
+        self._supervisor.pools = {**self._supervisor.pools, **pools}
+        await self._supervisor.refresh()
+
+    def _needed(self, role: ScaledRole, now: float, samples: list[Sample]) -> Needed | None:
+        if role == "prefill":
+            self._done += sum(sample.done for sample in samples)
+            return self._prefill.needed(now, prefill_load([s.status for s in samples], self._done))
+        return self._decode.needed(decode_load([s.status for s in samples]))
+
+    # ------------------------------------------------------------ workers
+
+    def _ready(self, role: ScaledRole) -> list[str]:
+        return [
+            str(state.ready["address"]) for state in self._supervisor.pool(role) if state.ready is not None
+        ]
+
+    async def _ask(self, address: str) -> Sample | None:
+        if address not in self._channels:
+            self._channels[address] = rpc.connect(address, self._secret)
+        answer: Awaitable[pb.WorkerStatus] = WorkerStub(self._channels[address]).GetStatus(
+            pb.StatusRequest(), timeout=PATIENCE
+        )
+        try:
+            status = await answer
+        except grpc.RpcError:
+            return None  # its own supervision says what is wrong with it
+        done = status.prompt_tokens - self._last_done.get(address, 0)
+        self._last_done[address] = status.prompt_tokens
+        return Sample(status, max(0, done))
+
+    async def _forget_all_but(self, addresses: set[str]) -> None:
+        for address in self._channels.keys() - addresses:
+            await self._channels.pop(address).close(None)
+            self._last_done.pop(address, None)
+
+
+def prefill_load(statuses: list[pb.WorkerStatus], done: int) -> PrefillLoad:
+    speeds = [status.prefill_tokens_per_s for status in statuses if status.prefill_tokens_per_s]
+    return PrefillLoad(
+        done=done,
+        waiting=sum(status.tokens_waiting for status in statuses),
+        queued=sum(
+            status.tokens_waiting
+            * status.requests_waiting
+            / (status.requests_waiting + status.requests_running)
+            for status in statuses
+            if status.requests_waiting
+        ),
+        speed=sum(speeds) / len(speeds) if speeds else 0.0,
+    )
+
+
+def decode_load(statuses: list[pb.WorkerStatus]) -> DecodeLoad:
+    return DecodeLoad(
+        kv_used=tuple(1 - status.blocks_free / status.blocks_total for status in statuses),
+        steps=tuple(s.step_seconds for s in statuses if s.requests_running and s.step_seconds),
+    )

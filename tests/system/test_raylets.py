@@ -1,0 +1,212 @@
+"""`baton serve --ray-address` on a Ray of several nodes: what it loses, one after another, under load.
+
+The cluster outlives the command that started it, and no client notices that workers, raylets, the supervisor
+or GCS die: every stream says, token for token, what it says on a healthy cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from bench.chaos.load import Load, judge
+from bench.chaos.streams import Case, cases, expected
+
+from .conftest import assert_whole, free_port
+from .machine import Machine, alive, titled, tree, until
+from .raylets import Raylets
+
+T = TypeVar("T")
+CASES = cases(8, 24)
+FLAGS = (
+    "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600", "--max-num-batched-tokens", "64",
+    "--engine-timeout", "10", "--peer-timeout", "3", "--drain-timeout", "5",
+)  # fmt: skip
+BACK_S = 120.0
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    machine = Machine()
+    yield machine
+    machine.remove()
+
+
+@pytest.fixture
+def raylets(machine: Machine) -> Iterator[Raylets]:
+    raylets = Raylets(machine.home / "ray", machine.environment)
+    machine.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(raylets.token)}
+    try:
+        yield raylets
+    finally:
+        raylets.close()
+
+
+class Joined:
+    """A cluster there, and a look at it from outside."""
+
+    def __init__(self, machine: Machine, raylets: Raylets, prefill: int, decode: int, *flags: str) -> None:
+        self.machine, self.raylets = machine, raylets
+        self.names = [f"prefill {i}" for i in range(prefill)] + [f"decode {i}" for i in range(decode)]
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.flags = ("--ray-address", raylets.address)
+        pools = ("--prefill", str(prefill), "--decode", str(decode))
+        served = machine.baton("serve", *self.flags, "--port", str(port), *pools, *FLAGS, *flags, within=240)
+        assert served.returncode == 0, served.stdout + served.stderr
+        self.right: dict[Case, list[int]] = asyncio.run(expected(self.url, CASES))
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(self.url + "/status", timeout=30) as response:
+            return json.load(response)
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        """As the supervisor sees them."""
+        return {f"{r['role']} {r['index']}": r for r in self.status()["cluster"]["roles"]}
+
+    def incarnations(self) -> dict[str, str]:
+        """Of the workers that the router has."""
+        return {
+            f"{w['role']} {w['index']}": w["incarnation"]
+            for w in self.status()["workers"]
+            if w["state"] == "ready"
+        }
+
+    def nodes(self) -> dict[str, str]:
+        """The beginning of the id of each role's node."""
+        return {name: role["node"].split()[-1] for name, role in self.roles().items()}
+
+    def until_replaced(self, names: list[str], before: dict[str, str]) -> None:
+        """New incarnations of these; the others as they were."""
+
+        def replaced() -> bool | None:
+            now = self.incarnations()
+            if now.keys() != set(self.names) or any(now[name] == before[name] for name in names):
+                return None
+            return all(role["phase"] == "ready" for role in self.roles().values()) or None
+
+        until(replaced, BACK_S, f"new incarnations of {names}")
+        now = self.incarnations()
+        assert [name for name in self.names if now[name] != before[name]] == sorted(
+            names, key=self.names.index
+        )
+
+    @asynccontextmanager
+    async def under_load(self, clients: int) -> AsyncIterator[Load]:
+        """Afterwards, every answer was right."""
+        load, stop = Load(self.url, CASES, random.Random(1)), asyncio.Event()
+        running = asyncio.create_task(load.run(clients, stop))
+        try:
+            yield load
+        finally:
+            stop.set()
+            await running
+        verdict = judge(load.streams, self.right)
+        assert (verdict.failed, verdict.lost_or_repeated, verdict.different) == (0, 0, 0), verdict.errors
+        assert verdict.requests >= clients
+
+    def assert_whole(self) -> None:
+        """Nothing orphaned: one process for each role, in the one place where its actor is; pools whole."""
+        head = self.raylets.process.pid
+        titles = [Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0")[0].decode() for p in tree(head)]
+        for name in (*self.names, "router 0"):
+            assert titles.count(f"baton: {name}") == 1, titles
+        assert_whole(self.url, 15)
+
+    def kill(self, name: str) -> None:
+        os.kill(self.roles()[name]["pid"], signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Nothing is left but Ray."""
+        head = self.raylets.process.pid
+        roles = [p for p in (titled(head, f"baton: {name}") for name in (*self.names, "router 0")) if p]
+        family = [*roles, *(process for role in roles for process in tree(role.pid))]
+        assert len(roles) == len(self.names) + 1
+        stopped = self.machine.baton("stop", *self.flags)
+        assert stopped.returncode == 0, stopped.stderr
+        assert alive(family) == []
+        assert list(self.machine.tmp.glob("baton*")) == []
+
+
+async def progress(load: Load, answers: int) -> None:
+    """Waits for so many further answers: streams go on."""
+    target = len(load.streams) + answers
+    async with asyncio.timeout(BACK_S):
+        while len(load.streams) < target:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def off(what: Callable[..., T], *args: Any) -> T:
+    return await asyncio.to_thread(what, *args)
+
+
+async def survive(joined: Joined, raylets: list[str], clients: int) -> None:
+    """Each worker, each raylet of the list, the supervisor, GCS; one after another."""
+    async with joined.under_load(clients) as load:
+        for name in joined.names:
+            before = await off(joined.incarnations)
+            await off(joined.kill, name)
+            await off(joined.until_replaced, [name], before)
+        for node in raylets:
+            before, nodes = await off(joined.incarnations), await off(joined.nodes)
+            hit = [name for name in joined.names if node.startswith(nodes[name])]
+            assert hit, "a raylet without a worker says nothing"
+            await off(joined.raylets.kill, node)
+            await off(joined.until_replaced, hit, before)
+        before = await off(joined.incarnations)
+        supervisor = titled(joined.raylets.process.pid, "ray::ClusterActor")
+        assert supervisor is not None
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await off(
+            joined.kill, joined.names[0]
+        )  # only the next supervisor can tell the router of its successor
+        await off(joined.until_replaced, [joined.names[0]], before)
+        before = await off(joined.incarnations)
+        await off(joined.raylets.gcs, False)
+        await progress(load, clients)
+        await off(joined.kill, joined.names[-1])  # its actor starts it again, and needs no GCS for that
+        await off(joined.until_replaced, [joined.names[-1]], before)
+        await off(joined.raylets.gcs, True)
+        await progress(load, clients)
+    await off(joined.assert_whole)
+
+
+def test_one_of_each_over_two_raylets(machine: Machine, raylets: Raylets) -> None:
+    raylets.add(4)
+    other = raylets.add(2, side="far")
+    joined = Joined(machine, raylets, 1, 1, "--decode-nodes", "side=far")
+    nodes = joined.nodes()
+    assert other.startswith(nodes["decode 0"]), "its label says where"
+    again = machine.baton("serve", *joined.flags, "--port", str(free_port()))
+    assert again.returncode == 2
+    assert "baton stop" in again.stderr
+    raylets.add(2, side="far")  # where decode goes when the first one is gone
+    asyncio.run(survive(joined, [other], clients=3))
+    shown = machine.baton("status", "--url", joined.url)
+    assert "lost its actor" in shown.stdout, "why decode was started again"
+    joined.stop()
+    nothing = machine.baton("stop", *joined.flags)
+    assert nothing.returncode == 2
+    assert "no cluster" in nothing.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_three_of_each_over_three_raylets(machine: Machine, raylets: Raylets) -> None:
+    nodes = [raylets.add(7) for _ in range(3)]
+    joined = Joined(machine, raylets, 3, 3)
+    placed = joined.nodes()
+    assert len({placed[name] for name in joined.names}) == 3, "spread over all nodes"
+    away = [node for node in nodes[1:] if not node.startswith(placed["router 0"])]
+    assert len(away) == 2, "the router is where the command was: on the head's node"
+    asyncio.run(survive(joined, away, clients=6))
+    joined.stop()
