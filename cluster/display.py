@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster.plan import Plan
+from cluster.processes import own_age
 
 
 class Display:
@@ -18,9 +19,12 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._started = time.monotonic()
+        self._started = time.monotonic() - own_age()  # what the user waited
         self._stages: dict[str, str] = {}
+        self._begins: list[tuple[float, str, str]] = []  # of stages: when, whose, which
         self._rows: dict[str, TaskID] = {}
+        self._begins.append((self._started, "command", "imports, options, the model's digest"))
+        self._begins.append((time.monotonic(), "command", "ready"))
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -45,6 +49,8 @@ class Display:
 
     def stage(self, name: str, stage: str, fraction: float) -> None:
         """`name` is in `stage`; "ready" is the last one. A line for each stage, a bar for each name."""
+        if self._stages.get(name) != stage:
+            self._begins.append((time.monotonic(), name, stage))
         if self._progress is not None:
             if name not in self._rows:
                 self._rows[name] = self._progress.add_task(stage, name=name, total=1.0)
@@ -53,6 +59,14 @@ class Display:
         elif self._stages.get(name) != stage:
             self.line(f"{time.monotonic() - self._started:6.1f} s  {name}: {stage}")
         self._stages[name] = stage
+
+    def timings(self) -> None:
+        """How long every stage took, in order; what runs at the same time shares the cores."""
+        self.line(f"\n{'begin':>7} {'took':>7}")
+        for number, (begin, name, stage) in enumerate(self._begins):
+            later = [at for at, other, _ in self._begins[number + 1 :] if other == name]
+            if later:  # else it is the last one, "ready"
+                self.line(f"{begin - self._started:6.2f}s {later[0] - begin:6.2f}s  {name}: {stage}")
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False)

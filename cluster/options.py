@@ -254,6 +254,14 @@ class PoolOptions:
 
 
 @dataclass(frozen=True)
+class StartOptions:
+    panel: ClassVar[str] = "Cluster"
+    timings: Annotated[
+        bool, opt("Show what the start spent its time on; asks for a first token at its end.")
+    ] = False
+
+
+@dataclass(frozen=True)
 class RayOptions:
     panel: ClassVar[str] = "Cluster"
     placement: Annotated[

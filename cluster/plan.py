@@ -40,6 +40,7 @@ class Plan:
 
     model: options.ModelOptions
     pool: options.PoolOptions
+    start: options.StartOptions
     ray: options.RayOptions
     front: options.FrontOptions
     engine: options.EngineOptions

@@ -51,6 +51,14 @@ def descendants(pid: int) -> list[Process]:
     return found
 
 
+def own_age() -> float:
+    """Seconds since this process was started, interpreter and imports included."""
+    ticks = int(
+        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    )  # since the machine's boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 class OrphanReaper:
     """Reaps orphans that became our children (see `lifeline.adopt_orphans`), and watches our own.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 import urllib.request
@@ -126,6 +127,8 @@ class LocalCluster:
             return
         self._up = True
         self._display.ready(self._plan, self._logs)
+        if self._plan.start.timings:
+            self._display.timings()
         secret = self._roles[0].environment["BATON_CLUSTER_SECRET"].encode()
         scaling = asyncio.create_task(Autoscaler(supervisor, self._plan.pool, secret).run())
         to_stop.callback(scaling.cancel)
@@ -135,8 +138,13 @@ class LocalCluster:
         while not all(state.phase == "ready" for _, state in supervisor.states()):
             await self._next_change()
         # The router is attaching to the workers; nothing tells us when it has.
+        self._display.stage("cluster", "router meets workers", 0.9)
         while not await asyncio.to_thread(_answers, f"{self._plan.url}/ready"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+        if self._plan.start.timings:
+            self._display.stage("cluster", "first token", 0.95)
+            await asyncio.to_thread(_first_token, self._plan)
+        self._display.stage("cluster", "ready", 1.0)
 
     async def _forever(self) -> None:
         while True:
@@ -206,6 +214,17 @@ def _answers(url: str) -> bool:
             return True
     except OSError:
         return False
+
+
+def _first_token(plan: Plan) -> None:
+    """Asks for one, as a client would. Raises OSError when there is none."""
+    headers = {"content-type": "application/json"}
+    if plan.front.api_key:
+        headers["authorization"] = f"Bearer {plan.front.api_key[0]}"
+    body = json.dumps({"model": plan.served_name(), "prompt": "Hello", "max_tokens": 1}).encode()
+    request = urllib.request.Request(f"{plan.url}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.read()
 
 
 def _tail(log: Path) -> str:

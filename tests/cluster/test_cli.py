@@ -92,6 +92,8 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--dtype", "int4"], {}, ["--dtype", "int4", "bfloat16"]),
         (["--prefil", "2"], {}, ["--prefil", "--prefill"]),
         (["--tensor-parallel-size", "2"], {}, ["--tensor-parallel-size", "2"]),
+        (["--prefill", "3:2"], {}, ["--prefill", "3:2", "1:4"]),
+        (["--decode", "0"], {}, ["--decode", "1:4"]),
         (["--enable-lora"], {}, ["--enable-lora", "merge", "--model"]),
         (["--quantization", "awq"], {}, ["--quantization", "--model"]),
         (["--trust-remote-code"], {}, ["--trust-remote-code", "never runs code"]),
@@ -175,6 +177,40 @@ def test_engines_share_the_cores(served: list[Plan], monkeypatch: pytest.MonkeyP
     baton("serve", "--device", "cpu", "--prefill", "9", "--decode", "9")
     assert [role.cpus for role in served[0].roles()] == [2, 2, 2, 1]
     assert {role.cpus for role in served[1].roles()} == {1}
+
+
+def test_pools_and_their_places(served: list[Plan], tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(
+        "prefill = 2\ndecode = '1:3'\nplacement = 'pack'\nprefill-nodes = ['gpu=h200', 'zone=a']"
+    )
+    baton("serve", "--config", str(config), "--device", "cuda")
+    baton("serve", "--placement", "pair", "--prefill", "2", "--decode", "3")
+    [plan, pairs] = served
+    roles = plan.roles()
+    assert [role.name for role in roles] == ["prefill 0", "prefill 1", "decode 0", "router 0"]
+    assert sorted(role.name for role in plan.most(roles)) == [
+        "decode 0", "decode 1", "decode 2", "prefill 0", "prefill 1", "router 0",
+    ]  # fmt: skip
+    assert [role.gpus for role in roles] == [1, 1, 1, 0]
+    assert [role.placement for role in roles[:3]] == ["pack"] * 3
+    assert [role.labels for role in roles[1:3]] == [{"gpu": "h200", "zone": "a"}, {}]
+    assert [role.name for role in pairs.roles() if role.placement == "pair"] == [
+        "prefill 0", "prefill 1", "decode 0", "decode 1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--placement", "pair", "--decode", "1:2"), "--placement pair"),
+        (("--prefill-nodes", "gpu"), "KEY=VALUE"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(flags: tuple[str, ...], words: str, served: list[Plan]) -> None:
+    baton("serve", *flags)
+    with pytest.raises(ValueError, match=words):
+        served[0].roles()
 
 
 def imports(*args: str, blocked: str = "") -> set[str]:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from cluster.cli import app
 from cluster.runner import PACKAGES
 
-STATUS = {
+STATUS: dict[str, Any] = {
     "workers": [
         {
             "role": "decode", "index": 0, "incarnation": "7cd5cd6aa2f23fee", "state": "ready",
@@ -158,6 +158,29 @@ def test_status_as_a_table_and_as_json(url: str) -> None:
     assert lines[2].split()[:3] == ["decode", "0", "ready"]
     assert "25%" in lines[2]
     assert json.loads(baton("status", "--url", url, "--json").stdout) == STATUS
+
+
+def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    common = {"stage": "ready", "address": None, "crash_loop": False, "leaving": False, "node": "host-a"}
+    roles = [
+        common | {"role": "decode", "index": 0, "phase": "ready", "restarts": 2, "last_exit": "was killed"},
+        common | {"role": "decode", "index": 1, "phase": "starting", "restarts": 0, "last_exit": ""},
+        common | {"role": "prefill", "index": 1, "phase": "waiting", "restarts": 7, "last_exit": "no memory"}
+        | {"crash_loop": True},
+        common | {"role": "router", "index": 0, "phase": "ready", "restarts": 0, "last_exit": ""},
+    ]  # fmt: skip
+    pool = {"size": 2, "ready": 1, "least": 1, "most": 4, "needed": 1.7, "why": "the queue"}
+    monkeypatch.setitem(STATUS, "cluster", {"roles": roles, "pools": {"decode": pool}})
+    lines = baton("status", "--url", url).stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:5]] == [
+        ["prefill", "0"], ["prefill", "1"], ["decode", "0"], ["decode", "1"],
+    ]  # fmt: skip
+    assert "waiting CRASH LOOP" in lines[2]
+    assert lines[2].split()[-4:] == ["7", "no", "memory", "host-a"]
+    assert lines[3].split()[2] == "ready"
+    assert lines[3].split()[-4:] == ["2", "was", "killed", "host-a"]
+    assert "starting" in lines[4]
+    assert lines[5] == "decode: 2 workers (1 to 4), 1.7 needed: the queue"
 
 
 def test_nobody_there_and_the_wrong_key(url: str) -> None:

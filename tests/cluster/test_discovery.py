@@ -16,7 +16,7 @@ from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.plan import RoleSpec
 from cluster.role_process import RoleState
 from cluster.runner import RoleRunner, write_atomically
-from cluster.supervisor import Supervisor
+from cluster.supervisor import RoleHandle, Supervisor
 from router.discovery import Discovery, FileDiscovery, StaticDiscovery
 
 from .conftest import FAKE
@@ -93,10 +93,12 @@ class Worker:
             await self._changed.wait_for(lambda: self._state.token != token)
             return self._state
 
-    async def set_workers(self, addresses: Sequence[str]) -> None:
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         raise AssertionError("only routers are told")
 
     async def stop(self, signum: int, grace: float) -> None: ...
+
+    def forget(self) -> None: ...
 
 
 class Registry:
@@ -108,15 +110,16 @@ class Registry:
         spec = RoleSpec("router", 0, (), secret)
         self._router = RoleRunner(spec, directory, program=FAKE)
         self._workers = {address: Worker() for address in (A, B, C)}
-        self._roles = [
-            *((RoleSpec("decode", i, (), secret), worker) for i, worker in enumerate(self._workers.values())),
-            (spec, self._router),
-        ]
+        self._handles: dict[str, RoleHandle] = {
+            f"decode {i}": worker for i, worker in enumerate(self._workers.values())
+        }
+        self._roles = [*(RoleSpec("decode", i, (), secret) for i in range(len(self._handles))), spec]
+        self._handles["router 0"] = self._router
         self._supervising = self._supervise()
         self.discovery = FileDiscovery(str(directory / "router-0.workers"))
 
     def _supervise(self) -> asyncio.Task[None]:
-        return asyncio.create_task(Supervisor(self._roles).run())
+        return asyncio.create_task(Supervisor(self._roles, lambda role: self._handles[role.name]).run())
 
     async def join(self, address: str) -> None:
         await self._workers[address].become(address)

@@ -1,0 +1,133 @@
+"""The autoscaler between a real supervisor and workers that answer over gRPC; only loads are made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+import cluster.autoscaler
+import cluster.scaling
+from bench.fake_worker import SECRET, FakeWorker, Lanes
+from cluster.autoscaler import Autoscaler, decode_load, prefill_load
+from cluster.options import PoolOptions, PoolSize
+from cluster.plan import RoleSpec
+from cluster.role_process import RoleState
+from cluster.supervisor import Supervisor
+from rpc import worker_pb2 as pb
+
+from .conftest import eventually
+
+ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+
+
+@dataclass
+class Handle:
+    """A `RoleHandle` whose role is a worker in this process."""
+
+    worker: FakeWorker
+    token: int = 0
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> RoleState:
+        await self.worker.start()
+        return await self.changed("")
+
+    async def changed(self, token: str) -> RoleState:
+        if token == "1":
+            await self.stopped.wait()
+            return RoleState(token="2", phase="stopped")
+        return RoleState(token="1", phase="ready", ready={"address": self.worker.address})
+
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+        raise AssertionError("there is no router here")
+
+    async def stop(self, signum: int, grace: float) -> None:
+        await self.worker.kill()
+        self.stopped.set()
+
+    def forget(self) -> None: ...
+
+
+class Pools:
+    def __init__(self) -> None:
+        self.handles: dict[str, Handle] = {}
+        roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {})]
+        self.supervisor = Supervisor(roles, self.place)
+        pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=5)
+        self.autoscaler = Autoscaler(self.supervisor, pools, SECRET)
+        self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
+
+    def place(self, spec: RoleSpec) -> Handle:
+        worker = FakeWorker(ROLES[spec.role], Lanes(), [1], index=spec.index)
+        worker.status.prefill_tokens_per_s = 1000
+        self.handles[spec.name] = handle = Handle(worker)
+        return handle
+
+    def names(self) -> list[str]:
+        return sorted(spec.name for spec, _ in self.supervisor.states())
+
+    def load(self, role: str, **values: float) -> None:
+        for name, handle in self.handles.items():
+            if name.startswith(role):
+                for key, value in values.items():
+                    setattr(handle.worker.status, key, value)
+
+
+@pytest.fixture
+async def pools(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
+    monkeypatch.setattr(cluster.autoscaler, "INTERVAL", 0.02)
+    for name, seconds in (
+        ("GROW_AFTER", 0.2),
+        ("QUEUE_WINDOW", 0.2),
+        ("ARRIVAL_WINDOW", 0.5),
+        ("SHRINK_EVERY", 0.2),
+    ):
+        monkeypatch.setattr(cluster.scaling, name, seconds)
+    running = Pools()
+    running.autoscaler._scalers["prefill"].shrink_after = 1.0
+    running.autoscaler._scalers["decode"].shrink_after = 1.0
+    yield running
+    running.tasks[1].cancel()
+    await running.supervisor.stop(9, 0)
+    await running.tasks[0]
+
+
+async def test_each_pool_follows_its_own_signal_and_comes_back(pools: Pools) -> None:
+    await eventually(lambda: bool(pools.supervisor.pools))
+    pools.load("prefill", tokens_waiting=9000, requests_waiting=9, requests_running=1)
+    await eventually(lambda: pools.names() == ["decode 0", "prefill 0", "prefill 1", "prefill 2"])
+    assert pools.supervisor.pools["prefill"]["needed"] > 3
+    assert "queue" in pools.supervisor.pools["prefill"]["why"]
+    pools.load("decode", blocks_free=10)
+    await eventually(lambda: "decode 1" in pools.names())
+    pools.load("prefill", tokens_waiting=0, requests_waiting=0, requests_running=0)
+    pools.load("decode", blocks_free=512)
+    await eventually(lambda: pools.names() == ["decode 0", "prefill 0"])
+
+
+async def test_what_is_not_known_changes_nothing(pools: Pools) -> None:
+    """A worker that does not answer is no idle worker."""
+    pools.load("prefill", tokens_waiting=9000, requests_waiting=9, requests_running=1)
+    await eventually(lambda: "prefill 2" in pools.names())
+    await eventually(lambda: pools.supervisor.pools["prefill"]["ready"] == 3)
+    await pools.handles["prefill 2"].worker.kill()
+    pools.load("prefill", tokens_waiting=0, requests_waiting=0, requests_running=0)
+    pools.load("decode", blocks_free=10)
+    await eventually(lambda: "decode 1" in pools.names())  # the other pool is still looked after
+    assert "prefill 2" in pools.names()
+
+
+def test_loads_are_sums_over_workers() -> None:
+    busy = pb.WorkerStatus(
+        tokens_waiting=3000, requests_waiting=2, requests_running=1, prefill_tokens_per_s=900,
+        blocks_free=25, blocks_total=100, step_seconds=0.03,
+    )  # fmt: skip
+    new = pb.WorkerStatus(blocks_free=100, blocks_total=100)
+    prefill = prefill_load([busy, new], done=5)
+    assert (prefill.done, prefill.waiting, prefill.queued, prefill.speed) == (5, 3000, 2000, 900)
+    decode = decode_load([busy, new])
+    assert decode.kv_used == (0.75, 0.0)
+    assert decode.steps == (0.03,), "who runs nothing has no step"
