@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
     p.add_argument("--high", type=float, default=2.0, metavar="R", help="requests/s of the busy phase")
     p.add_argument("--output-len", type=int, default=32, metavar="N", help="tokens of an answer")
     p.add_argument("--ttft-target", type=float, default=1000, metavar="MS")
-    p.add_argument("--shrink-after", type=float, default=20, metavar="S")
+    p.add_argument("--shrink-after", type=float, default=15, metavar="S")
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args(argv)
     if args.device == "cuda":
@@ -143,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> Report:
     scale = 0.5 if args.short else 1.0
     phases = [
         Phase("before", 20 * scale, args.low),
-        Phase("busy", 100 * scale, args.high),
-        Phase("after", 120 * scale, args.low),
+        Phase("busy", 80 * scale, args.high),
+        Phase("after", 80 * scale, args.low),
     ]
     shown = {
         name: getattr(args, name)
