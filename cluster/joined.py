@@ -109,6 +109,8 @@ class Start:
             failure = await _unless(signals.stop, self._follow(supervisor))
         if failure is None and not signals.stop.is_set():
             self._display.ready(self._plan, log_dir or Path("on each node, in its run directory"))
+            if self._plan.start.timings:
+                self._display.timings()
             return 0
         if failure is not None:
             self._display.error(failure)
