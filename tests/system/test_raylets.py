@@ -210,3 +210,19 @@ def test_three_of_each_over_three_raylets(machine: Machine, raylets: Raylets) ->
     assert len(away) == 2, "the router is where the command was: on the head's node"
     asyncio.run(survive(joined, away, clients=6))
     joined.stop()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_pairs_stand_side_by_side(machine: Machine, raylets: Raylets) -> None:
+    raylets.add(1)  # the router's
+    for _ in range(2):
+        raylets.add(3)
+    joined = Joined(machine, raylets, 2, 2, "--placement", "pair")
+    nodes = joined.nodes()
+    assert nodes["prefill 0"] == nodes["decode 0"]
+    assert nodes["prefill 1"] == nodes["decode 1"]
+    assert nodes["prefill 0"] != nodes["prefill 1"], "one machine has room for one pair"
+    joined.stop()
+    again = Joined(machine, raylets, 2, 2, "--placement", "spread")  # what pairs reserved is free again
+    again.stop()
