@@ -301,7 +301,7 @@ class Supervisor:
 
 
 def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]:
-    """As of one router: `router` in sums, `processes` one by one, `workers` as the first one sees these."""
+    """As of one router: `router` in sums, `processes` one by one, the rest as the first one sees it."""
     routers = [status["router"] for status in found.values()]
     counts = {
         name: sum(router[name] for router in routers)
@@ -318,6 +318,7 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
         },
         "processes": [{"number": number, **status["router"]} for number, status in found.items()],
         "workers": next(iter(found.values()))["workers"] if found else [],
+        "cluster": next(iter(found.values()))["cluster"] if found else None,
     }
 
 
