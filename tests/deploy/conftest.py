@@ -49,16 +49,17 @@ def kustomize() -> Path:
     return found[0]
 
 
-def build(overlay: str) -> list[Object]:
-    command = [str(kustomize()), "build", str(K8S / "overlays" / overlay)]
-    built = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+def build(directory: Path) -> list[Object]:
+    command = [str(kustomize()), "build", str(directory)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert built.returncode == 0, built.stderr
     assert not built.stderr, built.stderr
     return list(yaml.load_all(built.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 @pytest.fixture(scope="session")
 def overlays() -> dict[str, list[Object]]:
-    return {overlay: build(overlay) for overlay in OVERLAYS}
+    return {overlay: build(K8S / "overlays" / overlay) for overlay in OVERLAYS}
 
 
 @pytest.fixture(params=OVERLAYS)

@@ -1,0 +1,76 @@
+"""The examples of docs/operations.md do what the text says."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from .conftest import K8S, ROOT, Object, build, of_kind, pod_templates
+
+TEXT = (ROOT / "docs" / "operations.md").read_text()
+EXAMPLES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.S)]
+
+
+@pytest.fixture(scope="module")
+def customized(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    """`plain` with all the customizations of the text in one overlay."""
+    directory = tmp_path_factory.mktemp("custom")
+    together: dict[str, Any] = {}
+    for example in EXAMPLES:
+        for key in example.keys() & {"images", "patches", "configMapGenerator"}:
+            together.setdefault(key, []).extend(example[key])
+    together["resources"] = [os.path.relpath(K8S / "overlays" / "plain", directory)]
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(together))
+    return build(directory)
+
+
+def test_an_overlay_of_ones_own(customized: list[Object]) -> None:
+    [settings] = of_kind(customized, "ConfigMap")
+    assert settings["data"]["BATON_SERVED_MODEL_NAME"] == "llama-3.1-8b"
+    assert settings["data"]["BATON_DRAIN_TIMEOUT"] == "60", "what is not overridden stays"
+    for pod in pod_templates(customized):
+        assert pod.spec["terminationGracePeriodSeconds"] == 330
+        [weights] = [volume for volume in pod.spec["volumes"] if volume["name"] == "weights"]
+        assert weights.keys() == {"name", "image"}
+        for container in pod.containers:
+            assert container["image"] == "REGISTRY/baton:0.1.0-cuda"
+    for each in of_kind(customized, "Deployment"):
+        kubernetes_validate.validate(each, "1.35", strict=True)
+
+
+def test_the_job_that_fills_the_volume(overlays: dict[str, list[Object]]) -> None:
+    [job] = [example for example in EXAMPLES if example.get("kind") == "Job"]
+    kubernetes_validate.validate(job, "1.32", strict=True)
+    claims = {each["metadata"]["name"] for each in of_kind(overlays["plain"], "PersistentVolumeClaim")}
+    [volume] = [v for v in job["spec"]["template"]["spec"]["volumes"] if v["name"] == "weights"]
+    assert volume["persistentVolumeClaim"]["claimName"] in claims
+
+
+def test_every_overlay_and_every_file_that_is_named_exists(overlays: dict[str, list[Object]]) -> None:
+    for path in re.findall(r"deploy/[\w./-]+\w", TEXT):
+        assert (ROOT / path).exists(), path
+    described = set(re.findall(r"^\| `([\w-]+)` \|", TEXT, re.M))
+    assert overlays.keys() <= described
+
+
+def test_the_secrets_of_the_text_are_those_that_pods_want(overlay: list[Object]) -> None:
+    made = {
+        (name, key) for name, key in re.findall(r"create secret generic (\S+) --from-file=([\w-]+)", TEXT)
+    } | {("baton", "auth_token")}  # KubeRay's own
+    for pod in pod_templates(overlay):
+        wanted = {
+            (v["valueFrom"]["secretKeyRef"]["name"], v["valueFrom"]["secretKeyRef"]["key"])
+            for container in pod.containers
+            for v in container.get("env", [])
+            if "secretKeyRef" in v.get("valueFrom", {})
+        }
+        mounted = {v["secret"]["secretName"] for v in pod.spec["volumes"] if "secret" in v}
+        assert wanted <= made
+        assert mounted <= {name for name, _ in made}
+        if mounted:
+            assert ("baton-cluster", "secret") in made, "the file that --cluster-secret-file names"

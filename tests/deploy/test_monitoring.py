@@ -1,0 +1,62 @@
+"""Rules and autoscalers speak of series that exist."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from worker.messages import EngineStatus
+from worker.metrics import Metrics
+
+from .conftest import K8S, Object, of_kind
+
+AUTOSCALING = K8S / "components" / "autoscaling"
+
+
+def exported(role: str) -> set[str]:
+    """The series of a worker's engine."""
+    numbers = dict.fromkeys(EngineStatus.__struct_fields__, 1)
+    metrics = Metrics(role, "model")
+    metrics.engine_status = EngineStatus(**numbers)  # pyrefly: ignore[bad-argument-type]
+    return {sample.name for family in metrics.registry.collect() for sample in family.samples}
+
+
+def rules(objects: list[Object]) -> dict[str, str]:
+    groups = [g for each in of_kind(objects, "PrometheusRule") for g in each["spec"]["groups"]]
+    return {rule["record"]: rule["expr"] for group in groups for rule in group["rules"] if "record" in rule}
+
+
+def test_rules_read_what_workers_export(overlays: dict[str, list[Object]]) -> None:
+    for name, expression in rules(overlays["plain"]).items():
+        jobs = set(re.findall(r'job="baton-(\w+)"', expression))
+        [role] = jobs
+        read = set(re.findall(r"[a-z_:]*:[a-z_:]+", expression))
+        assert read, name
+        assert read <= exported(role), name
+
+
+def test_autoscalers_read_what_rules_record_and_the_adapter_offers(overlays: dict[str, list[Object]]) -> None:
+    values = yaml.safe_load((AUTOSCALING / "prometheus-adapter.yaml").read_text())
+    [rule] = values["rules"]["custom"]
+    pattern = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])
+    assert pattern
+    recorded = rules(overlays["plain"])
+    read = set()
+    for scaler in of_kind(overlays["plain"], "HorizontalPodAutoscaler"):
+        for metric in scaler["spec"]["metrics"]:
+            name = metric["pods"]["metric"]["name"]
+            read.add(name)
+            assert f'job="{scaler["metadata"]["name"]}"' in recorded[name]
+    assert read == recorded.keys()
+    assert all(re.fullmatch(pattern[1], name) for name in read)
+
+
+def test_what_is_scraped_is_a_port_of_the_services(overlay: list[Object]) -> None:
+    for monitor in of_kind(overlay, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        services = [s for s in of_kind(overlay, "Service") if wanted <= s["metadata"]["labels"].items()]
+        assert services
+        for service in services:
+            ports = {port["name"] for port in service["spec"]["ports"]}
+            assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
