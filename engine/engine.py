@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.attention import paged_attention
 from engine.batch import StepBatch, build_batch
 from engine.block_pool import BlockPool
 from engine.chunk_limit import ChunkLimit
 from engine.config import EngineConfig
 from engine.grammar import Grammars
+from engine.kernels import HeadNorm, kernels_for
 from engine.live_request import LiveRequest, Phase
 from engine.loader import load_model, open_checkpoint
 from engine.memory import plan_memory
@@ -81,6 +81,7 @@ class Engine:
         self._model, self.model_fingerprint = load_model(
             checkpoint, memory.max_model_len, memory.dtype, self.device, loading
         )
+        self._kernels = kernels_for(self.device)
         heads, head_dim = self.model_config.num_kv_heads, self.model_config.head_dim
         # Not zeroed: nothing reads what was not written, and the system maps a page when it is first touched.
         self.kv_cache = [
@@ -117,7 +118,7 @@ class Engine:
             self._grammars.wait(GRAMMAR_WAIT)
         else:
             self._computing([chunk.live.id for chunk in plan.chunks])
-            batch = build_batch(plan.chunks, self.block_size, self.dtype, self.device)
+            batch = build_batch(plan.chunks, self.block_size, self.device)
             hidden = self._run(plan, batch)
             self._postprocess(plan, batch, hidden, result)
             self._computing(())
@@ -137,8 +138,14 @@ class Engine:
         """The forward pass: writes the KV of all chunks, returns the hidden state of each of their tokens."""
         moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return paged_attention(q, k, v, self.kv_cache[layer], batch.attention)
+        kernels = self._kernels
+        num_heads, num_kv_heads = self.model_config.num_heads, self.model_config.num_kv_heads
+        attention = kernels.plan(batch.attention, num_heads, num_kv_heads, self.dtype)
+
+        def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
+            kv = self.kv_cache[layer]
+            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, batch.attention.slots)
+            return kernels.attention(q, k, v, kv, attention)
 
         def layer_done(layer: int) -> None:
             self._tick()

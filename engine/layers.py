@@ -30,11 +30,10 @@ class Linear:
         cls, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
     ) -> "Linear":
         """Several projections of one input as one: their rows stacked."""
-        parts = list(zip(names, rows, strict=True))
-        weight = torch.cat([weights.take(f"{name}.weight", (n, columns)) for name, n in parts])
+        weight = weights.stack([f"{name}.weight" for name in names], [(n, columns) for n in rows])
         if not bias:
             return cls(weight)
-        return cls(weight, torch.cat([weights.take(f"{name}.bias", (n,)) for name, n in parts]))
+        return cls(weight, weights.stack([f"{name}.bias" for name in names], [(n,) for n in rows]))
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
@@ -47,14 +46,16 @@ PACKED_FOR_ROWS = 64
 
 
 class RMSNorm:
-    """Over the last dimension (Zhang & Sennrich 2019)."""
+    """Of the residual stream [tokens, size], with the addition that comes before it."""
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
         self.weight = weights.take(f"{name}.weight", (size,))
         self.eps = eps
+        self.kernels = weights.kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
+        """Adds delta to residual, in place, and returns the norm of that."""
+        return self.kernels.add_rms_norm(residual, delta, self.weight, self.eps)
 
 
 class GatedMLP:
@@ -64,10 +65,10 @@ class GatedMLP:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up = Linear.fused(weights, [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
         self.down = Linear.fused(weights, [f"{name}.down_proj"], [hidden], inner)
+        self.kernels = weights.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(self.kernels.silu_mul(self.gate_up(x)))
 
 
 class Rotary:
@@ -78,9 +79,10 @@ class Rotary:
         frequencies = 1.0 / config.rope_theta**exponents
         frequencies = self._scaled(frequencies, config, weights)
         angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * frequencies
-        self.cos = angles.cos().repeat(1, 2).to(weights.device, weights.dtype)
+        cos, sin = angles.cos(), angles.sin()
         # The sign of "rotate half" sits in the table.
-        self.sin = torch.cat((-angles.sin(), angles.sin()), dim=1).to(weights.device, weights.dtype)
+        table = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
+        self.table = table.to(weights.device)  # [positions, 2, head_dim] float32
 
     @staticmethod
     def _scaled(frequencies: Tensor, config: ModelConfig, weights: Weights) -> Tensor:
@@ -96,13 +98,7 @@ class Rotary:
         keep = keep.clamp(0, 1)
         return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for these positions, [tokens, 1, head_dim] each: for `rotate`."""
-        return self.cos[positions, None], self.sin[positions, None]
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns x [tokens, heads, head_dim] by its positions' angles."""
-    cos, sin = rotary
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+    def at(self, positions: Tensor) -> Tensor:
+        """[tokens, 2, head_dim] float32 of positions [tokens]: cos θ twice, then −sin θ and sin θ, so that
+        x · cos + (x with its halves exchanged) · sin is x turned by θ."""
+        return self.table.index_select(0, positions)

@@ -1,12 +1,13 @@
 """Hands the tensors of a checkpoint to a model under construction, checked, in the right dtype and place."""
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.kernels import kernels_for
 from engine.model_config import ModelConfig
 
 FINGERPRINT_SAMPLE = 256
@@ -43,6 +44,7 @@ class Weights:
     ) -> None:
         self.dtype = dtype
         self.device = device
+        self.kernels = kernels_for(device)
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
         self._progress = progress
@@ -50,6 +52,17 @@ class Weights:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`, which must have this shape. Raises `ValueError` naming file and tensor."""
+        return self._read(name, shape).to(self.device, self.dtype)
+
+    def stack(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
+        """Tensors that differ in their first dimension at most, as one: each goes straight to its rows."""
+        rows = [shape[0] for shape in shapes]
+        whole = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        for name, shape, part in zip(names, shapes, whole.split(rows), strict=True):
+            part.copy_(self._read(name, shape))
+        return whole
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if self._names and name not in self._names:
             raise ValueError(
                 f"{self._checkpoint.source}: tensor {name} is missing, the checkpoint is incomplete"
@@ -64,7 +77,7 @@ class Weights:
         self._taken[name] = hashlib.sha256(f"{name} {shape}".encode() + sample.tobytes()).hexdigest()
         if self._names:
             self._progress("loading weights", len(self._taken) / len(self._names))
-        return tensor.to(self.device, self.dtype)
+        return tensor
 
     def finish(self) -> str:
         """To be called when the model is complete: returns the fingerprint of its weights. Raises

@@ -146,8 +146,8 @@ class CudaPool:
         self._dtype = kv_cache[0].dtype
         self._slot_bytes = arena.slot_bytes
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        # The arena is ours, not torch's, to allocate: pinned in place, so that the transfer process shares
-        # it. in(self._arena)
+        # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
+        _pin(self._arena)
         self._stream = torch.cuda.Stream(self._device)
 
     def enter_thread(self) -> None:

@@ -1,11 +1,35 @@
 """Fixtures for all packages."""
 
+import importlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 import trustme
+
+GPU = Path("/dev/nvidiactl").exists()
+
+if not GPU:
+    # Triton decides when it is imported whether its own functions are compiled or interpreted, and others
+    # (transformers) import it too: so it is imported here, before them.
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.language")
+    del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture(scope="module")
+def kernel_device() -> Iterator[str]:
+    """Where Triton kernels run: compiled on the GPU or, without one, on the CPU in Triton's interpreter.
+    Modules with kernels must not be imported outside of tests that use this."""
+    if GPU:
+        yield "cuda"
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield "cpu"
 
 
 @pytest.fixture(scope="session")

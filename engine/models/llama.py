@@ -6,19 +6,20 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers import GatedMLP, Linear, RMSNorm, Rotary, rotate
+from engine.kernels import HeadNorm
+from engine.layers import GatedMLP, Linear, RMSNorm, Rotary
 from engine.model_config import ModelConfig
 from engine.weights import Weights
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q, k, v) → attention output: `engine.attention.paged_attention` on this step's plan."""
+Attend = Callable[[int, Tensor, Tensor, HeadNorm | None], Tensor]
+"""(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads) → attention's output
+[tokens, num_heads, head_dim]: rotates, writes the layer's cache, and attends to it, on this step's plan."""
 
 
 class LlamaAttention:
     qkv_bias: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = Linear.fused(
@@ -31,16 +32,11 @@ class LlamaAttention:
         self.out = Linear.fused(
             weights, [f"{name}.o_proj"], [config.hidden_size], q_rows, bias=config.attention_bias
         )
+        self.head_norm: HeadNorm | None = None
 
-    def __call__(self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = rotate(self.normalise(qk), rotary).split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.out(attend(layer, q, k, v).flatten(1))
-
-    def normalise(self, qk: Tensor) -> Tensor:
-        """Query and key heads [tokens, num_heads + num_kv_heads, head_dim] before they are rotated."""
-        return qk
+    def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        return self.out(attend(layer, qkv, rotary, self.head_norm).flatten(1))
 
 
 class LlamaLayer:
@@ -51,9 +47,13 @@ class LlamaLayer:
         self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
         self.mlp = GatedMLP(config, weights, f"{name}.mlp")
 
-    def __call__(self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.attention(layer, self.attention_norm(x), rotary, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(
+        self, layer: int, residual: Tensor, delta: Tensor | None, rotary: Tensor, attend: Attend
+    ) -> Tensor:
+        """delta is what the layer before adds to residual [tokens, hidden_size]: the addition is part of the
+        first norm, in place. Returns this layer's own last delta."""
+        delta = self.attention(layer, self.attention_norm(residual, delta), rotary, attend)
+        return self.mlp(self.mlp_norm(residual, delta))
 
 
 class Llama:
@@ -75,12 +75,12 @@ class Llama:
         self, token_ids: Tensor, positions: Tensor, attend: Attend, layer_done: Callable[[int], None]
     ) -> Tensor:
         """Hidden states [tokens, hidden_size] of a step's tokens."""
-        x = F.embedding(token_ids, self.embedding)
+        residual, delta = F.embedding(token_ids, self.embedding), None
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
-            x = layer(i, x, rotary, attend)
+            delta = layer(i, residual, delta, rotary, attend)
             layer_done(i)
-        return self.norm(x)
+        return self.norm(residual, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size], float32."""

@@ -1,9 +1,8 @@
 """Qwen3, dense: Llama with every query and key head normalised before it is rotated."""
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
+from engine.kernels import HeadNorm
 from engine.model_config import ModelConfig
 from engine.models.llama import Llama, LlamaAttention
 from engine.weights import Weights
@@ -14,11 +13,8 @@ class Qwen3Attention(LlamaAttention):
         super().__init__(config, weights, name)
         q_scale = weights.take(f"{name}.q_norm.weight", (self.head_dim,))
         k_scale = weights.take(f"{name}.k_norm.weight", (self.head_dim,))
-        self.scale = torch.stack([q_scale] * self.num_heads + [k_scale] * self.num_kv_heads)
-        self.eps = config.rms_norm_eps
-
-    def normalise(self, qk: Tensor) -> Tensor:
-        return F.rms_norm(qk, (self.head_dim,), eps=self.eps) * self.scale
+        scale = torch.stack([q_scale] * config.num_heads + [k_scale] * config.num_kv_heads)
+        self.head_norm = HeadNorm(scale, config.rms_norm_eps)
 
 
 class Qwen3(Llama):

@@ -1,0 +1,82 @@
+"""What a layer computes between its matrix products, on whichever device.
+
+    once a step    plan(metadata)                     where to read and write, prepared for all layers
+    each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
+                   add_rms_norm → [gate-up product] → silu_mul → [down product]
+
+`TorchKernels` is plain torch: the definition of each operation, and what runs on a CPU. `TritonKernels` runs
+on CUDA and must match it; one file per idea, each with its maths. Only `kernels_for` chooses between them.
+
+In a CUDA graph: every operation, and `plan` of a step without prefill chunks, launches the same grid whatever
+the tensors hold, reads lengths on the device and never waits for it. Keep the metadata in static tensors, and
+mark rows that pad the batch by context 0 and slot −1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from engine.attention import AttentionMetadata
+
+__all__ = ["HeadNorm", "Kernels", "kernels_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMSNorm of each query and key head before it is rotated (Qwen3)."""
+
+    scale: Tensor  # [num_heads + num_kv_heads, head_dim]
+    eps: float
+
+
+class Kernels(Protocol):
+    """Tensors are contiguous unless told otherwise, and of one dtype but where a dtype is named."""
+
+    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """residual [rows, size] += delta, in place; returns its RMSNorm (Zhang & Sennrich 2019) times weight
+        [size]. Without delta, residual is only read."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[rows, 2 * size] → [rows, size]: silu of the first half times the second (SwiGLU, Shazeer 2020)."""
+        ...
+
+    def rope_and_write(
+        self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotates the query and key heads of qkv [tokens, num_heads + 2 * num_kv_heads, head_dim] by
+        `Rotary.at(positions)` (after `norm`), and writes key and value heads into the layer's cache kv at
+        slots [tokens] int64. Returns q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads,
+        head_dim]: views, strided, of qkv or of new memory. What else qkv holds afterwards is undefined."""
+        ...
+
+    def plan(self, metadata: AttentionMetadata, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> Any:
+        """What `attention` needs to know, the same for all layers of a step."""
+        ...
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: Any) -> Tensor:
+        """Every query attends to its request's cache up to its own position; q, k, v as `rope_and_write`
+        returns them, kv with this step's keys and values written. Returns [tokens, num_heads, head_dim]."""
+        ...
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Raises `ValueError` naming the extra if Triton is needed and not installed."""
+    if device.type == "cpu":
+        from engine.kernels.torch_kernels import TorchKernels
+
+        return TorchKernels()
+    try:
+        from engine.kernels.triton_kernels import TritonKernels
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError(
+            f"--device {device} needs Triton: pip install 'baton[cuda]', or use --device cpu"
+        ) from error
+    return TritonKernels(device)

@@ -1,0 +1,233 @@
+"""Attention of one query per request over the paged cache, split along the context.
+
+    out = Σ softmax(q · k(j) / sqrt(head_dim)) v(j),   0 ≤ j < context
+
+Only the heads of its group share keys with one query (GQA packing), so this is a matter of reading the cache
+once, with the whole GPU, however long or few the contexts are (Flash-Decoding, Dao 2023):
+
+1. `_partition`, once a step: cuts the contexts of the batch into at most `pieces` pieces of equal length, the
+   shortest length that makes do. A long request gets many, a short one few or one.
+2. `_split`, one program per (piece, KV head): attention over the piece's keys alone, and the logarithm (to
+   the base 2) of its softmax sum: lse(i).
+3. `_combine`, one program per (request, query head): out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max).
+
+The number of pieces depends on batch size and device alone, and who takes what is read from the device: a
+captured graph serves whatever lengths come. A request of context 0, as pads a batch, has no piece; it gets 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.online_softmax import LOG2_E, attend_tile, cache_rows
+
+# To be tuned on a GPU (`python -m bench.kernels`).
+PIECES_PER_SM = 8  # programs of `_split` for each multiprocessor, when there is work for that many
+BLOCK_N = 64  # keys of a tile; a piece is a multiple
+WARPS = 4
+STAGES = 3
+ROWS = 16  # least rows of a tensor core product; a group of query heads is padded to it
+
+PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
+COMBINE_PIECES = 32  # pieces that `_combine` takes at once
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Who computes what in one decode step, the same for all layers."""
+
+    work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; equal: nothing
+    first: Tensor  # [requests + 1] int32: request i has the pieces [first[i], first[i + 1])
+
+
+def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int) -> Pieces:
+    """For contexts [requests] int32."""
+    requests = len(contexts)
+    pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
+    result = Pieces(contexts.new_empty(pieces, 3), contexts.new_empty(requests + 1))
+    _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
+        contexts,
+        result.work,
+        result.first,
+        requests,
+        pieces,
+        BLOCK_N=BLOCK_N,
+        REQUESTS=max(16, triton.next_power_of_2(requests)),
+        PIECES=PARTITION_PIECES,
+        num_warps=4,
+    )
+    return result
+
+
+def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, pieces: Pieces, out: Tensor) -> None:
+    """q and out [requests, num_heads, head_dim], heads dense; block_tables [requests, blocks] int32."""
+    requests, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = kv.shape[2], kv.shape[3]
+    group = num_heads // num_kv_heads
+    count = len(pieces.work)
+    partial = torch.empty((count, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
+    _split[(count, num_kv_heads)](
+        q,
+        kv,
+        block_tables,
+        pieces.work,
+        partial,
+        lse,
+        head_dim**-0.5 * LOG2_E,
+        q.stride(0),
+        block_tables.stride(0),
+        kv.stride(0),
+        BLOCK_SIZE=block_size,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        ROWS=max(ROWS, triton.next_power_of_2(group)),
+        BLOCK_N=BLOCK_N,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    _combine[(requests, num_heads)](
+        partial,
+        lse,
+        pieces.first,
+        out,
+        out.stride(0),
+        HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        PIECES=COMBINE_PIECES,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _partition(
+    contexts,
+    work,
+    first,
+    requests,
+    pieces,
+    BLOCK_N: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    requests_of = tl.arange(0, REQUESTS)
+    context = tl.load(contexts + requests_of, mask=requests_of < requests, other=0)
+    tiles = (context + BLOCK_N - 1) // BLOCK_N
+    # The shortest piece, in tiles, of which there are at most `pieces`: by halving [low, high].
+    low = 1
+    high = tl.maximum(tl.max(tiles, axis=0), 1)
+    while low < high:
+        middle = (low + high) // 2
+        if tl.sum((tiles + middle - 1) // middle, axis=0) <= pieces:
+            high = middle
+        else:
+            low = middle + 1
+    count = (tiles + high - 1) // high
+    ends = tl.cumsum(count, axis=0)
+
+    own = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
+    past = ends[None, :] <= own[:, None]  # [pieces, requests]: the request's pieces all come before this one
+    request = tl.sum(past.to(tl.int32), axis=1)
+    before = tl.sum(tl.where(past, count[None, :], 0), axis=1)
+    taken = request < REQUESTS
+    last = tl.load(contexts + request, mask=taken & (request < requests), other=0)
+    start = tl.minimum((own - before) * high * BLOCK_N, last)
+    stop = tl.minimum(start + high * BLOCK_N, last)
+    inside = own < pieces
+    tl.store(work + own * 3, request, mask=inside)
+    tl.store(work + own * 3 + 1, start, mask=inside)
+    tl.store(work + own * 3 + 2, stop, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(first + requests_of, ends - count, mask=requests_of < requests)
+        tl.store(first + requests, tl.sum(count, axis=0))
+
+
+@triton.jit
+def _split(
+    q,
+    kv,
+    block_tables,
+    work,
+    partial,
+    lse,
+    scale,
+    q_stride,
+    table_stride,
+    value_offset,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    piece = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = tl.load(work + piece * 3).to(tl.int64)
+    begin = tl.load(work + piece * 3 + 1)
+    stop = tl.load(work + piece * 3 + 2)
+    if begin == stop:
+        return
+    rows_of_q = tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    used = rows_of_q < GROUP
+    heads = kv_head * GROUP + rows_of_q
+    in_row = heads[:, None] * HEAD_DIM + dims[None, :]
+    queries = tl.load(q + request * q_stride + in_row, mask=used[:, None], other=0.0)
+
+    table = block_tables + request * table_stride
+    keys = kv + kv_head * HEAD_DIM
+    values = keys + value_offset
+    query_positions = rows_of_q * 0 + (stop - 1)  # the query is the last position, or past the piece
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    for start in tl.range(begin, stop, BLOCK_N):
+        rows = cache_rows(table, start, stop, BLOCK_SIZE, BLOCK_N)
+        m, total, acc = attend_tile(
+            queries, keys, values, rows, start, stop, query_positions, m, total, acc, scale,
+            KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, True,
+        )  # fmt: skip
+    to = piece.to(tl.int64) * KV_HEADS * GROUP
+    tl.store(partial + to * HEAD_DIM + in_row, acc / total[:, None], mask=used[:, None])
+    tl.store(lse + to + heads, m + tl.log2(total), mask=used)
+
+
+@triton.jit
+def _combine(
+    partial,
+    lse,
+    first,
+    out,
+    out_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    begin = tl.load(first + request)
+    end = tl.load(first + request + 1)
+    dims = tl.arange(0, HEAD_DIM)
+    m = -1e30  # not −inf: what has no piece must not become NaN
+    total = 0.0
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    for start in tl.range(begin, end, PIECES):
+        own = start + tl.arange(0, PIECES)
+        there = own < end
+        at = own.to(tl.int64) * HEADS + head
+        weight = tl.load(lse + at, mask=there, other=float("-inf"))
+        values = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=there[:, None], other=0.0)
+        new_m = tl.maximum(m, tl.max(weight, axis=0))
+        weight = tl.exp2(weight - new_m)
+        shrink = tl.exp2(m - new_m)
+        total = total * shrink + tl.sum(weight, axis=0)
+        acc = acc * shrink + tl.sum(weight[:, None] * values, axis=0)
+        m = new_m
+    result = acc / tl.maximum(total, 1e-30)
+    to = out + request.to(tl.int64) * out_stride + head * HEAD_DIM + dims
+    tl.store(to, result.to(out.dtype.element_ty))

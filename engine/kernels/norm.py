@@ -1,0 +1,55 @@
+"""Residual add and RMSNorm in one pass over memory.
+
+    residual ← residual + delta
+    out      = residual / sqrt(mean(residual²) + eps) · weight
+
+Apart they would read the residual stream twice and write it twice; here it is read once and written once. One
+program per row, which stays in registers; the mean is taken in float32 of the sum as it was rounded to the
+residual's dtype, since that is what the next layer will see.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_WARPS = 8
+ELEMENTS_PER_WARP = 512  # 16 a thread: two or four 16-byte loads
+
+
+def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    rows, size = residual.shape
+    assert residual.is_contiguous(), "rows are read as one"
+    assert delta is None or (delta.shape == residual.shape and delta.is_contiguous()), (
+        "added element by element"
+    )
+    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(size)
+    warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
+    _add_rms_norm[(rows,)](
+        residual,
+        residual if delta is None else delta,
+        weight,
+        out,
+        size,
+        eps,
+        BLOCK=block,
+        ADD=delta is not None,
+        num_warps=warps,
+    )
+    return out
+
+
+@triton.jit
+def _add_rms_norm(residual, delta, weight, out, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    at = tl.program_id(0).to(tl.int64) * size + columns
+    x = tl.load(residual + at, mask=inside, other=0.0)
+    if ADD:
+        x = (x.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(residual + at, x, mask=inside)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
+    y = x * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)

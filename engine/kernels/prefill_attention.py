@@ -1,0 +1,137 @@
+"""Attention of prefill chunks over the paged cache: what is cached already, and the chunk itself.
+
+A query of position p attends to the positions 0 … p of its request:
+
+    out(p) = Σ softmax(q(p) · k(j) / sqrt(head_dim)) v(j),   j ≤ p
+
+computed in one pass over the keys, tile by tile (FlashAttention, Dao 2022/2023; `online_softmax`).
+
+*GQA packing*: the query heads of one KV head see the same keys, so the rows of a tile are (token, head of the
+group) pairs, BLOCK_M of them, and each key is loaded once for all.
+*Ragged batch*: the grid has no dimension for requests; `tiles` lists which tokens of which chunk each program
+takes, longest work first, so that the last wave is short.
+*Causal*: keys that the tile's first token may see need no mask; only the few after it do.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.online_softmax import LOG2_E, attend_tile, cache_rows
+
+# To be tuned on a GPU (`python -m bench.kernels`); until then what FlashAttention in Triton uses on Hopper.
+BLOCK_M = 128  # rows of a tile
+BLOCK_N = 64  # keys
+WARPS = 8
+STAGES = 3
+
+
+class Chunk(NamedTuple):
+    request: int  # index into the block tables
+    row: int  # of q: the chunk's first token
+    start: int  # positions [start, stop)
+    stop: int
+
+
+def prefill_tiles(chunks: Sequence[Chunk], group: int) -> Tensor:
+    """int32 [tiles, 4], on the host: request, first row of q, number of tokens and first position of each
+    tile; those that see most keys come first. group: query heads that share a KV head."""
+    step = BLOCK_M // group
+    tiles = [
+        (chunk.request, chunk.row + position - chunk.start, min(step, chunk.stop - position), position)
+        for chunk in chunks
+        for position in range(chunk.start, chunk.stop, step)
+    ]
+    tiles.sort(key=lambda tile: -tile[3])
+    return torch.tensor(tiles, dtype=torch.int32)
+
+
+def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tensor, out: Tensor) -> None:
+    """q and out [rows, num_heads, head_dim], heads dense; block_tables [requests, blocks] int32. Writes the
+    rows of the chunks that `tiles` is about."""
+    _, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = kv.shape[2], kv.shape[3]
+    group = num_heads // num_kv_heads
+    _prefill[(len(tiles), num_kv_heads)](
+        q,
+        kv,
+        block_tables,
+        tiles,
+        out,
+        head_dim**-0.5 * LOG2_E,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        kv.stride(0),
+        BLOCK_SIZE=block_size,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+
+
+@triton.jit
+def _prefill(
+    q,
+    kv,
+    block_tables,
+    tiles,
+    out,
+    scale,
+    q_stride,
+    out_stride,
+    table_stride,
+    value_offset,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
+    request = tl.load(tile).to(tl.int64)
+    row = tl.load(tile + 1).to(tl.int64)
+    tokens = tl.load(tile + 2)
+    first = tl.load(tile + 3)
+    stop = first + tokens
+
+    packed = tl.arange(0, BLOCK_M)
+    token = packed // GROUP
+    dims = tl.arange(0, HEAD_DIM)
+    used = (token < tokens)[:, None]
+    in_row = ((kv_head * GROUP + packed % GROUP) * HEAD_DIM)[:, None] + dims[None, :]
+    row_of = (row + token)[:, None]
+    queries = tl.load(q + row_of * q_stride + in_row, mask=used, other=0.0)
+
+    whole = (first + 1) // BLOCK_N * BLOCK_N  # every query sees all of these
+    query_positions = first + token
+    table = block_tables + request * table_stride
+    keys = kv + kv_head * HEAD_DIM
+    values = keys + value_offset
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start in tl.range(0, whole, BLOCK_N):
+        rows = cache_rows(table, start, stop, BLOCK_SIZE, BLOCK_N)
+        m, total, acc = attend_tile(
+            queries, keys, values, rows, start, stop, query_positions, m, total, acc, scale,
+            KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, False,
+        )  # fmt: skip
+    for start in tl.range(whole, stop, BLOCK_N):
+        rows = cache_rows(table, start, stop, BLOCK_SIZE, BLOCK_N)
+        m, total, acc = attend_tile(
+            queries, keys, values, rows, start, stop, query_positions, m, total, acc, scale,
+            KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, True,
+        )  # fmt: skip
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row_of * out_stride + in_row, result, mask=used)

@@ -1,0 +1,83 @@
+"""The kernels of a CUDA device, behind the interface of `engine.kernels`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionMetadata
+from engine.kernels import HeadNorm, norm, rope, silu
+from engine.kernels.decode_attention import Pieces, decode_attention, partition
+from engine.kernels.dense_attention import dense_attention, dense_from
+from engine.kernels.prefill_attention import Chunk, prefill_attention, prefill_tiles
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+INTERPRETED_MULTIPROCESSORS = 4
+"""Of a device that Triton's interpreter stands for, in tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    num_decodes: int
+    block_tables: Tensor  # [requests, blocks] int32
+    pieces: Pieces | None  # None: nothing decodes
+    tiles: Tensor | None  # of the chunks for `prefill_attention`; None: there are none
+    dense: Sequence[slice]  # rows of the prompts for `dense_attention`
+
+
+class TritonKernels:
+    def __init__(self, device: torch.device) -> None:
+        self._multiprocessors, self._dense_from = INTERPRETED_MULTIPROCESSORS, None
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._dense_from = dense_from(device)
+
+    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        return norm.add_rms_norm(residual, delta, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return silu.silu_mul(gate_up)
+
+    def rope_and_write(
+        self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_kv_heads, head_dim = kv.shape[3:]
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(
+                f"head_dim {head_dim} is not supported on CUDA ({HEAD_DIMS} are): use --device cpu"
+            )
+        rope.rope_and_write(qkv, rotary, norm, kv, slots)
+        q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+        return q, k, v
+
+    def plan(
+        self, metadata: AttentionMetadata, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+    ) -> TritonPlan:
+        decodes, device = metadata.num_decodes, metadata.contexts.device
+        pieces = None
+        if decodes:
+            pieces = partition(metadata.contexts[:decodes], num_kv_heads, self._multiprocessors)
+        chunks, dense = [], []
+        row = decodes
+        for request, (start, stop) in enumerate(metadata.prefills, decodes):
+            if start == 0 and self._dense_from is not None and stop >= self._dense_from:
+                dense.append(slice(row, row + stop))
+            else:
+                chunks.append(Chunk(request, row, start, stop))
+            row += stop - start
+        tiles = None
+        if chunks:
+            tiles = prefill_tiles(chunks, num_heads // num_kv_heads).to(device, non_blocking=True)
+        return TritonPlan(decodes, metadata.block_tables, pieces, tiles, dense)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TritonPlan) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if plan.pieces is not None:
+            decodes = slice(plan.num_decodes)
+            decode_attention(q[decodes], kv, plan.block_tables, plan.pieces, out[decodes])
+        if plan.tiles is not None:
+            prefill_attention(q, kv, plan.block_tables, plan.tiles, out)
+        for rows in plan.dense:
+            dense_attention(q[rows], k[rows], v[rows], out[rows])
+        return out

@@ -1,0 +1,276 @@
+"""Triton kernels against the torch kernels that define them: compiled on a GPU, else in Triton's interpreter.
+
+The interpreter's bfloat16 products are wrong, so bfloat16 is for the GPU alone.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.attention import AttentionMetadata
+from engine.kernels import HeadNorm, Kernels
+from engine.kernels.torch_kernels import TorchKernels
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
+CLOSE = {F32: 2e-5, F16: 4e-3, BF16: 3e-2}
+"""Largest error, relative to the size of what is compared."""
+
+
+@pytest.fixture(scope="module")
+def triton_kernels(kernel_device: str) -> Kernels:
+    from engine.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels(torch.device(kernel_device))
+
+
+def close(ours: Tensor, reference: Tensor) -> None:
+    """`reference` is in float64 or float32, `ours` in the dtype that sets the tolerance."""
+    assert ours.isfinite().all()
+    error = (ours.cpu().double() - reference.double()).norm() / reference.double().norm()
+    assert error <= CLOSE[ours.dtype], f"relative error {float(error):.2e}"
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Pointwise
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 100), (2, 4096)])
+@pytest.mark.parametrize("add", [False, True])
+def test_add_rms_norm(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, rows: int, size: int, add: bool
+) -> None:
+    residual, delta, weight = (
+        normal(*s, seed=i).to(dtype) for i, s in enumerate([(rows, size)] * 2 + [(size,)])
+    )
+    expected = residual.clone()
+    out = TorchKernels().add_rms_norm(expected, delta if add else None, weight, 1e-5)
+    ours = residual.to(kernel_device)
+    result = triton_kernels.add_rms_norm(
+        ours, delta.to(kernel_device) if add else None, weight.to(kernel_device), 1e-5
+    )
+    assert torch.equal(ours.cpu(), expected), "the sum is rounded once, in both"
+    close(result, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 96), (3, 1536), (2, 1024)])
+def test_silu_mul(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, rows: int, size: int
+) -> None:
+    gate_up = (4 * normal(rows, 2 * size)).to(dtype)
+    close(triton_kernels.silu_mul(gate_up.to(kernel_device)), TorchKernels().silu_mul(gate_up))
+
+
+# Attention
+
+
+class Step:
+    """A random step: requests with what their cache holds, and the QKV product of the step's tokens. All that
+    no request may see is NaN: other blocks, and what follows its own position."""
+
+    def __init__(
+        self,
+        spans: list[tuple[int, int]],
+        heads: tuple[int, int] = (4, 2),
+        head_dim: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = F32,
+        seed: int = 0,
+    ) -> None:
+        self.heads, self.dtype = heads, dtype
+        decodes = [span for span in spans if span[1] - span[0] == 1]
+        self.spans = decodes + [span for span in spans if span not in decodes]
+        width = max(-(-stop // block_size) for _, stop in spans)
+        num_blocks = len(spans) * width + 3
+        free = list(range(num_blocks))
+        random.Random(seed).shuffle(free)
+        tables = torch.tensor([[free.pop() for _ in range(width)] for _ in spans], dtype=torch.int32)
+        slots = [
+            tables[i].long()[torch.arange(stop) // block_size] * block_size + torch.arange(stop) % block_size
+            for i, (_, stop) in enumerate(self.spans)
+        ]
+        self.metadata = AttentionMetadata(
+            block_size=block_size,
+            slots=torch.cat([s[start:] for s, (start, _) in zip(slots, self.spans, strict=True)]),
+            block_tables=tables,
+            contexts=torch.tensor([stop for _, stop in self.spans], dtype=torch.int32),
+            num_decodes=len(decodes),
+            prefills=self.spans[len(decodes) :],
+        )
+        tokens, all_heads = len(self.metadata.slots), heads[0] + 2 * heads[1]
+        self.kv = torch.full((2, num_blocks, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
+        for i, (s, (start, _)) in enumerate(zip(slots, self.spans, strict=True)):
+            cached = normal(2, start, heads[1], head_dim, seed=seed + i).to(dtype)
+            self.kv.flatten(1, 2)[:, s[:start]] = cached
+        self.qkv = normal(tokens, all_heads, head_dim, seed=seed + 99).to(dtype)
+        angles = normal(tokens, head_dim // 2, seed=seed + 98)
+        cos, sin = angles.cos(), angles.sin()
+        self.rotary = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
+
+    def run(
+        self, kernels: Kernels, device: str, norm: HeadNorm | None = None, *, exact: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention's output, the cache, and the rotated queries; with `exact` all in float64."""
+
+        def put(x: Tensor) -> Tensor:
+            return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
+
+        m = self.metadata
+        metadata = AttentionMetadata(
+            m.block_size, put(m.slots), put(m.block_tables), put(m.contexts), m.num_decodes, m.prefills
+        )
+        kv, rotary = put(self.kv), put(self.rotary)
+        if norm is not None:
+            norm = HeadNorm(put(norm.scale), norm.eps)
+        q, k, v = kernels.rope_and_write(put(self.qkv), rotary, norm, kv, metadata.slots)
+        plan = kernels.plan(metadata, *self.heads, kv.dtype)
+        return kernels.attention(q, k, v, kv, plan), kv, q
+
+    def check(self, kernels: Kernels, device: str, norm: HeadNorm | None = None) -> None:
+        out, kv, q = self.run(kernels, device, norm)
+        expected, expected_kv, expected_q = self.run(TorchKernels(), "cpu", norm, exact=True)
+        close(q, expected_q)
+        written = expected_kv.isfinite()
+        assert torch.equal(kv.cpu().isfinite(), written), "each position is in its slot, and nothing else is"
+        close(kv.cpu()[written], expected_kv[written])
+        close(out, expected)
+
+
+RAGGED = [(0, 1), (15, 16), (70, 71), (0, 5), (3, 20), (60, 95)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_mixed_batch(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, head_dim: int, block_size: int
+) -> None:
+    Step(RAGGED, (4, 2), head_dim, block_size, dtype).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (4, 1), (5, 1), (6, 1), (7, 1), (8, 1)])
+def test_query_heads_per_kv_head(triton_kernels: Kernels, kernel_device: str, heads: tuple[int, int]) -> None:
+    Step([(30, 31), (66, 67), (20, 40)], heads, 64, 32).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_normalised_before_they_are_rotated(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype
+) -> None:
+    step = Step([(20, 21), (0, 6)], (4, 2), 64, 16, dtype)
+    norm = HeadNorm(1 + normal(6, 64).to(dtype) / 4, 1e-6)
+    step.check(triton_kernels, kernel_device, norm)
+
+
+def test_chunks_longer_than_a_tile(triton_kernels: Kernels, kernel_device: str) -> None:
+    """Several tiles, in front of each whole tiles of keys and one that the causal mask cuts."""
+    Step([(0, 70), (130, 200)], (4, 1), 64, 128).check(triton_kernels, kernel_device)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 150), st.integers(1, 12)).map(lambda x: (x[0], x[0] + x[1])),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    ),
+    block_size=st.sampled_from([16, 24, 128]),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch(
+    triton_kernels: Kernels, kernel_device: str, spans: Any, block_size: int, seed: int
+) -> None:
+    Step(spans, (2, 1), 16, block_size, seed=seed).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize(
+    "contexts",
+    [[1], [64], [65, 0, 0], [0], [1, 5000, 64, 200], [1000] * 20, [0, 3000, 0, 1]],
+    ids=lambda contexts: f"{len(contexts)}x{max(contexts)}",
+)
+def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int]) -> None:
+    from engine.kernels.decode_attention import BLOCK_N, PIECES_PER_SM, partition
+
+    multiprocessors, kv_heads = 3, 2
+    pieces = partition(
+        torch.tensor(contexts, dtype=torch.int32, device=kernel_device), kv_heads, multiprocessors
+    )
+    work, first = pieces.work.tolist(), pieces.first.tolist()
+    assert len(work) == len(contexts) + PIECES_PER_SM * multiprocessors // kv_heads
+    longest = max(stop - start for _, start, stop in work)
+    for i, context in enumerate(contexts):
+        own = work[first[i] : first[i + 1]]
+        assert [request for request, _, _ in own] == [i] * len(own)
+        ends = [0, *(stop for _, _, stop in own)]
+        assert [start for _, start, _ in own] == ends[:-1]
+        assert ends[-1] == context
+        assert all(start % BLOCK_N == 0 and start < stop for _, start, stop in own)
+    assert all(start == stop for _, start, stop in work[first[-1] :]), "the rest does nothing"
+    if longest > BLOCK_N:
+        shorter = -(-longest // BLOCK_N) * BLOCK_N - BLOCK_N
+        assert sum(-(-context // shorter) for context in contexts) > len(work), "no shorter length makes do"
+
+
+def test_rows_that_pad_a_batch(triton_kernels: Kernels, kernel_device: str) -> None:
+    """As in a captured graph: they write nothing, and read nothing."""
+    step = Step([(8, 9), (40, 41), (41, 42)], (2, 1), 64, 16)
+    expected, expected_kv, _ = step.run(TorchKernels(), "cpu")
+    m = step.metadata
+    padded_kv = step.kv.clone()
+    m.slots[1], m.contexts[1] = -1, 0
+    out, kv, _ = step.run(triton_kernels, kernel_device)
+    assert not out[1].any()
+    close(out[[0, 2]], expected[[0, 2]])
+    changed = ~torch.eq(kv.cpu().nan_to_num(7), padded_kv.nan_to_num(7)).all(-1).all(0).flatten()
+    assert int(changed.sum()) == 2
+    assert expected_kv.isfinite().all(-1).all(0).sum() == 9 + 41 + 42
+
+
+def test_a_head_dim_that_no_tile_fits_is_refused(triton_kernels: Kernels, kernel_device: str) -> None:
+    with pytest.raises(ValueError, match=r"head_dim 24 is not supported on CUDA .* use --device cpu"):
+        Step([(0, 2)], head_dim=24).run(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_for_torchs_own_kernel(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside chunks and decodes in one batch; only what starts here and is long enough."""
+    from engine.kernels import triton_kernels as module
+
+    taken: list[int] = []
+
+    def counted(q: Tensor, *rest: Tensor) -> None:
+        taken.append(len(q))
+        dense_attention(q, *rest)
+
+    dense_attention = module.dense_attention
+    monkeypatch.setattr(module, "dense_attention", counted)
+    monkeypatch.setattr(triton_kernels, "_dense_from", 10)
+    Step([(20, 21), (0, 12), (0, 9), (4, 18), (0, 10)], (4, 2), 64, 16, dtype).check(
+        triton_kernels, kernel_device
+    )
+    assert taken == [12, 10]
+
+
+def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from engine.kernels import kernels_for
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton" or "kernels." in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match=r"--device cuda:1 needs Triton: pip install 'baton\[cuda\]'"):
+        kernels_for(torch.device("cuda:1"))
