@@ -129,7 +129,8 @@ class Scaler:
     def decide(self, now: float, needed: float | None, size: int, *, starting: bool) -> int:
         """The new size of a pool that has (or is about to have) `size` workers.
 
-        `starting`: some of them are on their way, so that what is needed may be met already.
+        `starting`: some of them are on their way, so that what is needed may be met already: it does not
+        grow. It may shrink: a worker that finds no place would otherwise be waited for without end.
         """
         if size < self.least or size > self.most:
             return min(max(size, self.least), self.most)
@@ -138,9 +139,7 @@ class Scaler:
         self._needed.append((now, needed))
         while now - self._needed[0][0] > self.shrink_after:
             self._needed.popleft()
-        if starting:
-            return size
-        if (sustained := self._least_of_late(now)) > GROW_BEYOND * size:
+        if not starting and (sustained := self._least_of_late(now)) > GROW_BEYOND * size:
             return min(math.ceil(sustained), 2 * size, self.most)  # at most twice as many at a time
         quiet = now - self._needed[0][0] >= self.shrink_after - GROW_AFTER  # all of the window is known
         peak = max(each for _, each in self._needed)

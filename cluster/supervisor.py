@@ -20,6 +20,7 @@ from cluster.role_process import RoleState
 
 Observer = Callable[[RoleSpec, RoleState], None]
 
+_PLACED_WITHIN = 2.0  # seconds for an actor that has said nothing so far to take its order to stop
 _LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is asked again; Ray needs about a second to start it
 _SHOWN = ("phase", "stage", "fraction", "crash_loop", "seconds_to_ready", "pid", "node")  # of RoleState
 
@@ -129,10 +130,8 @@ class Supervisor:
         """Ends routers first, so that no request meets a missing worker; then all workers at once."""
         self._stopping = True
         for routers in (True, False):
-            await self._each(
-                lambda m: m.handle.stop(signum, grace),
-                [m for m in self._members if (m.spec.role == "router") == routers],
-            )
+            members = [m for m in self._members if (m.spec.role == "router") == routers]
+            await self._each(lambda m: self._end(m, signum, grace), members)
 
     def resize(self, role: RoleName, size: int) -> None:
         """Makes a pool of workers larger, or smaller: then its last ones drain. Returns at once."""
@@ -155,9 +154,20 @@ class Supervisor:
     async def _leave(self, member: _Member) -> None:
         await self._tell_routers()  # from now on nobody sends it anything new
         with contextlib.suppress(ConnectionError):  # its process died with its actor
-            await member.handle.stop(signal.SIGTERM, self._drain_grace)
+            await self._end(member, signal.SIGTERM, self._drain_grace)
         if not self._stopping:
             await self._forget(member)
+
+    @staticmethod
+    async def _end(member: _Member, signum: int, grace: float) -> None:
+        stopping = asyncio.create_task(member.handle.stop(signum, grace))
+        if not member.state.token:
+            await asyncio.wait({stopping}, timeout=_PLACED_WITHIN)
+            if not stopping.done():  # it has no place yet, and nothing can be asked of it
+                stopping.cancel()
+                member.handle.forget()
+                return
+        await stopping
 
     async def _forget(self, member: _Member) -> None:
         member.handle.forget()

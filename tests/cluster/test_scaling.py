@@ -166,6 +166,13 @@ def test_it_waits_for_workers_that_start() -> None:
     assert scaler.decide(30, 100.0, 2, starting=False) == 4
 
 
+def test_a_worker_that_finds_no_place_is_given_up_when_it_is_not_needed() -> None:
+    scaler = Scaler(1, 8, shrink_after=30)
+    sizes = [scaler.decide(second, 0.1, 2, starting=True) for second in range(40)]
+    assert sizes[0] == 2
+    assert 1 in sizes
+
+
 def test_without_a_measured_speed_nothing_is_known() -> None:
     demand = PrefillDemand(TTFT)
     assert demand.needed(0, PrefillLoad(0, 5000, 3000, 0.0)) is None

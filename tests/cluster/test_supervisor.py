@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import cluster.runner
+import cluster.supervisor
 from cluster.backoff import RestartPolicy
 from cluster.plan import RoleName, RoleSpec
 from cluster.role_process import RoleState
@@ -200,6 +201,52 @@ class Watched:
 
     def forget(self) -> None:
         self._asked.append(f"{self._name} forgotten")
+
+
+class Unplaced:
+    """A handle to an actor that Ray has no room for: it answers nothing, until it is ended."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def start(self) -> RoleState:
+        await self.ended.wait()
+        raise ConnectionError("lost its actor")
+
+    async def changed(self, token: str) -> RoleState:
+        return await self.start()
+
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+        await self.start()
+
+    async def stop(self, signum: int, grace: float) -> None:
+        await self.start()
+
+    def forget(self) -> None:
+        self.ended.set()
+
+
+@pytest.mark.parametrize("end", ["shrink", "stop"])
+async def test_a_worker_without_a_place_can_be_ended(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.supervisor, "_PLACED_WITHIN", 0.1)
+    unplaced = Unplaced()
+    supervisor = Supervisor(
+        [spec("decode"), spec("router")],
+        lambda s: unplaced if s.name == "decode 1" else runner(tmp_path, s),
+    )
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: all(state.phase == "ready" for _, state in supervisor.states()))
+    supervisor.resize("decode", 2)
+    assert len(supervisor.states()) == 3
+    if end == "shrink":
+        supervisor.resize("decode", 1)
+        await eventually(lambda: len(supervisor.states()) == 2)
+        assert supervisor.worker_addresses(), "the one that serves stays"
+    await supervisor.stop(signal.SIGTERM, 10)
+    await asyncio.wait_for(running, 10)
+    assert unplaced.ended.is_set()
 
 
 async def test_routers_stop_before_workers(tmp_path: Path) -> None:
