@@ -139,6 +139,9 @@ class CudaPool:
     def __init__(
         self, kv_cache: Sequence[torch.Tensor], block_size: int, layout: KVLayout, arena: Arena
     ) -> None:
+        from kv_transfer import copy_kernels  # Triton: on GPUs only
+
+        self._kernels = copy_kernels
         self._rows = [t.flatten(1, 2) for t in kv_cache]  # layer → [2, rows, heads, head_dim]
         self._device = kv_cache[0].device
         self._block_size = block_size
@@ -149,6 +152,11 @@ class CudaPool:
         # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
         _pin(self._arena)
         self._stream = torch.cuda.Stream(self._device)
+        # Compiles both kernels now, not during the first transfer: one row, there and back.
+        row = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dense = self._rows[0].new_empty(2, 1, *self._rows[0].shape[2:])
+        copy_kernels.gather(self._rows[0], row, 0, dense)
+        copy_kernels.scatter(dense, self._rows[0], row, 0)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
@@ -174,9 +182,11 @@ class CudaPool:
         return event.query()
 
     def gather(self, piece: Slice, table: torch.Tensor, slot: int) -> Event:
+        staged = self._staged(piece, slot)
         with torch.cuda.stream(self._stream):
-            dense = torch.index_select(self._heads(piece), 1, self._positions(piece, table))
-            self._staged(piece, slot).copy_(dense, non_blocking=True)
+            dense = torch.empty_like(staged, device=self._device)
+            self._kernels.gather(self._rows[piece.layer], _rows_of(piece, table), piece.head_start, dense)
+            staged.copy_(dense, non_blocking=True)
             return self.record()
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
@@ -184,7 +194,8 @@ class CudaPool:
             dense = [self._staged(x.piece, x.slot).to(self._device, non_blocking=True) for x in batch]
             copied = self.record()
             for item, source in zip(batch, dense, strict=True):
-                self._heads(item.piece).index_copy_(1, self._positions(item.piece, item.table), source)
+                layer, rows = self._rows[item.piece.layer], _rows_of(item.piece, item.table)
+                self._kernels.scatter(source, layer, rows, item.piece.head_start)
             return copied, self.record()
 
     def close(self) -> None:
@@ -193,16 +204,14 @@ class CudaPool:
         self._rows.clear()
         self._arena = torch.empty(0)
 
-    def _heads(self, piece: Slice) -> torch.Tensor:
-        return self._rows[piece.layer][:, :, piece.head_start : piece.head_start + piece.head_count]
-
-    def _positions(self, piece: Slice, table: torch.Tensor) -> torch.Tensor:
-        return table[piece.token_start : piece.token_start + piece.token_count]
-
     def _staged(self, piece: Slice, slot: int) -> torch.Tensor:
         at = slot * self._slot_bytes
         flat = self._arena[at : at + slice_bytes(self._layout, piece)].view(self._dtype)
         return flat.view(2, piece.token_count, piece.head_count, self._layout.head_dim)
+
+
+def _rows_of(piece: Slice, table: torch.Tensor) -> torch.Tensor:
+    return table[piece.token_start : piece.token_start + piece.token_count]
 
 
 def _pin(memory: torch.Tensor) -> None:

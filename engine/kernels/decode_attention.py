@@ -103,7 +103,7 @@ def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, pieces: Pieces
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "pieces"])
 def _partition(
     contexts,
     work,
