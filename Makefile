@@ -47,6 +47,7 @@ bench: venv
 	$(BIN)/python -m bench.kv $(ARGS)
 	$(BIN)/python -m bench.overlap $(ARGS)
 	$(BIN)/python -m bench.router $(ARGS)
+	$(BIN)/python -m bench.discovery $(ARGS)
 
 # The virtual path rpc= makes protoc write `from rpc import ..._pb2` into the stubs.
 proto: venv

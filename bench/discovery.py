@@ -1,127 +1,98 @@
-"""How soon does a router know that a worker is there, or gone? `python -m bench.discovery [--json PATH]`
+"""How soon a router knows of a worker: that it is there, and that it is gone.
 
-`baton serve` with a model of a few kilobytes, so that a worker starts as fast as Python does. In turn one
-decode worker's service process is killed, or its engine stopped (SIGSTOP: it hangs). Three intervals, each
-between a moment in one process and a line in the router's log:
+One process holds a router's worker pool, fake workers behind their real gRPC service, and the source that
+names them: the file that a supervisor writes, or a fake Kubernetes API server over HTTP. Each round starts
+one worker, names it, waits until the pool would send it work, kills it, and waits until the pool would not.
 
-- `new`: the worker says that it is ready → the router has attached to it and sends it work;
-- `crashed`: SIGKILL → the router sends it nothing more;
-- `hung`: SIGSTOP → the same, less `--engine-timeout`, which is how long an engine may be silent.
+known  from the source's news to a pool that would send work there
+lost   from the worker's death to a pool that would not; the source says nothing of it
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import logging
 import os
-import re
-import signal
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from tokenizers import Tokenizer, models
+import bench.contract as contract
+from bench.contract import Report, Row, percentile
+from bench.fake_kubernetes import FakeKubernetes, endpoint
+from bench.fake_worker import SECRET, FakeWorker, Lanes
+from cluster.kubernetes_discovery import KubernetesDiscovery
+from cluster.runner import write_atomically
+from router.discovery import Discovery, FileDiscovery
+from router.policy import PREFILL_POLICIES
+from router.pool import WorkerPool
+from rpc import worker_pb2 as pb
 
-from bench.chaos import processes
-from bench.contract import Report, Row, parser, percentile
-from bench.serving import Serving
-
-WORKERS = 3
-ENGINE_TIMEOUT = 2.0
-BACK_S = 60.0
-_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)$")
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "eos_token_id": 1,
-    "torch_dtype": "float32",
-}  # fmt: skip
+ROUNDS = 50
+KNOWN_GOAL_MS, LOST_GOAL_MS = 1000.0, 2000.0  # p99
+SERVICE = "baton-decode"
 
 
-def tiny_model(directory: Path) -> Path:
-    """A model directory for `--load-format dummy`, with a tokenizer of 64 words."""
-    where = directory / "tiny"
-    where.mkdir()
-    (where / "config.json").write_text(json.dumps(_CONFIG))
-    words = {f"w{i}": i for i in range(64)}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(where / "tokenizer.json"))
-    return where
+async def rounds(discovery: Discovery, name: Callable[[str], None]) -> tuple[list[float], list[float]]:
+    """Milliseconds to know a worker and to lose it, of each round. `name` tells the source of an address."""
+    pool = WorkerPool(SECRET, os.urandom(16), discovery, PREFILL_POLICIES["sticky"])
+    following = asyncio.create_task(pool.run())
+    known, lost = [], []
+    for number in range(ROUNDS):
+        worker = await FakeWorker(pb.ROLE_DECODE, Lanes(), [2], index=number).start()
+        started = time.perf_counter()
+        name(worker.address)
+        await until(pool, 1)
+        known.append(1000 * (time.perf_counter() - started))
+        died = time.perf_counter()
+        await worker.kill()
+        await until(pool, 0)
+        lost.append(1000 * (time.perf_counter() - died))
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    return known, lost
 
 
-class Log:
-    """The lines of one log file, as (Unix time, text)."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def lines(self) -> list[tuple[float, str]]:
-        found = (_LINE.match(line) for line in self._path.read_text(errors="replace").splitlines())
-        return [(datetime.fromisoformat(m[1].replace(",", ".")).timestamp(), m[2]) for m in found if m]
-
-    def first(self, after: float, *words: str) -> float:
-        """When the first line from then on says all these words. Waits for it."""
-        deadline = time.monotonic() + BACK_S
-        while True:
-            for at, text in self.lines():
-                if at >= after - 0.001 and all(word in text for word in words):  # milliseconds are cut off
-                    return at
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{self._path.name} never said {words}")
-            time.sleep(0.02)
+async def until(pool: WorkerPool, ready: int) -> None:
+    async with asyncio.timeout(30):
+        while len(pool.ready(pb.ROLE_DECODE)) != ready:
+            pool.changed.clear()
+            await pool.changed.wait()
 
 
-def one(serving: Serving, index: int, hang: bool) -> tuple[float, float]:
-    """Takes a worker down, and waits until its successor serves. Seconds: (until lost, until new known)."""
-    name = f"decode {index}"
-    [role] = [r for r in serving.status()["cluster"]["roles"] if (r["role"], r["index"]) == ("decode", index)]
-    address = role["address"]
-    router, worker = Log(serving.logs / "router-0.log"), Log(serving.logs / f"decode-{index}.log")
-    victim = processes.tree(role["pid"])["engine" if hang else "service"]
-    hit = time.time()
-    os.kill(victim, signal.SIGSTOP if hang else signal.SIGKILL)
-    lost = router.first(hit, "WARNING", f"{name} at {address}")
-    ready = worker.first(hit, "ready at")
-    known = router.first(ready, f"{name} at", "is ready")
-    return lost - hit, known - ready
+async def measure(report: Report) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "workers"
+        measured = {"file": await rounds(FileDiscovery(str(path)), lambda a: write_atomically(path, a))}
+        server = FakeKubernetes()
+        await server.start()
+        os.environ["KUBECONFIG"] = str(server.kubeconfig(Path(directory) / "kubeconfig"))
+
+        def put(address: str) -> None:
+            host, _, port = address.rpartition(":")
+            server.put("slice", SERVICE, [endpoint(host)], port=int(port))
+
+        measured["kubernetes"] = await rounds(KubernetesDiscovery([SERVICE]), put)
+        await server.stop()
+    for source, (known, lost) in measured.items():
+        for what, values, goal in (("known", known, KNOWN_GOAL_MS), ("lost", lost, LOST_GOAL_MS)):
+            p99 = percentile(values, 0.99)
+            median = statistics.median(values)
+            report.add(Row(f"discovery.{source}.{what}.p50", median, "ms"))
+            report.add(Row(f"discovery.{source}.{what}.p99", p99, "ms", goal=goal, better="lower"))
 
 
-def main(argv: Sequence[str] | None = None) -> Report:
-    p = parser(__doc__ or "")
-    p.add_argument("--rounds", type=int, default=50, help="how often each thing happens")
-    args = p.parse_args(argv)
-    if args.device == "cuda":
-        print("bench.discovery: measures processes, not devices: on the CPU only", file=sys.stderr)
-        raise SystemExit(2)
-    rounds = 5 if args.short else args.rounds
-    report = Report("discovery", {"rounds": rounds, "engine_timeout": ENGINE_TIMEOUT}, args.json)
-    crashed: list[float] = []
-    hung: list[float] = []
-    new: list[float] = []
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        flags: tuple[Any, ...] = (
-            "--model", tiny_model(directory), "--load-format", "dummy", "--dtype", "float32",
-            "--num-threads", 1, "--num-blocks", 64, "--kv-slots", 8, "--decode", WORKERS,
-            "--engine-timeout", ENGINE_TIMEOUT,
-        )  # fmt: skip
-        with Serving(directory, *map(str, flags)) as serving:
-            for round_ in range(rounds):
-                for hang, found in ((False, crashed), (True, hung)):
-                    lost, known = one(serving, round_ % WORKERS, hang)
-                    found.append(lost - ENGINE_TIMEOUT if hang else lost)
-                    new.append(known)
-    for what, times, bound in (("new", new, 1.0), ("crashed", crashed, 2.0), ("hung", hung, 2.0)):
-        p99 = percentile(times, 0.99)
-        report.add(Row(f"discovery.{what}.p50", percentile(times, 0.5), "s", p99=p99))
-        report.add(Row(f"discovery.{what}.p99", p99, "s", goal=bound, better="lower"))
-    report.detail = {"new": new, "crashed": crashed, "hung": hung}
+def main() -> int:
+    arguments = contract.parser(__doc__ or "").parse_args()
+    logging.disable(logging.WARNING)  # that each worker is lost, which is what is measured
+    report = Report("discovery", {"rounds": ROUNDS}, arguments.json)
+    asyncio.run(measure(report))
     report.finish()
-    return report
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

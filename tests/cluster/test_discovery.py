@@ -12,6 +12,7 @@ from typing import Protocol
 
 import pytest
 
+from bench.fake_kubernetes import FakeKubernetes, endpoint
 from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.plan import RoleSpec
 from cluster.role_process import RoleState
@@ -20,7 +21,6 @@ from cluster.supervisor import RoleHandle, Supervisor
 from router.discovery import Discovery, FileDiscovery, StaticDiscovery
 
 from .conftest import FAKE
-from .fake_kubernetes import FakeKubernetes, endpoint
 from .followed import Follower
 
 A, B, C = "10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"

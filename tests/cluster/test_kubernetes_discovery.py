@@ -15,13 +15,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from bench.fake_kubernetes import FakeKubernetes, endpoint
 from bench.fake_worker import SECRET, FakeWorker, Lanes
 from cluster import kubernetes_discovery
 from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.runner import BATON, PACKAGES
 from rpc import worker_pb2 as pb
 
-from .fake_kubernetes import FakeKubernetes, endpoint
 from .followed import Follower
 
 A, B, C = "10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"
