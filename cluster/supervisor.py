@@ -22,6 +22,7 @@ Observer = Callable[[RoleSpec, RoleState], None]
 
 _PLACED_WITHIN = 2.0  # seconds for an actor that has said nothing so far to take its order to stop
 _LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is asked again; Ray needs about a second to start it
+_ALL_ANSWER_WITHIN = 5.0  # seconds until routers are told of those that have answered a new supervisor
 _SHOWN = ("phase", "stage", "fraction", "crash_loop", "seconds_to_ready", "pid", "node")  # of RoleState
 
 
@@ -50,6 +51,7 @@ class _Member:
     spec: RoleSpec
     handle: RoleHandle
     state: RoleState
+    answered: bool = False  # since this supervisor asks
     leaving: bool = False  # off the list; it drains, and then it is gone
     restarts: int = 0  # of earlier actors; the present one counts its own
     last_exit: str = ""  # why its last run ended, whichever actor's it was
@@ -77,6 +79,8 @@ class Supervisor:
         self._observer = observer
         self._drain_grace = drain_grace
         self._stopping = False
+        self._settled = False
+        self._all_answered = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
 
     def _placed(self, spec: RoleSpec) -> _Member:
@@ -125,10 +129,12 @@ class Supervisor:
         async with self._tasks:
             for member in self._members:
                 self._tasks.create_task(self._follow(member))
+            await self._settle()
 
     async def stop(self, signum: int, grace: float) -> None:
         """Ends routers first, so that no request meets a missing worker; then all workers at once."""
         self._stopping = True
+        self._all_answered.set()
         for routers in (True, False):
             members = [m for m in self._members if (m.spec.role == "router") == routers]
             await self._each(lambda m: self._end(m, signum, grace), members)
@@ -188,7 +194,9 @@ class Supervisor:
                 if member.state.token:  # not the second time in a row
                     member.restarts += member.state.restarts + 1
                 state = RoleState(token="", phase="waiting", error=str(lost))
-            member.state = state
+            member.state, member.answered = state, True
+            if all(each.answered for each in self._members):
+                self._all_answered.set()
             member.last_exit = state.error or member.last_exit
             self._observer(member.spec, state)
             await self._tell_routers()
@@ -199,10 +207,18 @@ class Supervisor:
 
     # ------------------------------------------------------------ routers
 
+    async def _settle(self) -> None:
+        """A supervisor after another one at first knows nobody: until it has heard them, routers keep their
+        lists."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_answered.wait(), _ALL_ANSWER_WITHIN)
+        self._settled = True
+        await self._tell_routers()
+
     async def _tell_routers(self) -> None:
         """Brings every running router up to date; one that cannot be reached is told when it is back."""
-        if self._stopping:
-            return  # routers are the first to go
+        if self._stopping or not self._settled:
+            return  # (when all stop, routers are the first to go)
         news = (self.worker_addresses(), self.report())
 
         async def tell(router: _Member) -> None:

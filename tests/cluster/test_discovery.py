@@ -20,7 +20,7 @@ from cluster.runner import RoleRunner, write_atomically
 from cluster.supervisor import RoleHandle, Supervisor
 from router.discovery import Discovery, FileDiscovery, StaticDiscovery
 
-from .conftest import FAKE
+from .conftest import FAKE, eventually
 from .followed import Follower
 
 A, B, C = "10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"
@@ -70,9 +70,16 @@ class File:
 
 
 class Worker:
-    """A `RoleHandle` whose role is ready when the test says so."""
+    """A `RoleHandle` whose role is ready when the test says so.
+
+    Attributes:
+        silent: it cannot be asked for its state.
+        asked: how often it was.
+    """
 
     def __init__(self) -> None:
+        self.silent = False
+        self.asked = 0
         self._state = RoleState(token="0", phase="starting")
         self._changed = asyncio.Condition()
 
@@ -86,12 +93,25 @@ class Worker:
             self._changed.notify_all()
 
     async def start(self) -> RoleState:
-        return self._state
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.silent)
+            return self._state
 
     async def changed(self, token: str) -> RoleState:
         async with self._changed:
+            self.asked += 1
+            self._changed.notify_all()
             await self._changed.wait_for(lambda: self._state.token != token)
             return self._state
+
+    async def speak(self) -> None:
+        async with self._changed:
+            self.silent = False
+            self._changed.notify_all()
+
+    async def until_asked(self, times: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.asked >= times)
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         raise AssertionError("only routers are told")
@@ -101,6 +121,16 @@ class Worker:
     def forget(self) -> None: ...
 
 
+class Router(RoleRunner):
+    """The real one, which counts how often it is asked for its state."""
+
+    asked = 0
+
+    async def changed(self, token: str) -> RoleState:
+        self.asked += 1
+        return await super().changed(token)
+
+
 class Registry:
     """A Ray cluster's: the supervisor follows its roles and tells the router's actor. It is lost with the
     supervisor, and is back with the next one, which finds the roles as they are."""
@@ -108,13 +138,13 @@ class Registry:
     def __init__(self, directory: Path) -> None:
         secret = {"BATON_CLUSTER_SECRET": "x" * 32}
         spec = RoleSpec("router", 0, (), secret)
-        self._router = RoleRunner(spec, directory, program=FAKE)
-        self._workers = {address: Worker() for address in (A, B, C)}
+        self.router = Router(spec, directory, program=FAKE)
+        self.workers = {address: Worker() for address in (A, B, C)}
         self._handles: dict[str, RoleHandle] = {
-            f"decode {i}": worker for i, worker in enumerate(self._workers.values())
+            f"decode {i}": worker for i, worker in enumerate(self.workers.values())
         }
         self._roles = [*(RoleSpec("decode", i, (), secret) for i in range(len(self._handles))), spec]
-        self._handles["router 0"] = self._router
+        self._handles["router 0"] = self.router
         self._supervising = self._supervise()
         self.discovery = FileDiscovery(str(directory / "router-0.workers"))
 
@@ -122,10 +152,10 @@ class Registry:
         return asyncio.create_task(Supervisor(self._roles, lambda role: self._handles[role.name]).run())
 
     async def join(self, address: str) -> None:
-        await self._workers[address].become(address)
+        await self.workers[address].become(address)
 
     async def leave(self, address: str) -> None:
-        await self._workers[address].become(None)
+        await self.workers[address].become(None)
 
     async def lose(self) -> None:
         self._supervising.cancel()
@@ -136,7 +166,7 @@ class Registry:
 
     async def stop(self) -> None:
         await self.lose()
-        await self._router.stop(signal.SIGKILL, 0)
+        await self.router.stop(signal.SIGKILL, 0)
 
 
 class Kubernetes:
@@ -254,3 +284,43 @@ async def test_what_is_listed_for_good_stays_beside_a_file(tmp_path: Path) -> No
         await router.until(C)
         write_atomically(path, f"{A}  # a comment\n\n# nobody\n")
         await router.until(A, C)
+
+
+async def test_a_new_supervisor_names_nobody_before_it_has_heard_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.supervisor._ALL_ANSWER_WITHIN", 60.0)
+    registry = Registry(tmp_path)
+    file = tmp_path / "router-0.workers"
+    try:
+        async with Follower(registry.discovery) as router:
+            await registry.join(A)
+            await registry.join(B)
+            await router.until(A, B)
+            await registry.lose()
+            quick, slow = registry.workers[A], registry.workers[B]
+            slow.silent = True
+            before, router_before = quick.asked, registry.router.asked
+            await registry.recover()
+            await quick.until_asked(before + 2)  # it has answered, and is followed
+            await eventually(lambda: registry.router.asked >= router_before + 2)  # the same
+            assert set(file.read_text().split()) == {A, B}
+            await registry.leave(A)
+            await slow.speak()
+            await router.until(B)
+    finally:
+        await registry.stop()
+
+
+async def test_a_supervisor_does_not_wait_for_ever_for_one_that_has_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.supervisor._ALL_ANSWER_WITHIN", 0.1)
+    registry = Registry(tmp_path)
+    registry.workers[C].silent = True
+    try:
+        async with Follower(registry.discovery) as router:
+            await registry.join(A)
+            await router.until(A)
+    finally:
+        await registry.stop()
