@@ -1,7 +1,9 @@
 """Does the autoscaler follow a load, and do clients notice? `python -m bench.autoscale [--svg PATH]`
 
 `baton serve --prefill 1:3 --decode 1:2` with the embedded model under an open-loop load (Poisson arrivals): a
-quiet phase, a busy one, and a quiet one that is long enough to shrink again. Reported: requests that failed,
+quiet phase, a busy one, and a quiet one that is long enough to shrink again. Loads are shares of what one
+prefill worker can do here, measured first. The TTFT target is ambitious, so that a load that leaves two cores
+some air is too much for one worker, and decode has blocks for three requests. Reported: requests that failed,
 how large the pools became, and TTFT by phase; with `--svg`, load, replicas and TTFT over time as a picture.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -27,7 +30,7 @@ _TEXT = (
     "Explain to a child, in simple words, why water boils and what a pot of it has to do with the weather. "
 )
 _FLAGS = (
-    "--dtype", "float32", "--num-threads", "1", "--num-blocks", "64", "--block-size", "16",
+    "--dtype", "float32", "--num-threads", "1", "--num-blocks", "32", "--block-size", "16",
     "--prefill", "1:3", "--decode", "1:2", "--drain-timeout", "30",
 )  # fmt: skip
 
@@ -45,6 +48,21 @@ class Seen:
 
     streams: list[Stream] = field(default_factory=list)
     sizes: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+
+
+def case(output: int, rng: random.Random) -> Case:
+    """A request of some 120 tokens that no other one shares its beginning with."""
+    return Case(f"({rng.random()}) {_TEXT * 5}", output, 0.0, 1)
+
+
+async def alone(serving: Serving, output: int) -> float:
+    """Seconds to the first token of a request that has the cluster to itself; the median of five."""
+    rng, found = random.Random(0), []
+    async with new_session() as http:
+        for _ in range(6):
+            stream = await read(http, serving.url, case(output, rng))
+            found.append(stream.arrivals[0] - stream.started)
+    return statistics.median(found[1:])
 
 
 async def drive(serving: Serving, phases: Sequence[Phase], output: int, rng: random.Random) -> Seen:
@@ -65,10 +83,9 @@ async def drive(serving: Serving, phases: Sequence[Phase], output: int, rng: ran
             end = due + phase.seconds
             while (due := due + rng.expovariate(phase.rate)) < end:
                 await asyncio.sleep(due - time.monotonic())
-                case = Case(f"({rng.random()}) {_TEXT * 5}", output, 0.0, 1)
-                stream = Stream(case)
+                stream = Stream(case(output, rng))
                 seen.streams.append(stream)
-                requests.create_task(read(http, serving.url, case, into=stream))
+                requests.create_task(read(http, serving.url, stream.case, into=stream))
             due = end
             await asyncio.sleep(end - time.monotonic())
     over.set()
@@ -130,10 +147,12 @@ def picture(seen: Seen, phases: Sequence[Phase]) -> str:
 def main(argv: Sequence[str] | None = None) -> Report:
     p = parser(__doc__ or "")
     p.add_argument("--svg", type=Path, metavar="PATH", help="write the picture here")
-    p.add_argument("--low", type=float, default=0.3, metavar="R", help="requests/s of the quiet phases")
-    p.add_argument("--high", type=float, default=2.0, metavar="R", help="requests/s of the busy phase")
-    p.add_argument("--output-len", type=int, default=32, metavar="N", help="tokens of an answer")
-    p.add_argument("--ttft-target", type=float, default=1000, metavar="MS")
+    p.add_argument("--low", type=float, default=0.1, metavar="S", help="load of the quiet phases, as a share")
+    p.add_argument(
+        "--high", type=float, default=0.7, metavar="S", help="… and of the busy phase, of one worker"
+    )
+    p.add_argument("--output-len", type=int, default=16, metavar="N", help="tokens of an answer")
+    p.add_argument("--ttft-target", type=float, default=300, metavar="MS")
     p.add_argument("--shrink-after", type=float, default=15, metavar="S")
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args(argv)
@@ -141,11 +160,6 @@ def main(argv: Sequence[str] | None = None) -> Report:
         print("bench.autoscale: measures the autoscaler, on the CPU", file=sys.stderr)
         raise SystemExit(2)
     scale = 0.5 if args.short else 1.0
-    phases = [
-        Phase("before", 20 * scale, args.low),
-        Phase("busy", 80 * scale, args.high),
-        Phase("after", 80 * scale, args.low),
-    ]
     shown = {
         name: getattr(args, name)
         for name in ("low", "high", "output_len", "ttft_target", "shrink_after", "seed")
@@ -160,7 +174,12 @@ def main(argv: Sequence[str] | None = None) -> Report:
         str(args.shrink_after),
     )
     with tempfile.TemporaryDirectory() as directory, Serving(Path(directory), *_FLAGS, *targets) as serving:
-        serving.ask(8)
+        prefills = 1 / asyncio.run(alone(serving, args.output_len))
+        phases = [
+            Phase("before", 20 * scale, args.low * prefills),
+            Phase("busy", 80 * scale, args.high * prefills),
+            Phase("after", 80 * scale, args.low * prefills),
+        ]
         seen = asyncio.run(drive(serving, phases, args.output_len, random.Random(args.seed)))
     for row in rows(seen, phases):
         report.add(row)

@@ -29,10 +29,16 @@ ScaledRole = Literal["prefill", "decode"]
 
 @dataclass(frozen=True)
 class Sample:
-    """What one worker told. `done`: prompt tokens it prefilled since the last time it was asked."""
+    """What one worker told; the numbers are since the last time it was asked.
+
+    Attributes:
+        done: prompt tokens it prefilled.
+        refused: reservations for which it had no room.
+    """
 
     status: pb.WorkerStatus
     done: int
+    refused: int
 
 
 class Autoscaler:
@@ -51,7 +57,7 @@ class Autoscaler:
         self._decode = DecodeDemand(pools.ttit_target / 1000)
         self._done = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._last_done: dict[str, int] = {}
+        self._last: dict[str, pb.WorkerStatus] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -96,7 +102,7 @@ class Autoscaler:
         if role == "prefill":
             self._done += sum(sample.done for sample in samples)
             return self._prefill.needed(now, prefill_load([s.status for s in samples], self._done))
-        return self._decode.needed(decode_load([s.status for s in samples]))
+        return self._decode.needed(decode_load(samples))
 
     # ------------------------------------------------------------ workers
 
@@ -115,14 +121,18 @@ class Autoscaler:
             status = await answer
         except grpc.RpcError:
             return None  # its own supervision says what is wrong with it
-        done = status.prompt_tokens - self._last_done.get(address, 0)
-        self._last_done[address] = status.prompt_tokens
-        return Sample(status, max(0, done))
+        before = self._last.get(address, pb.WorkerStatus())
+        self._last[address] = status
+        return Sample(
+            status,
+            done=max(0, status.prompt_tokens - before.prompt_tokens),
+            refused=max(0, status.no_room - before.no_room),
+        )
 
     async def _forget_all_but(self, addresses: set[str]) -> None:
         for address in self._channels.keys() - addresses:
             await self._channels.pop(address).close(None)
-            self._last_done.pop(address, None)
+            self._last.pop(address, None)
 
 
 def prefill_load(statuses: list[pb.WorkerStatus], done: int) -> PrefillLoad:
@@ -141,8 +151,13 @@ def prefill_load(statuses: list[pb.WorkerStatus], done: int) -> PrefillLoad:
     )
 
 
-def decode_load(statuses: list[pb.WorkerStatus]) -> DecodeLoad:
+def decode_load(samples: list[Sample]) -> DecodeLoad:
+    """A worker that had to refuse is full, whatever is left of its blocks: the next request is longer."""
+    statuses = [sample.status for sample in samples]
     return DecodeLoad(
-        kv_used=tuple(1 - status.blocks_free / status.blocks_total for status in statuses),
+        kv_used=tuple(
+            1.0 if sample.refused else 1 - sample.status.blocks_free / sample.status.blocks_total
+            for sample in samples
+        ),
         steps=tuple(s.step_seconds for s in statuses if s.requests_running and s.step_seconds),
     )

@@ -113,6 +113,7 @@ class DecodeRole:
         self._fetch(message.decode_id)
 
     def _no_room(self) -> str:
+        self._counters.no_room += 1
         return f"{self.engine.blocks_free} of {self.engine.num_blocks} blocks are free"
 
     def _fetch(self, decode_id: bytes) -> None:

@@ -74,6 +74,7 @@ class Counters:
     generation_tokens: int = 0
     finished_stop: int = 0
     finished_length: int = 0
+    no_room: int = 0
 
     def count(self, output: Output) -> None:
         self.generation_tokens += 1
@@ -228,6 +229,7 @@ def _status(role: Role, counters: Counters, question: int) -> messages.EngineSta
         generation_tokens=counters.generation_tokens,
         finished_stop=counters.finished_stop,
         finished_length=counters.finished_length,
+        no_room=counters.no_room,
         preemptions=stats.preemptions,
         prefix_cache_queries=stats.prefix_cache_queries,
         prefix_cache_hits=stats.prefix_cache_hits,

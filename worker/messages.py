@@ -211,6 +211,7 @@ class EngineStatus(_Message):
     generation_tokens: int
     finished_stop: int
     finished_length: int
+    no_room: int  # reservations refused
     preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int

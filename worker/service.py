@@ -250,6 +250,7 @@ class Service:
             prefill_tokens_per_s=engine.prefill_tokens_per_s,
             step_seconds=engine.step_seconds,
             prompt_tokens=engine.prompt_tokens,
+            no_room=engine.no_room,
         )
         return self._last_status
 

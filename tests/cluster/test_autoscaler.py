@@ -11,7 +11,7 @@ import pytest
 import cluster.autoscaler
 import cluster.scaling
 from bench.fake_worker import SECRET, FakeWorker, Lanes
-from cluster.autoscaler import Autoscaler, decode_load, prefill_load
+from cluster.autoscaler import Autoscaler, Sample, decode_load, prefill_load
 from cluster.options import PoolOptions, PoolSize
 from cluster.plan import RoleSpec
 from cluster.role_process import RoleState
@@ -128,6 +128,7 @@ def test_loads_are_sums_over_workers() -> None:
     new = pb.WorkerStatus(blocks_free=100, blocks_total=100)
     prefill = prefill_load([busy, new], done=5)
     assert (prefill.done, prefill.waiting, prefill.queued, prefill.speed) == (5, 3000, 2000, 900)
-    decode = decode_load([busy, new])
+    decode = decode_load([Sample(busy, 0, 0), Sample(new, 0, 0)])
     assert decode.kv_used == (0.75, 0.0)
+    assert decode_load([Sample(busy, 0, 1), Sample(new, 0, 0)]).kv_used == (1.0, 0.0), "no room for the next"
     assert decode.steps == (0.03,), "who runs nothing has no step"
