@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
         phases = [
             Phase("before", 20 * scale, args.low * prefills),
             Phase("busy", 80 * scale, args.high * prefills),
-            Phase("after", 80 * scale, args.low * prefills),
+            Phase("after", 70 * scale, args.low * prefills),
         ]
         seen = asyncio.run(drive(serving, phases, args.output_len, random.Random(args.seed)))
     for row in rows(seen, phases):

@@ -7,6 +7,7 @@ adds up the memory and the CPU time of its processes, by who they belong to.
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from bench.contract import Report, Row, parser
 from bench.serving import Serving
 
 _TICK = os.sysconf("SC_CLK_TCK")
+_TIMING = re.compile(r"\s*[\d.]+s +[\d.]+s  ")  # a row of --timings
 OWNERS = ("ray", "actors", "serve", "router", "workers")
 
 
@@ -77,9 +79,10 @@ def main(argv: Sequence[str] | None = None) -> Report:
     starts, seconds = (2, 10.0) if args.short else (args.starts, args.seconds)
     report = Report("idle", {"starts": starts, "seconds": seconds}, args.json)
     took: list[float] = []
+    timings: list[str] = []
     before = after = dict.fromkeys(OWNERS, (0.0, 0.0))
     for number in range(starts):
-        with tempfile.TemporaryDirectory() as directory, Serving(Path(directory)) as serving:
+        with tempfile.TemporaryDirectory() as directory, Serving(Path(directory), "--timings") as serving:
             serving.ask()
             took.append(time.monotonic() - serving.started)
             if number == starts - 1:
@@ -88,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
                 before = memory_and_cpu(tree(serving.process.pid))
                 time.sleep(seconds)
                 after = memory_and_cpu(tree(serving.process.pid))
+                timings = [line for line in serving.output.read_text().splitlines() if _TIMING.match(line)]
     report.add(
         Row("idle.first_token", statistics.median(took), "s", p99=max(took), goal=15.0, better="lower")
     )
@@ -96,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> Report:
         report.add(Row(f"idle.memory.{name}", after[name][0], "MiB"))
         report.add(Row(f"idle.cpu.{name}", 100 * cpu, "% of a core"))
     report.add(Row("idle.memory.all", sum(memory for memory, _ in after.values()), "MiB"))
+    report.detail = {"timings": timings}
     report.finish()
+    print("The last start:", *timings, sep="\n")
     return report
 
 
