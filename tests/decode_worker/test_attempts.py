@@ -229,8 +229,10 @@ async def test_no_room_is_told_before_any_kv_is_asked_for(workers: Workers) -> N
         big = request(prompt(BLOCKS // 2 * 16), sampling(max_tokens=2))
         first = await pair.decode.submit_decode(big, nowhere)
         await pair.decode.reserved(first)
+        before = (await status(pair.decode)).no_room
         second = await pair.decode.submit_decode(big, nowhere)
         assert (await pair.decode.failure(second)).code == pb.FAILURE_CODE_NO_ROOM
+        assert (await status(pair.decode)).no_room == before + 1, "an autoscaler counts them"
         await pair.decode.cancel(first)
         await assert_whole(*workers)
 
