@@ -69,11 +69,13 @@ def gcs(up):
 def address():
     return cluster.address
 
-for line in sys.stdin:
-    name, *args = json.loads(line)
-    print(json.dumps(globals()[name](*args)), flush=True)
-cluster.shutdown()
-end_descendants(15, threading.Event())
+try:
+    for line in sys.stdin:
+        name, *args = json.loads(line)
+        print(json.dumps(globals()[name](*args)), flush=True)
+    cluster.shutdown()
+finally:
+    end_descendants(15, threading.Event())
 """
 
 
