@@ -131,7 +131,8 @@ class ClusterActor:
         self._supervisor = Supervisor(roles, self._place, self._note, cluster.drain_grace)
         self._following = asyncio.create_task(self._supervisor.run())
         self._following.add_done_callback(_end_if_failed)
-        self._scaling = asyncio.create_task(Autoscaler(self._supervisor, cluster.pools, cluster.secret).run())
+        autoscaler = Autoscaler(self._supervisor, cluster.pools, cluster.secret, cluster.roles[0].tls)
+        self._scaling = asyncio.create_task(autoscaler.run())
         self._scaling.add_done_callback(_end_if_failed)
 
     def _place(self, spec: RoleSpec) -> RemoteRole:

@@ -18,6 +18,7 @@ import rpc
 from cluster.options import PoolOptions, PoolSize
 from cluster.scaling import DecodeDemand, DecodeLoad, Needed, PrefillDemand, PrefillLoad, Scaler
 from cluster.supervisor import Supervisor
+from rpc import TlsFiles
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 
@@ -44,9 +45,12 @@ class Sample:
 class Autoscaler:
     """Owns its connections to workers, and what it remembers of their loads."""
 
-    def __init__(self, supervisor: Supervisor, pools: PoolOptions, secret: bytes) -> None:
+    def __init__(
+        self, supervisor: Supervisor, pools: PoolOptions, secret: bytes, tls: TlsFiles | None = None
+    ) -> None:
         self._supervisor = supervisor
         self._secret = secret
+        self._tls = tls
         self._sizes: dict[ScaledRole, PoolSize] = {"prefill": pools.prefill, "decode": pools.decode}
         self._scalers = {
             role: Scaler(size.least, size.most, pools.shrink_after)
@@ -113,7 +117,7 @@ class Autoscaler:
 
     async def _ask(self, address: str) -> Sample | None:
         if address not in self._channels:
-            self._channels[address] = rpc.connect(address, self._secret)
+            self._channels[address] = rpc.connect(address, self._secret, self._tls)
         answer: Awaitable[pb.WorkerStatus] = WorkerStub(self._channels[address]).GetStatus(
             pb.StatusRequest(), timeout=PATIENCE
         )

@@ -13,6 +13,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from cluster.plan import Plan
 from cluster.processes import own_age
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+
 
 class Display:
     """A context manager around the start; `line` works before, within and after it."""
@@ -74,8 +76,9 @@ class Display:
     def error(self, text: str) -> None:
         self._console.print(f"Error: {text}", style="red", markup=False)
 
-    def ready(self, plan: Plan, logs: Path) -> None:
-        """The endpoint, and a command that shows that it works."""
+    def ready(self, plan: Plan, admin_url: str, logs: Path) -> None:
+        """The endpoint, and a command that shows that it works; `admin_url` is where the router tells of the
+        workers."""
         model = plan.served_name()
         body = {
             "model": model,
@@ -83,10 +86,11 @@ class Display:
             "max_tokens": 32,
             "temperature": 0,
         }
-        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if plan.front.api_key else ""
+        keys = plan.front.api_key or plan.front.api_key_file
+        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if keys else ""
         json_type = "-H 'Content-Type: application/json'"
         quoted = json.dumps(body).replace("'", "'\\''")
         self.line(f"\nReady in {time.monotonic() - self._started:.1f} s: {model} at {plan.url}/v1\n")
         self.line(f"  curl {plan.url}/v1/chat/completions {json_type}{key} -d '{quoted}'\n")
-        port = "" if plan.front.port == 8000 else f" --url {plan.url}"
-        self.line(f"Chat: baton chat{port}   Workers: baton status{port}\nLogs: {logs}\nStop: Ctrl-C")
+        chat, status = ("" if url == DEFAULT_URL else f" --url {url}" for url in (plan.url, admin_url))
+        self.line(f"Chat: baton chat{chat}   Workers: baton status{status}\nLogs: {logs}\nStop: Ctrl-C")

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
+
+if TYPE_CHECKING:
+    from rpc import TlsFiles
 
 INTERVAL = 2.0  # seconds between questions
 PATIENCE = (
@@ -18,11 +21,15 @@ Check = Callable[[], Awaitable[None]]
 
 
 async def until_silent(
-    ready: Mapping[str, Any], secret: bytes, interval: float = INTERVAL, patience: float = PATIENCE
+    ready: Mapping[str, Any],
+    secret: bytes,
+    tls: TlsFiles | None = None,
+    interval: float = INTERVAL,
+    patience: float = PATIENCE,
 ) -> str:
     """Returns when the role that reported `ready` has been silent for too long: in which words to say so."""
     async with contextlib.AsyncExitStack() as open_:
-        check = await _check_of(ready, secret, open_)
+        check = await _check_of(ready, secret, tls, open_)
         answered = time.monotonic()
         while (silent := time.monotonic() - answered) < patience:
             await asyncio.sleep(interval)
@@ -34,16 +41,19 @@ async def until_silent(
     return f"gave no answer for {silent:.0f} s"
 
 
-async def _check_of(ready: Mapping[str, Any], secret: bytes, open_: contextlib.AsyncExitStack) -> Check:
+async def _check_of(
+    ready: Mapping[str, Any], secret: bytes, tls: TlsFiles | None, open_: contextlib.AsyncExitStack
+) -> Check:
     """Workers have gRPC's own health service; any answer is one, also "not serving" while it drains."""
     if "address" not in ready:
-        return lambda: _get_health(urlsplit(ready["url"]))
+        # The admin port, where there is one: it knows all processes, and asks for no certificate.
+        return lambda: _get_health(urlsplit(ready.get("admin_url", ready["url"])))
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     import rpc
 
-    channel = await open_.enter_async_context(rpc.connect(ready["address"], secret))
+    channel = await open_.enter_async_context(rpc.connect(ready["address"], secret, tls))
     stub = health_pb2_grpc.HealthStub(channel)
 
     async def check() -> None:

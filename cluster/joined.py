@@ -13,6 +13,7 @@ from typing import Any
 from cluster.display import Display
 from cluster.local_ray import import_ray
 from cluster.plan import Plan, RoleSpec
+from cluster.role_process import RoleState
 from cluster.signals import StopSignals
 
 STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
@@ -81,6 +82,7 @@ class Start:
         self._plan = plan
         self._roles = roles
         self._display = Display()
+        self._states: list[tuple[RoleSpec, RoleState]] = []
 
     async def run(self) -> int:
         import ray
@@ -108,7 +110,8 @@ class Start:
         with self._display:
             failure = await _unless(signals.stop, self._follow(supervisor))
         if failure is None and not signals.stop.is_set():
-            self._display.ready(self._plan, log_dir or Path("on each node, in its run directory"))
+            logs = log_dir or Path("on each node, in its run directory")
+            self._display.ready(self._plan, self._plan.admin_url(self._states), logs)
             if self._plan.start.timings:
                 self._display.timings()
             return 0
@@ -122,6 +125,7 @@ class Start:
         seen = 0
         while True:
             seen, states = await supervisor.changed.remote(seen)
+            self._states = states
             for role, state in states:
                 self._display.stage(role.name, state.stage, state.fraction)
                 if state.phase == "waiting":

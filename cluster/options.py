@@ -11,10 +11,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import typer
 from typer.models import OptionInfo
+
+if TYPE_CHECKING:
+    from rpc import TlsFiles
 
 
 def opt(
@@ -307,6 +310,14 @@ class SecretOptions:
     cluster_ca_certs: Annotated[
         Path | None, opt("Who signs these certificates, PEM.", shown="none", **OLD_FILE)
     ] = None
+
+    def tls(self) -> TlsFiles | None:
+        """Raises ValueError for files that are missing or cannot be used."""
+        from rpc import TlsFiles
+
+        files = (self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs)
+        certfile, keyfile, ca_certs = (None if path is None else str(path) for path in files)
+        return TlsFiles.of("cluster", certfile, keyfile, ca_certs, mutual=True)
 
 
 @dataclass(frozen=True)

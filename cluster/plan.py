@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cluster import model, options
 from cluster.parameters import to_argv
+from cluster.role_process import RoleState
+
+if TYPE_CHECKING:
+    from rpc import TlsFiles
 
 RoleName = Literal["prefill", "decode", "router"]
 Placement = Literal["spread", "pack", "pair"]
@@ -28,6 +32,8 @@ class RoleSpec:
     cpus: int = 1
     placement: Placement = "spread"
     labels: Mapping[str, str] = field(default_factory=dict)  # of the machines that it may run on
+    tls: TlsFiles | None = None
+    """With which whoever starts it asks for its health."""
 
     @property
     def name(self) -> str:
@@ -57,7 +63,13 @@ class Plan:
     def url(self) -> str:
         """Where clients on this machine reach the router."""
         host = "127.0.0.1" if self.front.host in ("", "0.0.0.0", "::") else self.front.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.front.port}"
+        scheme = "http" if self.front.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.front.port}"
+
+    def admin_url(self, states: Sequence[tuple[RoleSpec, RoleState]]) -> str:
+        """Where the router, which is ready, tells about the cluster."""
+        readies = (state.ready for role, state in states if role.role == "router" and state.ready)
+        return next((str(ready["admin_url"]) for ready in readies if "admin_url" in ready), self.url)
 
     def served_name(self) -> str:
         """What clients call the model."""
@@ -77,7 +89,8 @@ class Plan:
         )
         shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}
         observe = replace(self.observe, otlp_endpoint=self.observe.endpoint)
-        shared_args = to_argv(named, self.drain, observe)
+        tls = self.secret.tls()
+        shared_args = to_argv(named, self.drain, observe, replace(self.secret, cluster_secret_file=None))
         worker_args = (*shared_args, *to_argv(engine, self.transfer, self.deadlines, self.traces))
         pairs = self._pairs()
         workers = [
@@ -90,6 +103,7 @@ class Plan:
                 cpus=engine.num_threads or 1,
                 placement="pair" if index < pairs else "pack" if self.ray.placement == "pack" else "spread",
                 labels=_labels(f"--{role}-nodes", nodes),
+                tls=tls,
             )
             for role, size, nodes in (
                 ("prefill", self.pool.prefill, self.ray.prefill_nodes),
@@ -97,7 +111,11 @@ class Plan:
             )
             for index in range(size.least)
         ]
-        front = replace(self.front, api_key=[])
+        several = self.front.router_processes > 1 or self.front.ssl_certfile is not None
+        if several and self.front.admin_port is None:  # whoever watches it knows no certificates of clients
+            front = replace(self.front, api_key=[], admin_port=0)
+        else:
+            front = replace(self.front, api_key=[])
         keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
         router = RoleSpec("router", 0, (*shared_args, *to_argv(front)), shared | keys)
         return [*workers, router]

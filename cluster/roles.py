@@ -12,7 +12,6 @@ from cluster import lifeline, model, options
 
 if TYPE_CHECKING:
     from router.discovery import Discovery
-    from rpc import TlsFiles
 
 
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
@@ -27,7 +26,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             role=role,
             index=given.process.index,
             secret=load_secret(given.secret.cluster_secret_file),
-            tls=cluster_tls(given.secret),
+            tls=given.secret.tls(),
             served_model_name=given.model.served_model_name or found.name,
             engine=EngineConfig(
                 model=found.location,
@@ -73,19 +72,6 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
     return _supervised(given.process.ready_fd, start)
 
 
-def cluster_tls(given: options.SecretOptions) -> TlsFiles | None:
-    """Raises ValueError."""
-    from rpc import TlsFiles
-
-    return TlsFiles.of(
-        "cluster",
-        _path(given.cluster_certfile),
-        _path(given.cluster_keyfile),
-        _path(given.cluster_ca_certs),
-        mutual=True,
-    )
-
-
 def _path(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
@@ -129,7 +115,7 @@ def run_router(given: options.RouterRole) -> int:
                 _path(given.front.ssl_keyfile),
                 _path(given.front.ssl_ca_certs),
             ),
-            cluster_tls=cluster_tls(given.secret),
+            cluster_tls=given.secret.tls(),
             api_keys=router.api_keys(given.front.api_key, _path(given.front.api_key_file)),
             client_timeout=given.front.client_timeout,
             keep_alive=given.front.timeout_keep_alive,

@@ -94,10 +94,11 @@ class RoleRunner:
             self._until_silent,
             node or socket.gethostname(),
         )
+        self._tls = spec.tls
         self._secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
 
     async def _until_silent(self, ready: Mapping[str, Any]) -> str:
-        return await until_silent(ready, self._secret)
+        return await until_silent(ready, self._secret, self._tls)
 
     async def start(self) -> RoleState:
         """Starts the role, unless it is started. A second supervisor finds it as the first one left it."""

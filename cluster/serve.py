@@ -20,6 +20,7 @@ from cluster.display import Display
 from cluster.janitor import Janitor
 from cluster.lifeline import adopt_orphans
 from cluster.local_ray import LocalRay
+from cluster.options import FrontOptions
 from cluster.plan import Plan, RoleSpec
 from cluster.processes import OrphanReaper, end_descendants
 from cluster.role_process import RoleState
@@ -39,7 +40,9 @@ def run(plan: Plan) -> int:
     """
     setproctitle.setproctitle("baton: serve")
     roles = plan.roles()
-    check_port(plan.front.host, plan.front.port)
+    check_ports(plan.front)
+    if plan.start.timings and (plan.front.api_key_file or plan.front.ssl_certfile):
+        raise ValueError("--timings asks for a first token, for which it has no key and no certificate")
     if plan.ray.ray_address is not None:
         from cluster.joined import serve  # imports ray
 
@@ -47,17 +50,25 @@ def run(plan: Plan) -> int:
     return asyncio.run(LocalCluster(plan, roles).run())
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ValueError when the router could not listen there. (Routers share a port; this does not.)"""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ValueError(
-                f"--port {port}: cannot listen on {host}:{port} ({error.strerror}); "
-                "choose another --port or --host, or stop what listens there"
-            ) from error
+def check_ports(front: FrontOptions) -> None:
+    """Raises ValueError when the router could not listen somewhere."""
+    asked = [("port", front.host, front.port), ("grpc-port", front.host, front.grpc_port)]
+    asked.append(("admin-port", front.admin_host, front.admin_port))
+    with contextlib.ExitStack() as held:  # until all are checked: two of them may be the same
+        for flag, host, port in asked:
+            if port is None:
+                continue
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ValueError(
+                    f"--{flag} {port}: cannot listen on {host}:{port} ({error.strerror}); choose another "
+                    "port or host, or stop what listens there"
+                ) from error
+            probe.listen()  # else the next one might share it
 
 
 class CannotStart(Exception):
@@ -126,11 +137,13 @@ class LocalCluster:
         if self._signals.stop.is_set():
             return
         self._up = True
-        self._display.ready(self._plan, self._logs)
+        self._display.ready(self._plan, self._plan.admin_url(supervisor.states()), self._logs)
         if self._plan.start.timings:
             self._display.timings()
         secret = self._roles[0].environment["BATON_CLUSTER_SECRET"].encode()
-        scaling = asyncio.create_task(Autoscaler(supervisor, self._plan.pool, secret).run())
+        scaling = asyncio.create_task(
+            Autoscaler(supervisor, self._plan.pool, secret, self._roles[0].tls).run()
+        )
         to_stop.callback(scaling.cancel)
         await self._until(self._forever(), following, scaling)
 
@@ -139,7 +152,8 @@ class LocalCluster:
             await self._next_change()
         # The router is attaching to the workers; nothing tells us when it has.
         self._display.stage("cluster", "router meets workers", 0.9)
-        while not await asyncio.to_thread(_answers, f"{self._plan.url}/ready"):  # noqa: ASYNC110
+        url = self._plan.admin_url(supervisor.states())
+        while not await asyncio.to_thread(_answers, f"{url}/ready"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         if self._plan.start.timings:
             self._display.stage("cluster", "first token", 0.95)

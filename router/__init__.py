@@ -14,7 +14,10 @@ from router.keys import api_keys
 
 def main(config: RouterConfig) -> int:
     """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for what a user got wrong."""
-    from router.server import main as run
+    if config.admin_port is not None and not config.supervised:
+        from router.processes import supervise as run  # without a tokenizer, which its processes have
+    else:
+        from router.server import main as run
 
     return run(config)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from router.api import CompletionBody, GenerationBody
+from router.api import MAX_CHOICES, CompletionBody, GenerationBody
 from router.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from router.messages import Message
 from router.structured import Structure
@@ -93,6 +93,9 @@ def make_jobs(
     sampling = _sampling(body, vocab_size)
     sampling["structured_output"] = structure and structure.message
     jobs: list[Job] = []
+    if len(prompts) * body.n > MAX_CHOICES:
+        text = f"n: {len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices"
+        raise InvalidRequest(text, param="n")
     for prompt_ids in prompts:
         if not prompt_ids:
             raise InvalidRequest(f"{field}: must not be empty", param=field)

@@ -92,6 +92,9 @@ class Metrics:
             lambda: admission.waiting_tokens
         )
         self._gauge(
+            "baton:requests_waiting_for_turn", "Requests that the router holds back, fairly between keys."
+        ).set_function(lambda: len(admission.queue))
+        self._gauge(
             "baton:requests_waiting_for_room", "Requests that no decode worker has room for."
         ).set_function(lambda: len(pool.room))
         self._gauge("baton:requests_waiting_for_worker", "Requests while a role has no worker.").set_function(

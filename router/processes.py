@@ -36,6 +36,9 @@ LAST_WORDS_SECONDS = 15.0
 """Beyond the drain, for ending."""
 
 
+_COUNTS = ("requests", "waiting_for_turn", "waiting_for_room", "waiting_for_workers", "waiting_tokens")
+
+
 class _CannotServe(Exception):
     """In words for the user."""
 
@@ -303,10 +306,7 @@ class Supervisor:
 def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]:
     """As of one router: `router` in sums, `processes` one by one, the rest as the first one sees it."""
     routers = [status["router"] for status in found.values()]
-    counts = {
-        name: sum(router[name] for router in routers)
-        for name in ("requests", "waiting_for_room", "waiting_for_workers", "waiting_tokens")
-    }
+    counts = {name: sum(router[name] for router in routers) for name in _COUNTS}
     return {
         "router": {
             "index": config.index,

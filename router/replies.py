@@ -222,6 +222,7 @@ class RouterReply(Reply):
     state: Literal["serving", "draining"]
     ready: bool
     requests: int
+    waiting_for_turn: int
     waiting_for_room: int
     waiting_for_workers: int
     waiting_tokens: int

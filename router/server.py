@@ -31,7 +31,6 @@ from router.listen import BACKLOG, listen, url_host
 from router.metrics import Metrics
 from router.policy import PREFILL_POLICIES
 from router.pool import WorkerPool
-from router.processes import supervise
 from router.serving import Services
 from router.status import router_status
 from router.tokenizer import ModelTokenizer, load_tokenizer
@@ -46,8 +45,6 @@ LAST_WORDS_SECONDS = 5.0
 
 def main(config: RouterConfig) -> int:
     """Runs the router until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
-    if config.admin_port is not None and not config.supervised:
-        return supervise(config)
     number = f".{config.process_number}" if config.supervised else ""
     setproctitle.setproctitle(f"baton: router {config.index}{number}")
     speaker = {"role": "router", "index": config.index, "incarnation": config.incarnation}

@@ -27,6 +27,7 @@ async def router_status(config: RouterConfig, services: Services, draining: bool
             "state": "draining" if draining else "serving",
             "ready": pool.complete,
             "requests": len(services.active),
+            "waiting_for_turn": len(services.admission.queue),
             "waiting_for_room": len(pool.room),
             "waiting_for_workers": len(pool.waiters),
             "waiting_tokens": services.admission.waiting_tokens,

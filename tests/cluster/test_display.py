@@ -50,7 +50,7 @@ def test_a_role_has_its_check_mark_only_when_it_is_ready() -> None:
 
 def test_the_curl_survives_the_shell() -> None:
     display, out = shown()
-    display.ready(plan(host="0.0.0.0", port=8123, api_key=["k"]), Path("/logs"))
+    display.ready(plan(host="0.0.0.0", port=8123, api_key=["k"]), "http://127.0.0.1:9000", Path("/logs"))
     [line] = [line for line in out.getvalue().splitlines() if line.strip().startswith("curl")]
     words = shlex.split(line)
     assert words[1] == "http://127.0.0.1:8123/v1/chat/completions"

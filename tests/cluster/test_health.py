@@ -20,7 +20,7 @@ SECRET = b"x" * 32
 
 
 async def silent(ready: Mapping[str, Any], interval: float = 0.02, patience: float = 0.4) -> str:
-    return await until_silent(ready, SECRET, interval, patience)
+    return await until_silent(ready, SECRET, None, interval, patience)
 
 
 async def test_a_worker_is_silent_once_its_health_service_is() -> None:

@@ -150,6 +150,21 @@ async def test_a_client_that_goes_cancels_both_workers(cluster: Cluster):
         await cluster.idle()
 
 
+async def test_a_clients_deadline_is_the_requests(cluster: Cluster):
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    decode.steps = asyncio.Semaphore(0)
+    async with channel_to(cluster) as channel:
+        call = InferenceStub(channel).Generate(pb.GenerateRequest(text="x", max_tokens=50), timeout=0.5)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async for _ in call:
+                pass
+        assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    await decode.until(lambda w: w.cancelled == [w.submitted[0].decode.decode_id])
+    await prefill.until(lambda w: w.cancelled == [w.submitted[0].prefill.prefill_id])
+    assert decode.submitted[0].decode.request.timeout_ms <= 500
+    await cluster.idle()
+
+
 async def test_keys_deadlines_and_overload(tokenizer: ModelTokenizer, tmp_path: Path):
     keys = (ApiKey.of("one", "key-one"),)
     limits: dict[str, Any] = {"api_keys": keys, "request_timeout": 0.5, "max_waiting_tokens": 100}

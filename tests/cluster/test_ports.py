@@ -1,0 +1,39 @@
+"""`baton serve` looks at every port before it starts anything."""
+
+import socket
+
+import pytest
+
+from cluster.options import FrontOptions
+from cluster.serve import check_ports
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flag, front in (
+            ("--port", FrontOptions(port=port)),
+            ("--grpc-port", FrontOptions(port=0, grpc_port=port)),
+            ("--admin-port", FrontOptions(port=0, admin_port=port)),
+        ):
+            with pytest.raises(
+                ValueError, match=rf"{flag} {port}: cannot listen on 127.0.0.1:{port} \(.*use"
+            ):
+                check_ports(front)
+    check_ports(FrontOptions(port=port, grpc_port=0, admin_port=0))
+
+
+def test_one_port_for_two_things_is_refused() -> None:
+    port = free_port()
+    with pytest.raises(ValueError, match=f"--admin-port {port}: cannot listen"):
+        check_ports(FrontOptions(port=port, grpc_port=0, admin_port=port))
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--port 0: cannot listen on 192\.0\.2\.1"):
+        check_ports(FrontOptions(host="192.0.2.1", port=0))
