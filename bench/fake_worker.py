@@ -199,7 +199,8 @@ class FakeWorker(WorkerServicer):
                     self._begin(message.prefill.prefill_id, self._prefill(message.prefill, outputs))
                 case "decode":
                     submit = message.decode
-                    source = Source(submit.source.prefill_id, len(submit.request.output_ids))
+                    here = not submit.HasField("source")
+                    source = Source(submit.source.prefill_id, len(submit.request.output_ids), here)
                     self._sources[submit.decode_id] = source
                     self._begin(message.decode.decode_id, self._decode(message.decode, outputs))
                 case "retarget":
@@ -283,6 +284,7 @@ class FakeWorker(WorkerServicer):
 
     async def _prefill(self, submit: pb.SubmitPrefill, outputs: asyncio.Queue[pb.WorkerMessage]) -> None:
         if self._fails(submit.prefill_id, outputs):
+            await self.transfer(submit.prefill_id)
             self.lanes.of(submit.prefill_id).settle(False)
             return
         finished = await self._emit(
@@ -331,6 +333,8 @@ class FakeWorker(WorkerServicer):
 
     async def _fetched(self, source: "Source") -> bool:
         """Whether the KV came; False also when another source was named meanwhile."""
+        if source.here:
+            return True
         kv = self.lanes.of(source.prefill_id)
         waits = [asyncio.create_task(kv.settled.wait()), asyncio.create_task(source.changed.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -360,4 +364,5 @@ class Source:
 
     prefill_id: bytes
     base: int
+    here: bool = False  # it is prefilled here
     changed: asyncio.Event = field(default_factory=asyncio.Event)

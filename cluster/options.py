@@ -107,6 +107,15 @@ class EngineOptions:
     gpu_memory_utilization: Annotated[
         float, opt("Share of the GPU's memory for weights and KV.", "SHARE", check=between(0.05, 1.0))
     ] = 0.9
+    ttit_target: Annotated[
+        float | None,
+        opt(
+            "A decode step that takes in some of a prompt stays within it.",
+            "MS",
+            shown="1.5 times a step without",
+            check=between(0.1),
+        ),
+    ] = None
     seed: Annotated[int, opt("Seed of dummy weights.", "N")] = 0
     num_threads: Annotated[
         int | None,
@@ -203,6 +212,9 @@ class FrontOptions:
     worker_wait: Annotated[
         float, opt("How long requests wait while a role has no worker.", "S", check=between(0))
     ] = 60.0  # fmt: skip
+    no_overflow: Annotated[
+        bool, opt("Never let decode workers prefill what is short, or what prefill workers are late with.")
+    ] = False
     routing_policy: Annotated[
         Literal["sticky", "round-robin"], opt("How a prefill worker is chosen.", "POLICY")
     ] = "sticky"

@@ -11,7 +11,7 @@ class Phase(Enum):
     FETCHING = auto()  # the receiver may be writing into its blocks
     FAILED = auto()  # the KV did not come: the blocks wait for a Retarget, a Cancel or the deadline
     CLOSING = auto()  # ended; its blocks go once the receiver is through with them
-    RUNNING = auto()  # in the running batch
+    RUNNING = auto()  # in the engine's hands: decoding, or prefilled here
 
 
 @dataclass(slots=True)
@@ -20,9 +20,9 @@ class Attempt:
     output_tokens: int  # emitted before this attempt
     max_tokens: int
     block_ids: Sequence[int]
-    source: Source
+    source: Source | None  # None: prefilled here
     deadline: float  # time.monotonic(); until then its KV must have come
     phase: Phase = Phase.FETCHING
-    joined_at: float = 0.0  # time.monotonic(); once RUNNING
+    joined_at: float = 0.0  # time.monotonic(); once its prompt is computed
     first_token_at: float | None = None  # when prefill's token was known here; None once decode's followed
     tokens: int = 0  # sampled here

@@ -4,7 +4,7 @@ import logging
 import time
 
 from decode_worker.attempt import Attempt, Phase
-from engine import Logprobs, StepResult
+from engine import Logprobs, Output, StepResult
 from kv_transfer import Closed, Failed, Injected, KVReceiver
 from worker import messages
 from worker.engine_loop import Parts, device, engine_request, kv_layout
@@ -73,8 +73,10 @@ class DecodeRole:
             self._attempts.refuse_reused(message.stream, decode_id)
             return
         self._attempts.open(message.stream, decode_id)
+        here = message.source is None
         try:
-            block_ids = self.engine.reserve(engine_request(decode_id, work))
+            request = engine_request(decode_id, work)
+            block_ids = self.engine.start(request) if here else self.engine.reserve(request)
         except ValueError as error:
             self._attempts.fail(decode_id, Code.INVALID, str(error))
             return
@@ -90,7 +92,10 @@ class DecodeRole:
             source=message.source,
             deadline=time.monotonic() + work.timeout,
         )
-        self._fetch(decode_id)
+        if here:
+            self._table[decode_id].phase = Phase.RUNNING
+        else:
+            self._fetch(decode_id)
 
     def _retarget(self, message: messages.Retarget) -> None:
         """Only before it joined: a request that runs has its KV, whatever became of its prefill worker."""
@@ -119,12 +124,14 @@ class DecodeRole:
     def _fetch(self, decode_id: bytes) -> None:
         """A fetch that is under way for it is replaced."""
         attempt = self._table[decode_id]
+        source = attempt.source
+        assert source is not None
         attempt.phase = Phase.FETCHING
         self._receiver.fetch(
             decode_id,
-            prefill_id=attempt.source.prefill_id,
-            kv_address=attempt.source.kv_address,
-            incarnation=attempt.source.incarnation,
+            prefill_id=source.prefill_id,
+            kv_address=source.kv_address,
+            incarnation=source.incarnation,
             block_ids=attempt.block_ids,
             num_tokens=attempt.prompt_tokens + attempt.output_tokens,
         )
@@ -163,6 +170,7 @@ class DecodeRole:
                     if event.reason == "finished":
                         self._end(event.decode_id, Code.FINISHED, "prefill's token is the last")
                         continue
+                    assert attempt.source is not None
                     self._attempts.kv_failed(event.decode_id, attempt.source.prefill_id, event.reason)
                 case Closed():
                     self._forget(event.decode_id)
@@ -205,6 +213,8 @@ class DecodeRole:
     def after_step(self, result: StepResult) -> None:
         for output in result.outputs:
             attempt = self._table[output.id]
+            if attempt.source is None and not attempt.tokens:
+                self._prefilled(attempt, output)
             if attempt.first_token_at is not None:
                 self._link.send(messages.SecondToken(time.monotonic() - attempt.first_token_at))
                 attempt.first_token_at = None
@@ -222,6 +232,18 @@ class DecodeRole:
         for decode_id, message in result.refused:
             self._attempts.fail(decode_id, Code.INVALID, message)
             del self._table[decode_id]
+
+    def _prefilled(self, attempt: Attempt, output: Output) -> None:
+        """Its prompt was computed here."""
+        attempt.joined_at = now = time.monotonic()
+        tokens = attempt.prompt_tokens + attempt.output_tokens
+        self._counters.prompt_tokens += tokens
+        began = now - output.prefill_seconds
+        self._link.send(
+            messages.Prefilled(
+                output.id, began - output.queue_seconds, began, now, tokens, output.cached_tokens
+            )
+        )
 
     def _finished(self, decode_id: bytes) -> None:
         """The engine has freed its blocks with its last token."""

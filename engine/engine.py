@@ -225,14 +225,17 @@ class Engine:
         self._constrain(live)
         return tuple(live.blocks)
 
-    def start(self, request: EngineRequest) -> bool:
+    def start(self, request: EngineRequest) -> Sequence[int] | None:
         """Gives a request blocks at once and prefills it here, beside those that decode and within what these
-        are promised; it then decodes. False: no room now. Raises `ValueError` if there never is."""
+        are promised; it then decodes. Returns its block table; None: no room now. Raises `ValueError` if
+        there never is."""
         self._validate(request)
         live = self._scheduler.start(request)
-        if live is not None:
-            live.started = time.monotonic()
-        return live is not None
+        if live is None:
+            return None
+        live.started = time.monotonic()
+        self._constrain(live)
+        return tuple(live.blocks)
 
     def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
         """The reservation shall be for a longer output. Returns its block table, which begins with

@@ -32,4 +32,5 @@ class Prefill:
 class Decode:
     id: bytes
     worker: WorkerConnection
+    here: bool = False  # it prefills too
     joined: bool = False

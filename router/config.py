@@ -54,6 +54,8 @@ class RouterConfig:
     """Seconds that a request waits while a role has no worker."""
     drain_timeout: float = 60.0
     """Seconds that running requests have after SIGTERM."""
+    overflow: bool = True
+    """Decode workers prefill where the second token is there earlier then."""
     routing_policy: str = "sticky"
     """How a prefill worker is chosen: one of `router.policy.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20

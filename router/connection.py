@@ -97,6 +97,7 @@ class WorkerConnection:
         description: of the incarnation that is attached; the last one while it is not.
         status: as last reported.
         blocks_taken: blocks that this router's reservations took (less those it gave back) since `status`.
+        started_tokens: prompt tokens that this router gave it to prefill since `status` (decode workers).
         full: it had no room for a reservation, and has not reported since.
         breaker: whether it fails too often to be given work.
     """
@@ -114,7 +115,7 @@ class WorkerConnection:
         self.reason = ""
         self.description = pb.WorkerDescription()
         self.status = pb.WorkerStatus()
-        self.blocks_taken = 0
+        self.blocks_taken = self.started_tokens = 0
         self.full = False
         self.breaker = Breaker()
         self.retired = False
@@ -180,6 +181,8 @@ class WorkerConnection:
 
     def submit_decode(self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int) -> None:
         self.blocks_taken += self.blocks(tokens)
+        if not submit.HasField("source"):
+            self.started_tokens += tokens
         attempt = _Attempt(owner, self._begin("decode attempt", owner, submit.request), tokens)
         self._submit(submit.decode_id, attempt, pb.RouterMessage(decode=submit))
         self._observer.load_changed(self)
@@ -313,7 +316,7 @@ class WorkerConnection:
         if self.state is not State.REFUSED:
             self.state = State.CONNECTING
         lost, self._attempts = self._attempts, {}
-        self.blocks_taken = 0
+        self.blocks_taken = self.started_tokens = 0
         self.full = False
         if was_attached:
             self._observer.membership_changed(self)
@@ -373,7 +376,7 @@ class WorkerConnection:
     def _report(self, status: pb.WorkerStatus) -> bool:
         """Takes a status in. Returns whether the worker's health changed with it."""
         self.status = status
-        self.blocks_taken, self.full = 0, False
+        self.blocks_taken, self.started_tokens, self.full = 0, 0, False
         before = self.state
         serving = status.health == pb.WorkerStatus.HEALTH_SERVING
         self.state = State.READY if serving else State.DRAINING

@@ -11,28 +11,28 @@ when it is there, so that no prompt is computed for a pool without room. What wa
 again and never lost: a new prefill is of prompt + output.
 """
 
-import asyncio
 import logging
 import os
-import time
 
 from router.attempt import Decode, Prefill
 from router.connection import WorkerConnection
 from router.emit import EmitOnce, Verdict
-from router.errors import ApiError, Failed, InvalidRequest, NoWorker, TimedOut
+from router.errors import ApiError, Failed, InvalidRequest
 from router.jobs import Job
+from router.members import PrefillChoice
 from router.metrics import Metrics
-from router.outbox import Outbox, Token
+from router.outbox import Outbox
+from router.output import Output
+from router.policy import Reason
 from router.pool import WorkerPool
-from router.stages import Stages
 from router.strikes import Strikes
+from router.waiting import Waiting
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
 from rpc.tracing import Span
 
 log = logging.getLogger(__name__)
 
-_FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 # Ends of an attempt that say nothing against its worker.
 _NO_FAILURE = {
     pb.FAILURE_CODE_NO_ROOM,
@@ -72,23 +72,17 @@ class Generation:
         self.cached_tokens = 0
         self._job = job
         self._pool = pool
-        self._outbox = outbox
+        self._output = Output(outbox, index, job.sampling.max_tokens, metrics, span)
         self._metrics = metrics
-        self._index = index
-        self._worker_wait = worker_wait
         self._emit = EmitOnce()
         self._prefill: Prefill | None = None
         self._decode: Decode | None = None
         self._strikes = Strikes()
-        self._stages = Stages(metrics, span)
+        self._waiting = Waiting(pool, self, metrics, timeout=timeout, worker_wait=worker_wait)
         self._prefilled = False  # once, so that the next time is a retry
         self._may_retry = False
         self._retrying = False
         self._done = False
-        self._deadline = time.monotonic() + timeout
-        loop = asyncio.get_running_loop()
-        self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
-        self._worker_timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Its turn has come: workers are asked from here on. Until then only its deadline runs."""
@@ -114,27 +108,29 @@ class Generation:
     def _advance(self) -> None:
         if self._done:
             return
-        one_token_left = self._job.sampling.max_tokens - len(self.output_ids) == 1
-        if one_token_left and self._prefill is None:
+        prefill, decode = self._prefill, self._decode
+        if decode is not None and (decode.here or decode.joined):
+            return
+        if prefill is not None and not prefill.handover:
+            return
+        if prefill is None and self._job.sampling.max_tokens - len(self.output_ids) == 1:
             # A prefill yields it, and decode has nothing to do.
             self._pool.room.leave(self)
             self._end_decode(cancel=True)
-            if self._plan_prefill(handover=False):
+            if self._may_prefill() and self._plan_prefill(self._choose_prefill(), handover=False):
                 self._send_prefill()
-        elif self._prefill is not None and not self._prefill.handover:
-            return
-        elif self._decode is None:
+        elif decode is None:
             if self._pool.room.blocks(self):
-                self._pool.room.wait(self)
+                self._waiting.for_room()
             else:
                 self._reserve()
-        elif self._prefill is None and not self._decode.joined:
-            self._retarget()
+        elif prefill is None:
+            self._retarget(decode)
 
     def _reserve(self) -> bool:
-        """Asks a decode worker for room, and at first a prefill worker too. False: there is nobody to ask."""
+        """Asks a decode worker for room, and at first a prefill worker too. False: there is no room."""
         output_ids = self.output_ids
-        if self._prefill is not None and not self._prefill.over:
+        if self._prefill is not None:
             # Held: the new decode worker takes over the KV, and repeats prefill's token.
             output_ids = output_ids[: self._prefill.base]
             self._prefill.refetched = self._prefill.sent
@@ -142,43 +138,56 @@ class Generation:
         worker = self._pool.choose_decode(tokens, self._strikes.avoid)
         if worker is None:
             if self._pool.has_decode:
-                self._stop_waiting()
-                self._pool.room.wait(self)
-            else:
-                self._wait_for_worker("decode")
-            return False
-        if self._prefill is None and not self._plan_prefill():
-            return False
-        self._stop_waiting()
-        assert self._prefill is not None
-        decode = self._decode = Decode(os.urandom(16), worker)
-        self._emit.begin_decode(decode.id)
-        submit = pb.SubmitDecode(
-            decode_id=decode.id, request=self._request(output_ids), source=self._prefill.source
-        )
-        if not self._retrying and not self._prefill.sent:
-            self._send_prefill()  # first: the client waits for its token
-        worker.submit_decode(submit, self, tokens)
+                self._waiting.for_room()
+                return False
+            self._waiting.for_worker("decode")
+        elif self._prefill is not None:
+            self._submit_decode(worker, output_ids, self._prefill.source)
+        elif self._may_prefill():
+            choice = self._choose_prefill()
+            if (reason := self._pool.overflows(worker, tokens, choice)) is not None:
+                self._prefill_on_decode(worker, reason)
+            elif self._plan_prefill(choice):
+                assert self._prefill is not None
+                if not self._retrying:
+                    self._send_prefill()  # first: the client waits for its token
+                self._submit_decode(worker, output_ids, self._prefill.source)
         return True
 
-    def _plan_prefill(self, *, handover: bool = True) -> bool:
-        """Chooses a prefill worker. False: there is none, or the prompt may not be computed again yet; the
-        generation waits for that."""
+    def _submit_decode(
+        self, worker: WorkerConnection, output_ids: list[int], source: pb.PrefillSource | None
+    ) -> None:
+        """Without a source the worker prefills it too."""
+        self._waiting.worker_found()
+        decode = self._decode = Decode(os.urandom(16), worker, here=source is None)
+        self._emit.begin_decode(decode.id)
+        submit = pb.SubmitDecode(decode_id=decode.id, request=self._request(output_ids), source=source)
+        worker.submit_decode(submit, self, len(self._job.prompt_ids) + len(output_ids) + 1)
+
+    def _prefill_on_decode(self, worker: WorkerConnection, reason: Reason) -> None:
+        self._prefilled, self._may_retry = True, False
+        self._metrics.overflow[reason].inc()
+        self._submit_decode(worker, self.output_ids, None)
+
+    def _may_prefill(self) -> bool:
+        """False: the prompt may not be computed again yet, and the generation waits for that."""
         if self._prefilled and not self._may_retry:
             self._may_retry = self._pool.retries.take(self)
-            if not self._may_retry:
-                return False
+        return self._may_retry or not self._prefilled
+
+    def _choose_prefill(self) -> PrefillChoice | None:
         tokens = len(self._job.prompt_ids) + len(self.output_ids)
-        chosen = self._pool.choose_prefill(
-            self._job.session_key, self._job.chunks, tokens, self._strikes.avoid
-        )
-        if chosen is None:
-            self._wait_for_worker("prefill")
+        return self._pool.choose_prefill(self._job.session_key, self._job.chunks, tokens, self._strikes.avoid)
+
+    def _plan_prefill(self, choice: PrefillChoice | None, *, handover: bool = True) -> bool:
+        """False: there is no worker, and the generation waits for one."""
+        if choice is None:
+            self._waiting.for_worker("prefill")
             return False
-        self._stop_waiting()
+        self._waiting.worker_found()
         prefill_id = os.urandom(16)
         base = self._emit.begin_prefill(prefill_id)
-        self._prefill = Prefill(prefill_id, chosen.worker, chosen.work, base, handover)
+        self._prefill = Prefill(prefill_id, choice.worker, choice.work, base, handover)
         return True
 
     def _send_prefill(self) -> None:
@@ -191,33 +200,28 @@ class Generation:
         )
         prefill.worker.submit_prefill(submit, self, prefill.work)
 
-    def _retarget(self) -> None:
+    def _retarget(self, decode: Decode) -> None:
         """Keeps the reservation, and takes the KV from a new prefill of prompt + output."""
-        if not self._plan_prefill():
+        if not self._may_prefill():
             return
-        prefill, decode = self._prefill, self._decode
-        assert prefill is not None
-        assert decode is not None
-        prefill.replaces = True
-        decode.worker.retarget(
-            pb.Retarget(decode_id=decode.id, source=prefill.source, output_ids=self.output_ids)
-        )
-        self._send_prefill()
+        choice = self._choose_prefill()
+        tokens = len(self._job.prompt_ids) + len(self.output_ids) + 1
+        if choice is None and (reason := self._pool.overflows(decode.worker, tokens, None)) is not None:
+            self._end_decode(cancel=True)
+            self._prefill_on_decode(decode.worker, reason)
+        elif self._plan_prefill(choice):
+            assert self._prefill is not None
+            self._prefill.replaces = True
+            decode.worker.retarget(
+                pb.Retarget(decode_id=decode.id, source=self._prefill.source, output_ids=self.output_ids)
+            )
+            self._send_prefill()
 
     def _request(self, output_ids: list[int]) -> pb.Request:
-        return pb.Request(
-            request_id=self.id,
-            prompt_ids=self._job.prompt_ids,
-            output_ids=output_ids,
-            sampling=self._job.sampling,
-            timeout_ms=max(1, int(1000 * (self._deadline - time.monotonic()))),
-            priority=self._job.priority,
-            alone=self._strikes.alone,
-            cache_salt=self._job.cache_salt,
-            name=self.name,
-        )
+        seconds = self._waiting.seconds_left
+        return self._job.request(self.id, self.name, output_ids, seconds=seconds, alone=self._strikes.alone)
 
-    # ------------------------------------------------------------ waiting
+    # ------------------------------------------------------------ what it waited for
 
     def on_room(self) -> bool:
         return self._done or self._decode is not None or self._reserve()
@@ -228,27 +232,6 @@ class Generation:
     def on_retry(self) -> None:
         self._may_retry = True
         self._advance()
-
-    def _wait_for_worker(self, role: str) -> None:
-        self._pool.waiters[self] = None
-        if self._worker_timer is None:
-            loop = asyncio.get_running_loop()
-            self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, role)
-
-    def _stop_waiting(self) -> None:
-        self._pool.waiters.pop(self, None)
-        if self._worker_timer is not None:
-            self._worker_timer.cancel()
-            self._worker_timer = None
-
-    def _no_worker(self, role: str) -> None:
-        self._metrics.deadlines["worker_wait"].inc()
-        text = f"no {role} worker became available within {self._worker_wait:g} s"
-        self._fail(NoWorker(text, retry_after=max(1, round(self._worker_wait))))
-
-    def _timed_out(self, timeout: float) -> None:
-        self._metrics.deadlines["request"].inc()
-        self._fail(TimedOut(f"{self} was not finished within {timeout:.3g} s"))
 
     # ------------------------------------------------------------ what connections report
 
@@ -263,6 +246,8 @@ class Generation:
         elif decode is not None and not decode.joined and event.attempt_id == decode.id:
             decode.joined = True
             decode.worker.worked()
+            if decode.here and not self.output_ids:
+                self.cached_tokens = event.cached_tokens
             self._prefill_served()
         verdict = self._emit.offer(event.attempt_id, event.output_index, event.token_id)
         if verdict is Verdict.BROKEN:
@@ -277,12 +262,8 @@ class Generation:
 
     def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
         self._strikes.token()
-        self._stages.token(len(self.output_ids))
-        finish_reason = _FINISH.get(event.finish_reason, "")
-        if not finish_reason and len(self.output_ids) >= self._job.sampling.max_tokens:
-            finish_reason = "length"
-        logprobs = event.logprobs if event.HasField("logprobs") else None
-        self._outbox.put(self._index, Token(event.token_id, logprobs, finish_reason))
+        handed_over = self._prefill is not None
+        finish_reason = self._output.token(event, len(self.output_ids), handed_over=handed_over)
         if finish_reason:
             if event.finish_reason:
                 ended = self._prefill if from_prefill else self._decode
@@ -308,7 +289,7 @@ class Generation:
         if self._done:
             return
         if code == pb.FAILURE_CODE_INVALID:
-            self._fail(InvalidRequest(f"the workers refuse {self}: {failure.message}"))
+            self.fail(InvalidRequest(f"the workers refuse {self}: {failure.message}"))
         elif prefill is not None and failure.attempt_id == prefill.id:
             self._prefill_failed(cause, counts=code not in _NO_FAILURE, message=failure.message)
         elif decode is not None and failure.attempt_id == decode.id:
@@ -375,7 +356,7 @@ class Generation:
             log.info("%r: attempt %d failed (%s): %s", self, strikes.count, cause, message, extra=about)
         if strikes.out:
             text = f"{self} failed {strikes.count} times without a new token, at last: {message}"
-            self._fail(Failed(text))
+            self.fail(Failed(text))
             return
         self._advance()
 
@@ -396,11 +377,11 @@ class Generation:
 
     # ------------------------------------------------------------ its own end
 
-    def _fail(self, error: ApiError) -> None:
+    def fail(self, error: ApiError) -> None:
         if not self._done:
             if error.status >= 500:
                 log.warning("%r: %s", self, error.message, extra=of_request(self.name))
-            self._outbox.put(self._index, error)
+            self._output.error(error)
             self._end()
 
     def _end(self) -> None:
@@ -409,10 +390,7 @@ class Generation:
             return
         self._done = True
         self._emit.end()
-        self._stages.end()
-        self._deadline_timer.cancel()
-        self._stop_waiting()
-        self._pool.room.leave(self)
-        self._pool.retries.leave(self)
+        self._output.end()
+        self._waiting.end()
         self._end_prefill()
         self._end_decode(cancel=True)

@@ -36,6 +36,22 @@ class Job:
     priority: int = 0
     cache_salt: bytes = b""
 
+    def request(
+        self, request_id: bytes, name: str, output_ids: list[int], *, seconds: float, alone: bool
+    ) -> pb.Request:
+        """As workers are asked: with what was emitted so far, and the time that is left for the rest."""
+        return pb.Request(
+            request_id=request_id,
+            prompt_ids=self.prompt_ids,
+            output_ids=output_ids,
+            sampling=self.sampling,
+            timeout_ms=max(1, int(1000 * seconds)),
+            priority=self.priority,
+            alone=alone,
+            cache_salt=self.cache_salt,
+            name=name,
+        )
+
 
 async def chat_prompt(
     tokenizer: ModelTokenizer, messages: Sequence[Message], tools: Sequence[Tool]

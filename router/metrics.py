@@ -18,6 +18,7 @@ from prometheus_client import (
 from router.admission import Admission
 from router.connection import State
 from router.errors import ApiError, all_errors, error_code
+from router.policy.overflow import REASONS
 from router.pool import WorkerPool
 from rpc import worker_pb2 as pb
 
@@ -75,6 +76,9 @@ class Metrics:
         )
         self.retries = self._counters(
             "baton:retries", "Attempts that were replaced, by cause.", "cause", RETRY_CAUSES
+        )
+        self.overflow = self._counters(
+            "baton:overflow", "Requests prefilled by a decode worker.", "reason", REASONS
         )
         self.deadlines = self._counters(
             "baton:deadlines_expired", "Waits that were given up.", "deadline", DEADLINES

@@ -15,7 +15,7 @@ from typing import Protocol
 from router.connection import Refused, State, WorkerConnection
 from router.discovery import Discovery
 from router.members import Members, PrefillChoice
-from router.policy import PrefillPolicy, PrefillWork, two_choices
+from router.policy import ChunkOffer, PrefillPolicy, PrefillWork, Reason, overflow, two_choices
 from router.retries import RetryQueue
 from router.retry_budget import RetryBudget
 from router.room import RoomQueue
@@ -52,6 +52,8 @@ class WorkerPool:
         discovery: Discovery,
         policy: PrefillPolicy,
         tls: TlsFiles | None = None,
+        *,
+        overflow: bool = True,
     ) -> None:
         self.room = RoomQueue()
         self.retries = RetryQueue(RetryBudget())
@@ -59,6 +61,7 @@ class WorkerPool:
         self.changed = asyncio.Event()
         self.on_change: Callable[[], None] = lambda: None
         self.prefill_window = math.inf
+        self._overflow = overflow
         self._secret = secret
         self._tls = tls
         self._discovery = discovery
@@ -135,6 +138,15 @@ class WorkerPool:
         """With room for `tokens` positions; None when there seems to be none (or no worker at all)."""
         chosen = two_choices(self._members.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
         return None if chosen is None else self._connections[chosen]
+
+    def overflows(self, worker: WorkerConnection, tokens: int, choice: PrefillChoice | None) -> Reason | None:
+        """Why this decode worker should prefill so many tokens itself, and not leave it to that choice."""
+        if not self._overflow:
+            return None
+        status = worker.status
+        waiting = status.tokens_waiting + worker.started_tokens
+        offer = ChunkOffer(status.chunk_tokens, status.chunk_seconds, status.step_seconds, waiting)
+        return overflow(tokens, None if choice is None else choice.seconds, offer)
 
     # ------------------------------------------------------------ what connections report
 

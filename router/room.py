@@ -9,7 +9,7 @@ class Waiter(Protocol):
     """Its place in the order in which requests came."""
 
     def on_room(self) -> bool:
-        """There may be room now. Asks a worker for it, or returns False when there still seems to be none."""
+        """There may be room now. Asks a worker for it; False when there still seems to be none."""
         ...
 
 

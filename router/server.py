@@ -84,7 +84,9 @@ class Running:
 async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[Running]:
     """Listens while the context is open; what still runs when it closes is cut."""
     policy = PREFILL_POLICIES[config.routing_policy]
-    pool = WorkerPool(config.secret, config.id, _discovery(config), policy, config.cluster_tls)
+    pool = WorkerPool(
+        config.secret, config.id, _discovery(config), policy, config.cluster_tls, overflow=config.overflow
+    )
     services = Services(
         tokenizer=tokenizer,
         pool=pool,

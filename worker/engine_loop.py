@@ -224,6 +224,8 @@ def _status(role: Role, counters: Counters, question: int) -> messages.EngineSta
         reservations=stats.reservations,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         step_seconds=stats.step_seconds,
+        chunk_tokens=stats.chunk_tokens,
+        chunk_seconds=stats.chunk_seconds,
         idle=role.engine.idle and role.empty,
         prompt_tokens=counters.prompt_tokens,
         generation_tokens=counters.generation_tokens,

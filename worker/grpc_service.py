@@ -162,7 +162,7 @@ class AttachService(WorkerServicer):
         try:
             self._accepts("decode")
             work = validation.work(submit.request, self._limits)
-            source = validation.source(submit.source)
+            source = validation.source(submit.source) if submit.HasField("source") else None
         except Refused as refusal:
             stream.put(_refused(decode_id, refusal))
         else:

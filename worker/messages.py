@@ -94,7 +94,7 @@ class Decode(_Message):
     stream: int
     decode_id: bytes
     work: Work
-    source: Source
+    source: Source | None  # None: prefill it here
 
 
 class Retarget(_Message):
@@ -206,6 +206,8 @@ class EngineStatus(_Message):
     reservations: int
     prefill_tokens_per_s: float
     step_seconds: float
+    chunk_tokens: int
+    chunk_seconds: float
     idle: bool  # nothing runs, waits, is held, reserved or still being read by the lanes: a drain may end
     prompt_tokens: int
     generation_tokens: int

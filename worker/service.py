@@ -251,6 +251,8 @@ class Service:
             step_seconds=engine.step_seconds,
             prompt_tokens=engine.prompt_tokens,
             no_room=engine.no_room,
+            chunk_tokens=engine.chunk_tokens,
+            chunk_seconds=engine.chunk_seconds,
         )
         return self._last_status
 

@@ -8,9 +8,13 @@ Prefill: `PrefillLoads` follows what workers report and what this router sends, 
 prompt it has cached (`ChunkIndex`). A `PrefillPolicy` takes that and a request, and returns a worker.
 `PrefillSnapshot.seconds` is the estimated time until the first token.
 
+Overflow: `overflow` says whether a decode worker prefills a request itself, from that estimate and what the
+worker has to spare (`ChunkOffer`).
+
 Decode: `two_choices` over a list of `DecodeLoad`.
 """
 
+from router.policy.overflow import ChunkOffer, Reason, overflow
 from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads, PrefillWork
 from router.policy.ring import Ring
@@ -22,13 +26,16 @@ PREFILL_POLICIES: dict[str, PrefillPolicy] = {"sticky": sticky, "round-robin": r
 
 __all__ = [
     "PREFILL_POLICIES",
+    "ChunkOffer",
     "DecodeLoad",
     "PrefillLoads",
     "PrefillPolicy",
     "PrefillRequest",
     "PrefillSnapshot",
     "PrefillWork",
+    "Reason",
     "Ring",
+    "overflow",
     "round_robin",
     "sticky",
     "two_choices",

@@ -1,0 +1,60 @@
+"""Where the tokens of a generation go: into its answer's outbox, and into the metrics.
+
+For the metrics a request waits until its first token, then runs, then is over.
+"""
+
+import time
+
+from router.errors import ApiError
+from router.metrics import Metrics
+from router.outbox import Outbox, Token
+from rpc import worker_pb2 as pb
+from rpc.tracing import Span
+
+_FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+class Output:
+    """Of one generation, the answer's choice number `index`."""
+
+    __slots__ = ("_index", "_max_tokens", "_metrics", "_outbox", "_running", "_since", "_span")
+
+    def __init__(self, outbox: Outbox, index: int, max_tokens: int, metrics: Metrics, span: Span) -> None:
+        self._outbox = outbox
+        self._index = index
+        self._max_tokens = max_tokens
+        self._metrics = metrics
+        self._span = span
+        self._running = False
+        self._since = time.monotonic()
+        metrics.waiting.inc()
+
+    def token(self, event: pb.TokenEvent, emitted: int, *, handed_over: bool) -> str:
+        """The next one, which makes `emitted`. Returns why it is the last, or nothing."""
+        self._measure(emitted, handed_over)
+        finish_reason = _FINISH.get(event.finish_reason, "")
+        if not finish_reason and emitted >= self._max_tokens:
+            finish_reason = "length"
+        logprobs = event.logprobs if event.HasField("logprobs") else None
+        self._outbox.put(self._index, Token(event.token_id, logprobs, finish_reason))
+        return finish_reason
+
+    def error(self, error: ApiError) -> None:
+        self._outbox.put(self._index, error)
+
+    def end(self) -> None:
+        (self._metrics.running if self._running else self._metrics.waiting).dec()
+
+    def _measure(self, emitted: int, handed_over: bool) -> None:
+        now = time.monotonic()
+        since, self._since = now - self._since, now
+        if not self._running:
+            self._running = True
+            self._metrics.waiting.dec()
+            self._metrics.running.inc()
+            self._metrics.time_to_first_token.observe(since)
+            self._span.set({"gen_ai.latency.time_to_first_token": since})
+            return
+        self._metrics.inter_token.observe(since)
+        if emitted == 2 and handed_over:
+            self._metrics.handover_gap.observe(since)

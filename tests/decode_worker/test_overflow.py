@@ -1,0 +1,146 @@
+"""A decode worker prefills what comes without a source: the same tokens, nothing left behind. Tiny model."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rpc import worker_pb2 as pb
+from tests.cluster_helpers import (
+    WorkerProcess,
+    WorkerStream,
+    assert_whole,
+    attached,
+    metrics,
+    paired,
+    request,
+    sampling,
+    start_worker,
+    tiny_model,
+)
+
+from .test_attempts import BLOCKS, ENDLESS, TINY, Workers, prompt, retarget, status
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    directory = tmp_path_factory.mktemp("overflow")
+    model = tiny_model(directory / "model")
+    cached = TINY | {"enable_prefix_caching": True}
+    started = [start_worker(role, model, directory, engine=cached) for role in ("prefill", "decode")]
+    try:
+        prefill, decode = (worker.wait_ready() for worker in started)
+        yield prefill, decode
+        assert [worker.stop() for worker in started] == [0, 0]
+    finally:
+        for worker in started:
+            worker.popen.kill()
+
+
+async def submit_here(stream: WorkerStream, req: pb.Request) -> bytes:
+    decode_id = req.request_id
+    await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=req))
+    return decode_id
+
+
+PARAMS = [
+    sampling(max_tokens=9, ignore_eos=True),
+    sampling(max_tokens=9, ignore_eos=True, temperature=1.0, seed=5, logprobs=2, presence_penalty=1.0),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("length", [1, 16, 33, 500])
+async def test_the_tokens_are_those_of_prefill_and_decode(
+    workers: Workers, length: int, params: pb.SamplingParams
+) -> None:
+    async with paired(*workers) as pair:
+        right = await pair.generate(prompt(length), params)
+        for output_ids in ([], right.tokens[:3]):  # at first, and going on after a failure
+            decode_id = await submit_here(pair.decode, request(prompt(length), params, output_ids))
+            await pair.decode.reserved(decode_id)
+            tokens = [token for token, _ in await pair.decode.tokens(decode_id)]
+            assert [*output_ids, *(t.token_id for t in tokens)] == right.tokens
+            assert [t.output_index for t in tokens] == list(range(len(output_ids), 9))
+            expected = [t.logprobs.logprob for t in right.decoded][len(output_ids) :]
+            assert [t.logprobs.logprob for t in tokens] == pytest.approx(expected, abs=1e-4)
+        await assert_whole(*workers)
+
+
+async def test_beside_those_that_decode_it_takes_small_chunks_and_both_are_right(workers: Workers) -> None:
+    params = sampling(max_tokens=120, ignore_eos=True)
+    async with paired(*workers) as pair:
+        right = (await pair.generate(prompt(40), params)).tokens
+        _, running = await pair.submit(request(prompt(40), params))
+        await pair.decode.reserved(running)
+        first, _ = await pair.decode.token(running)
+        here = await submit_here(pair.decode, request(prompt(300), sampling(max_tokens=4, ignore_eos=True)))
+        rest = [token.token_id for token, _ in await pair.decode.tokens(running)]
+        assert [first.token_id, *rest] == right
+        await pair.decode.reserved(here)
+        assert len(await pair.decode.tokens(here)) == 4
+        offered = await status(pair.decode)
+        assert offered.chunk_seconds > 0
+        await assert_whole(*workers)
+
+
+async def test_what_it_decoded_is_cached_for_the_next_turn(workers: Workers) -> None:
+    async with attached(workers[1]) as decode:
+        turn = await submit_here(decode, request(prompt(64), sampling(max_tokens=40, ignore_eos=True)))
+        await decode.reserved(turn)
+        said = [token.token_id for token, _ in await decode.tokens(turn)]
+        longer = [*prompt(64), *said, 1, 2, 3]
+        turn = await submit_here(decode, request(longer, sampling(max_tokens=2, ignore_eos=True)))
+        await decode.reserved(turn)
+        first, _ = await decode.token(turn)
+        assert first.cached_tokens == 96  # 103 are known, in blocks of 16
+
+
+async def test_cancelled_while_it_prefills_and_with_its_stream(workers: Workers) -> None:
+    async with attached(workers[1]) as decode:
+        ids = [await submit_here(decode, request(prompt(2000 + i), ENDLESS)) for i in range(2)]
+        for decode_id in ids:
+            await decode.reserved(decode_id)
+        await decode.cancel(ids[0])
+    await assert_whole(*workers)
+
+
+async def test_a_retarget_of_it_changes_nothing(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        params = sampling(max_tokens=5, ignore_eos=True)
+        right = (await pair.generate(prompt(200), params)).tokens
+        decode_id = await submit_here(pair.decode, request(prompt(200), params))
+        await pair.decode.reserved(decode_id)
+        await retarget(pair, decode_id, bytes(16), [])
+        assert [token.token_id for token, _ in await pair.decode.tokens(decode_id)] == right
+        await assert_whole(*workers)
+
+
+async def test_without_room_it_says_so_and_the_youngest_is_handed_back(workers: Workers) -> None:
+    async with attached(workers[1]) as decode:
+        grow = sampling(max_tokens=800, ignore_eos=True)
+        old, young = [await submit_here(decode, request(prompt(2000 + i), grow)) for i in range(2)]
+        for decode_id in (old, young):
+            await decode.reserved(decode_id)
+        third = await submit_here(decode, request(prompt(BLOCKS * 16 // 2), grow))
+        assert (await decode.failure(third)).code == pb.FAILURE_CODE_NO_ROOM
+        assert len(await decode.tokens(old)) == 800
+        events = decode.events[young]
+        last = [events.get_nowait().message for _ in range(events.qsize())][-1]
+        assert isinstance(last, pb.AttemptFailed)
+        assert last.code == pb.FAILURE_CODE_HANDED_BACK
+    await assert_whole(*workers)
+
+
+async def test_metrics_count_its_prompt(workers: Workers) -> None:
+    worker: WorkerProcess = workers[1]
+    before = metrics(worker)
+    async with attached(worker) as decode:
+        decode_id = await submit_here(decode, request(prompt(150), sampling(max_tokens=5, ignore_eos=True)))
+        await decode.reserved(decode_id)
+        await decode.tokens(decode_id)
+        await status(decode)
+    after = metrics(worker)
+    changed = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert changed["vllm:prompt_tokens_total"] == 150
+    assert changed["vllm:generation_tokens_total"] == 5
+    assert changed["vllm:request_prefill_time_seconds_count"] == 1
