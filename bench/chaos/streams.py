@@ -31,11 +31,18 @@ class Case:
     max_tokens: int
     temperature: float
     seed: int
+    options: str = "{}"  # further fields of the request, as JSON
 
     def body(self, **more: Any) -> dict[str, Any]:
         fixed = {"stream": True, "ignore_eos": True, "return_token_ids": True}
         asked = {"prompt": self.prompt, "max_tokens": self.max_tokens}
-        return asked | {"temperature": self.temperature, "seed": self.seed} | fixed | more
+        return (
+            asked
+            | {"temperature": self.temperature, "seed": self.seed}
+            | fixed
+            | json.loads(self.options)
+            | more
+        )
 
 
 def cases(count: int, max_tokens: int, *, repeat: int = 1) -> list[Case]:
@@ -59,6 +66,8 @@ class Stream:
     started: float = 0.0
     ended: float = 0.0
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)  # of each token, where asked for
     arrivals: list[float] = field(default_factory=list)  # of each token
     keepalives: int = 0
     status: int = 0
@@ -125,6 +134,9 @@ def _take(stream: Stream, line: bytes, on_token: Callable[[Stream], None]) -> No
         [choice] = event["choices"]
         new = choice["token_ids"]
         stream.token_ids += new
+        stream.text += choice["text"]
+        if choice.get("logprobs"):
+            stream.logprobs += choice["logprobs"]["token_logprobs"]
         stream.arrivals += [time.monotonic()] * len(new)
         stream.finish_reason = choice["finish_reason"]
         if new:
