@@ -51,6 +51,9 @@ class RemoteRole:
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         await _answer(self._actor.set_workers.remote(tuple(addresses), report))
 
+    async def restart(self, signum: int, grace: float) -> None:
+        await _answer(self._actor.restart.remote(signum, grace))
+
     async def stop(self, signum: int, grace: float) -> None:
         await _answer(self._actor.stop.remote(signum, grace))
 
@@ -155,6 +158,9 @@ class ClusterActor:
         while self._changes == seen:
             await self._changed.wait()
         return self._changes, self._supervisor.states()
+
+    async def restart_workers(self) -> None:
+        await self._supervisor.restart_workers()
 
     async def stop(self, signum: int, grace: float) -> None:
         """Ends every role and its actor. This actor is left for the caller to end."""

@@ -86,6 +86,23 @@ def stop(ray: options.RayOptions) -> int:
     return stop_cluster(ray.ray_address)
 
 
+@command(CLUSTER, "baton restart --ray-address 10.0.0.1:6379")
+def restart(ray: options.RayOptions) -> int:
+    """Restart the workers of such a cluster, one after the other, without a failed request.
+
+    Each drains first, and the next one follows when it serves again. A local cluster does the same when its
+    `baton serve` gets SIGUSR1.
+    """
+    from cluster.joined import restart as restart_workers
+
+    if ray.ray_address is None:
+        raise ValueError(
+            "--ray-address: needed, to say where; a local cluster restarts its workers when its "
+            "`baton serve` gets SIGUSR1"
+        )
+    return restart_workers(ray.ray_address)
+
+
 @command(
     ROLES,
     "baton router --worker 10.0.0.5:7001 --worker 10.0.0.6:7001 --host 0.0.0.0",

@@ -68,6 +68,18 @@ def stop(address: str) -> int:
     return 0
 
 
+def restart(address: str) -> int:
+    """Restarts the workers of the cluster there, one after the other; returns when all are new."""
+    connect(address)
+    supervisor = running()
+    if supervisor is None:
+        raise ValueError(f"--ray-address {address}: no cluster is running there")
+    import ray
+
+    ray.get(supervisor.restart_workers.remote())
+    return 0
+
+
 async def _end(supervisor: Any, signum: int) -> None:
     import ray
 

@@ -1,6 +1,7 @@
 """One role as a child process: started, followed over its ready pipe, started again when it dies.
 
-Life: starting ─ready line→ ready ─exit→ waiting ─backoff→ starting …; `stop` ends it for good: → stopped.
+Life: starting ─ready line→ ready ─exit→ waiting ─backoff→ starting …; `stop` ends it for good: → stopped;
+`restart` ends it for the next one: → starting, at once.
 Nothing here knows Ray: an actor runs one of these, and tests run it directly.
 """
 
@@ -79,6 +80,7 @@ class RoleProcess:
         self._state = RoleState(token=f"{self._epoch}.0", phase="starting", node=node)
         self._popen: subprocess.Popen[bytes] | None = None
         self._stopping = asyncio.Event()
+        self._restarting = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -112,6 +114,26 @@ class RoleProcess:
             await self._task
         self._task.result()
 
+    async def restart(self, signum: int, grace: float) -> None:
+        """Ends the child as `stop` does, and returns when the next one is ready. One that is not ready is on
+        its way already."""
+        if self._state.phase == "ready":
+            self._restarting = True
+            if self._popen is not None:
+                self._signal(signum)
+            try:
+                await asyncio.wait_for(self._another_than(self._state.pid), grace)
+            except TimeoutError:
+                self._kill_tree()
+        state = self._state
+        while state.phase != "stopped" and (state.phase != "ready" or self._restarting):
+            state = await self.changed(state.token)
+
+    async def _another_than(self, pid: int | None) -> None:
+        state = self._state
+        while state.pid == pid:
+            state = await self.changed(state.token)
+
     async def _supervise(self) -> None:
         restarts = 0
         while not self._stopping.is_set():
@@ -121,6 +143,10 @@ class RoleProcess:
                 unclean = code != 0 and self._state.phase == "ready"  # while it starts, a signal may kill it
                 self._set(error=why if unclean else "")
                 break
+            if self._restarting:
+                self._restarting = False
+                self._set(phase="starting", stage="starting", fraction=0.0, ready=None, pid=None, error="")
+                continue
             restarts += 1
             now = time.monotonic()
             delay = self._policy.crashed(now, now - started)

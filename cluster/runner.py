@@ -115,6 +115,10 @@ class RoleRunner:
         write_atomically(self._workers_file, "".join(f"{address}\n" for address in addresses))
         write_atomically(self._cluster_file, report)
 
+    async def restart(self, signum: int, grace: float) -> None:
+        """Returns when the next one is ready."""
+        await self._process.restart(signum, grace)
+
     async def stop(self, signum: int, grace: float) -> None:
         await self._process.stop(signum, grace)
         if self._run_dir is not None:

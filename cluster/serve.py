@@ -145,7 +145,17 @@ class LocalCluster:
             Autoscaler(supervisor, self._plan.pool, secret, self._roles[0].tls).run()
         )
         to_stop.callback(scaling.cancel)
-        await self._until(self._forever(), following, scaling)
+        restarting = asyncio.create_task(self._restart_when_told(supervisor))
+        to_stop.callback(restarting.cancel)
+        await self._until(self._forever(), following, scaling, restarting)
+
+    async def _restart_when_told(self, supervisor: Supervisor) -> None:
+        while True:
+            await self._signals.restart.wait()
+            self._signals.restart.clear()
+            self._display.line("Restarting the workers, one after the other …")
+            await supervisor.restart_workers()
+            self._display.line("Every worker is a new one.")
 
     async def _ready(self, supervisor: Supervisor) -> None:
         while not all(state.phase == "ready" for _, state in supervisor.states()):

@@ -39,6 +39,10 @@ class RoleHandle(Protocol):
         """Routers only: the gRPC addresses of all ready workers, and what `baton status` shows (JSON)."""
         ...
 
+    async def restart(self, signum: int, grace: float) -> None:
+        """Returns when its next process is ready."""
+        ...
+
     async def stop(self, signum: int, grace: float) -> None: ...
 
     def forget(self) -> None:
@@ -82,6 +86,8 @@ class Supervisor:
         self._settled = False
         self._all_answered = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
+        self._restarting = asyncio.Lock()
+        self._changed = asyncio.Event()  # any state
 
     def _placed(self, spec: RoleSpec) -> _Member:
         return _Member(spec, self._place(spec), RoleState(token="", phase="starting"))
@@ -131,10 +137,29 @@ class Supervisor:
                 self._tasks.create_task(self._follow(member))
             await self._settle()
 
+    async def restart_workers(self) -> None:
+        """Has every worker drain and start anew, one after the other: the next one only when the one before
+        serves again and routers know it. One that does not come back stops it, and the others go on."""
+        async with self._restarting:
+            for member in [m for m in self._members if m.spec.role != "router"]:
+                before = member.state.pid
+                if self._stopping or member.leaving:
+                    continue
+                with contextlib.suppress(ConnectionError):  # lost with its actor: its next one is on its way
+                    await member.handle.restart(signal.SIGTERM, self._drain_grace)
+                while not self._renewed(member, before):
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _renewed(self, member: _Member, before: int | None) -> bool:
+        again = member.state.phase == "ready" and member.state.pid != before
+        return again or member.leaving or self._stopping
+
     async def stop(self, signum: int, grace: float) -> None:
         """Ends routers first, so that no request meets a missing worker; then all workers at once."""
         self._stopping = True
         self._all_answered.set()
+        self._changed.set()
         for routers in (True, False):
             members = [m for m in self._members if (m.spec.role == "router") == routers]
             await self._each(lambda m: self._end(m, signum, grace), members)
@@ -200,6 +225,7 @@ class Supervisor:
             member.last_exit = state.error or member.last_exit
             self._observer(member.spec, state)
             await self._tell_routers()
+            self._changed.set()
             if not state.token:
                 await asyncio.sleep(_LOST_ACTOR_DELAY)
         if not self._stopping and not member.leaving:  # a supervisor before this one had it drain

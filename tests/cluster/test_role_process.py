@@ -178,3 +178,52 @@ def test_a_role_dies_with_a_killed_supervisor(tmp_path: Path, environment: dict[
         pid = int(supervisor.stdout.readline())
         supervisor.kill()
     asyncio.run(eventually(lambda: gone(pid)))
+
+
+async def test_a_restart_is_a_new_incarnation_at_once_and_no_crash(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
+    process = role(tmp_path, environment)
+    stopping(process)
+    process.start()
+    first = await until_ready(process)
+    await process.restart(signal.SIGTERM, 10.0)
+    second = await until_ready(process)
+    assert second.said["incarnation"] != first.said["incarnation"]
+    assert (second.state.restarts, second.state.error, second.state.crash_loop) == (0, "", False)
+    assert gone(first.pid)
+
+
+async def test_who_does_not_end_in_time_is_killed_and_started_anew(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
+    process = role(tmp_path, environment, MISBEHAVIOUR="deaf")
+    stopping(process)
+    process.start()
+    first = await until_ready(process)
+    await process.restart(signal.SIGTERM, 0.05)
+    assert (await until_ready(process)).pid != first.pid
+
+
+async def test_a_restart_of_one_that_crashed_waits_for_its_next_run(
+    tmp_path: Path, environment: dict[str, str], stopping: Stopping
+) -> None:
+    process = role(tmp_path, environment)
+    stopping(process)
+    process.start()
+    first = await until_ready(process)
+    os.kill(first.pid, signal.SIGKILL)
+    await process.restart(signal.SIGTERM, 10.0)
+    assert (await until_ready(process)).pid != first.pid
+
+
+async def test_a_stop_ends_a_restart(tmp_path: Path, environment: dict[str, str], stopping: Stopping) -> None:
+    process = role(tmp_path, environment, MISBEHAVIOUR="deaf")
+    stopping(process)
+    process.start()
+    await until_ready(process)
+    restarting = asyncio.create_task(process.restart(signal.SIGTERM, 60.0))
+    await asyncio.sleep(0)
+    await process.stop(signal.SIGKILL, 0.0)
+    await asyncio.wait_for(restarting, 10)
+    assert process.state.phase == "stopped"

@@ -195,6 +195,9 @@ class Watched:
         self._asked.append(f"{self._name} told")
         await self._inner.set_workers(addresses, report)
 
+    async def restart(self, signum: int, grace: float) -> None:
+        await self._inner.restart(signum, grace)
+
     async def stop(self, signum: int, grace: float) -> None:
         await self._inner.stop(signum, grace)
         self._asked.append(f"{self._name} stopped")
@@ -283,3 +286,27 @@ async def test_a_lost_actor_is_asked_until_it_is_back_and_its_router_told_again(
     await eventually(lambda: "router told" in asked)
     await supervisor.stop(signal.SIGKILL, 0)
     await running
+
+
+async def test_a_rolling_restart_leaves_out_one_worker_at_a_time(running: Cluster) -> None:
+    before = {
+        name: running.member(name).said["incarnation"] for name in ("prefill 0", "decode 0", "decode 1")
+    }
+    router = running.member("router 0").pid
+    running.events.clear()
+    await running.supervisor.restart_workers()
+    after = {name: running.member(name).said["incarnation"] for name in before}
+    assert all(after[name] != before[name] for name in before)
+    assert running.member("router 0").pid == router
+    assert running.listed() == set(running.supervisor.worker_addresses())
+    away: set[str] = set()
+    for name, phase in running.events:
+        (away.discard if phase == "ready" else away.add)(name)
+        assert len(away) <= 1, running.events
+
+
+async def test_a_stop_ends_a_rolling_restart(running: Cluster) -> None:
+    restarting = asyncio.create_task(running.supervisor.restart_workers())
+    await eventually(lambda: any(phase == "starting" for _, phase in running.events[-3:]))
+    await running.supervisor.stop(signal.SIGKILL, 0)
+    await asyncio.wait_for(restarting, 10)
