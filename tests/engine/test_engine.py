@@ -372,3 +372,44 @@ def test_sampling_defaults_are_openais() -> None:
         1.0,
         16,
     )
+
+
+def test_a_started_request_has_the_tokens_of_an_added_one_and_disturbs_nobody(
+    tiny_engine: Callable[..., Engine], request_of: Any, expected: Any
+) -> None:
+    engine = tiny_engine(max_num_batched_tokens=64)
+    long = [*PROMPT * 6]
+    right = {
+        number: expected(prompt, max_tokens=12, **sampling)
+        for number, prompt, sampling in (
+            (1, PROMPT, {}),
+            (2, long, {}),
+            (3, long, {"temperature": 0.8, "seed": 3}),
+        )
+    }
+    got: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    engine.add(request_of(1, PROMPT, max_tokens=12, ignore_eos=True))
+    for step in range(200):
+        if step == 4:
+            assert engine.start(request_of(2, long, max_tokens=12, ignore_eos=True))
+            sampled = request_of(
+                3, long, right[3][:5], max_tokens=12, ignore_eos=True, temperature=0.8, seed=3
+            )
+            assert engine.start(sampled)
+        for output in engine.step().outputs:
+            got[int.from_bytes(output.id)].append(output.token)
+    assert got == {1: right[1], 2: right[2], 3: right[3][5:]}
+    assert engine.stats().chunk_seconds > 0
+    engine.assert_whole()
+
+
+def test_a_request_that_runs_alone_has_its_tokens(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
+) -> None:
+    engine = tiny_engine(max_num_batched_tokens=64, max_num_seqs=4)
+    requests = [request_of(n, [n, *PROMPT], max_tokens=8, ignore_eos=True) for n in (1, 2, 3)]
+    requests[1].alone = True
+    results = run(engine, requests)
+    for n, request in enumerate(requests, 1):
+        assert results[request.id].tokens == expected([n, *PROMPT], max_tokens=8)
+    engine.assert_whole()
