@@ -2,6 +2,7 @@
 
     accepted → prefilled                      on a prefill worker
     accepted → injected → decoded             on a decode worker
+    accepted → prefilled → decoded            there, when it prefills too
     accepted → failed | cancelled             on either, at any moment
 
 An attempt is known here from its submission until the first of its ends. Times come from the engine process,
@@ -38,6 +39,7 @@ class Journal:
 
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._known: dict[bytes, _Known] = {}
+        self._decodes = config.role == "decode"
         worker: Attributes = {"baton.index": config.index, "service.instance.id": f"{incarnation:016x}"}
         self._tracer = open_tracer(config.otlp_endpoint, f"baton-{config.role}", worker)
 
@@ -67,9 +69,11 @@ class Journal:
     # ------------------------------------------------------------ from the engine
 
     def prefilled(self, done: messages.Prefilled) -> None:
-        known = self._known.pop(done.prefill_id, None)
+        known = self._known.get(done.attempt_id)
         if known is None:
             return  # cancelled while this was on its way
+        if not self._decodes:
+            del self._known[done.attempt_id]
         _say(
             known, "prefilled %d tokens, %d of them cached, in %.4f s after %.4f s",
             done.prompt_tokens, done.cached_tokens, done.token_at - done.began_at,

@@ -240,7 +240,7 @@ class Injected(_Message):
 class Prefilled(_Message):
     """A prefill has its token. Times are time.monotonic(), which all processes of a host share."""
 
-    prefill_id: bytes
+    attempt_id: bytes
     accepted_at: float
     began_at: float  # the first step that computed some of it
     token_at: float

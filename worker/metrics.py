@@ -46,14 +46,13 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._server: tuple[WSGIServer, Thread] | None = None
-        if role == "prefill":
-            self._queue = self._histogram(
-                "vllm:request_queue_time_seconds", "Accepted until its prefill begins.", _SECONDS
-            )
-            self._prefill = self._histogram(
-                "vllm:request_prefill_time_seconds", "Beginning of the prefill to the first token.", _SECONDS
-            )
-        else:
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Accepted until its prefill begins.", _SECONDS
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Beginning of the prefill to the first token.", _SECONDS
+        )
+        if role == "decode":
             self._decode = self._histogram(
                 "vllm:request_decode_time_seconds", "KV injected to the last token.", _LONG_SECONDS
             )

@@ -2,7 +2,8 @@
 
 Two workers of each role and a router, as processes, float32 on CPU. Clients ask without a break, each request
 greedy or seeded, and every answer is compared with the one that the same cluster gave in quiet. Meanwhile
-processes of every kind are killed (-9), engines are stopped (SIGSTOP) and lanes are cut. Afterwards every
+processes of every kind are killed (-9), engines are stopped (SIGSTOP) and lanes are cut. Clients whose
+router is killed ask again. Afterwards every
 pool must be whole.
 """
 
@@ -22,7 +23,8 @@ from bench.chaos.load import Load, judge, pauses
 from bench.chaos.streams import Stream, cases, expected
 from bench.contract import Report, Row, parser, percentile
 
-ROLES = ("prefill", "decode")
+WORKERS = ("prefill", "decode")
+ROLES = (*WORKERS, "router")
 WORKER_FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
     "--max-num-batched-tokens", "64", "--engine-timeout", "2", "--peer-timeout", "3",
@@ -33,12 +35,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = parser("Kill, stall and cut off the processes of a real cluster under load.")
     p.add_argument("--kills", type=int, metavar="N", help="kills of each role (default: 12; 3 with --short)")
     p.add_argument("--stalls", type=int, metavar="N", help="stopped engines of each role (default: 2; 0)")
+    p.add_argument("--routers", type=int, metavar="N", help="kills of the router (default: 3; 0)")
     p.add_argument("--breaks", type=int, metavar="N", help="times that lanes are cut (default: 6; 2)")
     p.add_argument("--clients", type=int, default=8, metavar="N", help="streams at a time (default: 8)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of cases, moments and victims")
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     args = p.parse_args(argv)
-    for name, usual, short in (("kills", 12, 3), ("stalls", 2, 0), ("breaks", 6, 2)):
+    for name, usual, short in (("kills", 12, 3), ("stalls", 2, 0), ("breaks", 6, 2), ("routers", 3, 0)):
         if getattr(args, name) is None:
             setattr(args, name, short if args.short else usual)
     return args
@@ -50,18 +53,19 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     right = await expected(cluster.url, asked, at_once=args.clients)
     load, stop = Load(cluster.url, asked, rng), asyncio.Event()
     loading = asyncio.create_task(load.run(args.clients, stop))
+    quiet = (0.2, 1.5) if args.short else (0.2, 4.0)
+    plans = {role: plan(role, args.kills, args.stalls, args.breaks, rng) for role in WORKERS}
+    plans["router"] = plan("router", args.routers, 0, 0, rng)
+    longer = (quiet[0], quiet[1] * args.kills / max(1, args.routers))  # the tracks end at about the same time
     tracks = (
-        torment(
-            cluster, role, plan(role, args.kills, args.stalls, args.breaks, rng),
-            (0.2, 1.5) if args.short else (0.2, 4.0), rng,
-        )
-        for role in ROLES
-    )  # fmt: skip
+        torment(cluster, role, faults, longer if role == "router" else quiet, rng)
+        for role, faults in plans.items()
+    )
     happened = [one for track in await asyncio.gather(*tracks) for one in track]
     stop.set()
     await loading
     leaks = await asyncio.to_thread(cluster.leaks_when_idle)
-    verdict = judge(load.streams, right)
+    verdict = judge(load.streams, right, [one for one in happened if one.role == "router"])
     for line in (*verdict.errors[:10], *(f"{name}: {count}" for name, count in leaks.items())):
         print(line, file=sys.stderr)
     report = Report("chaos", {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, args.json)
@@ -73,6 +77,7 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     ):
         report.add(Row(f"chaos.{name}", value, unit, goal=0, better="lower"))
     report.add(Row("chaos.requests", verdict.requests, "requests"))
+    report.add(Row("chaos.reconnected", verdict.reconnected, "connections"))
     report.add(Row("chaos.tokens", verdict.tokens, "tokens"))
     _add_faults(report, happened, load.streams)
     return report
@@ -83,17 +88,33 @@ def _add_faults(report: Report, happened: list[Happened], streams: list[Stream])
     counts = Counter(f"{one.role}.{one.fault}" for one in happened)
     for name, count in sorted(counts.items()):
         report.add(Row(f"chaos.{name}", count, "times"))
-    away = [one.back - one.at for one in happened if one.back > one.at]
-    if away:
-        report.add(Row("chaos.away", percentile(away, 0.5), "s", p99=percentile(away, 0.99)))
+    for role in ROLES:
+        _add_seconds(
+            report, f"away.{role}", [x.back - x.at for x in happened if x.role == role and x.back > x.at]
+        )
     seen: defaultdict[str, list[float]] = defaultdict(list)
     for one in happened:
         seen[f"{one.role}.{one.fault}"] += pauses(streams, one)
-    everywhere = [gap for gaps in seen.values() for gap in gaps]
-    if everywhere:
-        report.add(Row("chaos.pause", percentile(everywhere, 0.5), "s", p99=percentile(everywhere, 0.99)))
-        report.add(Row("chaos.pause.max", max(everywhere), "s"))
-    report.detail = {"pauses": {name: sorted(round(gap, 3) for gap in gaps) for name, gaps in seen.items()}}
+    _add_seconds(report, "pause", everywhere := [gap for gaps in seen.values() for gap in gaps])
+    report.add(Row("chaos.pause.max", max(everywhere, default=0.0), "s"))
+    for name, gaps in sorted(seen.items()):
+        _add_seconds(report, f"pause.{name}", gaps)
+    report.detail = {
+        "pauses": {name: sorted(round(gap, 3) for gap in gaps) for name, gaps in seen.items()},
+        "pause_histogram": {name: histogram(gaps) for name, gaps in seen.items()},
+    }
+
+
+def _add_seconds(report: Report, name: str, seconds: list[float]) -> None:
+    if seconds:
+        report.add(Row(f"chaos.{name}", percentile(seconds, 0.5), "s", p99=percentile(seconds, 0.99)))
+
+
+def histogram(seconds: list[float]) -> dict[str, int]:
+    """How many are at most so long, and longer than the bound before."""
+    bounds = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, float("inf")]
+    found = Counter(next(bound for bound in bounds if gap <= bound) for gap in seconds)
+    return {f"{bound:g}": found[bound] for bound in bounds}
 
 
 def main(argv: list[str] | None = None) -> Report:

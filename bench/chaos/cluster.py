@@ -1,4 +1,4 @@
-"""A cluster of `baton` processes without Ray: every worker is started again when it ends.
+"""A cluster of `baton` processes without Ray: every worker, and the router, is started again when it ends.
 
 The command lines are those that a user would type; the workers file is rewritten as by any supervisor. There
 is no backoff: what is killed a hundred times comes back a hundred times.
@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,7 +35,7 @@ _MUST_BE_ZERO = (
 
 
 class Worker:
-    """One place in the cluster: its present process, and those before.
+    """One place in the cluster, a worker's or the router's: its present process, and those before.
 
     Attributes:
         lives: what each incarnation reported when it was ready.
@@ -150,29 +151,28 @@ class LocalCluster:
         self._counts = {"prefill": prefill, "decode": decode}
         self._flags = {"prefill": [*worker_flags], "decode": [*worker_flags, *decode_flags]}
         self._router_flags = router_flags
+        self._router: Worker | None = None
         self._file = directory / "workers"
         self._news = threading.Condition()
-        self._router: subprocess.Popen[bytes] | None = None
         secret = secrets.token_hex(16)
         self._environment = {**os.environ, "BATON_CLUSTER_SECRET": secret}
         self._write()
 
     def of(self, role: str) -> list[Worker]:
+        """Of all of a role, which may be `router`."""
+        if role == "router" and self._router is not None:
+            return [self._router]
         return [worker for worker in self.workers if worker.role == role]
 
     def __enter__(self) -> LocalCluster:
         try:
             for role, count in self._counts.items():
                 self.workers += [Worker(self, role, i, self._flags[role]) for i in range(count)]
-            flags = ("--port", "0", "--workers-file", str(self._file), *self._router_flags)
-            self._router, pipe = self.spawn("router", *flags, log=self.directory / "router.log")
-            with pipe:
-                for line in pipe:
-                    message = json.loads(line)
-                    assert "error" not in message, message
-                    if "ready" in message:
-                        self.url = message["ready"]["url"]
-                        break
+            port = str(_free_port())  # the same for all of its lives
+            flags = ("--port", port, "--workers-file", str(self._file), *self._router_flags)
+            self._router = Worker(self, "router", 0, flags)
+            self._router.wait_life(1)
+            self.url = self._router.lives[0]["url"]
             for worker in self.workers:
                 worker.wait_life(1)
             self.wait_serving(len(self.workers))
@@ -187,10 +187,8 @@ class LocalCluster:
         self.close()
 
     def close(self) -> None:
-        if self._router is not None:
-            self._router.kill()
-            self._router.wait()
-        ends = [threading.Thread(target=worker.end) for worker in self.workers]
+        routers = [self._router] if self._router is not None else []
+        ends = [threading.Thread(target=worker.end) for worker in (*routers, *self.workers)]
         for end in ends:
             end.start()
         for end in ends:
@@ -281,3 +279,9 @@ class LocalCluster:
         draft = self._file.with_suffix(".new")
         draft.write_text("".join(f"{w.lives[-1]['address']}\n" for w in self.workers if w.ready))
         draft.replace(self._file)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

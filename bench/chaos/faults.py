@@ -52,8 +52,9 @@ BREAK = Fault("break.lanes", _break_lanes, lethal=False)
 
 
 def plan(role: str, kills: int, stalls: int, breaks: int, rng: random.Random) -> list[Fault]:
-    """In random order; kinds of processes in turn, so that every one has its share."""
-    faults = [KILLS[i % len(KILLS)] for i in range(kills)] + [STALL] * stalls
+    """In random order; kinds of processes in turn, so that each has its share. A router is one process."""
+    kinds = KILLS if role != "router" else [_killer("service")]
+    faults = [kinds[i % len(kinds)] for i in range(kills)] + [STALL] * stalls
     faults += [BREAK] * (breaks if role == "decode" else 0)
     rng.shuffle(faults)
     return faults
@@ -76,7 +77,10 @@ async def torment(
         fault.happens(cluster, worker)
         if fault.lethal:
             await asyncio.to_thread(worker.wait_life, lives + 1)
-            await asyncio.to_thread(cluster.wait_attached, worker)
+            if role == "router":
+                await asyncio.to_thread(cluster.wait_serving, 1)
+            else:
+                await asyncio.to_thread(cluster.wait_attached, worker)
             back = time.monotonic()
         happened.append(Happened(role, fault.name, at, back))
     return happened

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from bench.chaos.faults import Happened
 from bench.chaos.streams import Case, Stream, new_session, read
 
+RECONNECT_S = 0.2
+
 
 @dataclass(slots=True)
 class Load:
-    """Some clients, each asking one thing after another until told to stop. Every answer is kept."""
+    """Some clients, each asking one thing after another until told to stop. Every answer is kept. Who loses
+    the connection to the router asks again."""
 
     url: str
     cases: Sequence[Case]
@@ -26,7 +29,11 @@ class Load:
 
             async def client() -> None:
                 while not stop.is_set():
-                    self.streams.append(await read(http, self.url, self.rng.choice(self.cases)))
+                    case = self.rng.choice(self.cases)
+                    self.streams.append(stream := await read(http, self.url, case))
+                    while stream.cut:
+                        await asyncio.sleep(RECONNECT_S)
+                        self.streams.append(stream := await read(http, self.url, case))
 
             await asyncio.gather(*(client() for _ in range(clients)))
 
@@ -38,22 +45,32 @@ class Verdict:
     requests: int
     tokens: int
     failed: int
+    reconnected: int  # connections lost with a router
     lost_or_repeated: int  # tokens by which an answer is too short or too long
     different: int  # tokens that are not those of a run without faults
     errors: tuple[str, ...]
 
 
-def judge(streams: Sequence[Stream], right: Mapping[Case, list[int]]) -> Verdict:
-    lost = different = 0
+def judge(
+    streams: Sequence[Stream], right: Mapping[Case, list[int]], routers_killed: Sequence[Happened] = ()
+) -> Verdict:
+    """Who loses the connection while a router is killed and comes back has to ask again, and did not fail."""
+    lost = different = reconnected = 0
+    failures = []
     for stream in streams:
+        if stream.cut and any(
+            one.at <= stream.ended and stream.started <= one.back for one in routers_killed
+        ):
+            reconnected += 1
+        elif stream.failed:
+            failures.append(stream.error or "the stream ended early")
         expected = right[stream.case]
         if not stream.failed:
             lost += abs(len(expected) - len(stream.token_ids))
         # A request that failed counts as failed; what it said before must be right all the same.
         different += sum(a != b for a, b in zip(stream.token_ids, expected, strict=False))
-    failed = [stream.error or "the stream ended early" for stream in streams if stream.failed]
     tokens = sum(len(stream.token_ids) for stream in streams)
-    return Verdict(len(streams), tokens, len(failed), lost, different, tuple(failed))
+    return Verdict(len(streams), tokens, len(failures), reconnected, lost, different, tuple(failures))
 
 
 def pauses(streams: Sequence[Stream], happened: Happened) -> list[float]:

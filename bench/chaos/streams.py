@@ -72,6 +72,7 @@ class Stream:
     keepalives: int = 0
     status: int = 0
     error: str = ""
+    cut: bool = False  # the connection ended before the answer did, as when a router is killed
     finish_reason: str | None = None
 
     @property
@@ -118,6 +119,7 @@ async def read(
                 _take(stream, line, on_token)
     except aiohttp.ClientError as error:
         stream.error = stream.error or f"{type(error).__name__}: {error}"
+        stream.cut = True
     finally:
         stream.ended = time.monotonic()
     return stream
