@@ -28,6 +28,10 @@ PATIENCE = 2.0  # seconds that a worker has to tell its load
 ScaledRole = Literal["prefill", "decode"]
 
 
+TTIT_TARGET = 100.0
+"""Milliseconds, where the user has none."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """What one worker told; the numbers are since the last time it was asked.
@@ -58,7 +62,7 @@ class Autoscaler:
             if size.least < size.most
         }
         self._prefill = PrefillDemand(pools.ttft_target / 1000)
-        self._decode = DecodeDemand(pools.ttit_target / 1000)
+        self._decode = DecodeDemand((pools.ttit_target or TTIT_TARGET) / 1000)
         self._done = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._last: dict[str, pb.WorkerStatus] = {}

@@ -107,20 +107,28 @@ class EngineOptions:
     gpu_memory_utilization: Annotated[
         float, opt("Share of the GPU's memory for weights and KV.", "SHARE", check=between(0.05, 1.0))
     ] = 0.9
-    ttit_target: Annotated[
-        float | None,
-        opt(
-            "A decode step that takes in some of a prompt stays within it.",
-            "MS",
-            shown="1.5 times a step without",
-            check=between(0.1),
-        ),
-    ] = None
     seed: Annotated[int, opt("Seed of dummy weights.", "N")] = 0
     num_threads: Annotated[
         int | None,
         opt("CPU threads of one engine.", "N", shown="the cores, shared by the workers", check=between(1)),
     ] = None
+
+
+TtitTarget = Annotated[
+    float | None,
+    opt(
+        "Time between tokens: a decode step with some of a prompt stays within it, and decode grows for it.",
+        "MS",
+        shown="1.5 times a step without a prompt, and 100 to grow",
+        check=between(0.1),
+    ),
+]
+
+
+@dataclass(frozen=True)
+class PaceOptions:
+    panel: ClassVar[str] = "Engine"
+    ttit_target: TtitTarget = None
 
 
 @dataclass(frozen=True)
@@ -260,9 +268,7 @@ class PoolOptions:
     ttft_target: Annotated[
         float, opt("Prefill grows to give the first token within it.", "MS", check=between(1))
     ] = 1000.0
-    ttit_target: Annotated[
-        float, opt("Decode grows to keep the time between tokens below it.", "MS", check=between(1))
-    ] = 100.0
+    ttit_target: TtitTarget = None
     shrink_after: Annotated[
         float, opt("A worker was too many for this long before it goes.", "S", check=between(5))
     ] = 60.0
@@ -445,6 +451,7 @@ class WorkerRole:
 
     model: ModelOptions
     engine: EngineOptions
+    pace: PaceOptions
     network: WorkerOptions
     transfer: TransferOptions
     deadlines: DeadlineOptions

@@ -91,7 +91,10 @@ class Plan:
         observe = replace(self.observe, otlp_endpoint=self.observe.endpoint)
         tls = self.secret.tls()
         shared_args = to_argv(named, self.drain, observe, replace(self.secret, cluster_secret_file=None))
-        worker_args = (*shared_args, *to_argv(engine, self.transfer, self.deadlines, self.traces))
+        worker_args = (
+            *shared_args,
+            *to_argv(engine, self.transfer, self.deadlines, self.traces, ttit_target=self.pool.ttit_target),
+        )
         pairs = self._pairs()
         workers = [
             RoleSpec(

@@ -41,7 +41,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 max_num_seqs=given.engine.max_num_seqs,
                 max_num_batched_tokens=given.engine.max_num_batched_tokens,
                 enable_prefix_caching=given.engine.enable_prefix_caching,
-                ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
+                ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
                 seed=given.engine.seed,
                 num_threads=given.engine.num_threads,
             ),

@@ -44,6 +44,9 @@ class Handle:
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         raise AssertionError("there is no router here")
 
+    async def restart(self, signum: int, grace: float) -> None:
+        raise AssertionError("nobody asks for that")
+
     async def stop(self, signum: int, grace: float) -> None:
         await self.worker.kill()
         self.stopped.set()

@@ -222,6 +222,9 @@ class Unplaced:
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         await self.start()
 
+    async def restart(self, signum: int, grace: float) -> None:
+        await self.start()
+
     async def stop(self, signum: int, grace: float) -> None:
         await self.start()
 
