@@ -14,6 +14,8 @@ from router.serving import Answer
 log = logging.getLogger(__name__)
 
 KEEPALIVE_SECONDS = 5.0
+CANNOT_WAIT_BYTES = 16 << 10
+"""A transport with less in its buffer takes more at once (asyncio's and uvloop's low-water mark)."""
 _KEEPALIVE = b": waiting\n\n"
 _DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -70,8 +72,7 @@ async def _stream(
             if not response.prepared:
                 await response.prepare(request)
             events = (_event(answer_format.chunk(index, delta, usage=always)) for index, delta in deltas)
-            async with asyncio.timeout(client_timeout):
-                await response.write(b"".join(events) or _KEEPALIVE)
+            await _write(request, response, b"".join(events) or _KEEPALIVE, client_timeout)
         if options is not None and options.include_usage:
             last.append(answer_format.usage_chunk())
     except ApiError as error:
@@ -85,11 +86,22 @@ async def _stream(
         _cut(request, answer)
         return response
     try:
-        async with asyncio.timeout(client_timeout):
-            await response.write(b"".join(map(_event, last)) + _DONE)
+        await _write(request, response, b"".join(map(_event, last)) + _DONE, client_timeout)
     except TimeoutError:
         _cut(request, answer)
     return response
+
+
+async def _write(
+    request: web.Request, response: web.StreamResponse, data: bytes, client_timeout: float
+) -> None:
+    """Raises TimeoutError when the client leaves too much unread for too long."""
+    transport = request.transport
+    if transport is not None and transport.get_write_buffer_size() + len(data) < CANNOT_WAIT_BYTES:
+        await response.write(data)  # a timer for each token would cost more than the write
+    else:
+        async with asyncio.timeout(client_timeout):
+            await response.write(data)
 
 
 def _cut(request: web.Request, answer: Answer) -> None:
