@@ -1,6 +1,7 @@
 """The HTTP face of a real router over fake workers: answers, streams, errors, limits."""
 
 import asyncio
+import gzip
 import json
 import socket
 from pathlib import Path
@@ -204,6 +205,11 @@ async def test_a_body_that_is_too_large(tokenizer: ModelTokenizer, tmp_path: Pat
         status, answer = await cluster.post("/v1/completions", prompt="x" * 2000)
         assert status == 413
         assert "1000 bytes" in answer["error"]["message"]
+        bomb = gzip.compress(bytes(50_000_000))
+        async with cluster.http.post(
+            cluster.url + "/v1/completions", data=bomb, headers={"Content-Encoding": "gzip"}
+        ) as response:
+            assert response.status == 413
 
 
 async def test_api_keys(tokenizer: ModelTokenizer, tmp_path: Path, caplog):
