@@ -211,7 +211,7 @@ def test_three_of_each_over_three_raylets(machine: Machine, raylets: Raylets) ->
     assert len({placed[name] for name in joined.names}) == 3, "spread over all nodes"
     away = [node for node in nodes[1:] if not node.startswith(placed["router 0"])]
     assert len(away) == 2, "the router is where the command was: on the head's node"
-    asyncio.run(survive(joined, away, clients=6))
+    asyncio.run(survive(joined, away, clients=3))
     joined.stop()
 
 
