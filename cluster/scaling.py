@@ -87,7 +87,7 @@ class PrefillDemand:
         arrived = max(0.0, load.done + load.waiting - first.done - first.waiting)
         arriving = arrived / max(now - then, QUEUE_WINDOW)
         lately = [each.queued for at, each in self._seen if now - at <= QUEUE_WINDOW]
-        queued = sum(lately) / len(lately)
+        queued = min(sum(lately) / len(lately), load.queued)  # what is gone again was a burst, no need
         if not load.speed:
             return None if arrived or load.waiting else Needed(0.0, "idle")
         workers = arriving / (PREFILL_BUSY * load.speed) + queued / (self._clear_within * load.speed)

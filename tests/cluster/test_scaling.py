@@ -181,6 +181,19 @@ def test_without_a_measured_speed_nothing_is_known() -> None:
     assert idle.workers == 0
 
 
+def test_a_queue_that_is_gone_again_is_no_need() -> None:
+    """One worker, and now and then two prompts at once: for two seconds one of them waits."""
+    demand, scaler = PrefillDemand(0.3), Scaler(1, 3)
+    done = 0.0
+    for second in range(600):
+        waits = second % 20 < 2
+        done += 0 if waits else 1.0
+        needed = demand.needed(
+            second, PrefillLoad(done, 250.0 if waits else 0.0, 125.0 if waits else 0.0, 120.0)
+        )
+        assert scaler.decide(second, needed.workers if needed else None, 1, starting=False) == 1
+
+
 def test_a_dead_worker_is_no_negative_arrival() -> None:
     demand = PrefillDemand(TTFT)
     demand.needed(0, PrefillLoad(0, 50_000, 40_000, SPEED))
