@@ -1,9 +1,9 @@
 """How soon does a router know that a worker is there, or gone? `python -m bench.membership`
 
-`baton serve` with a model of a few kilobytes, so that a worker starts as fast as Python does. In turn one
-decode worker's service process is killed, or its engine stopped (SIGSTOP: it hangs). Three intervals, each
-between a moment in one process and a line in the router's log (`bench.discovery` is about the
-router's share of it):
+`baton serve` with a model of a few kilobytes, so that a worker starts as fast as Python does. In turn the
+decode workers' service processes are killed, or their engines stopped (SIGSTOP: they hang); all of them at once,
+so that it does not take all day. Three intervals, each between a moment in one process and a line in the router's log
+(`bench.discovery` is about the router's share of it):
 
 - `new`: the worker says that it is ready → the router has attached to it and sends it work;
 - `crashed`: SIGKILL → the router sends it nothing more;
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from bench.chaos import processes
 from bench.contract import Report, Row, parser, percentile
 from bench.serving import Serving
 
-WORKERS = 3
+WORKERS = 4
 ENGINE_TIMEOUT = 2.0
 BACK_S = 60.0
 _LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)$")
@@ -75,11 +76,10 @@ class Log:
             time.sleep(0.02)
 
 
-def one(serving: Serving, index: int, hang: bool) -> tuple[float, float]:
+def one(serving: Serving, role: dict[str, Any], hang: bool) -> tuple[float, float]:
     """Takes a worker down, and waits until its successor serves. Seconds: (until lost, until new known)."""
+    index, address = role["index"], role["address"]
     name = f"decode {index}"
-    [role] = [r for r in serving.status()["cluster"]["roles"] if (r["role"], r["index"]) == ("decode", index)]
-    address = role["address"]
     router, worker = Log(serving.logs / "router-0.log"), Log(serving.logs / f"decode-{index}.log")
     victim = processes.tree(role["pid"])["engine" if hang else "service"]
     hit = time.time()
@@ -92,13 +92,15 @@ def one(serving: Serving, index: int, hang: bool) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> Report:
     p = parser(__doc__ or "")
-    p.add_argument("--rounds", type=int, default=50, help="how often each thing happens")
+    p.add_argument("--rounds", type=int, default=13, help=f"how often it happens to all {WORKERS}")
     args = p.parse_args(argv)
     if args.device == "cuda":
         print("bench.membership: measures processes, not devices: on the CPU only", file=sys.stderr)
         raise SystemExit(2)
-    rounds = 5 if args.short else args.rounds
-    report = Report("membership", {"rounds": rounds, "engine_timeout": ENGINE_TIMEOUT}, args.json)
+    rounds = 2 if args.short else args.rounds
+    report = Report(
+        "membership", {"rounds": rounds, "workers": WORKERS, "engine_timeout": ENGINE_TIMEOUT}, args.json
+    )
     crashed: list[float] = []
     hung: list[float] = []
     new: list[float] = []
@@ -110,11 +112,13 @@ def main(argv: Sequence[str] | None = None) -> Report:
             "--engine-timeout", ENGINE_TIMEOUT,
         )  # fmt: skip
         with Serving(directory, *map(str, flags)) as serving:
-            for round_ in range(rounds):
+            for _ in range(rounds):
                 for hang, found in ((False, crashed), (True, hung)):
-                    lost, known = one(serving, round_ % WORKERS, hang)
-                    found.append(lost - ENGINE_TIMEOUT if hang else lost)
-                    new.append(known)
+                    roles = [r for r in serving.status()["cluster"]["roles"] if r["role"] == "decode"]
+                    with ThreadPoolExecutor(WORKERS) as threads:
+                        pairs = list(threads.map(one, [serving] * WORKERS, roles, [hang] * WORKERS))
+                    found += [lost - ENGINE_TIMEOUT if hang else lost for lost, _ in pairs]
+                    new += [known for _, known in pairs]
     for what, times, bound in (("new", new, 1.0), ("crashed", crashed, 2.0), ("hung", hung, 2.0)):
         p99 = percentile(times, 0.99)
         report.add(Row(f"membership.{what}.p50", percentile(times, 0.5), "s", p99=p99))
