@@ -2,8 +2,8 @@
 
 `baton serve` with a model of a few kilobytes, so that a worker starts as fast as Python does. In turn the
 decode workers' service processes are killed, or their engines stopped (SIGSTOP: they hang); all of them at
-once, so that it does not take all day. Three intervals, each between a moment in one process and a line in the
-router's log (`bench.discovery` is about the router's share of it):
+once, so that it does not take all day. Three intervals, each between a moment in one process and a line in
+the router's log (`bench.discovery` is about the router's share of it):
 
 - `new`: the worker says that it is ready → the router has attached to it and sends it work;
 - `crashed`: SIGKILL → the router sends it nothing more;
