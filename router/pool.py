@@ -42,7 +42,7 @@ class WorkerPool:
         changed: set whenever a worker comes or goes; cleared by its one reader.
         on_change: called then, too.
         prefill_window: prompt tokens that keep all prefill workers busy: more would only wait there. Infinite
-            while there is none: that wait is the generation's own, and bounded in time.
+            while a role has no worker: that wait is the generation's own, and bounded in time.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class WorkerPool:
         self._members.membership_changed(connection, serves=connection.ready)
         self._use(connection.description.role)
         budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.ROLE_PREFILL))
-        self.prefill_window = WINDOW_STEPS * sum(budgets) or math.inf
+        self.prefill_window = WINDOW_STEPS * sum(budgets) if self.complete else math.inf
         self.changed.set()
         self.on_change()
         if connection.ready:

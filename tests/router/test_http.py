@@ -326,6 +326,19 @@ async def test_a_deadline_counts_while_it_waits_for_its_turn(cluster: Cluster):
     assert (await big)["choices"][0]["text"] == (await waits)["choices"][0]["text"] == TEXT
 
 
+async def test_nobody_waits_for_a_turn_while_a_role_has_no_worker(tokenizer: ModelTokenizer, tmp_path: Path):
+    """All are refused after `worker_wait`, not one window of them after the other."""
+    async with make_cluster(tokenizer, tmp_path, decode=0, worker_wait=0.5) as cluster:
+        asked = [
+            asyncio.create_task(cluster.post("/v1/completions", prompt=[7] * 4000, max_tokens=2))
+            for _ in range(4)
+        ]
+        services = cluster.router.services
+        await cluster.until(lambda: len(services.pool.waiters) == 4)
+        assert len(services.admission.queue) == 0
+        assert {(await answer)[0] for answer in asked} == {503}
+
+
 async def test_a_flood_of_one_key_does_not_starve_another(tokenizer: ModelTokenizer, tmp_path: Path):
     keys = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2"))
     async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
