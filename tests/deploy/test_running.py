@@ -1,0 +1,113 @@
+"""The command lines of `cpu-demo`, run as its pods would run them: as user 10001 (where root runs the test),
+with nothing of its own to write to but /tmp, found by way of an API server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.fake_kubernetes import FakeKubernetes, endpoint
+from cluster.runner import BATON, PACKAGES
+
+from .conftest import Object, PodTemplate, pod_templates
+from .test_commands import environment
+
+pytestmark = pytest.mark.long
+ADDRESSES = {"router": "127.0.0.4", "prefill": "127.0.0.2", "decode": "127.0.0.3"}
+UNPRIVILEGED = (
+    "setpriv", "--reuid=10001", "--regid=10001", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all",
+    "--no-new-privs",
+)  # fmt: skip
+KEY = "a key of the tests"
+
+
+@asynccontextmanager
+async def pod(
+    objects: list[Object], template: PodTemplate, tmp: Path, secret: Path, **more: str
+) -> AsyncIterator[str]:
+    """Runs its one container until it is ready; gives the pod's address."""
+    [container] = template.containers
+    address = ADDRESSES[template.labels["app.kubernetes.io/component"]]
+    home = tmp / address
+    home.mkdir(mode=0o777)
+    home.chmod(0o777)
+    replaced = {
+        "$(POD_IP)": address,
+        "--host=0.0.0.0": f"--host={address}",
+        "/etc/baton/cluster/secret": str(secret),
+    }
+    arguments = container["args"]
+    for old, new in replaced.items():
+        arguments = [argument.replace(old, new) for argument in arguments]
+    process = await asyncio.create_subprocess_exec(
+        *(UNPRIVILEGED if os.getuid() == 0 else ()), *BATON, *arguments,
+        env={
+            **environment(objects, container), **more, "HOME": str(home), "TMPDIR": str(home),
+            "PATH": os.environ["PATH"], "PYTHONPATH": PACKAGES, "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        cwd=home,
+    )  # fmt: skip
+    try:
+        port = container["readinessProbe"]["grpc"]["port"]
+        await ready(f"{address}:{port}", process)
+        yield address
+    finally:
+        process.terminate()
+        code = await asyncio.wait_for(process.wait(), 60)
+    assert code == 0, "it drains and ends well"
+
+
+async def ready(address: str, process: asyncio.subprocess.Process) -> None:
+    """As the kubelet probes it."""
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(90):
+        stub = health_pb2_grpc.HealthStub(channel)
+        while process.returncode is None:
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest())  # pyrefly: ignore[missing-attribute]
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.aio.AioRpcError:
+                pass
+            await asyncio.sleep(0.1)
+    raise AssertionError(f"it ended with {process.returncode}")
+
+
+async def test_cpu_demo_serves(overlays: dict[str, list[Object]], tmp_path: Path) -> None:
+    objects = overlays["cpu-demo"]
+    pods = {each.labels["app.kubernetes.io/component"]: each for each in pod_templates(objects)}
+    for directory in (tmp_path, *tmp_path.parents[:2]):
+        directory.chmod(0o755)
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of the tests, no other\n")
+    secret.chmod(0o444)
+    async with AsyncExitStack() as stack:
+        server = FakeKubernetes()
+        await server.start()
+        stack.push_async_callback(server.stop)
+        kubeconfig = server.kubeconfig(tmp_path / "kubeconfig")
+        kubeconfig.chmod(0o444)
+        for role in ("prefill", "decode"):
+            address = await stack.enter_async_context(pod(objects, pods[role], tmp_path, secret))
+            server.put(role, f"baton-{role}", [endpoint(address)])
+        more = {"KUBECONFIG": str(kubeconfig), "BATON_API_KEY": KEY}
+        address = await stack.enter_async_context(pod(objects, pods["router"], tmp_path, secret, **more))
+        http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{address}:8000"))
+        question = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        async with http.post("/v1/completions", json=question) as refused:
+            assert refused.status == 401
+        async with http.post(
+            "/v1/completions", json=question, headers={"Authorization": f"Bearer {KEY}"}
+        ) as response:
+            answer = await response.json()
+        assert response.status == 200, answer
+        assert "Paris" in answer["choices"][0]["text"]
+        async with aiohttp.ClientSession(f"http://{address}:8002") as admin, admin.get("/metrics") as page:
+            assert "vllm:time_to_first_token_seconds" in await page.text()
