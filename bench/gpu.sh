@@ -3,7 +3,7 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests engine kv overlap (default: all, in this order). DIR of --wheels holds the Python packages that the machine
+# STEP: tests kernels engine kv overlap (default: all, in this order), sweep. DIR of --wheels holds the Python packages that the machine
 # lacks. One GPU or two: with two, prefill has the first and decode the second. A step that fails does not
 # stop the others; the exit status says how many did.
 set -uo pipefail
@@ -17,7 +17,7 @@ while (($#)); do
         *) steps+=("$1"); shift ;;
     esac
 done
-((${#steps[@]})) || steps=(tests engine kv overlap)
+((${#steps[@]})) || steps=(tests kernels engine kv overlap)
 mkdir -p "$out"
 if [[ $wheels ]]; then
     site=$(mktemp -d)
@@ -31,6 +31,8 @@ tests() {
     BATON_TEST_DEVICE=cuda python3 -m pytest -m 'not long' \
         tests/engine tests/kv_transfer tests/decode_worker/test_tokens.py
 }
+kernels() { python3 -m bench.kernels --device cuda --json "$out/kernels.json"; }
+sweep() { python3 -m bench.kernels --device cuda --sweep --json "$out/sweep.json"; }
 engine() { python3 -m bench.engine --device cuda --json "$out/engine.json"; }
 kv() { python3 -m bench.kv --json "$out/kv.json"; }
 overlap() { python3 -m bench.overlap --device cuda --batch 32 --batch 64 --json "$out/overlap.json"; }

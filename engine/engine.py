@@ -81,7 +81,7 @@ class Engine:
         self._model, self.model_fingerprint = load_model(
             checkpoint, memory.max_model_len, memory.dtype, self.device, loading
         )
-        self._kernels = kernels_for(self.device)
+        self._kernels = kernels_for(self.device, self.model_config.head_dim)
         heads, head_dim = self.model_config.num_kv_heads, self.model_config.head_dim
         # Not zeroed: nothing reads what was not written, and the system maps a page when it is first touched.
         self.kv_cache = [

@@ -44,7 +44,7 @@ class Weights:
     ) -> None:
         self.dtype = dtype
         self.device = device
-        self.kernels = kernels_for(device)
+        self.kernels = kernels_for(device, checkpoint.config.head_dim)
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
         self._progress = progress

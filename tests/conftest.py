@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-GPU = Path("/dev/nvidiactl").exists()
+from tests.device import DEVICE
 
-if not GPU:
+if DEVICE == "cpu":
     # Triton decides when it is imported whether its own functions are compiled or interpreted, and others
     # (transformers) import it too: so it is imported here, before them.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,10 +22,10 @@ if not GPU:
 
 @pytest.fixture(scope="module")
 def kernel_device() -> Iterator[str]:
-    """Where Triton kernels run: compiled on the GPU or, without one, on the CPU in Triton's interpreter.
-    Modules with kernels must not be imported outside of tests that use this."""
-    if GPU:
-        yield "cuda"
+    """Where Triton kernels run: compiled on a GPU, or on the CPU in Triton's interpreter. Modules with
+    kernels must not be imported outside of tests that use this."""
+    if DEVICE != "cpu":
+        yield DEVICE
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")

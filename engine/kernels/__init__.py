@@ -12,18 +12,15 @@ the tensors hold, reads lengths on the device and never waits for it. Keep the m
 mark rows that pad the batch by context 0 and slot −1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from engine.attention import AttentionMetadata
+from engine.attention import AttentionMetadata
 
-__all__ = ["HeadNorm", "Kernels", "kernels_for"]
+__all__ = ["AttentionMetadata", "HeadNorm", "Kernels", "kernels_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +62,9 @@ class Kernels(Protocol):
         ...
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """Raises `ValueError` naming the extra if Triton is needed and not installed."""
+def kernels_for(device: torch.device, head_dim: int) -> Kernels:
+    """Raises `ValueError` naming the extra if Triton is needed and not installed, and if it has no kernel for
+    this head_dim."""
     if device.type == "cpu":
         from engine.kernels.torch_kernels import TorchKernels
 
@@ -79,4 +77,4 @@ def kernels_for(device: torch.device) -> Kernels:
         raise ValueError(
             f"--device {device} needs Triton: pip install 'baton[cuda]', or use --device cpu"
         ) from error
-    return TritonKernels(device)
+    return TritonKernels(device, head_dim)

@@ -5,7 +5,8 @@ the sum of values weighted by exp(score − m). A tile with a larger m shrinks w
 (Milakov & Gimelshein 2018). Scores are taken times log₂ e: exp2 is one instruction.
 
 Positions past `stop` are masked when they are loaded, not only in the scores: slots of the cache that are
-stale or somebody else's may hold NaN, which would come through a weight of zero.
+stale or somebody else's may hold NaN, which would come through a weight of zero. Products of float32 take
+three passes of the tensor cores, TF32 and what it leaves out: TF32 alone has 10 bits.
 """
 
 import triton
@@ -58,7 +59,7 @@ def attend_tile(
     else:
         k = tl.load(keys + at)
         v = tl.load(values + at)
-    scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3") * scale
     if MASKED:
         seen = (positions[None, :] <= query_positions[:, None]) & (positions < stop)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
@@ -66,5 +67,5 @@ def attend_tile(
     weights = tl.exp2(scores - new_m[:, None])
     shrink = tl.exp2(m - new_m)
     total = total * shrink + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
     return new_m, total, acc

@@ -28,6 +28,7 @@ BLOCK_M = 128  # rows of a tile
 BLOCK_N = 64  # keys
 WARPS = 8
 STAGES = 3
+FLOAT32_STAGES = 1  # more do not fit the shared memory
 
 
 class Chunk(NamedTuple):
@@ -74,7 +75,7 @@ def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tensor
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         num_warps=WARPS,
-        num_stages=STAGES,
+        num_stages=FLOAT32_STAGES if q.dtype is torch.float32 else STAGES,
     )
 
 

@@ -27,7 +27,11 @@ class TritonPlan:
 
 
 class TritonKernels:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, head_dim: int) -> None:
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(
+                f"a model with head_dim {head_dim} cannot run on CUDA ({HEAD_DIMS} can): use --device cpu"
+            )
         self._multiprocessors, self._dense_from = INTERPRETED_MULTIPROCESSORS, None
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -42,11 +46,7 @@ class TritonKernels:
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_kv_heads, head_dim = kv.shape[3:]
-        if head_dim not in HEAD_DIMS:
-            raise ValueError(
-                f"head_dim {head_dim} is not supported on CUDA ({HEAD_DIMS} are): use --device cpu"
-            )
+        num_kv_heads = kv.shape[3]
         rope.rope_and_write(qkv, rotary, norm, kv, slots)
         q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         return q, k, v

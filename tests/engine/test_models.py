@@ -32,7 +32,7 @@ KINDS = [
     ),
     pytest.param("Mistral", {"sliding_window": None, "head_dim": 32}, id="mistral"),
     pytest.param("Qwen2", {}, id="qwen2"),
-    pytest.param("Qwen3", {"head_dim": 24}, id="qwen3"),
+    pytest.param("Qwen3", {"head_dim": 32}, id="qwen3"),
 ]
 
 

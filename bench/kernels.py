@@ -1,0 +1,371 @@
+"""Each GPU kernel of the engine and of KV transfer beside torch's own and the hardware's limit.
+
+    python -m bench.kernels --device cuda [--json PATH]     all kernels, Llama-3.1-8B's shapes, bfloat16
+    python -m bench.kernels --device cuda --sweep           times of the attention kernels by their constants
+
+Times are of replayed CUDA graphs, over input sets that together exceed the L2 cache. Bytes are those that
+must move (each input read once, each output written once), operations those that causality leaves.
+What a kernel is bound by, bandwidth or arithmetic, decides in which unit it is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.contract import EXIT_CANNOT_MEASURE, Report, Row, interleaved, paired_ratio, parser
+from engine.kernels import AttentionMetadata, Kernels, kernels_for
+
+BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
+"""An H200: its datasheet's bandwidth, and bfloat16 products of random numbers as measured (cuBLAS, 8192³)."""
+BEYOND_CACHE = 256 << 20  # bytes that the input sets of a case have together, at least
+MAX_SETS = 32
+PAIRS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one layer; the defaults are Llama-3.1-8B's."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    inner: int = 14336
+    block_size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    context: int = 1064
+    prompts: tuple[int, ...] = (2000, 8000)
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    bytes: int
+    flops: int
+    ours: Callable[[], object]
+    torch: Callable[[], object] | None = None
+    torch_is: str = ""
+
+    @property
+    def arithmetic(self) -> bool:
+        return self.flops / FLOPS_PER_S > self.bytes / BYTES_PER_S
+
+
+Make = Callable[[], Case]
+"""Makes a case with inputs of its own."""
+
+
+class Cases:
+    """All cases of a shape, on a device."""
+
+    def __init__(self, shape: Shape, kernels: Kernels, device: torch.device) -> None:
+        self.shape, self.kernels, self.device = shape, kernels, device
+
+    def __iter__(self) -> Iterator[Make]:
+        shape = self.shape
+        for rows in (shape.batches[0], shape.batches[len(shape.batches) // 2], shape.prompts[0]):
+            yield lambda rows=rows: self.add_rms_norm(rows)
+            yield lambda rows=rows: self.silu_mul(rows)
+            yield lambda rows=rows: self.rope_and_write(rows)
+        for batch in shape.batches:
+            yield lambda batch=batch: self.decode(f"b{batch}", [shape.context] * batch)
+        longest, batch = 16 * shape.context, shape.batches[len(shape.batches) // 2]
+        yield lambda: self.decode(f"b{batch}.ragged", [longest] + [shape.context // 2] * (batch - 1))
+        for tokens in shape.prompts:
+            yield lambda tokens=tokens: self.prefill(0, tokens)
+        yield lambda: self.prefill(3 * shape.prompts[0], shape.prompts[0])
+        yield self.gather
+        yield self.scatter
+        yield from self._products()
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device).to(self.shape.dtype)
+
+    def add_rms_norm(self, rows: int) -> Case:
+        size = self.shape.hidden
+        residual, delta, weight = self.normal(rows, size), self.normal(rows, size), self.normal(size)
+        return Case(
+            f"add_rms_norm.t{rows}",
+            4 * nbytes(residual),
+            0,
+            lambda: self.kernels.add_rms_norm(residual, delta, weight, 1e-5),
+            lambda: F.rms_norm(residual.add_(delta), (size,), weight, 1e-5),
+            "torch add_, rms_norm",
+        )
+
+    def silu_mul(self, rows: int) -> Case:
+        gate_up = self.normal(rows, 2 * self.shape.inner)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return Case(
+            f"silu_mul.t{rows}",
+            nbytes(gate_up) * 3 // 2,
+            0,
+            lambda: self.kernels.silu_mul(gate_up),
+            lambda: F.silu(gate).mul_(up),
+            "torch silu, mul_",
+        )
+
+    def rope_and_write(self, rows: int) -> Case:
+        shape = self.shape
+        qkv = self.normal(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        rotary = torch.randn(rows, 2, shape.head_dim, device=self.device)
+        kv, _ = self.cache([rows])
+        slots = torch.arange(rows, device=self.device)
+        moved = nbytes(qkv) * 2 + nbytes(rotary)
+        return Case(
+            f"rope_and_write.t{rows}",
+            moved,
+            0,
+            lambda: self.kernels.rope_and_write(qkv, rotary, None, kv, slots),
+        )
+
+    def cache(self, contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A layer's cache with just these requests, in blocks anywhere, and their block tables."""
+        shape = self.shape
+        blocks = [-(-context // shape.block_size) for context in contexts]
+        places = torch.randperm(sum(blocks)).tolist()
+        tables = torch.zeros(len(contexts), max(blocks), dtype=torch.int32)
+        for table, count in zip(tables, blocks, strict=True):
+            table[:count] = torch.tensor([places.pop() for _ in range(count)])
+        kv = self.normal(2, sum(blocks), shape.block_size, shape.kv_heads, shape.head_dim)
+        return kv, tables.to(self.device)
+
+    def attention(
+        self, spans: Sequence[tuple[int, int]]
+    ) -> tuple[Callable[[], object], Tensor, Tensor, Tensor]:
+        """One layer's attention of a step, and its dense q, k and v."""
+        shape, decodes = self.shape, sum(stop - start == 1 for start, stop in spans)
+        kv, tables = self.cache([stop for _, stop in spans])
+        tokens = sum(stop - start for start, stop in spans)
+        q = self.normal(tokens, shape.heads, shape.head_dim)
+        k, v = (self.normal(tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
+        contexts = torch.tensor([stop for _, stop in spans], dtype=torch.int32, device=self.device)
+        slots = torch.empty(0, dtype=torch.int64, device=self.device)  # nothing is written here
+        metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, spans[decodes:])
+        plan = self.kernels.plan(metadata, shape.heads, shape.kv_heads, shape.dtype)
+        return lambda: self.kernels.attention(q, k, v, kv, plan), q, k, v
+
+    def decode(self, name: str, contexts: Sequence[int]) -> Case:
+        ours, q, k, _ = self.attention([(context - 1, context) for context in contexts])
+        if len(set(contexts)) > 1:  # torch has nothing for ragged lengths but padding
+            theirs = None
+        else:
+            keys, values = (
+                self.normal(len(contexts), self.shape.kv_heads, contexts[0], self.shape.head_dim)
+                for _ in range(2)
+            )
+
+            def theirs() -> Tensor:
+                return F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
+
+        kv_bytes = 2 * sum(contexts) * nbytes(k) // len(contexts)
+        flops = 4 * sum(contexts) * self.shape.hidden
+        return Case(
+            f"decode_attention.{name}", 2 * nbytes(q) + kv_bytes, flops, ours, theirs, "torch SDPA, KV dense"
+        )
+
+    def prefill(self, start: int, tokens: int) -> Case:
+        ours, q, k, v = self.attention([(start, start + tokens)])
+        out = torch.empty_like(q)
+
+        def theirs() -> None:
+            from engine.kernels.dense_attention import dense_attention
+
+            dense_attention(q, k, v, out)
+
+        visible = tokens * start + tokens * (tokens + 1) // 2
+        return Case(
+            f"prefill_attention.{tokens}" + (f".after{start}" if start else ""),
+            2 * nbytes(q) + 2 * nbytes(k) * (start + tokens) // tokens,
+            4 * visible * self.shape.hidden,
+            ours,
+            None if start else theirs,
+            "torch SDPA (cuDNN)",
+        )
+
+    def _slice(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's cache as rows, the rows of a slice of one prompt, and the slice."""
+        tokens, shape = self.shape.prompts[0], self.shape
+        kv, tables = self.cache([tokens] * 4)
+        offsets = torch.arange(shape.block_size, device=self.device)
+        rows = (tables[1].long()[:, None] * shape.block_size + offsets).flatten()[:tokens]
+        return kv.flatten(1, 2), rows, self.normal(2, tokens, shape.kv_heads, shape.head_dim)
+
+    def gather(self) -> Case:
+        from kv_transfer.copy_kernels import gather
+
+        pool, rows, dense = self._slice()
+        return Case(
+            f"gather.t{len(rows)}",
+            2 * nbytes(dense),
+            0,
+            lambda: gather(pool, rows, 0, dense),
+            lambda: torch.index_select(pool, 1, rows),
+            "torch index_select",
+        )
+
+    def scatter(self) -> Case:
+        from kv_transfer.copy_kernels import scatter
+
+        pool, rows, dense = self._slice()
+        return Case(
+            f"scatter.t{len(rows)}",
+            2 * nbytes(dense),
+            0,
+            lambda: scatter(dense, pool, rows, 0),
+            lambda: pool.index_copy_(1, rows, dense),
+            "torch index_copy_",
+        )
+
+    def _products(self) -> Iterator[Make]:
+        """cuBLAS alone, on the fused weights: the floor that the kernels above come on top of."""
+        shape = self.shape
+        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        sizes = {"qkv": (shape.hidden, qkv), "out": (shape.hidden, shape.hidden)}
+        sizes |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
+        for rows, (name, (columns, out)) in itertools.product(
+            (*shape.batches, shape.prompts[0]), sizes.items()
+        ):
+            yield lambda rows=rows, name=name, columns=columns, out=out: self.product(
+                name, rows, columns, out
+            )
+
+    def product(self, name: str, rows: int, columns: int, out: int) -> Case:
+        x, weight = self.normal(rows, columns), self.normal(out, columns)
+        moved = nbytes(x) + nbytes(weight) + rows * out * x.itemsize
+        return Case(f"cublas.{name}.t{rows}", moved, 2 * rows * columns * out, lambda: F.linear(x, weight))
+
+
+def nbytes(x: Tensor) -> int:
+    return x.numel() * x.itemsize
+
+
+Seconds = Callable[[Sequence[Callable[[], object]]], Callable[[], float]]
+"""Prepares calls to be timed; the result says how long all of them take together, this time."""
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # compiles, chooses algorithms, allocates: before the capture
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def once() -> float:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    once()
+    return once
+
+
+def measure(make: Make, seconds: Seconds) -> list[Row]:
+    case = make()
+    sets = [case, *(make() for _ in range(min(MAX_SETS, BEYOND_CACHE // max(1, case.bytes))))]
+    ours, theirs = seconds([case.ours for case in sets]), None
+    if all(case.torch for case in sets):
+        theirs = seconds([case.torch for case in sets if case.torch])
+    times, their_times = interleaved(ours, theirs or ours, PAIRS)
+    each = statistics.median(times) / len(sets)
+    work, limit, unit, scale = case.bytes, BYTES_PER_S, "GB/s", 1e9
+    if case.arithmetic:
+        work, limit, unit, scale = case.flops, FLOPS_PER_S, "TFLOP/s", 1e12
+    row = Row(f"kernels.{case.name}", work / each / scale, unit)
+    if theirs:
+        ratio, spread = paired_ratio(their_times, times)
+        row = replace(row, ratio=ratio, ratio_to=f"speed of {case.torch_is}", spread=spread)
+    return [
+        row,
+        Row(f"kernels.{case.name}.time", each * 1e6, "µs"),
+        Row(f"kernels.{case.name}.of_limit", work / each / limit, f"of {limit / scale:g} {unit}"),
+    ]
+
+
+# Which constants are best
+
+
+def sweep(
+    cases: Cases, seconds: Seconds, choices: Sequence[tuple[ModuleType, dict[str, list[int]], Make]]
+) -> list[Row]:
+    rows = []
+    for module, constants, make in choices:
+        before = {name: getattr(module, name) for name in constants}
+        for values in itertools.product(*constants.values()):
+            chosen = dict(zip(constants, values, strict=True))
+            for name, value in chosen.items():
+                setattr(module, name, value)
+            label = " ".join(f"{name}={value}" for name, value in chosen.items())
+            try:
+                time = measure(make, seconds)[1]
+            except Exception as error:  # noqa: BLE001 - a choice that does not fit the device is an answer too
+                print(f"{module.__name__} {label}: {type(error).__name__}", file=sys.stderr)
+            else:
+                rows.append(replace(time, name=f"{time.name.removesuffix('.time')} {label}"))
+        for name, value in before.items():
+            setattr(module, name, value)
+    return sorted(rows, key=lambda row: (row.name.split(" ")[0], row.value))
+
+
+def choices(cases: Cases) -> list[tuple[ModuleType, dict[str, list[int]], Make]]:
+    from engine.kernels import decode_attention, prefill_attention
+
+    shape = cases.shape
+    tiles = {"BLOCK_M": [64, 128], "BLOCK_N": [64, 128], "WARPS": [4, 8], "STAGES": [2, 3]}
+    pieces: dict[str, Any] = {"PIECES_PER_SM": [2, 4, 8, 16], "BLOCK_N": [32, 64, 128], "STAGES": [2, 3, 4]}
+    long, some = shape.prompts[-1], shape.batches[len(shape.batches) // 2]
+    return [
+        (prefill_attention, tiles, lambda: cases.prefill(0, long)),
+        (decode_attention, pieces, lambda: cases.decode(f"b{some}", [shape.context] * some)),
+        (decode_attention, pieces, lambda: cases.decode("b1", [shape.context])),
+    ]
+
+
+def main() -> int:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument(
+        "--sweep", action="store_true", help="time the attention kernels by their constants"
+    )
+    args = arguments.parse_args()
+    if args.device == "cpu" or not torch.cuda.is_available():
+        print("bench.kernels measures GPU kernels: it needs --device cuda, and a GPU", file=sys.stderr)
+        return EXIT_CANNOT_MEASURE
+    device = torch.device("cuda")
+    shape = Shape(batches=(1, 64), prompts=(2000,)) if args.short else Shape()
+    cases = Cases(shape, kernels_for(device, shape.head_dim), device)
+    report = Report(
+        "kernels", {"shape": "llama-3.1-8b", "dtype": "bfloat16", "block_size": shape.block_size}, args.json
+    )
+    with torch.inference_mode():
+        if args.sweep:
+            report.rows += sweep(cases, graph_seconds, choices(cases))
+        else:
+            for make in cases:
+                report.rows += measure(make, graph_seconds)
+    report.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

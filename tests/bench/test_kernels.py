@@ -1,0 +1,69 @@
+"""bench.kernels on the CPU, in Triton's interpreter: each case runs as on a GPU, but for the clock."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from bench import kernels as bench
+
+TINY = bench.Shape(
+    heads=4, kv_heads=2, head_dim=16, inner=64, block_size=16, dtype=torch.float16,
+    batches=(1, 2), context=3, prompts=(17, 18),
+)  # fmt: skip
+
+
+def one_second_each(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
+    for call in calls:
+        call()
+    return lambda: float(len(calls))
+
+
+@pytest.fixture
+def cases(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> bench.Cases:
+    from engine.kernels.triton_kernels import TritonKernels
+
+    monkeypatch.setattr(bench, "BEYOND_CACHE", 0)
+    device = torch.device(kernel_device)
+    return bench.Cases(TINY, TritonKernels(device, TINY.head_dim), device)
+
+
+def test_every_case_runs_and_makes_rows(cases: bench.Cases) -> None:
+    rows = {row.name: row for make in cases for row in bench.measure(make, one_second_each)}
+    assert len(rows) % 3 == 0
+    for name in (
+        "add_rms_norm.t1",
+        "silu_mul.t17",
+        "rope_and_write.t17",
+        "decode_attention.b2",
+        "decode_attention.b2.ragged",
+        "prefill_attention.18",
+        "prefill_attention.17.after51",
+        "gather.t17",
+        "scatter.t17",
+        "cublas.gate_up.t2",
+    ):
+        assert rows[f"kernels.{name}.time"].value == 1e6, "a second, in µs"
+    # 4 rows of 64 elements of 2 bytes: residual in and out, delta, result
+    assert rows["kernels.add_rms_norm.t1"].value == pytest.approx(4 * 64 * 2 / 1e9)
+    assert rows["kernels.gather.t17"].ratio == 1.0
+
+
+def test_a_sweep_tries_every_choice_and_leaves_the_constants_alone(cases: bench.Cases) -> None:
+    from engine.kernels import decode_attention
+
+    stages = decode_attention.STAGES
+    found = bench.sweep(
+        cases, one_second_each, [(decode_attention, {"STAGES": [1, 2, 7]}, lambda: cases.decode("b1", [3]))]
+    )
+    assert [row.name for row in found] == [f"kernels.decode_attention.b1 STAGES={n}" for n in (1, 2, 7)]
+    assert stages == decode_attention.STAGES
+    assert len(bench.choices(cases)) == 3
+
+
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.kernels", "--device", "cpu"])
+    assert bench.main() == 2
+    assert "needs --device cuda" in capsys.readouterr().err
