@@ -164,6 +164,7 @@ class FakeWorker(WorkerServicer):
         return pb.WorkerDescription(
             role=self.role, index=self.index, incarnation=self.incarnation, model="fake",
             model_fingerprint=self.model_fingerprint, layout_fingerprint="l1", kv_address="127.0.0.1:1",
+            metrics_address="127.0.0.1:2",
             block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
         )  # fmt: skip
 

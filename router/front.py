@@ -20,7 +20,7 @@ from router.intake import Intake, request_name
 from router.jobs import chat_prompt, encode
 from router.openapi import OPERATIONS, description
 from router.serving import Services
-from router.status import router_status
+from router.status import router_status, scrape_targets
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,13 @@ class Front:
             ]
         )
         if not config.supervised:  # else on the admin port, where somebody knows all processes
-            self.app.add_routes([web.get("/metrics", self._metrics), web.get("/status", self._status)])
+            self.app.add_routes(
+                [
+                    web.get("/metrics", self._metrics),
+                    web.get("/metrics/targets", self._targets),
+                    web.get("/status", self._status),
+                ]
+            )
 
     # ------------------------------------------------------------ every request
 
@@ -198,6 +204,9 @@ class Front:
 
     async def _status(self, request: web.Request) -> web.Response:
         return _json(await router_status(self._config, self._services, self._intake.draining))
+
+    async def _targets(self, request: web.Request) -> web.Response:
+        return _json(scrape_targets(await router_status(self._config, self._services, self._intake.draining)))
 
 
 def _seconds(header: str | None) -> float | None:

@@ -92,7 +92,7 @@ class Metrics:
 
     def follow(self, pool: WorkerPool, admission: Admission) -> None:
         """From now on a scrape also tells who waits for what, and which workers there are."""
-        self._gauge("baton:waiting_tokens", "Prompt tokens of requests without a first token.").set_function(
+        self._gauge("baton:tokens_waiting", "Prompt tokens of requests without a first token.").set_function(
             lambda: admission.waiting_tokens
         )
         self._gauge(

@@ -61,6 +61,10 @@ OPERATIONS = (
     Operation("get", "/health", "The process serves.", open=True),
     Operation("get", "/ready", "There is a worker of each role.", errors=(503,), open=True),
     Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True, admin=True),
+    Operation(
+        "get", "/metrics/targets", "Where Prometheus finds the workers' metrics (HTTP service discovery).",
+        "application/json", errors=(401,), admin=True,
+    ),
     Operation("get", "/version", "Of Baton.", replies.VersionReply, open=True),
     Operation("get", "/openapi.json", "This description.", "application/json", open=True),
     Operation(

@@ -27,6 +27,7 @@ from router.config import RouterConfig
 from router.control import Asker
 from router.listen import listen, reserve, url_host
 from router.merged_metrics import MergedMetrics
+from router.status import scrape_targets
 from rpc.logs import log_config
 
 log = logging.getLogger(__name__)
@@ -258,6 +259,7 @@ class Supervisor:
         app.add_routes(
             [
                 web.get("/metrics", self._get_metrics),
+                web.get("/metrics/targets", self._get_targets),
                 web.get("/status", self._get_status),
                 web.get("/health", self._get_health),
                 web.get("/ready", self._get_ready),
@@ -291,9 +293,15 @@ class Supervisor:
         text = self._metrics.page({str(number): page for number, page in pages.items()})
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
+    async def _get_targets(self, request: web.Request) -> web.Response:
+        return web.json_response(scrape_targets(await self._status()))
+
     async def _get_status(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._status())
+
+    async def _status(self) -> dict[str, Any]:
         found = {number: json.loads(text) for number, text in (await self._ask_all("status")).items()}
-        return web.json_response(merged_status(found, self._config))
+        return merged_status(found, self._config)
 
     async def _get_health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if await self._ask_all("ping") else 503)

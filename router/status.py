@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ def _cluster(file: str | None) -> dict[str, Any] | None:
         return json.loads(Path(file).read_text()) if file is not None else None
     except FileNotFoundError:
         return None
+
+
+def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The workers' metrics, for Prometheus' HTTP service discovery. Of what `router_status` said."""
+    return [
+        {
+            "targets": [worker["description"]["metrics_address"]],
+            "labels": {"worker": f"{worker['role']} {worker['index']}"},
+        }
+        for worker in status["workers"]
+        if worker["description"]["metrics_address"]
+    ]
 
 
 async def _worker(connection: WorkerConnection) -> dict[str, Any]:

@@ -447,7 +447,7 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
         ("vllm:num_requests_running", "", 0),
         ("vllm:num_requests_waiting", "", 0),
         ("baton:handover_gap_seconds_count", "", 1),
-        ("baton:waiting_tokens", "", 0),
+        ("baton:tokens_waiting", "", 0),
         ("baton:requests_waiting_for_turn", "", 0),
         ("baton:requests_waiting_for_room", "", 0),
         ("baton:requests_waiting_for_worker", "", 0),
@@ -463,6 +463,9 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
         in await metrics(cluster)
     )
 
+    assert await get("/metrics/targets") == [
+        {"targets": ["127.0.0.1:2"], "labels": {"worker": name}} for name in ("prefill 0", "decode 0")
+    ]
     status = await get("/status")
     assert [(w["role"], w["index"], w["state"]) for w in status["workers"]] == [
         ("prefill", 0, "ready"),

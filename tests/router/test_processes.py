@@ -160,7 +160,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
         assert "".join([d.text async for message in call for d in message.deltas]) == TEXT
 
     # What is about all of them is on the admin port, and only there.
-    for path in ("/metrics", "/status"):
+    for path in ("/metrics", "/metrics/targets", "/status"):
         async with routers.http.get(routers.url + path, headers=AS_CLIENT) as response:
             assert response.status == 404
     assert "/metrics" not in (await routers.get(routers.url + "/openapi.json"))["paths"]

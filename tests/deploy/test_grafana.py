@@ -1,0 +1,43 @@
+"""Dashboards and rules are well-formed, current, and speak of series that the documentation names."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+from tests.grafana import GRAFANA, RULES, expressions, generator, rules
+
+DOCUMENTED = GRAFANA.parents[1] / "docs" / "observability.md"
+SERIES = re.compile(r"(?:baton|vllm):[a-z0-9_]+")
+
+
+def series(name: str) -> str:
+    """As the documentation has it: without what a histogram's parts add."""
+    return re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+def test_dashboards_are_those_of_the_generator() -> None:
+    written = {path.name: path.read_text() for path in (GRAFANA / "dashboards").glob("*.json")}
+    assert written == generator().rendered(), "python deploy/grafana/dashboards.py"
+
+
+def test_promtool_accepts_rules_and_configuration() -> None:
+    for what, file in (("rules", RULES), ("config", GRAFANA / "prometheus.yaml")):
+        checked = subprocess.run(["promtool", "check", what, str(file)], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_series_is_documented() -> None:
+    documented = set(re.findall(r"^\| `([^`{]+)", DOCUMENTED.read_text(), re.M))
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    read = {name for expression in expressions() for name in SERIES.findall(expression)}
+    assert not {name for name in read if series(name) not in documented and name not in recorded} - {
+        name.split(":p99")[0] for name in recorded
+    }
+
+
+def test_every_alert_says_what_to_do() -> None:
+    for rule in rules():
+        if "alert" in rule:
+            assert {"summary", "remedy"} == rule["annotations"].keys()
+            assert rule["labels"]["severity"] in ("warning", "critical")
