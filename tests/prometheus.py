@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -18,13 +20,20 @@ from typing import Any
 START_SECONDS = 30.0
 
 
+def find(program: str) -> str:
+    """ "prometheus" or "promtool", in the virtual environment or on the PATH."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    found = shutil.which(program, path=path)
+    assert found, f"there is no {program}: `make prometheus` gets it, or install the package prometheus"
+    return found
+
+
 class Prometheus:
     """Listens from the beginning. Scrapes and evaluates every half second. Use as a context manager."""
 
     def __init__(self, directory: Path, rules: Path, router: str) -> None:
         """`router`: host:port of a router, which names its workers."""
-        program = shutil.which("prometheus")
-        assert program, "prometheus is not installed: apt-get install prometheus (as `make prometheus` does)"
+        program = find("prometheus")
         config = {
             "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
             "rule_files": [str(rules)],

@@ -6,6 +6,7 @@ import re
 import subprocess
 
 from tests.grafana import GRAFANA, RULES, expressions, generator, rules
+from tests.prometheus import find
 
 DOCUMENTED = GRAFANA.parents[1] / "docs" / "observability.md"
 SERIES = re.compile(r"(?:baton|vllm):[a-z0-9_]+")
@@ -23,7 +24,7 @@ def test_dashboards_are_those_of_the_generator() -> None:
 
 def test_promtool_accepts_rules_and_configuration() -> None:
     for what, file in (("rules", RULES), ("config", GRAFANA / "prometheus.yaml")):
-        checked = subprocess.run(["promtool", "check", what, str(file)], capture_output=True, text=True)
+        checked = subprocess.run([find("promtool"), "check", what, str(file)], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

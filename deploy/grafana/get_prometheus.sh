@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Debian's prometheus and promtool into a directory of programs: get_prometheus.sh DIR. Nothing is installed.
+set -euo pipefail
+directory=$(realpath "$1")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+if ! apt-get download -qq prometheus 2> /dev/null; then
+    apt-get update -qq  # a fresh container has no lists of packages; this needs root
+    apt-get download -qq prometheus
+fi
+dpkg-deb -x prometheus_*.deb .
+cp usr/bin/prometheus usr/bin/promtool "$directory"
