@@ -1,7 +1,7 @@
 """What became of each attempt, told to logs and traces.
 
     accepted → prefilled                      on a prefill worker
-    accepted → injected → decoded             on a decode worker
+    accepted → injected | prefilled → decoded on a decode worker
     accepted → prefilled → decoded            there, when it prefills too
     accepted → failed | cancelled             on either, at any moment
 
@@ -39,6 +39,7 @@ class Journal:
 
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._known: dict[bytes, _Known] = {}
+        self._only_prefills = config.role == "prefill"
         self._decodes = config.role == "decode"
         worker: Attributes = {"baton.index": config.index, "service.instance.id": f"{incarnation:016x}"}
         self._tracer = open_tracer(config.otlp_endpoint, f"baton-{config.role}", worker)

@@ -105,7 +105,8 @@ CLUSTER = [
 ROUTER = [
     Panel(
         "Why requests wait", "short",
-        all_of("no room on decode", "baton:requests_waiting_for_room", "router")
+        all_of("not their turn", "baton:requests_waiting_for_turn", "router")
+        | all_of("no room on decode", "baton:requests_waiting_for_room", "router")
         | all_of("no worker", "baton:requests_waiting_for_worker", "router"),
     ),
     Panel(
@@ -121,6 +122,10 @@ ROUTER = [
     Panel("Retries", "ops", rate("baton:retries_total", "router", "cause")),
     Panel("Time to first token", "s", quantiles("vllm:time_to_first_token_seconds", "router")),
     Panel("Requests", "reqps", rate("vllm:request_success_total", "router", "instance")),
+    Panel(
+        "Overflow", "reqps", rate("baton:overflow_total", "router", "reason"),
+        "Requests whose prompt a decode worker computed.",
+    ),
     Panel(
         "Up since", "dateTimeFromNow",
         {"{{instance}}": f"1000 * {select('baton:router_start_time_seconds', 'router')}"},
