@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,12 @@ class FakeKubernetes:
         gone_as_event: 410 comes as an event in a stream that was opened, as from a watch cache; else as the
             status of the answer.
         hasty: watches end as soon as they are opened.
+        token: what callers must show.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self.token = TOKEN
+        self._tls = tls
         self.asked: list[Mapping[str, str]] = []
         self.deny = 0
         self.gone_as_event = True
@@ -46,7 +50,7 @@ class FakeKubernetes:
         self._changed = asyncio.Event()
         self._open: set[asyncio.Transport] = set()
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        self.port = 0
 
     # ------------------------------------------------------------ what a test does to it
 
@@ -55,9 +59,9 @@ class FakeKubernetes:
         app.router.add_get(PATH, self._endpoint_slices)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self._tls)
         await site.start()
-        self._port = self._runner.addresses[0][1]
+        self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -70,7 +74,7 @@ class FakeKubernetes:
         config = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self._port}"}}],
+            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
             "users": [{"name": "u", "user": {"token": token}}],
             "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}],
             "current-context": "x",
@@ -149,7 +153,7 @@ class FakeKubernetes:
 
     async def _endpoint_slices(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(dict(request.query))
-        if request.headers.get("authorization") != f"Bearer {TOKEN}":
+        if request.headers.get("authorization", "").replace("bearer", "Bearer") != f"Bearer {self.token}":
             return _status(401, "Unauthorized")
         if self.deny:
             return _status(self.deny, "endpointslices is forbidden")

@@ -4,18 +4,22 @@ test_discovery."""
 from __future__ import annotations
 
 import asyncio
+import datetime
+import importlib
 import os
 import re
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
+import trustme
 
-from bench.fake_kubernetes import FakeKubernetes, endpoint
+from bench.fake_kubernetes import NAMESPACE, FakeKubernetes, endpoint
 from bench.fake_worker import SECRET, FakeWorker, Lanes
 from cluster import kubernetes_discovery
 from cluster.kubernetes_discovery import KubernetesDiscovery
@@ -47,11 +51,15 @@ async def router(server: FakeKubernetes) -> AsyncIterator[Follower]:
         yield router
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def watching(server: FakeKubernetes, after: int = 0) -> None:
     """Until a watch is open, the `after`-th of all or a later one."""
-    async with asyncio.timeout(20):
-        while not server.watched or len(server.watches()) < after:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: bool(server.watched) and len(server.watches()) >= after)
 
 
 async def test_both_services_are_followed_by_one_watch_and_others_are_nobody(
@@ -127,9 +135,7 @@ async def test_a_refusal_changes_nothing_and_is_told(
 ) -> None:
     server.deny = code
     server.cut()
-    async with asyncio.timeout(20):
-        while str(code) not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: str(code) in caplog.text)
     assert router.heard == [frozenset({A})]
     assert ("needs list and watch of endpointslices" in caplog.text) == (code == 403)
     server.put("b", "baton-decode", [endpoint("10.0.0.2")])
@@ -143,14 +149,50 @@ async def test_a_server_that_ends_every_watch_at_once_is_not_asked_in_a_loop(
     server.hasty = True
     server.cut()
     started, before = time.monotonic(), len(server.watches())
-    async with asyncio.timeout(60):
-        while len(server.watches()) < before + 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(server.watches()) >= before + 4)
     least = 0.5 * sum(kubernetes_discovery.FIRST_BACKOFF * 2**i for i in range(3))
     assert time.monotonic() - started >= least
     server.hasty = False
     server.put("b", "baton-decode", [endpoint("10.0.0.2")])
     await router.until(A, B)
+
+
+async def test_in_a_pod_it_uses_the_service_account_and_follows_its_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = trustme.CA()
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    server = FakeKubernetes(tls)
+    server.token = "the first token"
+    await server.start()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.crt"))
+    (tmp_path / "token").write_text(server.token)
+    (tmp_path / "namespace").write_text(NAMESPACE)
+    loading = importlib.import_module("kubernetes.aio.config.incluster_config")
+    monkeypatch.setattr(loading, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr(loading, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+    monkeypatch.setattr(kubernetes_discovery, "NAMESPACE_FILE", tmp_path / "namespace")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+    read = loading.InClusterConfigLoader._read_token_file
+
+    def read_it_every_time(self) -> None:
+        read(self)
+        self.token_expires_at = datetime.datetime.min  # a minute, else
+
+    monkeypatch.setattr(loading.InClusterConfigLoader, "_read_token_file", read_it_every_time)
+    server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
+    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+        await router.until(A)
+        await watching(server)
+        server.token = "the second token"
+        server.cut()
+        await until(lambda: "401" in caplog.text)
+        (tmp_path / "token").write_text(server.token)
+        server.put("b", "baton-decode", [endpoint("10.0.0.2")])
+        await router.until(A, B)
+    await server.stop()
 
 
 async def test_it_neither_runs_in_a_pod_nor_where_kubectl_works(
