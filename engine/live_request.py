@@ -62,9 +62,9 @@ class LiveRequest:
         return self.request.id
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Who is served first: priority, then arrival."""
-        return self.request.priority, self.arrival
+    def order(self) -> tuple[int, bool, int]:
+        """Who is served first: priority, then who was interrupted before who is new, then arrival."""
+        return self.request.priority, not self.request.output_ids, self.arrival
 
     @property
     def num_left(self) -> int:

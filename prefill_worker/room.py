@@ -17,7 +17,7 @@ class Pool(Protocol):
 
 class Prefill(Protocol):
     tokens: int
-    priority: int
+    rank: tuple[int, bool]
     held: bool
     closed: bool
 
@@ -37,9 +37,9 @@ def prefills_to_drop(
         has_fetch: whether a decode worker has asked for a prefill.
     """
     lacking = -pool.blocks_free
-    # Stable: equal priorities stay in order of arrival, as in the engine's queue.
+    # Stable: equal ranks stay in order of arrival, as in the engine's queue.
     waiting = [item for item in prefills.items() if item[0] not in started and not item[1].closed]
-    for prefill_id, prefill in sorted(waiting, key=lambda item: item[1].priority):
+    for prefill_id, prefill in sorted(waiting, key=lambda item: item[1].rank):
         # Those that wait before it are served before it.
         lacking += _blocks(prefill, pool)
         if has_fetch(prefill_id):

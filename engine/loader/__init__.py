@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 
 from engine.config import EngineConfig
 from engine.loader.dummy import DummyCheckpoint
@@ -56,6 +55,8 @@ def _locate(config: EngineConfig) -> Path:
     if path.suffix == ".gguf" or config.model.startswith(("/", ".", "~")):
         raise ValueError(f"--model {config.model}: no such file or directory")
     patterns = ["*.json"] if config.load_format == "dummy" else ["*.json", "*.safetensors"]
+    from huggingface_hub import snapshot_download  # late: a worker that comes back needs no hub, only time
+
     try:
         return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:

@@ -223,6 +223,15 @@ def test_priority_then_arrival_and_nobody_overtakes() -> None:
     assert [live.id[0] for live in scheduler.waiting] == [2, 3]
 
 
+def test_who_was_interrupted_goes_before_who_is_new() -> None:
+    scheduler = make(num_blocks=30, seqs=4, budget=6)
+    add(scheduler, 1, 6)
+    add(scheduler, 2, 6)
+    scheduler.add(EngineRequest(b"\3", [1, 2, 3], [4, 5, 6]), handover=True)
+    add(scheduler, 4, 6, priority=-1)
+    assert [tokens(step(scheduler))[-1][0] for _ in range(2)] == [4, 3]
+
+
 def test_the_youngest_makes_room_and_is_computed_again() -> None:
     scheduler = make(num_blocks=6, budget=100)
     first, second = add(scheduler, 1, 8), add(scheduler, 2, 8)

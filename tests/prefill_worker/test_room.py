@@ -12,7 +12,7 @@ class Pool:
 @dataclass
 class Prefill:
     tokens: int = 10
-    priority: int = 0
+    rank: tuple[int, bool] = (0, True)
     held: bool = False
     closed: bool = False
 
@@ -47,8 +47,9 @@ def test_nobody_is_dropped_for_one_that_nobody_fetches() -> None:
 def test_those_who_are_served_before_it_need_room_too() -> None:
     prefills = {**HELD, b"w1": Prefill(), b"w2": Prefill()}
     assert dropped(0, prefills, set(HELD), {b"w2"}) == [b"h1", b"h2"]
-    prefills[b"w2"].priority = -1
-    assert dropped(0, prefills, set(HELD), {b"w2"}) == [b"h1"]
+    for sooner in ((-1, True), (0, False)):
+        prefills[b"w2"].rank = sooner
+        assert dropped(0, prefills, set(HELD), {b"w2"}) == [b"h1"]
 
 
 def test_blocks_on_their_way_back_are_not_asked_for_twice() -> None:
