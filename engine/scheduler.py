@@ -3,7 +3,8 @@
 Continuous batching (Orca, Yu 2022) with chunked prefill (Sarathi, Agrawal 2023): each step takes one token of
 every request that decodes, and fills the rest of its token budget with pieces of prefills, in order of
 (priority, interrupted before new, arrival). A request gets blocks for its whole prompt when it is first
-scheduled, so a prefill never stops for lack of blocks. Only decoding grows; when the pool is empty the youngest request makes room.
+scheduled, so a prefill never stops for lack of blocks. Only decoding grows; when the pool is empty the
+youngest request makes room.
 """
 
 from bisect import insort

@@ -108,6 +108,10 @@ class Members:
 
     # ------------------------------------------------------------ who is there, and choices
 
+    def prefill_tokens_per_s(self) -> float:
+        """Of all prefill workers together."""
+        return self._loads.tokens_per_s()
+
     @property
     def has_prefill(self) -> bool:
         return self._loads.serving > 0

@@ -24,6 +24,8 @@ from rpc import worker_pb2 as pb
 
 WINDOW_STEPS = 2
 """Of each prefill worker: one that it computes, and one to choose from."""
+SPARE_EVERY = 1.0
+"""Seconds: as often as workers report."""
 
 
 class WorkerWaiter(Protocol):
@@ -41,8 +43,6 @@ class WorkerPool:
         waiters: requests that wait for a worker of some role, as keys in order.
         changed: set whenever a worker comes or goes; cleared by its one reader.
         on_change: called then, too.
-        prefill_window: prompt tokens that keep all prefill workers busy: more would only wait there. Infinite
-            while a role has no worker: that wait is the generation's own, and bounded in time.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class WorkerPool:
         self.waiters: dict[WorkerWaiter, None] = {}
         self.changed = asyncio.Event()
         self.on_change: Callable[[], None] = lambda: None
-        self.prefill_window = math.inf
+        self._window = math.inf  # of the prefill workers alone
+        self._spare = 0.0  # what decode workers prefill beside their own work, as a share of that
+        self._spare_at = 0.0  # time.monotonic()
         self._overflow = overflow
         self._secret = secret
         self._tls = tls
@@ -139,6 +141,18 @@ class WorkerPool:
         chosen = two_choices(self._members.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
         return None if chosen is None else self._connections[chosen]
 
+    def window(self) -> float:
+        """Prompt tokens that keep all workers busy: more would only wait there. Infinite while a role has no
+        worker: that wait is the generation's own, and bounded in time."""
+        now = time.monotonic()
+        if self._overflow and now > self._spare_at + SPARE_EVERY:
+            offers = [c.status for c in self.ready(pb.ROLE_DECODE) if c.status.chunk_tokens]
+            spare = sum(offer.chunk_tokens / offer.chunk_seconds for offer in offers if offer.chunk_seconds)
+            speed = self._members.prefill_tokens_per_s()
+            self._spare = spare / speed if speed else 0.0
+            self._spare_at = now
+        return self._window * (1 + self._spare)
+
     def overflows(self, worker: WorkerConnection, tokens: int, choice: PrefillChoice | None) -> Reason | None:
         """Why this decode worker should prefill so many tokens itself, and not leave it to that choice."""
         if not self._overflow:
@@ -169,7 +183,7 @@ class WorkerPool:
         self._members.membership_changed(connection, serves=connection.ready)
         self._use(connection.description.role)
         budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.ROLE_PREFILL))
-        self.prefill_window = WINDOW_STEPS * sum(budgets) if self.complete else math.inf
+        self._window = WINDOW_STEPS * sum(budgets) if self.complete else math.inf
         self.changed.set()
         self.on_change()
         if connection.ready:

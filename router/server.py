@@ -90,7 +90,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
     services = Services(
         tokenizer=tokenizer,
         pool=pool,
-        admission=Admission(config.max_waiting_tokens, lambda: pool.prefill_window),
+        admission=Admission(config.max_waiting_tokens, pool.window),
         metrics=Metrics(config.model_name),
         tracer=open_tracer(
             config.otlp_endpoint,

@@ -72,4 +72,4 @@ class Waiting:
 
     def _timed_out(self, timeout: float) -> None:
         self._metrics.deadlines["request"].inc()
-        self._request.fail(TimedOut(f"{self._request!r} was not finished within {timeout:.3g} s"))
+        self._request.fail(TimedOut(f"{self._request!r} was not finished within {round(timeout, 1):g} s"))

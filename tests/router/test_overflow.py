@@ -157,3 +157,11 @@ async def test_off_by_a_flag(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
         await answered_whole(cluster)
         assert decodes(cluster.decodes[0])[0].HasField("source")
         await cluster.idle()
+
+
+async def test_what_decode_has_to_spare_lets_more_requests_in(cluster: Cluster) -> None:
+    pool = cluster.router.services.pool
+    before = pool.window()
+    await offering(cluster)
+    pool._spare_at = 0.0
+    assert pool.window() == pytest.approx(before * (1 + 64 / 0.015 / 1.0))
