@@ -5,16 +5,22 @@ Counters and pools are kept by the processes that own them; here the last report
 metrics when somebody scrapes. Only the distributions of the KV handover live here.
 """
 
+import socket
 from collections.abc import Iterable, Iterator
 from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from kv_transfer import InjectStats, TransferStats
 from worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse
 
 disable_created_metrics()  # one more series for each, which nobody reads
 
@@ -73,7 +79,19 @@ class Metrics(Collector):
 
     def listen(self, host: str, port: int) -> int:
         """Returns the port. Raises OSError when it is taken."""
-        server, thread = start_http_server(port, host, self.registry)
+        answer = make_wsgi_app(self.registry)
+
+        def plain(environ: dict[str, Any], start_response: "StartResponse") -> Iterable[bytes]:
+            # Prometheus would rather have OpenMetrics, but prometheus_client writes vllm_x for vllm:x there.
+            environ["HTTP_ACCEPT"] = "text/plain; version=0.0.4"
+            return answer(environ, start_response)
+
+        class Server(ThreadingWSGIServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        server = make_server(host, port, plain, Server, handler_class=_Quiet)
+        thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
         self._server = (server, thread)
         return server.server_port
 
@@ -192,3 +210,8 @@ class Metrics(Collector):
         for value, count in values.items():
             family.add_metric([*self._labels.values(), value], count)
         return family
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no event."""

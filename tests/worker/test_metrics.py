@@ -1,0 +1,57 @@
+"""What a scrape of a worker's metrics port gets."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+
+from kv_transfer import TransferStats
+from worker.messages import EngineStatus
+from worker.metrics import Metrics
+
+# As Prometheus 2.42 and 3.5 send it.
+ACCEPTED = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,*/*;q=0.1",
+    "*/*",
+)
+
+
+@pytest.mark.parametrize("accept", ACCEPTED)
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_names_have_their_colons_whatever_is_asked_for(accept: str, host: str) -> None:
+    metrics = Metrics("prefill", "m")
+    numbers = dict.fromkeys(EngineStatus.__struct_fields__, 4)
+    metrics.engine_status = EngineStatus(**numbers)  # pyrefly: ignore[bad-argument-type]
+    metrics.transfer_stats = TransferStats(0, 0, 0, 1, 4, 64, 60, 1000, 2, 0, {"acked": 1}, {}, {}, {})
+    port = metrics.listen(host, 0)
+    try:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+        with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept})) as response:
+            page = response.read().decode()
+    finally:
+        metrics.close()
+    labels = 'model_name="m",role="prefill"'
+    for line in (
+        f"vllm:prompt_tokens_total{{{labels}}} 4.0",
+        f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
+        f'baton:kv_bytes_total{{connector="tcp",{labels}}} 1000.0',
+        'baton:kv_transfers_total{model_name="m",reason="acked",role="prefill"} 1.0',
+        f'baton:kv_checksum_failures_total{{kind="payload",{labels}}} 0.0',  # before the first one, too
+        f"vllm:request_queue_time_seconds_count{{{labels}}} 0.0",
+    ):
+        assert f"\n{line}\n" in page
+    assert "_created" not in page
+
+
+def test_a_port_that_is_taken() -> None:
+    first, second = Metrics("decode", "m"), Metrics("decode", "m")
+    port = first.listen("127.0.0.1", 0)
+    try:
+        with pytest.raises(OSError, match="in use"):
+            second.listen("127.0.0.1", port)
+    finally:
+        first.close()
