@@ -81,3 +81,10 @@ def pod_templates(objects: list[Object]) -> Iterator[PodTemplate]:
                 yield PodTemplate(f"{owner} {group['groupName']}", group["template"])
         elif "template" in each.get("spec", {}):
             yield PodTemplate(owner, each["spec"]["template"])
+
+
+def settings_of(objects: list[Object]) -> Object:
+    """The ConfigMap whose keys are flags."""
+    maps = of_kind(objects, "ConfigMap")
+    [settings] = [each for each in maps if each["metadata"]["name"].startswith("baton-settings-")]
+    return settings

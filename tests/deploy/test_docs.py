@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from .conftest import K8S, ROOT, Object, build, of_kind, pod_templates
+from .conftest import K8S, ROOT, Object, build, of_kind, pod_templates, settings_of
 
 TEXT = (ROOT / "docs" / "operations.md").read_text()
 EXAMPLES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.S)]
@@ -30,7 +30,7 @@ def customized(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
 
 
 def test_an_overlay_of_ones_own(customized: list[Object]) -> None:
-    [settings] = of_kind(customized, "ConfigMap")
+    settings = settings_of(customized)
     assert settings["data"]["BATON_SERVED_MODEL_NAME"] == "llama-3.1-8b"
     assert settings["data"]["BATON_DRAIN_TIMEOUT"] == "60", "what is not overridden stays"
     for pod in pod_templates(customized):

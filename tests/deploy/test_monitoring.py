@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import yaml
 
 from worker.messages import EngineStatus
 from worker.metrics import Metrics
 
-from .conftest import K8S, Object, of_kind
+from .conftest import K8S, ROOT, Object, of_kind
 
+MONITORING = K8S / "components" / "monitoring"
+GRAFANA = ROOT / "deploy" / "grafana"
 AUTOSCALING = K8S / "components" / "autoscaling"
 
 
@@ -22,9 +25,14 @@ def exported(role: str) -> set[str]:
     return {sample.name for family in metrics.registry.collect() for sample in family.samples}
 
 
+def groups(objects: list[Object], name: str) -> list[Object]:
+    found = {each["metadata"]["name"]: each["spec"]["groups"] for each in of_kind(objects, "PrometheusRule")}
+    return found[name]
+
+
 def rules(objects: list[Object]) -> dict[str, str]:
-    groups = [g for each in of_kind(objects, "PrometheusRule") for g in each["spec"]["groups"]]
-    return {rule["record"]: rule["expr"] for group in groups for rule in group["rules"] if "record" in rule}
+    """What the autoscaler is given: expressions by what they record."""
+    return {r["record"]: r["expr"] for group in groups(objects, "baton-autoscaling") for r in group["rules"]}
 
 
 def test_rules_read_what_workers_export(overlays: dict[str, list[Object]]) -> None:
@@ -60,3 +68,12 @@ def test_what_is_scraped_is_a_port_of_the_services(overlay: list[Object]) -> Non
         for service in services:
             ports = {port["name"] for port in service["spec"]["ports"]}
             assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+@pytest.mark.parametrize("name", ["plain", "kuberay", "rdma", "single-gpu"])
+def test_alerts_and_dashboards_are_those_of_grafana(overlays: dict[str, list[Object]], name: str) -> None:
+    wanted = yaml.safe_load((GRAFANA / "rules.yaml").read_text())
+    assert groups(overlays[name], "baton") == wanted["groups"], f"run {MONITORING / 'alerts.py'}"
+    [shown] = [m for m in of_kind(overlays[name], "ConfigMap") if m["metadata"]["name"] == "baton-dashboards"]
+    assert shown["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert shown["data"].keys() == {path.name for path in (GRAFANA / "dashboards").iterdir()}

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from .conftest import Object, PodTemplate, of_kind, pod_templates
+from .conftest import Object, PodTemplate, of_kind, pod_templates, settings_of
 
 DRAIN_SECONDS = 60
 
@@ -61,7 +61,7 @@ def test_routers_learn_within_a_second_that_a_worker_is_ready(overlays: dict[str
 
 
 def test_there_is_time_to_drain(overlay: list[Object]) -> None:
-    [settings] = of_kind(overlay, "ConfigMap")
+    settings = settings_of(overlay)
     assert settings["data"]["BATON_DRAIN_TIMEOUT"] == str(DRAIN_SECONDS)
     for pod in pod_templates(overlay):
         stops = [c["lifecycle"]["preStop"] for c in pod.containers if "lifecycle" in c]
