@@ -1,5 +1,5 @@
-"""The command lines of `cpu-demo`, run as its pods would run them: with the variables of its ConfigMap, nowhere
-to write but a /tmp of their own, and workers found by way of an API server."""
+"""The command lines of `cpu-demo`, run as its pods would run them: with the variables of its ConfigMap,
+nowhere to write but a /tmp of their own, and workers found by way of an API server."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ async def pod(
     home.mkdir()
     replaced = {
         "$(POD_IP)": address,
-        "--host=0.0.0.0": f"--host={address}",
+        "host=0.0.0.0": f"host={address}",  # --admin-host too
         "/etc/baton/cluster/secret": str(secret),
     }
     arguments = container["args"]
     for old, new in replaced.items():
         arguments = [argument.replace(old, new) for argument in arguments]
-    process = await asyncio.create_subprocess_exec( *BATON, *arguments,
+    process = await asyncio.create_subprocess_exec(
+        *BATON, *arguments,
         env={
             **environment(objects, container), **more, "HOME": str(home), "TMPDIR": str(home),
             "PATH": os.environ["PATH"], "PYTHONPATH": PACKAGES, "PYTHONDONTWRITEBYTECODE": "1",
@@ -85,7 +86,7 @@ async def test_cpu_demo_serves(overlays: dict[str, list[Object]], tmp_path: Path
         await server.start()
         stack.push_async_callback(server.stop)
         kubeconfig = server.kubeconfig(tmp_path / "kubeconfig")
-            for role in ("prefill", "decode"):
+        for role in ("prefill", "decode"):
             address = await stack.enter_async_context(pod(objects, pods[role], tmp_path, secret))
             server.put(role, f"baton-{role}", [endpoint(address)])
         more = {"KUBECONFIG": str(kubeconfig), "BATON_API_KEY": KEY}
