@@ -64,7 +64,7 @@ class LiveRequest:
     @property
     def order(self) -> tuple[int, bool, int]:
         """Who is served first: priority, then who was interrupted before who is new, then arrival."""
-        return self.request.priority, not self.request.output_ids, self.arrival
+        return self.request.priority, not self.request.retried, self.arrival
 
     @property
     def num_left(self) -> int:

@@ -21,7 +21,7 @@ class Prefill:
     """One prefill, from its submission until nobody needs its blocks. In the table in order of arrival."""
 
     tokens: int  # prompt and output so far
-    rank: tuple[int, bool]  # priority, and whether its client has seen nothing yet: lower is sooner
+    rank: tuple[int, bool]  # priority, and whether it is new rather than retried: lower is sooner
     handover: bool
     held: bool = False  # computed, first token out: blocks stay for the decode worker
     closed: bool = False  # it ended here: its blocks go as soon as the lanes have let go of them
@@ -94,7 +94,7 @@ class PrefillRole:
             self._sender.expect(prefill_id)
         self._prefills[prefill_id] = Prefill(
             len(work.prompt_ids) + len(work.output_ids),
-            (work.priority, not work.output_ids),
+            (work.priority, not work.retried),
             message.handover,
         )
 

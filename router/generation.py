@@ -219,7 +219,10 @@ class Generation:
 
     def _request(self, output_ids: list[int]) -> pb.Request:
         seconds = self._waiting.seconds_left
-        return self._job.request(self.id, self.name, output_ids, seconds=seconds, alone=self._strikes.alone)
+        retried, alone = self._retrying, self._strikes.alone
+        return self._job.request(
+            self.id, self.name, output_ids, seconds=seconds, retried=retried, alone=alone
+        )
 
     # ------------------------------------------------------------ what it waited for
 

@@ -37,7 +37,14 @@ class Job:
     cache_salt: bytes = b""
 
     def request(
-        self, request_id: bytes, name: str, output_ids: list[int], *, seconds: float, alone: bool
+        self,
+        request_id: bytes,
+        name: str,
+        output_ids: list[int],
+        *,
+        seconds: float,
+        retried: bool,
+        alone: bool,
     ) -> pb.Request:
         """As workers are asked: with what was emitted so far, and the time that is left for the rest."""
         return pb.Request(
@@ -48,6 +55,7 @@ class Job:
             timeout_ms=max(1, int(1000 * seconds)),
             priority=self.priority,
             alone=alone,
+            retried=retried,
             cache_salt=self.cache_salt,
             name=name,
         )

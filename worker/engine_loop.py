@@ -122,6 +122,7 @@ def engine_request(attempt_id: bytes, work: messages.Work) -> EngineRequest:
         SamplingParams(**given),
         work.priority,
         work.alone,
+        work.retried,
         work.cache_salt,
     )
 

@@ -67,6 +67,7 @@ class Work(_Message, tag=False):
     timeout: float  # seconds that remain of the request's deadline
     priority: int
     alone: bool  # in steps of its own, until it has a token
+    retried: bool  # before those of its priority that are not
     cache_salt: bytes  # keeps prefixes of different tenants apart
     name: str  # what logs call the request
     traceparent: str  # of the attempt; empty: it is not traced

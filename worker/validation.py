@@ -99,6 +99,7 @@ def work(request: pb.Request, limits: Limits) -> messages.Work:
         timeout=request.timeout_ms / 1000,
         priority=request.priority,
         alone=request.alone,
+        retried=request.retried,
         cache_salt=request.cache_salt,
         name=request.name if _NAME.fullmatch(request.name) else request.request_id.hex(),
         traceparent=valid_traceparent(request.traceparent),

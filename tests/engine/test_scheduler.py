@@ -227,7 +227,7 @@ def test_who_was_interrupted_goes_before_who_is_new() -> None:
     scheduler = make(num_blocks=30, seqs=4, budget=6)
     add(scheduler, 1, 6)
     add(scheduler, 2, 6)
-    scheduler.add(EngineRequest(b"\3", [1, 2, 3], [4, 5, 6]), handover=True)
+    scheduler.add(EngineRequest(b"\3", [1, 2, 3], [4, 5, 6], retried=True), handover=True)
     add(scheduler, 4, 6, priority=-1)
     assert [tokens(step(scheduler))[-1][0] for _ in range(2)] == [4, 3]
 

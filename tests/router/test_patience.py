@@ -16,6 +16,7 @@ async def test_a_request_of_two_crashed_steps_runs_alone(cluster: Cluster) -> No
     decode.fail = (2, pb.FAILURE_CODE_ENGINE)
     await answered_whole(cluster)
     assert [d.request.alone for d in decodes(decode)] == [False, False, True]
+    assert [d.request.retried for d in decodes(decode)] == [False, True, True]
 
 
 async def test_a_worker_that_fails_again_and_again_is_left_out_then_probed(
