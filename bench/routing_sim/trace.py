@@ -1,0 +1,148 @@
+"""What is asked for: sessions of turns whose prompts share prefixes. A prompt is its length and its chunks.
+
+Chunk hashes are made up: equal where the prefixes up to there are. Three kinds of trace:
+
+multi-turn: chats. A session has one of 8 system prompts (512 tokens, popularity ∝ 1/rank), a geometric number of
+    turns (mean 6, at most 24), user messages and answers of log-normal length (median 120 and 200 tokens, σ 0.8, at
+    most 2,000), and the whole history in each prompt. Exponential think time. Clients send a session id.
+shared-prefix: one-shot questions over 200 documents of 1,000 to 6,000 tokens (popularity ∝ 1/rank), each with a
+    question of 50 to 200 tokens. No session ids: what sessions are told apart by is how the prompt begins.
+Mooncake's format (FAST 2025): a file of requests with their time, lengths and hashes of 512-token blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from bench.load.datasets import MOONCAKE_BLOCK, read_trace
+from rpc import CHUNK_TOKENS
+
+SYSTEM_PROMPTS, SYSTEM_TOKENS = 8, 512
+MEAN_TURNS, MOST_TURNS = 6.0, 24
+USER_TOKENS, ANSWER_TOKENS, SIGMA, MOST_TOKENS = 120, 200, 0.8, 2_000
+DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS = 200, (1_000, 6_000), (50, 200)
+SESSION_CHUNKS = 4  # as in router.jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    tokens: int
+    chunks: tuple[int, ...]
+    think: float
+    """Seconds from its first token to the next turn, in units of the trace's mean think time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    key: int
+    turns: tuple[Turn, ...]
+    shared_chunks: int
+    """At the beginning, which other sessions have too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    name: str
+    sessions: list[Session]
+
+    @property
+    def requests(self) -> int:
+        return sum(len(session.turns) for session in self.sessions)
+
+    def bound(self) -> float:
+        """Share of prompt tokens that one endless cache for all would have: no routing finds more.
+
+        Sessions one after the other, so also what overlaps in time is found.
+        """
+        seen: set[int] = set()
+        hits = tokens = 0
+        for session in self.sessions:
+            for turn in session.turns:
+                hits += hit_tokens(turn, seen)
+                tokens += turn.tokens
+                seen.update(turn.chunks)
+        return hits / tokens
+
+
+def hit_tokens(turn: Turn, cached: Iterable[int]) -> int:
+    """What a cache with these chunks (a container) saves; the last position is always computed."""
+    chunks = sum(1 for _ in itertools.takewhile(cached.__contains__, turn.chunks))  # pyrefly: ignore
+    return min(chunks * CHUNK_TOKENS, turn.tokens - 1)
+
+
+def multi_turn(requests: int, seed: int) -> Trace:
+    rng = random.Random(seed)
+    return Trace("multi_turn", list(_until(requests, (_chat(rng, i) for i in itertools.count()))))
+
+
+def _chat(rng: random.Random, number: int) -> Session:
+    [system] = rng.choices(range(SYSTEM_PROMPTS), [1 / (i + 1) for i in range(SYSTEM_PROMPTS)])
+    shared = SYSTEM_TOKENS // CHUNK_TOKENS
+    history, turns = SYSTEM_TOKENS, []
+    while True:
+        history += _length(rng, USER_TOKENS)
+        chunks = history // CHUNK_TOKENS
+        names = [_name("system", system, i) for i in range(shared)]
+        names += [_name("chat", number, i) for i in range(shared, chunks)]
+        turns.append(Turn(history, tuple(names), rng.expovariate(1)))
+        history += _length(rng, ANSWER_TOKENS)
+        if len(turns) == MOST_TURNS or rng.random() < 1 / MEAN_TURNS:
+            return Session(_name("session", number, 0), tuple(turns), shared)
+
+
+def shared_prefix(requests: int, seed: int) -> Trace:
+    rng = random.Random(seed)
+    lengths = [rng.randint(*DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
+    weights = [1 / (i + 1) for i in range(DOCUMENTS)]
+    sessions = []
+    for number, document in enumerate(rng.choices(range(DOCUMENTS), weights, k=requests)):
+        tokens = lengths[document] + rng.randint(*QUESTION_TOKENS)
+        shared = lengths[document] // CHUNK_TOKENS
+        names = [_name("document", document, i) for i in range(shared)]
+        names += [_name("question", number, i) for i in range(shared, tokens // CHUNK_TOKENS)]
+        sessions.append(Session(_key(names), (Turn(tokens, tuple(names), 0.0),), shared))
+    return Trace("shared_prefix", sessions)
+
+
+def mooncake(path: Path) -> Trace:
+    """Only what is asked for and in which order; how fast, the load decides. Raises ValueError for a bad file."""
+    per_block = MOONCAKE_BLOCK // CHUNK_TOKENS
+    sessions = []
+    lines = read_trace(path)
+    seen: dict[int, int] = {}
+    for line in lines:
+        for block in line.hash_ids:
+            seen[block] = seen.get(block, 0) + 1
+    for line in lines:
+        names = [_name("block", block, i) for block in line.hash_ids for i in range(per_block)]
+        names = names[: line.input_length // CHUNK_TOKENS]
+        shared = sum(1 for _ in itertools.takewhile(lambda block: seen[block] > 1, line.hash_ids)) * per_block
+        turn = Turn(line.input_length, tuple(names), 0.0)
+        sessions.append(Session(_key(names), (turn,), min(shared, len(names))))
+    return Trace("mooncake", sessions)
+
+
+def _until(requests: int, sessions: Iterator[Session]) -> Iterator[Session]:
+    for session in sessions:
+        yield session
+        requests -= len(session.turns)
+        if requests <= 0:
+            return
+
+
+def _length(rng: random.Random, median: int) -> int:
+    return min(MOST_TOKENS, max(1, round(median * rng.lognormvariate(0, SIGMA))))
+
+
+def _name(kind: str, number: int, index: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{kind} {number} {index}".encode())
+
+
+def _key(chunks: list[int]) -> int:
+    return chunks[:SESSION_CHUNKS][-1] if chunks else 0
