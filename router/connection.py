@@ -20,7 +20,7 @@ import grpc.aio
 import rpc
 from router.breaker import Breaker
 from router.cache_sequence import CacheSequence, Verdict
-from router.policy import PrefillWork
+from router.policy import DecodeLoad, PrefillWork
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
 from rpc.tracing import Span
@@ -96,9 +96,8 @@ class WorkerConnection:
     Attributes:
         description: of the incarnation that is attached; the last one while it is not.
         status: as last reported.
-        blocks_taken: blocks that this router's reservations took (less those it gave back) since `status`.
+        decode_load: of a decode worker that is attached.
         started_tokens: prompt tokens that this router gave it to prefill since `status` (decode workers).
-        full: it had no room for a reservation, and has not reported since.
         breaker: whether it fails too often to be given work.
     """
 
@@ -115,8 +114,8 @@ class WorkerConnection:
         self.reason = ""
         self.description = pb.WorkerDescription()
         self.status = pb.WorkerStatus()
-        self.blocks_taken = self.started_tokens = 0
-        self.full = False
+        self.started_tokens = 0
+        self.decode_load: DecodeLoad | None = None
         self.breaker = Breaker()
         self.retired = False
         self._secret = secret
@@ -180,7 +179,8 @@ class WorkerConnection:
         self._observer.prefill_sent(self, work)
 
     def submit_decode(self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int) -> None:
-        self.blocks_taken += self.blocks(tokens)
+        assert self.decode_load is not None
+        self.decode_load.sent(tokens)
         if not submit.HasField("source"):
             self.started_tokens += tokens
         attempt = _Attempt(owner, self._begin("decode attempt", owner, submit.request), tokens)
@@ -211,9 +211,6 @@ class WorkerConnection:
             log.warning("%s failed again and again: left out for a while", self)
             self._observer.breaker_changed(self)
 
-    def blocks(self, tokens: int) -> int:
-        return -(-tokens // max(1, self.description.block_size))
-
     def _begin(self, name: str, owner: AttemptOwner, request: pb.Request) -> Span:
         worker = {"baton.worker": str(self), "baton.output_tokens": len(request.output_ids)}
         span = owner.span.child(name, worker, "client")
@@ -238,9 +235,8 @@ class WorkerConnection:
         if attempt is None:
             return False
         attempt.span.end(failure)
-        if self.description.role == pb.ROLE_DECODE:
-            self.blocks_taken -= self.blocks(attempt.tokens)
-            self.full = False
+        if self.decode_load is not None:
+            self.decode_load.ended(attempt.tokens)
             self._observer.load_changed(self)
         else:
             self._prefill_ended(attempt, computed=False)
@@ -290,6 +286,8 @@ class WorkerConnection:
             stub = WorkerStub(channel)
             self.description = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
             self._observer.check(self)
+            if self.description.role == pb.ROLE_DECODE:
+                self.decode_load = _decode_load(self.address, self.description)
             self._report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
             self._outgoing, self._cache = _Outgoing(), CacheSequence()
             self._outgoing.put(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
@@ -316,8 +314,8 @@ class WorkerConnection:
         if self.state is not State.REFUSED:
             self.state = State.CONNECTING
         lost, self._attempts = self._attempts, {}
-        self.blocks_taken = self.started_tokens = 0
-        self.full = False
+        self.started_tokens = 0
+        self.decode_load = None
         if was_attached:
             self._observer.membership_changed(self)
         for attempt_id, attempt in lost.items():
@@ -348,7 +346,7 @@ class WorkerConnection:
                     self._send(pb.RouterMessage(cache_resync=pb.CacheResync()))
             case "status":
                 changed = self._report(message.status)
-                if self.description.role == pb.ROLE_PREFILL:
+                if self.decode_load is None:
                     self._observer.prefill_reported(self)
                 else:
                     self._observer.load_changed(self)
@@ -363,8 +361,8 @@ class WorkerConnection:
             attempt.span.end(f"{pb.FailureCode.Name(failure.code)}: {failure.message}")
         if failure.code == pb.FAILURE_CODE_NO_ROOM:
             del self._attempts[failure.attempt_id]
-            self.blocks_taken -= self.blocks(attempt.tokens)
-            self.full = True  # before anybody else is sent there
+            assert self.decode_load is not None, "only decode has to have room"
+            self.decode_load.refused(attempt.tokens)
             self._observer.load_changed(self)
         elif failure.code != pb.FAILURE_CODE_KV_FAILED:
             self._end(failure.attempt_id)
@@ -376,11 +374,23 @@ class WorkerConnection:
     def _report(self, status: pb.WorkerStatus) -> bool:
         """Takes a status in. Returns whether the worker's health changed with it."""
         self.status = status
-        self.blocks_taken, self.started_tokens, self.full = 0, 0, False
+        self.started_tokens = 0
+        if self.decode_load is not None:
+            running = status.requests_running + status.reservations
+            self.decode_load.reported(blocks_free=status.blocks_free, running=running)
         before = self.state
         serving = status.health == pb.WorkerStatus.HEALTH_SERVING
         self.state = State.READY if serving else State.DRAINING
         return self.state is not before
+
+
+def _decode_load(address: str, described: pb.WorkerDescription) -> DecodeLoad:
+    return DecodeLoad(
+        worker=address,
+        block_size=described.block_size,
+        blocks_total=described.num_blocks,
+        max_running=described.max_num_seqs,
+    )
 
 
 def _cancelled_from_outside() -> bool:

@@ -42,18 +42,12 @@ class Members:
         if connection.description.role == pb.ROLE_PREFILL:
             self._prefill_changed(connection, serves)
             return
-        if serves and connection not in self._decode_loads:
-            described = connection.description
-            self._decode_loads[connection] = DecodeLoad(
-                worker=connection.address,
-                block_size=described.block_size,
-                blocks_total=described.num_blocks,
-                max_running=described.max_num_seqs,
-            )
-            self.load_changed(connection)
-        elif not serves:
+        load = connection.decode_load if serves else None
+        if self._decode_loads.get(connection) is not load:
             self._decode_loads.pop(connection, None)
-        self.decodes = list(self._decode_loads.values())
+            if load is not None:
+                self._decode_loads[connection] = load
+            self.decodes = list(self._decode_loads.values())
 
     def _prefill_changed(self, connection: WorkerConnection, serves: bool) -> None:
         row = self._rows.get(connection)
@@ -68,14 +62,6 @@ class Members:
             return
         if row is not None:
             self._loads.serve(row, serves)
-
-    def load_changed(self, connection: WorkerConnection) -> None:
-        """Of a decode worker."""
-        load = self._decode_loads.get(connection)
-        if load is not None:
-            status = connection.status
-            load.blocks_free = 0 if connection.full else status.blocks_free - connection.blocks_taken
-            load.running = max(connection.attempts, status.requests_running + status.reservations)
 
     def prefill_reported(self, connection: WorkerConnection) -> None:
         status = connection.status

@@ -73,6 +73,7 @@ class WorkerPool:
         self._connections: dict[str, WorkerConnection] = {}
         self._retired: set[WorkerConnection] = set()  # off the list, but not yet empty
         self._members = Members(policy)
+        self._capacity: int | None = None
         self._offering = False
 
     async def run(self) -> None:
@@ -118,9 +119,7 @@ class WorkerPool:
     @property
     def capacity(self) -> int | None:
         """Positions that one request may have anywhere; None while no worker is known."""
-        described = (c.description for c in self._connections.values())
-        sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
-        return min(sizes, default=None)
+        return self._capacity
 
     def arrival(self) -> int:
         """A new request's place in the order in which they came."""
@@ -181,6 +180,9 @@ class WorkerPool:
 
     def membership_changed(self, connection: WorkerConnection) -> None:
         self._members.membership_changed(connection, serves=connection.ready)
+        described = (c.description for c in self._connections.values())
+        sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
+        self._capacity = min(sizes, default=None)
         self._use(connection.description.role)
         budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.ROLE_PREFILL))
         self._window = WINDOW_STEPS * sum(budgets) if self.complete else math.inf
@@ -193,7 +195,6 @@ class WorkerPool:
             self._offer_room()
 
     def load_changed(self, connection: WorkerConnection) -> None:
-        self._members.load_changed(connection)
         self._offer_room()
 
     def prefill_reported(self, connection: WorkerConnection) -> None:

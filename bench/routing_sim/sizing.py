@@ -13,7 +13,8 @@ def size(
     """
     Args:
         load: of the workers, were nothing ever cached: below 1 every policy keeps up.
-        full: the share of the caches that live sessions would fill, were each on one worker only and what sessions
+        full: the share of the caches that live sessions would fill, were each on one worker only and what
+        sessions
             share on all. Live: from a turn to the next.
         sessions: that are between two turns, per worker. Decides the think time.
     """

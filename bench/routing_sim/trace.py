@@ -2,10 +2,13 @@
 
 Chunk hashes are made up: equal where the prefixes up to there are. Three kinds of trace:
 
-multi-turn: chats. A session has one of 8 system prompts (512 tokens, popularity ∝ 1/rank), a geometric number of
-    turns (mean 6, at most 24), user messages and answers of log-normal length (median 120 and 200 tokens, σ 0.8, at
-    most 2,000), and the whole history in each prompt. Exponential think time. Clients send a session id.
-shared-prefix: one-shot questions over 200 documents of 1,000 to 6,000 tokens (popularity ∝ 1/rank), each with a
+multi-turn: chats. A session has one of 8 system prompts (512 tokens, popularity ∝ 1/rank), a geometric number
+of
+    turns (mean 6, at most 24), user messages and answers of log-normal length (median 120 and 200 tokens, σ
+    0.8, at most 2,000), and the whole history in each prompt. Exponential think time. Clients send a session
+    id.
+shared-prefix: one-shot questions over 200 documents of 1,000 to 6,000 tokens (popularity ∝ 1/rank), each with
+a
     question of 50 to 200 tokens. No session ids: what sessions are told apart by is how the prompt begins.
 Mooncake's format (FAST 2025): a file of requests with their time, lengths and hashes of 512-token blocks.
 """
@@ -55,17 +58,21 @@ class Trace:
     def requests(self) -> int:
         return sum(len(session.turns) for session in self.sessions)
 
-    def bound(self) -> float:
+    def bound(self, warm_up: float = 0.0) -> float:
         """Share of prompt tokens that one endless cache for all would have: no routing finds more.
 
-        Sessions one after the other, so also what overlaps in time is found.
+        Sessions one after the other, so also what overlaps in time is found. Of the requests a share of
+        `warm_up`, the first, is not counted.
         """
         seen: set[int] = set()
-        hits = tokens = 0
+        first = warm_up * self.requests
+        hits = tokens = number = 0
         for session in self.sessions:
             for turn in session.turns:
-                hits += hit_tokens(turn, seen)
-                tokens += turn.tokens
+                number += 1
+                if number > first:
+                    hits += hit_tokens(turn, seen)
+                    tokens += turn.tokens
                 seen.update(turn.chunks)
         return hits / tokens
 
@@ -111,7 +118,8 @@ def shared_prefix(requests: int, seed: int) -> Trace:
 
 
 def mooncake(path: Path) -> Trace:
-    """Only what is asked for and in which order; how fast, the load decides. Raises ValueError for a bad file."""
+    """Only what is asked for and in which order; how fast, the load decides. Raises ValueError for a bad
+    file."""
     per_block = MOONCAKE_BLOCK // CHUNK_TOKENS
     sessions = []
     lines = read_trace(path)

@@ -13,8 +13,9 @@ Speed = Callable[[int, int], float]
 
 
 def h200(uncached: int, cached: int) -> float:
-    """Llama-3.1-8B in bf16 on one H200, fitted to the bounds of docs/benchmarks.md: 49.8 ms for 2,000 tokens, 210 ms
-    for 8,000; at least the 4.1 ms in which the weights are read. 22.6 µs a token of GEMM, 1.15 ns a pair of attention.
+    """Llama-3.1-8B in bf16 on one H200, fitted to the bounds of docs/benchmarks.md: 49.8 ms for 2,000 tokens,
+    210 ms for 8,000; at least the 4.1 ms in which the weights are read. 22.6 µs a token of GEMM, 1.15 ns a
+    pair of attention.
     """
     pairs = uncached * (cached + uncached / 2)
     return max(4.1e-3, 22.6e-6 * uncached) + 1.15e-9 * pairs
@@ -42,7 +43,8 @@ class SimWorker:
     Attributes:
         busy: seconds that it has computed.
         queue: not begun.
-        changes: of the cache since they were last taken, as in `worker.cached_chunks`: chunk → whether it is there.
+        changes: of the cache since they were last taken, as in `worker.cached_chunks`: chunk → whether it is
+        there.
     """
 
     def __init__(self, name: str, capacity: int, speed: Speed) -> None:

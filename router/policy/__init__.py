@@ -11,16 +11,18 @@ prompt it has cached (`ChunkIndex`). A `PrefillPolicy` takes that and a request,
 Overflow: `overflow` says whether a decode worker prefills a request itself, from that estimate and what the
 worker has to spare (`ChunkOffer`).
 
-Decode: `two_choices` over a list of `DecodeLoad`.
+Decode: `two_choices` over a list of `DecodeLoad`, which follow what workers report and what this router asks
+of them.
 """
 
+from router.policy.decode_load import DecodeLoad
 from router.policy.overflow import ChunkOffer, Reason, overflow
 from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads, PrefillWork
 from router.policy.ring import Ring
 from router.policy.round_robin import round_robin
 from router.policy.sticky import sticky
-from router.policy.two_choices import DecodeLoad, two_choices
+from router.policy.two_choices import two_choices
 
 PREFILL_POLICIES: dict[str, PrefillPolicy] = {"sticky": sticky, "round-robin": round_robin}
 

@@ -6,31 +6,10 @@ report; the better of two random ones (Mitzenmacher 2001) stays balanced on stal
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+from router.policy.decode_load import DecodeLoad
 
 DRAWS = 4
-
-
-@dataclass(slots=True)
-class DecodeLoad:
-    """One decode worker as last reported, corrected by what this router did since."""
-
-    worker: str
-    block_size: int
-    blocks_total: int
-    max_running: int
-    blocks_free: int = 0
-    running: int = 0
-
-    @property
-    def pressure(self) -> float:
-        """The scarcer of memory and batch slots: 0 is idle, 1 is full."""
-        blocks = 1 - self.blocks_free / self.blocks_total if self.blocks_total else 1.0
-        batch = self.running / self.max_running if self.max_running else 1.0
-        return max(blocks, batch)
-
-    def has_room(self, tokens: int) -> bool:
-        return self.blocks_free * self.block_size >= tokens
 
 
 def two_choices(

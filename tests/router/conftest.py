@@ -86,7 +86,8 @@ class Cluster:
                 and not len(services.pool.room)
                 and not services.pool.waiters
                 and services.admission.waiting_tokens == 0
-                and all(c.attempts == 0 and c.blocks_taken <= 0 for c in services.pool.connections)
+                and all(c.attempts == 0 for c in services.pool.connections)
+                and all(load.own == 0 for load in services.pool._members.decodes)
             )
         )
 

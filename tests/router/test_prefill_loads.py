@@ -58,7 +58,6 @@ def test_seconds_are_of_the_wait_and_of_what_is_not_cached():
 def test_an_unknown_speed_is_taken_to_be_that_of_the_others():
     loads = PrefillLoads()
     rows = [loads.join(name, block_size=16, now=0) for name in ("a:1", "b:1", "c:1")]
-    assert loads.tokens_per_s() == 0
     loads.reported(rows[0], tokens_waiting=0, tokens_per_s=3000, now=0)
     loads.reported(rows[1], tokens_waiting=0, tokens_per_s=0, now=0)
     assert look(loads, 0).speed.tolist() == [3000, 3000, 3000]

@@ -120,6 +120,19 @@ def test_a_prefix_is_computed_again_where_waiting_for_it_costs_more():
     assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home
 
 
+def test_a_prefix_that_many_have_leads_nobody_away_from_home():
+    loads, _ = loads_of(WORKERS)
+    home = choose(loads, KEYS[0])
+    others = [row for row in range(8) if row != home]
+    for row in others[:3]:
+        loads.index.add(row, PROMPT[:4])
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home
+    loads.index.add(others[1], PROMPT)
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == others[1], (
+        "one of them has the session itself"
+    )
+
+
 def test_workers_that_failed_are_taken_only_when_there_is_no_other():
     loads, rows = loads_of(WORKERS[:2])
     first = choose(loads, KEYS[0], chunks=PROMPT, tokens=700)

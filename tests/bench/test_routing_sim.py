@@ -1,0 +1,120 @@
+"""The simulator, and what it must show of the policies."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from bench.load.datasets import SAMPLE_TRACE
+from bench.routing_sim import decode
+from bench.routing_sim.baselines import POLICIES
+from bench.routing_sim.cluster import Outcome, Simulation
+from bench.routing_sim.sizing import size
+from bench.routing_sim.trace import Session, Trace, Turn, mooncake, multi_turn, shared_prefix
+from bench.routing_sim.worker import Queued, SimWorker, h200
+from router.policy import two_choices
+
+
+def simulate(trace: Trace, policy: str, *, workers: int = 8, changes=()) -> Outcome:
+    setting = size(trace, workers=workers, routers=4, load=0.8, full=0.9, sessions=15, speed=h200)
+    return Simulation(trace, POLICIES[policy], replace(setting, changes=changes)).run()
+
+
+def hits(outcome: Outcome) -> float:
+    return outcome.hit_tokens / outcome.tokens
+
+
+def test_speed_is_that_of_the_measured_engine():
+    assert h200(2000, 0) == pytest.approx(49.8e-3, rel=0.05)
+    assert h200(8000, 0) == pytest.approx(210e-3, rel=0.05)
+    assert h200(1, 8000) < 5e-3
+
+
+def test_a_worker_computes_one_prompt_after_the_other_and_keeps_what_was_used_last():
+    done: list[int] = []
+    worker = SimWorker("w", capacity=4, speed=lambda uncached, cached: float(uncached))
+
+    def compute(*chunks: int) -> int:
+        turn = Turn(64 * len(chunks) + 1, chunks, 0.0)
+        worker.queue.append(Queued(turn, 0.0, lambda now, at, hit: done.append(hit)))
+        assert worker.tokens_waiting() == turn.tokens - worker.cached(turn)
+        worker.begin(0.0)
+        return worker.finish()[1]
+
+    assert compute(1, 2, 3) == 0
+    assert compute(1, 2, 3) == 192
+    assert compute(1, 9) == 64
+    assert worker.take_changes() == ([3, 2, 1, 9], [])
+    assert compute(7, 8) == 0
+    assert worker.take_changes() == ([8, 7], [3, 2]), "the end of the prefix that was not used goes first"
+
+
+def test_the_bound_is_what_one_cache_for_all_would_find():
+    turns = (Turn(128, (1, 2), 1.0), Turn(200, (1, 2, 3), 1.0))
+    trace = Trace("t", [Session(1, turns, 1), Session(2, (Turn(100, (1,), 1.0),), 1)])
+    assert trace.bound() == pytest.approx((0 + 128 + 64) / 428)
+
+
+def test_traces_are_the_same_for_the_same_seed_and_share_what_they_say():
+    assert multi_turn(200, 3) == multi_turn(200, 3) != multi_turn(200, 4)
+    chat = max(multi_turn(200, 3).sessions, key=lambda s: len(s.turns))
+    for before, after in zip(chat.turns, chat.turns[1:], strict=False):
+        assert after.chunks[: len(before.chunks)] == before.chunks
+    assert 0.7 < multi_turn(3000, 1).bound() < 0.95
+    assert shared_prefix(500, 1).bound() > 0.5
+    assert 0 < mooncake(SAMPLE_TRACE).bound() < 1
+
+
+def test_every_request_is_answered_whatever_comes_and_goes():
+    trace = multi_turn(1500, 1)
+    outcome = simulate(trace, "sticky", changes=[(0.3, -3), (0.6, 2), (0.7, -1), (0.9, 3)])
+    assert len(outcome.ttft) >= 0.55 * trace.requests
+
+
+def test_sessions_stay_where_their_prefix_is_and_nobody_waits_for_it():
+    """The promise of the policy, each half against the policy that has only the other."""
+    trace = multi_turn(2000, 1)
+    found = {name: simulate(trace, name) for name in ("sticky", "least_loaded", "round_robin")}
+    p99 = {name: sorted(o.ttft)[int(0.99 * len(o.ttft))] for name, o in found.items()}
+    assert hits(found["sticky"]) > 0.8 * trace.bound() > hits(found["round_robin"]) + 0.2
+    assert p99["sticky"] < p99["least_loaded"]
+    assert found["sticky"].moved < 0.1 * found["sticky"].turns
+
+
+def test_documents_are_found_also_by_sessions_of_their_own():
+    rng = random.Random(1)
+    trace = shared_prefix(1500, 1)
+    trace = Trace("", [replace(s, key=rng.getrandbits(64)) for s in trace.sessions])
+    found = {name: hits(simulate(trace, name)) for name in ("sticky", "pure_hash")}
+    assert found["sticky"] > found["pure_hash"] + 0.2
+
+
+def test_workers_that_come_and_go_move_little_more_than_their_share():
+    trace = multi_turn(3000, 1)
+    still = simulate(trace, "sticky", workers=16)
+    moved = simulate(trace, "sticky", workers=16, changes=[(0.6, -2)])
+    assert moved.moved / moved.turns < still.moved / still.turns + 2 / 16
+    assert hits(moved) > hits(still) - 0.1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stale_loads_never_overload_one_decode_worker(seed: int):
+    """4 routers that hear of each other once a second, at 80 % of all blocks."""
+    found = decode.simulate(two_choices, workers=16, routers=4, requests=3000, fill=0.8, seed=seed)
+    assert found.served == 3000
+    assert max(found.spread) < 0.16
+    assert found.refused <= 5
+
+
+def test_the_emptiest_by_old_reports_does_get_overloaded():
+    """What drawing two is for: without it the test above could not tell."""
+    found = decode.simulate(decode.emptiest, workers=32, routers=4, requests=5000, fill=0.8)
+    drawn = decode.simulate(two_choices, workers=32, routers=4, requests=5000, fill=0.8)
+    assert max(found.spread) > 0.16 > max(drawn.spread)
+
+
+def test_reservations_that_meet_full_workers_are_served_in_the_end():
+    found = decode.simulate(two_choices, workers=4, routers=4, requests=1500, fill=1.3)
+    assert found.refused > 0
+    assert found.waited > 0
+    assert found.served == 1500
