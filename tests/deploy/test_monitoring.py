@@ -77,3 +77,12 @@ def test_alerts_and_dashboards_are_those_of_grafana(overlays: dict[str, list[Obj
     [shown] = [m for m in of_kind(overlays[name], "ConfigMap") if m["metadata"]["name"] == "baton-dashboards"]
     assert shown["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert shown["data"].keys() == {path.name for path in (GRAFANA / "dashboards").iterdir()}
+
+
+def test_actors_are_scraped_where_the_router_says(overlays: dict[str, list[Object]]) -> None:
+    [config] = of_kind(overlays["kuberay"], "ScrapeConfig")
+    [source] = config["spec"]["httpSDConfigs"]
+    [service] = of_kind(overlays["kuberay"], "Service")
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    [port] = [port["port"] for port in service["spec"]["ports"] if port["name"] == "metrics"]
+    assert source["url"] == f"http://{name}.{namespace}.svc:{port}/metrics/targets"

@@ -40,7 +40,7 @@ class Network:
         mine = [policy for policy in mine if direction in policy["policyTypes"]]
         assert mine, "default-deny is about every pod"
         return any(
-            port in [each["port"] for each in rule.get("ports", [{"port": port}])]
+            any(p["port"] <= port <= p.get("endPort", p["port"]) for p in rule.get("ports", [{"port": port}]))
             and (side not in rule or any(self._is(peer, selector) for selector in rule[side]))
             for policy in mine
             for rule in policy.get(rules, [])
@@ -109,6 +109,8 @@ def test_rays_nodes_reach_each_other_and_clients_only_the_router(overlays: dict[
     assert network.allows(CLIENT, "front", 8000)
     assert network.allows(MONITORING, "front", 8002)
     assert network.allows("head", API_SERVER, 443)
+    assert network.allows(MONITORING, "worker", 43210), "an actor's metrics, at a port that the system chose"
+    assert not network.allows(MONITORING, "worker", 6379)
     for denied in [
         (CLIENT, "front", 6379),
         (CLIENT, "front", 8002),
