@@ -13,6 +13,7 @@ the receiver does not take in time is lost, never waited for.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -145,8 +146,8 @@ class _On:
         self._extract = TraceContextTextMapPropagator().extract
         resource = Resource.create({"service.name": service, **attributes})
         self._provider: TracerProvider = TracerProvider(resource=resource)
-        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("baton")
 
     def begin(self, name: str, traceparent: str, attributes: Attributes, kind: Kind = "internal") -> Span:
@@ -174,7 +175,12 @@ class _On:
         )
 
     def close(self) -> None:
+        # The SDK would wait for each batch that is left, one after the other.
+        give_up = threading.Timer(EXPORT_SECONDS, self._exporter.shutdown)
+        give_up.daemon = True
+        give_up.start()
         self._provider.shutdown()
+        give_up.cancel()
 
 
 class _OnSpan:

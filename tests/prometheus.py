@@ -29,20 +29,20 @@ def find(program: str) -> str:
 
 
 class Prometheus:
-    """Listens from the beginning. Scrapes and evaluates every half second. Use as a context manager."""
+    """Listens from the beginning. Scrapes and evaluates every second. Use as a context manager."""
 
     def __init__(self, directory: Path, rules: Path, router: str) -> None:
         """`router`: host:port of a router, which names its workers."""
         program = find("prometheus")
         config = {
-            "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(rules)],
             "scrape_configs": [
                 {"job_name": "baton-router", "static_configs": [{"targets": [router]}]},
                 {
                     "job_name": "baton-workers",
                     "http_sd_configs": [
-                        {"url": f"http://{router}/metrics/targets", "refresh_interval": "500ms"}
+                        {"url": f"http://{router}/metrics/targets", "refresh_interval": "1s"}
                     ],
                 },
             ],

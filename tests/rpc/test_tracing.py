@@ -55,3 +55,12 @@ open_tracer({endpoint!r}, "baton", {{}})
     else:
         assert "ValueError: --otlp-endpoint: tracing needs OpenTelemetry" in done.stderr
         assert "pip install 'baton[otel]'" in done.stderr
+
+
+def test_a_receiver_that_is_gone_ends_nothing_but_spans(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever closes waits for some seconds, however much is left."""
+    tracer = open_tracer("http://127.0.0.1:1", "baton", {})
+    for _ in range(2000):
+        tracer.record("queue", PARENT, 1.0, 2.0, {})
+    tracer.close()
+    assert "Failed to export" in caplog.text
