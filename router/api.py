@@ -22,6 +22,7 @@ from router.fields import (
     PromptInput,
     Prompts,
     Stops,
+    TemplateSettings,
     TokenId,
     invalid,
     prompts,
@@ -55,10 +56,13 @@ class StreamOptions(BaseModel):
 
 # Name, and what may stand there all the same because it asks for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (), "best_of": (1,), "chat_template": (), "function_call": ("none",), "functions": ([],),
-    "include_stop_str_in_output": (False,), "modalities": (["text"],), "prediction": (),
-    "prompt_logprobs": (0,), "suffix": ("",), "truncate_prompt_tokens": (), "use_beam_search": (False,),
-    "web_search_options": (), "lora_request": (), "bad_words": ([],),
+    "add_generation_prompt": (True,), "allowed_token_ids": ([],), "audio": (), "bad_words": ([],),
+    "best_of": (1,), "cache_salt": (), "chat_template": (), "continue_final_message": (False,),
+    "documents": ([],), "function_call": ("none",), "functions": ([],),
+    "include_stop_str_in_output": (False,), "length_penalty": (1,), "logits_processors": ([],),
+    "lora_request": (), "modalities": (["text"],), "prediction": (), "prompt_embeds": (),
+    "prompt_logprobs": (0,), "return_tokens_as_token_ids": (False,), "suffix": ("",),
+    "truncate_prompt_tokens": (), "use_beam_search": (False,), "web_search_options": (),
 }  # fmt: skip
 _OLD_NAMES = {f"guided_{k}": f"structured_outputs.{k}" for k in ("json", "regex", "choice", "grammar")}
 """vLLM's before 0.12."""
@@ -166,6 +170,7 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    chat_template_kwargs: TemplateSettings | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
@@ -231,6 +236,7 @@ class TokenizeBody(Body):
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    chat_template_kwargs: TemplateSettings | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool = True
 

@@ -49,12 +49,17 @@ class ChatTemplate:
             raise ValueError(f"the chat template is no valid Jinja: {error}") from error
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        """Raises ChatTemplateError when the template refuses the messages or fails on them."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> str:
+        """`settings` are variables of this template's own. Raises ChatTemplateError when the template refuses
+        the messages or fails on them."""
+        ours = {"messages": messages, "tools": tools or None, "add_generation_prompt": True, **self._tokens}
         try:
-            return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=True, **self._tokens
-            )
+            return self._template.render({**(settings or {}), **ours})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # A template is a program of the model's author: what it trips over is in the messages.
             raise ChatTemplateError(

@@ -21,6 +21,10 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
 
 
+# What a chat template may be told beside messages and tools, like Qwen 3's `enable_thinking`.
+TemplateSettings = Annotated[dict[Annotated[str, Field(max_length=64)], Any], Field(max_length=64)]
+
+
 class TextPart(BaseModel):
     type: Literal["text"]
     text: str

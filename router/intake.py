@@ -36,13 +36,16 @@ class Intake:
         self.metrics = services.metrics
         self._model_name = config.model_name
         self._services = services
-        self._checker = Checker()
+        self._checker = Checker(f"baton: router {config.index} grammars")
         self._keys = KeyRing(config.api_keys)
         self._accounts = {key: Account(key, 1 / config.processes) for key in (ANYBODY, *config.api_keys)}
 
     def authorize(self, authorization: str) -> Account:
         """Takes the value of that header. Raises Unauthorized."""
         return self._accounts[self._keys.authorize(authorization)]
+
+    async def close(self) -> None:
+        await self._checker.close()
 
     @property
     def capacity(self) -> int:
@@ -77,7 +80,8 @@ class Intake:
         self.check_model(body)
         tokenizer = self._services.tokenizer
         if isinstance(body, ChatBody):
-            field, prompts = "messages", [await chat_prompt(tokenizer, body.messages, body.offered_tools)]
+            field, settings = "messages", body.chat_template_kwargs
+            prompts = [await chat_prompt(tokenizer, body.messages, body.offered_tools, settings)]
         else:
             field, prompts = "prompt", await completion_prompts(tokenizer, body)
         jobs = make_jobs(

@@ -62,7 +62,10 @@ class Job:
 
 
 async def chat_prompt(
-    tokenizer: ModelTokenizer, messages: Sequence[Message], tools: Sequence[Tool]
+    tokenizer: ModelTokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    settings: dict[str, Any] | None,
 ) -> list[int]:
     if not tokenizer.takes_tools:
         if tools:
@@ -73,7 +76,9 @@ async def chat_prompt(
                 raise Unsupported(text, param=f"messages[{i}]")
     try:
         text = tokenizer.render_chat(
-            [message.for_template() for message in messages], [tool.for_template() for tool in tools]
+            [message.for_template() for message in messages],
+            [tool.for_template() for tool in tools],
+            settings,
         )
     except ValueError as error:
         raise InvalidRequest(f"messages: {error}", param="messages") from error

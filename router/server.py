@@ -140,6 +140,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
     finally:
         await runner.cleanup()
         await grpc_face.close()
+        await intake.close()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await asyncio.to_thread(services.tracer.close)

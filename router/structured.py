@@ -2,19 +2,21 @@
 
     response_format, structured_outputs ──▶ Structure ──▶ checked ──▶ worker's StructuredOutput
 
-The workers enforce it. Here it is only compiled, by the same library over an alphabet of bytes, so that who
-wrote what is no schema, regular expression or grammar learns it before any worker is asked.
+The workers enforce it. Here it is only compiled, by the same library over an alphabet of bytes and within
+narrow bounds, so that who wrote what is no schema, regular expression or grammar learns it before any worker
+is asked, and nothing reaches a worker that a compiler cannot take.
 """
 
 import asyncio
+import contextlib
 import json
 import re
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from router.errors import InvalidRequest
@@ -23,12 +25,12 @@ from rpc import worker_pb2 as pb
 
 MAX_LENGTH = 1 << 17
 """Characters of a schema, regular expression or grammar; workers have the same bound."""
-MAX_GRAMMAR_SIZE = 100_000
-"""Symbols of a compiled grammar; workers have the same bound."""
 WHITESPACE = r"[ \n\r\t]{1,32}"
 """Between the parts of a tool's arguments; workers have the same for other JSON."""
 _REMEMBERED = 64
 """Texts that were found valid last, and are not compiled again."""
+
+_CHILD = str(Path(__file__).with_name("grammar_child.py"))
 
 Schema = dict[str, Any]
 
@@ -132,11 +134,17 @@ class StructuredOutputs(BaseModel):
 
 
 class Checker:
-    """Finds out whether structures can be compiled, in a thread, and remembers those that can."""
+    """Finds out whether structures can be compiled, and remembers those that can.
 
-    def __init__(self) -> None:
-        self._alphabet: LLTokenizer | None = None
+    Owns a process of its own for that (`grammar_child`), since what clients write may hang or crash the
+    compiler; it is started with the first question.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._valid: OrderedDict[Structure, Structure] = OrderedDict()
+        self._child: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
 
     async def check(self, given: Structure) -> Structure:
         """Returns what workers understand. Raises InvalidRequest naming the field."""
@@ -144,29 +152,49 @@ class Checker:
             text = f"{given.field}: must have 1 to {MAX_LENGTH} characters, not {len(given.text)}"
             raise InvalidRequest(text, param=given.field)
         if (checked := self._valid.get(given)) is None:
-            try:
-                checked = await asyncio.to_thread(self._compiled, given)
-            except (ValueError, GbnfToLarkError, RecursionError) as error:
-                reason = " ".join(str(error).removesuffix("<non-verbose/>").split())
-                raise InvalidRequest(f"{given.field}: {reason}", param=given.field) from error
-            self._valid[given] = checked
+            async with self._turn:
+                answer = await self._ask(given)
+            wrong, text = answer or ("too much to compile", "")
+            if wrong is not None:
+                reason = " ".join(wrong.removesuffix("<non-verbose/>").split())
+                raise InvalidRequest(f"{given.field}: {reason}", param=given.field)
+            checked = self._valid[given] = Structure(given.kind, text, given.field)
             if len(self._valid) > _REMEMBERED:
                 self._valid.popitem(last=False)
         return checked
 
-    def _compiled(self, given: Structure) -> Structure:
-        if self._alphabet is None:
-            self._alphabet = LLTokenizer("byte")
-        match given.kind:
-            case "json_schema":
-                grammar = LLMatcher.grammar_from_json_schema(given.text)
-            case "regex":
-                grammar = LLMatcher.grammar_from_regex(given.text)
-            case "grammar":
-                lark = any_to_lark(given.text)  # of GBNF, which users of llama.cpp and xgrammar write
-                grammar, given = LLMatcher.grammar_from_lark(lark), Structure(given.kind, lark, given.field)
-        limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
-        matcher = LLMatcher(self._alphabet, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        return given
+    async def close(self) -> None:
+        async with self._turn:
+            await self._end()
+
+    async def _ask(self, given: Structure) -> tuple[str | None, str] | None:
+        """None: the process died of it."""
+        if self._child is None:
+            self._child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", _CHILD, self._name),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=16 * MAX_LENGTH,
+            )
+        stdin, stdout = self._child.stdin, self._child.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(json.dumps([given.kind, given.text]).encode() + b"\n")
+            answer = await stdout.readline()
+        except ConnectionError:
+            answer = b""
+        except asyncio.CancelledError:
+            await self._end()  # its answer must not be taken for the next one's
+            raise
+        if not answer:
+            await self._end()
+            return None
+        return json.loads(answer)
+
+    async def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()

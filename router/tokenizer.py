@@ -50,10 +50,15 @@ class ModelTokenizer:
         """Raises ChatTemplateError (a ValueError) when the model has no template or its template refuses."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
-    def render_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> str:
         if self._template is None:
             raise ValueError("this model has no chat template; use /v1/completions, or give --chat-template")
-        return self._template.render(messages, tools)
+        return self._template.render(messages, tools, settings)
 
     def lark(self, text: str) -> str:
         """How a grammar for workers writes one token, or else a text."""

@@ -164,6 +164,9 @@ def test_a_wrong_chat(body, param, reason):
         ("lora_request", {}),
         ("chat_template", "{{ x }}"),
         ("include_stop_str_in_output", True),
+        ("continue_final_message", True),
+        ("allowed_token_ids", [5]),
+        ("cache_salt", "x"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(field, value):
@@ -174,7 +177,8 @@ def test_what_is_not_supported_is_refused_by_name(field, value):
 
 def test_what_asks_for_nothing_is_no_reason_to_refuse():
     harmless = {
-        "best_of": 1, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "suffix": None,
+        "best_of": 1, "length_penalty": 1.0,
+        "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "suffix": None,
         "logit_bias": None, "stop": None, "seed": None, "parallel_tool_calls": True, "store": False,
     }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Structured output at the router: what workers are asked to enforce, and what is refused before they are."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -17,6 +18,10 @@ from .conftest import Cluster
 
 CHAT = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+DEEP = "start: r0\n" + "\n".join(f"r{i}: 'a' r{i + 1} | r{i + 1}" for i in range(3000)) + "\nr3000: 'x'"
+DEEP = DEEP.replace("'", '"')  # overflows the compiler's stack
 
 
 def as_format(schema: Any) -> dict[str, Any]:
@@ -58,8 +63,15 @@ async def test_both_workers_are_asked_to_enforce_it(
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
         ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar", "nothing"),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "'x' not found"),
         ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", ""),
         ({"structured_outputs": {"grammar": "root ::= " + 5000 * "("}}, "structured_outputs.grammar", ""),
+        (
+            {"structured_outputs": {"regex": "((a{1000}){1000}){1000}"}},
+            "structured_outputs.regex",
+            "too much",
+        ),
+        ({"structured_outputs": {"grammar": DEEP}}, "structured_outputs.grammar", "too much"),
         ({"structured_outputs": {"regex": MAX_LENGTH * "ab"}}, "structured_outputs.regex", "characters"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "characters"),
         (
@@ -109,9 +121,14 @@ async def test_grpc(cluster: Cluster, given: ipb.StructuredOutputs, expected: pb
 
 async def test_what_was_found_valid_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
     compiled = []
-    original = Checker._compiled
-    monkeypatch.setattr(Checker, "_compiled", lambda self, s: compiled.append(s.text) or original(self, s))
-    checker = Checker()
+    original = Checker._ask
+
+    async def ask(self: Checker, given: Structure) -> Any:
+        compiled.append(given.text)
+        return await original(self, given)
+
+    monkeypatch.setattr(Checker, "_ask", ask)
+    checker = Checker("baton: test grammars")
     for text in ("a", "b", "a", "a"):
         await checker.check(Structure("regex", text, "f"))
     assert compiled == ["a", "b"]
@@ -121,3 +138,15 @@ async def test_what_was_found_valid_is_not_compiled_again(monkeypatch: pytest.Mo
     for i in range(100):
         await checker.check(Structure("regex", str(i), "f"))
     assert len(checker._valid) < 100
+    await checker.close()
+
+
+async def test_a_question_that_is_given_up_answers_no_other():
+    checker = Checker("baton: test grammars")
+    slow = asyncio.create_task(checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f")))
+    while checker._child is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    slow.cancel()
+    assert await asyncio.gather(slow, return_exceptions=True)
+    assert (await checker.check(Structure("regex", "a", "f"))).text == "a"
+    await checker.close()

@@ -144,6 +144,22 @@ async def test_earlier_calls_and_results_are_in_the_prompt(calling: Cluster):
     assert "<|im_start|>tool\nnoon<|im_end|>" in text
 
 
+async def test_a_template_is_told_what_else_the_client_says(directory: Path, tmp_path: Path):
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{{ eos_token }}{{ think.how if think }}")
+    tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
+    async with make_cluster(tokenizer, tmp_path) as made:
+        told = {"think": {"how": "slowly"}, "messages": [], "eos_token": "!"}
+        for settings, text in (
+            (told, "Weather in Paris?<|im_end|>slowly"),
+            (None, "Weather in Paris?<|im_end|>"),
+        ):
+            body = {"messages": CHAT, "chat_template_kwargs": settings}
+            _, tokens = await made.post("/tokenize", **body)
+            await made.post("/v1/chat/completions", **body, max_tokens=1)
+            sent = list(made.prefills[0].submitted[-1].prefill.request.prompt_ids)
+            assert sent == tokens["tokens"] == tokenizer.encode(text)
+
+
 async def test_only_one_call_without_parallel_tool_calls(calling: Cluster):
     body = {"messages": CHAT, "tools": TOOLS, "parallel_tool_calls": False}
     _, answer = await calling.post("/v1/chat/completions", **body)

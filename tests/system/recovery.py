@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.chaos.cluster import LocalCluster, Worker
@@ -15,6 +15,8 @@ FLAGS = (
     "--max-num-batched-tokens", "64", "--engine-timeout", "3", "--peer-timeout", "3", "--drain-timeout", "1",
 )  # fmt: skip
 SHORT = cases(8, 24)  # half of them greedy, half seeded
+GRAMMAR = '{"structured_outputs": {"regex": "([a-z]{2,7} ){99}"}, "ignore_eos": false}'
+SHORT[1:3] = [replace(case, options=GRAMMAR) for case in SHORT[1:3]]  # one of each kind
 LONG = cases(4, 6, repeat=5)  # prompts of some hundred tokens, in chunks of 64: a second and more of prefill
 MIXED = [*LONG, *SHORT[:4]]
 _STEP = 0.02  # seconds between looks at what nobody tells

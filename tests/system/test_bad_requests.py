@@ -13,6 +13,7 @@ from .conftest import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "now"}}
 
 CASES: list[tuple[str, Any, int, str | None, str]] = [
     # path, body (bytes as they are, else JSON; model is filled in), status, param, part of the message
@@ -34,6 +35,8 @@ CASES: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "x", "n": 0}, 400, "n", "0"),
     (COMPLETIONS, {"prompt": "x", "stream": "perhaps"}, 400, "stream", "boolean"),
     (COMPLETIONS, {"prompt": "x", "best_of": 4}, 400, "best_of", "best_of"),
+    (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "(a"}}, 400, "structured_outputs", "group"),
+    (CHAT, {"messages": HELLO, "tools": [TOOL]}, 400, "tools", "tools is not supported"),
     (CHAT, {"messages": []}, 400, "messages", ""),
     (CHAT, {"messages": "hello"}, 400, "messages", "array"),
     (CHAT, {"messages": [{"content": "no role"}]}, 400, "messages", "role"),
