@@ -9,26 +9,33 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import rpc
 from cluster.backoff import RestartPolicy
 from cluster.health import until_silent
 from cluster.role_process import RoleProcess
+from tests.conftest import Certificates
 
 from .conftest import FAKE, until, until_ready
 
 SECRET = b"x" * 32
 
 
-async def silent(ready: Mapping[str, Any], interval: float = 0.02, patience: float = 0.4) -> str:
-    return await until_silent(ready, SECRET, None, interval, patience)
+async def silent(ready: Mapping[str, Any], tls: rpc.TlsFiles | None = None) -> str:
+    return await until_silent(ready, SECRET, tls, interval=0.02, patience=0.8)
 
 
-async def test_a_worker_is_silent_once_its_health_service_is() -> None:
+@pytest.mark.parametrize("secure", [False, True])
+async def test_a_worker_is_silent_once_its_health_service_is(
+    certificates: Certificates, secure: bool
+) -> None:
+    tls = rpc.TlsFiles(*certificates.worker, certificates.ca) if secure else None
     server = rpc.create_server(SECRET)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = rpc.add_port(server, "127.0.0.1:0", tls)
     await server.start()
-    watching = asyncio.create_task(silent({"address": f"127.0.0.1:{port}"}))
-    await asyncio.sleep(1)
+    watching = asyncio.create_task(silent({"address": f"127.0.0.1:{port}"}, tls))
+    await asyncio.sleep(1.2)
     assert not watching.done(), "it answers"
     await server.stop(None)
     assert "gave no answer" in await asyncio.wait_for(watching, 10)
@@ -45,8 +52,10 @@ async def test_a_router_is_silent_once_it_takes_connections_without_answering() 
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    watching = asyncio.create_task(silent({"url": f"http://127.0.0.1:{port}"}))
-    await asyncio.sleep(0.6)
+    # What clients reach may be behind TLS, which asks for certificates: the admin port is asked.
+    where = {"url": "https://127.0.0.1:1", "admin_url": f"http://127.0.0.1:{port}"}
+    watching = asyncio.create_task(silent(where))
+    await asyncio.sleep(1.2)
     assert not watching.done(), "it answers"
     hanging = True
     assert "gave no answer" in await asyncio.wait_for(watching, 10)
