@@ -6,12 +6,14 @@ Life of a cluster (`baton serve`):
    `model` finds and verifies the model before anything starts.
 2. `rundir` makes a private directory that holds everything the cluster leaves on disk.
 3. `local_ray` starts Ray inside that directory (or `serve` joins the one at `--ray-address`), and
-   `actors` places one actor per worker and router.
+   `actors` makes one actor per worker and router, where `placement` says.
 4. Each actor runs one `role_process`: exactly the command that a user would type (`baton prefill …`),
    as a child that reports its progress and its addresses over a pipe, and is started again, as a new
    incarnation, when it dies or no longer answers (`backoff` says when, `health` asks).
-5. `supervisor` follows all of them, keeps the registry, and gives every router the list of workers.
-6. On Ctrl-C or SIGTERM `serve` stops routers, then workers, then Ray, waits until the last process of the
+5. `supervisor` follows all of them, keeps the registry, and gives every router the list of workers, and a
+   report of all roles for `status`.
+6. `autoscaler` asks the workers for their loads and has the supervisor resize pools as `scaling` says.
+7. On Ctrl-C or SIGTERM `serve` stops routers, then workers, then Ray, waits until the last process of the
    tree is gone (`processes`), and removes the run directory. Where serve itself is killed, `janitor` does.
 
 Without Ray, on Kubernetes, `kubernetes_discovery` tells a router which workers there are.
