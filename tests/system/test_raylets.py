@@ -227,5 +227,3 @@ def test_pairs_stand_side_by_side(machine: Machine, raylets: Raylets) -> None:
     assert nodes["prefill 1"] == nodes["decode 1"]
     assert nodes["prefill 0"] != nodes["prefill 1"], "one machine has room for one pair"
     joined.stop()
-    again = Joined(machine, raylets, 2, 2, "--placement", "spread")  # what pairs reserved is free again
-    again.stop()
