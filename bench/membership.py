@@ -25,7 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 
 from bench.chaos import processes
 from bench.contract import Report, Row, parser, percentile
@@ -35,7 +35,7 @@ WORKERS = 4
 ENGINE_TIMEOUT = 2.0
 BACK_S = 60.0
 _LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)$")
-_CONFIG = {
+_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
     "max_position_embeddings": 512,
@@ -45,12 +45,13 @@ _CONFIG = {
 
 
 def tiny_model(directory: Path) -> Path:
-    """A model directory for `--load-format dummy`, with a tokenizer of 64 words."""
+    """A model directory for `--load-format dummy`, with a tokenizer of 64 characters."""
     where = directory / "tiny"
     where.mkdir()
     (where / "config.json").write_text(json.dumps(_CONFIG))
-    words = {f"w{i}": i for i in range(64)}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(where / "tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE({chr(ord("A") + i): i for i in range(_CONFIG["vocab_size"])}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(where / "tokenizer.json"))
     return where
 
 
