@@ -4,7 +4,7 @@ For each row (a query) it keeps, over all tiles so far, the largest score m, the
 the sum of values weighted by exp(score − m). A tile with a larger m shrinks what was summed before it
 (Milakov & Gimelshein 2018). Scores are taken times log₂ e: exp2 is one instruction.
 
-Positions past `stop` are masked when they are loaded, not only in the scores: slots of the cache that are
+Values past `stop` are masked when they are loaded, not only by their weight: slots of the cache that are
 stale or somebody else's may hold NaN, which would come through a weight of zero. Products of float32 take
 three passes of the tensor cores, TF32 and what it leaves out: TF32 alone has 10 bits.
 """
@@ -52,13 +52,8 @@ def attend_tile(
     Returns the new m, total and acc. Without MASKED every query sees all of them."""
     at = rows[:, None] * ROW + tl.arange(0, HEAD_DIM)[None, :]
     positions = start + tl.arange(0, BLOCK_N)
-    if MASKED:
-        there = (positions < stop)[:, None]
-        k = tl.load(keys + at, mask=there, other=0.0)
-        v = tl.load(values + at, mask=there, other=0.0)
-    else:
-        k = tl.load(keys + at)
-        v = tl.load(values + at)
+    k = tl.load(keys + at)
+    v = tl.load(values + at, mask=(positions < stop)[:, None], other=0.0) if MASKED else tl.load(values + at)
     scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3") * scale
     if MASKED:
         seen = (positions[None, :] <= query_positions[:, None]) & (positions < stop)[None, :]

@@ -34,6 +34,8 @@ class TritonKernels:
             )
         self._multiprocessors, self._dense_from = INTERPRETED_MULTIPROCESSORS, None
         if device.type == "cuda":
+            if device.index is not None:
+                torch.cuda.set_device(device)  # Triton launches on the current one
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
             self._dense_from = dense_from(device)
 

@@ -3,7 +3,10 @@
 The interpreter's bfloat16 products are wrong, so bfloat16 is for the GPU alone.
 """
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +199,7 @@ def test_any_batch(
 
 @pytest.mark.parametrize(
     "contexts",
-    [[1], [64], [65, 0, 0], [0], [1, 5000, 64, 200], [1000] * 20, [0, 3000, 0, 1]],
+    [[1], [64], [13 * 64], [65, 0, 0], [0], [1, 5000, 64, 200], [1000] * 20, [0, 3000, 0, 1]],
     ids=lambda contexts: f"{len(contexts)}x{max(contexts)}",
 )
 def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int]) -> None:
@@ -220,6 +223,66 @@ def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int])
     if longest > BLOCK_N:
         shorter = -(-longest // BLOCK_N) * BLOCK_N - BLOCK_N
         assert sum(-(-context // shorter) for context in contexts) > len(work), "no shorter length makes do"
+
+
+def test_more_pieces_than_are_combined_at_once(
+    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.kernels import decode_attention
+
+    monkeypatch.setattr(decode_attention, "COMBINE_PIECES", 2)
+    Step([(350, 351), (9, 10)], (2, 1), 64, 16).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_captured_decode_step_serves_other_lengths(triton_kernels: Kernels, dtype: torch.dtype) -> None:
+    """One graph of a step with three requests, replayed for longer ones, and for two and padding."""
+    steps = [
+        Step([(c - 1, c) for c in contexts], (8, 2), 128, 128, dtype, seed=i)
+        for i, contexts in enumerate([(100, 200, 3000), (2999, 5, 1), (1, 700, 2500)])
+    ]
+    kv = torch.full((2, 80, 128, 2, 128), torch.nan, dtype=dtype, device="cuda")
+    qkv, rotary = torch.empty_like(steps[0].qkv, device="cuda"), steps[0].rotary.cuda()
+    slots = torch.empty(3, dtype=torch.int64, device="cuda")
+    metadata = AttentionMetadata(
+        128,
+        slots,
+        torch.zeros(3, 32, dtype=torch.int32, device="cuda"),
+        torch.ones(3, dtype=torch.int32, device="cuda"),
+        3,
+        [],
+    )
+
+    def load(step: Step) -> None:
+        m, (_, blocks) = step.metadata, step.kv.shape[:2]
+        kv.fill_(torch.nan)[:, :blocks].copy_(step.kv)
+        qkv.copy_(step.qkv)
+        rotary.copy_(step.rotary)
+        slots.copy_(m.slots)
+        metadata.block_tables[:, : m.block_tables.shape[1]].copy_(m.block_tables)
+        metadata.contexts.copy_(m.contexts)
+
+    def forward() -> Tensor:
+        q, k, v = triton_kernels.rope_and_write(qkv, rotary, None, kv, slots)
+        return triton_kernels.attention(q, k, v, kv, triton_kernels.plan(metadata, 8, 2, dtype))
+
+    load(steps[0])
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward()
+    for step in steps:
+        expected, _, _ = step.run(TorchKernels(), "cpu", exact=True)
+        load(step)
+        graph.replay()
+        close(out, expected)
+    slots[1], metadata.contexts[1] = -1, 0
+    qkv.copy_(steps[-1].qkv)
+    graph.replay()
+    assert not out[1].any()
+    close(out[[0, 2]], expected[[0, 2]])
 
 
 def test_rows_that_pad_a_batch(triton_kernels: Kernels, kernel_device: str) -> None:
@@ -298,8 +361,6 @@ def test_an_engine_on_these_kernels(
 
 
 def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     from engine.kernels import kernels_for
 
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" or "kernels." in name]:
@@ -307,3 +368,18 @@ def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match=r"--device cuda:1 needs Triton: pip install 'baton\[cuda\]'"):
         kernels_for(torch.device("cuda:1"), 64)
+
+
+@pytest.mark.long
+def test_all_compile_for_an_h200(tmp_path: Path) -> None:
+    """In a process of its own: in this one Triton interprets."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.engine.compile_kernels"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("_prefill") == ran.stdout.count("_split") == 5

@@ -1,0 +1,84 @@
+"""Compiles every kernel for an H200 on a machine without one: `python -m tests.engine.compile_kernels`.
+
+The launches are those of the engine, arguments and all; only the driver is none. What does not compile, or
+does not fit the shared memory, fails here and not on the first day with a GPU.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+H200 = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 << 10  # that one program can have
+
+
+class NoDriver:
+    def get_current_target(self) -> GPUTarget:
+        return H200
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead(self: Any, grid: Any) -> Any:
+    def launch(*args: Any, **kwargs: Any) -> None:
+        kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
+        shared = kernel.metadata.shared
+        print(f"{self.fn.__name__}: {shared} bytes of shared memory")
+        assert shared <= SHARED_BYTES, f"{self.fn.__name__} takes {shared} bytes of shared memory"
+
+    return launch
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(NoDriver())
+    JITFunction.__getitem__ = compile_instead
+
+    from engine.kernels import AttentionMetadata, HeadNorm
+    from engine.kernels.triton_kernels import TritonKernels
+    from kv_transfer.copy_kernels import gather, scatter
+
+    def step(
+        dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int, *, norm: bool
+    ) -> None:
+        print(f"-- {dtype}, {heads} heads on {kv_heads}, {head_dim} each, block {block_size}")
+        kernels = TritonKernels(torch.device("cpu"), head_dim)
+        rows, hidden = 80, heads * head_dim
+        x, kv = (
+            torch.zeros(rows, hidden, dtype=dtype),
+            torch.zeros(2, 4, block_size, kv_heads, head_dim, dtype=dtype),
+        )
+        kernels.add_rms_norm(x, None, x[0], 1e-5)
+        kernels.add_rms_norm(x, x, x[0], 1e-5)
+        kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype))
+        metadata = AttentionMetadata(
+            block_size,
+            torch.zeros(rows, dtype=torch.int64),
+            torch.zeros(65, 16, dtype=torch.int32),
+            torch.ones(65, dtype=torch.int32),
+            64,
+            [(0, rows - 64)],
+        )
+        head_norm = HeadNorm(torch.zeros(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if norm else None
+        qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
+        q, k, v = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
+        kernels.attention(q, k, v, kv, kernels.plan(metadata, heads, kv_heads, dtype))
+        dense = torch.zeros(2, 3, kv_heads, head_dim, dtype=dtype)
+        gather(kv.flatten(1, 2), torch.arange(3), 0, dense)
+        scatter(dense, kv.flatten(1, 2), torch.arange(3), 0)
+
+    step(torch.bfloat16, 32, 8, 128, 128, norm=False)  # Llama 3.1 8B
+    step(torch.bfloat16, 32, 8, 128, 16, norm=True)  # Qwen3 8B
+    step(torch.float16, 28, 4, 128, 64, norm=False)  # Qwen2.5 7B
+    step(torch.float32, 32, 8, 128, 128, norm=False)  # the most shared memory
+    step(torch.bfloat16, 9, 3, 64, 128, norm=False)  # SmolLM2 135M
+
+
+if __name__ == "__main__":
+    main()
