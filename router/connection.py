@@ -8,8 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -20,6 +19,7 @@ import grpc.aio
 import rpc
 from router.breaker import Breaker
 from router.cache_sequence import CacheSequence, Verdict
+from router.outgoing import Outgoing
 from router.policy import DecodeLoad, PrefillWork
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 5.0
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
-MAX_UNSENT_BYTES = 8 << 20
 
 
 class State(StrEnum):
@@ -123,7 +122,7 @@ class WorkerConnection:
         self._router_id = router_id
         self._observer = observer
         self._attempts: dict[bytes, _Attempt] = {}
-        self._outgoing: _Outgoing | None = None
+        self._outgoing: Outgoing | None = None
         self._cache = CacheSequence()
         self._stub: WorkerStub | None = None
         self._task = asyncio.create_task(self._run(), name=f"worker {address}")
@@ -289,7 +288,7 @@ class WorkerConnection:
             if self.description.role == pb.ROLE_DECODE:
                 self.decode_load = _decode_load(self.address, self.description)
             self._report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
-            self._outgoing, self._cache = _Outgoing(), CacheSequence()
+            self._outgoing, self._cache = Outgoing(), CacheSequence()
             self._outgoing.put(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
             self._call = stub.Attach(self._outgoing.messages())
             self._stub, self.reason = stub, ""
@@ -397,35 +396,3 @@ def _cancelled_from_outside() -> bool:
     """Tells the end of this task from that of a gRPC call, which raises the same."""
     task = asyncio.current_task()
     return task is None or bool(task.cancelling())
-
-
-class _Outgoing:
-    """Messages on their way to a worker, in order."""
-
-    def __init__(self) -> None:
-        self._queue: deque[pb.RouterMessage] = deque()
-        self._bytes = 0
-        self._closed = False
-        self._filled = asyncio.Event()
-
-    def put(self, message: pb.RouterMessage) -> bool:
-        """False: the worker has left too much unread."""
-        self._queue.append(message)
-        self._bytes += message.ByteSize()
-        self._filled.set()
-        return self._bytes <= MAX_UNSENT_BYTES
-
-    def close(self) -> None:
-        """The stream is over; gRPC waits for the last message, so it must not wait for ever."""
-        self._closed = True
-        self._queue.clear()
-        self._filled.set()
-
-    async def messages(self) -> AsyncIterator[pb.RouterMessage]:
-        while not self._closed:
-            await self._filled.wait()
-            self._filled.clear()
-            while self._queue:
-                message = self._queue.popleft()
-                self._bytes -= message.ByteSize()
-                yield message
