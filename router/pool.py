@@ -71,6 +71,7 @@ class WorkerPool:
         self._rng = random.Random()
         self._arrivals = itertools.count()
         self._connections: dict[str, WorkerConnection] = {}
+        self._serving: set[WorkerConnection] = set()  # that are given work
         self._retired: set[WorkerConnection] = set()  # off the list, but not yet empty
         self._members = Members(policy)
         self._capacity: int | None = None
@@ -179,7 +180,7 @@ class WorkerPool:
                 raise Refused(f"its KV layout is not that of {other}")
 
     def membership_changed(self, connection: WorkerConnection) -> None:
-        self._members.membership_changed(connection, serves=connection.ready)
+        self._serve(connection, connection.ready)
         described = (c.description for c in self._connections.values())
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._capacity = min(sizes, default=None)
@@ -218,10 +219,15 @@ class WorkerPool:
         """Tells who of a role is given work: whose breaker is closed. Where all are open it is not the
         workers, or there is nothing to lose: all of them."""
         ready, now = self.ready(role), time.monotonic()
-        admitted = [c for c in ready if c.breaker.admits(now)] or ready
+        admitted = {c for c in ready if c.breaker.admits(now)} or set(ready)
         for connection in ready:
-            self._members.membership_changed(connection, serves=connection in admitted)
+            if (connection in admitted) is not (connection in self._serving):
+                self._serve(connection, connection in admitted)
         self._offer_room()
+
+    def _serve(self, connection: WorkerConnection, serves: bool) -> None:
+        (self._serving.add if serves else self._serving.discard)(connection)
+        self._members.membership_changed(connection, serves=serves)
 
     def _usable(self, role: "pb.Role") -> list[WorkerConnection]:
         """Those that may be given work. Where every breaker of a role is open it is not the workers, or there
