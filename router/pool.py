@@ -229,12 +229,6 @@ class WorkerPool:
         (self._serving.add if serves else self._serving.discard)(connection)
         self._members.membership_changed(connection, serves=serves)
 
-    def _usable(self, role: "pb.Role") -> list[WorkerConnection]:
-        """Those that may be given work. Where every breaker of a role is open it is not the workers, or there
-        is nothing to lose: all of them."""
-        ready, now = self.ready(role), time.monotonic()
-        return [c for c in ready if c.breaker.admits(now)] or ready
-
     def _offer_room(self) -> None:
         # An offer submits, which changes loads, which ends here again.
         if not self._offering:
