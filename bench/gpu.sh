@@ -3,9 +3,9 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine kv overlap (default: all, in this order), sweep. DIR of --wheels holds the Python packages that the machine
-# lacks. One GPU or two: with two, prefill has the first and decode the second. A step that fails does not
-# stop the others; the exit status says how many did.
+# STEP: tests kernels engine kv overlap disagg (default: all, in this order; disagg where there are two GPUs),
+# sweep. DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has
+# the first and decode the second. A step that fails does not stop the others; the exit status says how many did.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 wheels= out=gpu-results steps=()
@@ -17,7 +17,10 @@ while (($#)); do
         *) steps+=("$1"); shift ;;
     esac
 done
-((${#steps[@]})) || steps=(tests kernels engine kv overlap)
+if ! ((${#steps[@]})); then
+    steps=(tests kernels engine kv overlap)
+    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg)
+fi
 mkdir -p "$out"
 if [[ $wheels ]]; then
     site=$(mktemp -d)
@@ -36,6 +39,7 @@ sweep() { python3 -m bench.kernels --device cuda --sweep --json "$out/sweep.json
 engine() { python3 -m bench.engine --device cuda --json "$out/engine.json"; }
 kv() { python3 -m bench.kv --json "$out/kv.json"; }
 overlap() { python3 -m bench.overlap --device cuda --batch 32 --batch 64 --json "$out/overlap.json"; }
+disagg() { python3 -m bench.disagg --device cuda --json "$out/disagg.json"; }
 
 failed=0
 for step in "${steps[@]}"; do

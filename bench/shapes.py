@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -32,9 +36,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_shape(name: str, directory: Path) -> Path:
-    """Makes `directory`/`name`, which `--model` accepts with `--load-format dummy`."""
+def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
+    """Makes `directory`/`name`, which `--model` accepts with `--load-format dummy`.
+
+    With `tokenizer` a router can serve it: every id is one word of its own.
+    """
     where = directory / name
     where.mkdir(parents=True, exist_ok=True)
     (where / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    if tokenizer:
+        words = {f"w{i}": i for i in range(SHAPES[name]["vocab_size"])}
+        made = Tokenizer(WordLevel(words, unk_token="w0"))
+        made.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
+        made.save(str(where / "tokenizer.json"))
     return where
