@@ -27,6 +27,7 @@ from typing import Any
 
 import bench.contract as contract
 from bench.contract import EXIT_CANNOT_MEASURE, Report, Row
+from bench.load.session import INVALID as EXIT_INVALID
 from bench.roles import Roles
 from bench.shapes import write_shape
 
@@ -74,14 +75,21 @@ def deployments(roles: Roles, args: argparse.Namespace, directory: Path) -> dict
 
 
 def run_load(url: str, load: Load, directory: Path, *how: str) -> dict[str, float]:
-    """One run of `baton bench`, in a process of its own. Returns value by row name."""
+    """One run of `baton bench`, in a process of its own. Returns value by row name.
+
+    A run whose client was too slow is told to the reader, not dropped: on few cores all of them are.
+    """
     out = directory / "load.json"
     command = [
         sys.executable, "-m", "cluster.cli", "bench", "run", "--url", url, "--json", str(out), *how,
         "--input-len", str(load.input_len), "--output-len", str(load.output_len),
         "--duration", str(load.duration),
     ]  # fmt: skip
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+    if code not in (0, EXIT_INVALID):
+        raise RuntimeError(f"{' '.join(command)}: exit code {code}")
+    if code == EXIT_INVALID:
+        print(f"bench.disagg: {' '.join(how)} on {url}: the client could not keep up", file=sys.stderr)
     return {row["name"]: row["value"] for row in json.loads(out.read_text())["results"]}
 
 

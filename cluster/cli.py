@@ -139,6 +139,25 @@ def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> 
     return run(endpoint, output)
 
 
+@command(
+    CLIENTS,
+    "baton doctor",
+    "baton doctor --cluster --url http://10.0.0.5:8000",
+    "baton doctor --listen 7100 --host 0.0.0.0   # on one node, then on the other:",
+    "baton doctor --peer 10.0.0.5:7100 --kv-lanes 8",
+)
+def doctor(
+    doctor: options.DoctorOptions, endpoint: options.EndpointOptions, output: options.StatusOptions
+) -> int:
+    """Find out what is wrong, and what to do: on this machine, between two, or in a running cluster.
+
+    The exit code is 1 when something does not work; a warning alone is no error.
+    """
+    from cluster.doctor.command import run
+
+    return run(doctor, endpoint, output)
+
+
 @command(CLIENTS, "baton chat", 'baton chat "Name three rivers." --max-tokens 60')
 def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
     """Chat in the terminal, or ask one question. Shows the time to the first token, and tokens per second.

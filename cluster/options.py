@@ -492,6 +492,29 @@ class StatusOptions:
 
 
 @dataclass(frozen=True)
+class DoctorOptions:
+    """What `baton doctor` looks at: this machine, unless told otherwise."""
+
+    panel: ClassVar[str] = "Checks"
+    cluster: Annotated[bool, opt("Look at a running cluster, through its router at --url.")] = False
+    listen: Annotated[
+        int | None, opt("Measure the network: wait here for one --peer.", "PORT", shown="no", **PORT)
+    ] = None
+    peer: Annotated[
+        str | None, opt("Measure it from here, to a node that does.", "HOST:PORT", shown="no")
+    ] = None
+    host: Annotated[str, opt("Address of --listen and --check-port.", "ADDRESS")] = "127.0.0.1"
+    check_port: Annotated[list[int], opt("A port that a role is to have; repeat it.", "PORT")] = field(
+        default_factory=list
+    )
+    kv_lanes: Annotated[int, opt("TCP connections at once.", "N", check=between(1, 64))] = 4
+    model: Annotated[str | None, opt("Model that is to be served.", "MODEL", shown="the embedded one")] = None
+    cluster_secret_file: Annotated[
+        Path | None, opt("Secret of the cluster.", shown="BATON_CLUSTER_SECRET", **OLD_FILE)
+    ] = None
+
+
+@dataclass(frozen=True)
 class ChatOptions:
     panel: ClassVar[str] = "Chat"
     message: Annotated[

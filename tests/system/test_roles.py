@@ -82,4 +82,8 @@ def test_prefill_decode_and_router_started_by_hand_without_ray(machine: Machine)
         )
         with urllib.request.urlopen(request, timeout=60) as response:
             assert "Paris" in json.load(response)["choices"][0]["text"]
+        doctor = machine.baton("doctor", "--cluster", "--url", router["url"])
+        assert doctor.returncode == 0, doctor.stdout
+        assert "3 tokens in" in doctor.stdout
+        assert "model_fingerprint: the same at all" in doctor.stdout
     machine.assert_no_trace()

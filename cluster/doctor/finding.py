@@ -1,0 +1,44 @@
+"""One thing that was looked at, and what there is to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["good", "note", "warning", "bad"]
+"""`note` tells something; a `warning` costs speed or safety; `bad`: it does not work."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`remedy` is there exactly where something is to be done."""
+
+    check: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        assert bool(self.remedy) == (self.level in ("warning", "bad")), f"{self.check}: remedy and level"
+
+
+def good(check: str, found: str) -> Finding:
+    return Finding(check, "good", found)
+
+
+def note(check: str, found: str) -> Finding:
+    return Finding(check, "note", found)
+
+
+def warning(check: str, found: str, remedy: str) -> Finding:
+    return Finding(check, "warning", found, remedy)
+
+
+def bad(check: str, found: str, remedy: str) -> Finding:
+    return Finding(check, "bad", found, remedy)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """1 when something does not work, else 0: a warning is no reason to stop a deployment."""
+    return int(any(finding.level == "bad" for finding in findings))

@@ -1,0 +1,143 @@
+"""Between two nodes: `baton doctor --listen PORT` on one, `baton doctor --peer HOST:PORT` on the other.
+
+As many TCP connections as there are lanes, from the peer to the listener; each proves with an HMAC of the
+other's nonce that it knows the cluster secret before a byte counts. What is measured is sockets alone: KV
+lanes add checksums and copies (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from cluster.doctor.finding import Finding, bad, good, warning
+from cluster.options import DoctorOptions
+
+NONCE = MAC = 32
+PIECE = 1 << 20
+SECONDS = 3.0
+MIN_GBIT = 8.0
+TIMEOUT_S = 10.0
+
+
+class Stranger(Exception):
+    """The other end does not know this cluster's secret."""
+
+
+def listen(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
+    """Receives from one peer, then ends."""
+    assert options.listen is not None
+    with socket.create_server((options.host, options.listen), backlog=options.kv_lanes) as server:
+        lanes = [server.accept()[0] for _ in range(options.kv_lanes)]
+    counts = [0] * len(lanes)
+
+    def receive(number: int) -> None:
+        lane, buffer = lanes[number], bytearray(PIECE)
+        while got := lane.recv_into(buffer):
+            counts[number] += got
+
+    try:
+        for lane in lanes:
+            _prove(lane, secret, b"listener", b"peer")
+        began = time.perf_counter()
+        _in_threads(receive, len(lanes))
+        took = time.perf_counter() - began
+    except (Stranger, OSError) as error:
+        yield bad("lanes", str(error), "Give both nodes the same secret and --kv-lanes.")
+        return
+    finally:
+        for lane in lanes:
+            lane.close()
+    yield _judged(sum(counts), took, len(lanes))
+
+
+def send(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
+    """Sends for some seconds to a listening doctor."""
+    assert options.peer is not None
+    host, _, port = options.peer.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"--peer {options.peer}: must be HOST:PORT")
+    lanes: list[socket.socket] = []
+    counts = [0] * options.kv_lanes
+    try:
+        for _ in range(options.kv_lanes):
+            lanes.append(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
+        for lane in lanes:
+            _prove(lane, secret, b"peer", b"listener")
+        began = time.perf_counter()
+
+        def push(number: int) -> None:
+            piece = os.urandom(PIECE)
+            while time.perf_counter() < began + SECONDS:
+                lanes[number].sendall(piece)
+                counts[number] += PIECE
+            lanes[number].shutdown(socket.SHUT_WR)
+
+        _in_threads(push, len(lanes))
+        took = time.perf_counter() - began
+    except Stranger as error:
+        yield bad("lanes", str(error), "Give both nodes the same secret.")
+        return
+    except OSError as error:
+        yield bad(
+            "lanes", f"{options.peer}: {error}",
+            "Start `baton doctor --listen` there with the same --kv-lanes; look at firewalls between.",
+        )  # fmt: skip
+        return
+    finally:
+        for lane in lanes:
+            lane.close()
+    yield _judged(sum(counts), took, len(lanes))
+
+
+def _prove(lane: socket.socket, secret: bytes, me: bytes, other: bytes) -> None:
+    """Both ends do the same with the labels exchanged, so that no answer can be sent back as one's own."""
+    lane.settimeout(TIMEOUT_S)
+    mine = os.urandom(NONCE)
+    lane.sendall(mine)
+    theirs = _exactly(lane, NONCE)
+    lane.sendall(hmac.digest(secret, b"baton doctor " + me + theirs, "sha256"))
+    if not hmac.compare_digest(
+        _exactly(lane, MAC), hmac.digest(secret, b"baton doctor " + other + mine, "sha256")
+    ):
+        raise Stranger("the other node does not know this cluster's secret")
+
+
+def _exactly(lane: socket.socket, size: int) -> bytes:
+    got = lane.recv(size, socket.MSG_WAITALL)
+    if len(got) != size:
+        raise Stranger("the other node hung up: it has another secret, or is no doctor")
+    return got
+
+
+def _judged(size: int, seconds: float, lanes: int) -> Finding:
+    gbit = size * 8 / seconds / 1e9
+    found = f"{gbit:.1f} Gbit/s ({size / seconds / 1e9:.2f} GB/s) over {lanes} lanes"
+    if gbit < MIN_GBIT:
+        return warning(
+            "lanes", found, "Try more --kv-lanes; look at the cards' speed, MTU and net.core.*mem_max."
+        )
+    return good("lanes", found)
+
+
+def _in_threads(work: object, count: int) -> None:
+    assert callable(work)
+    errors: list[OSError] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

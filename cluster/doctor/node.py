@@ -1,0 +1,194 @@
+"""This machine: versions, GPUs, network cards, limits of the system, ports, the secret, the model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster import model
+from cluster.doctor.finding import Finding, bad, good, note, warning
+from cluster.options import DoctorOptions
+
+PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
+MIN_FILES = 8192
+"""Open files: a lane, a client and a gRPC stream are one each."""
+MIN_SOCKET_BUFFER = 4 << 20
+"""One slice of KV, in the kernel's buffers of each lane."""
+MIN_BACKLOG = 1024
+ENGINE_BYTES = 2 << 30
+"""Least memory worth starting a worker in."""
+
+
+def node(options: DoctorOptions, root: Path = Path("/")) -> Iterator[Finding]:
+    """All checks of this machine. `root`: where /proc and /sys are."""
+    yield from versions()
+    yield from gpus()
+    yield from memory(root)
+    yield from cards(root)
+    yield from limits(root)
+    yield from ports(options)
+    yield from secret(options)
+    yield from the_model(options)
+
+
+def versions() -> Iterator[Finding]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        if importlib.util.find_spec({"grpcio": "grpc", "pyzmq": "zmq"}.get(package, package)) is not None:
+            found[package] = importlib.metadata.version(package)
+    yield note("versions", ", ".join(f"{name} {version}" for name, version in found.items()))
+    if "torch" not in found:
+        yield bad("torch", "not installed", "pip install baton, or only run `baton router` here.")
+
+
+def gpus() -> Iterator[Finding]:
+    """By nvidia-smi, so that a machine without torch can be looked at; then whether torch can use them."""
+    listed = _nvidia_smi("--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader")
+    if listed is None:
+        yield note("GPU", "no NVIDIA driver: workers run on the CPU")
+        return
+    for number, line in enumerate(listed):
+        name, driver, total, used = (part.strip() for part in line.split(","))
+        yield good(f"GPU {number}", f"{name}, driver {driver}, {total}")
+        if int(used.split()[0]) > 1024:
+            yield warning(
+                f"GPU {number} memory", f"{used} in use already",
+                "Stop what uses it, or lower --gpu-memory-utilization.",
+            )  # fmt: skip
+    usable = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    count = usable.stdout.strip()
+    if count != str(len(listed)):
+        yield bad(
+            "torch and the GPUs", f"nvidia-smi shows {len(listed)}, torch {count or 'fails'}",
+            "Install a torch build for this driver, and look at CUDA_VISIBLE_DEVICES.",
+        )  # fmt: skip
+    if importlib.util.find_spec("triton") is None:
+        yield bad("triton", "not installed", "pip install 'baton[cuda]': the GPU kernels are written in it.")
+    if len(listed) > 1:
+        links = _nvidia_smi("nvlink", "--status") or []
+        active = sum("GB/s" in line for line in links)
+        yield good("NVLink", f"{active} links") if active else note("NVLink", "none between these GPUs")
+
+
+def memory(root: Path) -> Iterator[Finding]:
+    values = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    free = int(values["MemAvailable"].split()[0]) << 10
+    found = f"{free / 2**30:.1f} GiB free, {os.cpu_count()} cores"
+    if free < ENGINE_BYTES:
+        yield bad("memory", found, f"A worker needs at least {ENGINE_BYTES >> 30} GiB; stop something.")
+    else:
+        yield good("memory", found)
+
+
+def cards(root: Path) -> Iterator[Finding]:
+    for card in sorted((root / "sys/class/net").glob("*")):
+        if card.name == "lo" or _read(card / "operstate") != "up":
+            continue
+        speed = _read(card / "speed")
+        if speed is None or int(speed) <= 0:
+            yield note(f"network {card.name}", "speed unknown (virtual): measure it with --listen and --peer")
+        elif int(speed) < 10_000:
+            yield warning(
+                f"network {card.name}", f"{int(speed) / 1000:g} Gbit/s",
+                "KV of an 8B model is 0.125 MiB a token: use at least 10 Gbit/s between workers.",
+            )  # fmt: skip
+        else:
+            yield good(f"network {card.name}", f"{int(speed) / 1000:g} Gbit/s")
+    if devices := sorted(path.name for path in (root / "sys/class/infiniband").glob("*")):
+        yield good("RDMA", ", ".join(devices))
+    else:
+        yield note("RDMA", "no device: KV travels over TCP")
+
+
+def limits(root: Path) -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < MIN_FILES:
+        yield warning("open files", f"{files}", f"ulimit -n {MIN_FILES} (LimitNOFILE= in a systemd unit).")
+    else:
+        yield good("open files", f"{files}")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    unlimited = locked == resource.RLIM_INFINITY
+    yield note("locked memory", "unlimited" if unlimited else f"{locked >> 10} KiB (RDMA wants unlimited)")
+    for name, least in (
+        ("net/core/rmem_max", MIN_SOCKET_BUFFER),
+        ("net/core/wmem_max", MIN_SOCKET_BUFFER),
+        ("net/core/somaxconn", MIN_BACKLOG),
+    ):
+        value = _read(root / "proc/sys" / name)
+        key = name.replace("/", ".")
+        if value is None:
+            yield note(key, "not visible here (a container); look on the host")
+        elif int(value) < least:
+            yield warning(key, value, f"sysctl -w {key}={least}")
+        else:
+            yield good(key, value)
+
+
+def ports(options: DoctorOptions) -> Iterator[Finding]:
+    for port in options.check_port:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((options.host, port))
+            except OSError as error:
+                yield bad(
+                    f"port {port}", f"{options.host}: {error.strerror}",
+                    "Stop what listens there, or give another port.",
+                )  # fmt: skip
+            else:
+                yield good(f"port {port}", f"free on {options.host}")
+
+
+def secret(options: DoctorOptions) -> Iterator[Finding]:
+    from rpc import load_secret
+
+    path = options.cluster_secret_file
+    if path is None and "BATON_CLUSTER_SECRET" not in os.environ:
+        yield note("cluster secret", "none given: `baton serve` draws one; roles of their own need it")
+        return
+    try:
+        load_secret(path)
+    except ValueError as error:
+        yield bad("cluster secret", str(error), "Give the same one to every role: openssl rand -hex 32")
+        return
+    if path is not None and path.stat().st_mode & 0o077:
+        yield warning("cluster secret", f"{path} can be read by others", f"chmod 600 {path}")
+    else:
+        yield good("cluster secret", "there, and long enough")
+
+
+def the_model(options: DoctorOptions) -> Iterator[Finding]:
+    try:
+        found = model.resolve(options.model)
+    except ValueError as error:
+        yield bad("model", str(error), "Correct --model, or install what it names.")
+    else:
+        yield good("model", found.location)
+
+
+def _read(path: Path) -> str | None:
+    """None where the system does not say (a virtual card has no speed: EINVAL)."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _nvidia_smi(*arguments: str) -> list[str] | None:
+    """Its lines; None where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    out = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    return out.stdout.splitlines() if out.returncode == 0 else None

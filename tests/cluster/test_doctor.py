@@ -1,0 +1,208 @@
+"""`baton doctor`: what is wrong is found, and each finding says what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from cluster.doctor import network, node
+from cluster.doctor.finding import Finding, bad, exit_code, good, warning
+from cluster.doctor.running import running, workers
+from cluster.options import DoctorOptions, EndpointOptions
+
+SECRET = b"a secret for the doctor"
+
+
+def level(findings: Any, check: str) -> str:
+    [found] = [finding for finding in findings if finding.check == check]
+    return found.level
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A /proc and a /sys of a poor machine."""
+    (tmp_path / "proc/sys/net/core").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 4000000 kB\nMemAvailable:  1000000 kB\n")
+    (tmp_path / "proc/sys/net/core/rmem_max").write_text("212992\n")
+    (tmp_path / "proc/sys/net/core/somaxconn").write_text("4096\n")
+    for name, speed in (("eth0", "1000"), ("eth1", "100000"), ("tap0", "-1")):
+        card = tmp_path / "sys/class/net" / name
+        card.mkdir(parents=True)
+        (card / "operstate").write_text("up\n")
+        (card / "speed").write_text(speed + "\n")
+    return tmp_path
+
+
+def test_a_poor_machine(root: Path) -> None:
+    assert level(node.memory(root), "memory") == "bad"
+    cards = list(node.cards(root))
+    assert [level(cards, f"network {name}") for name in ("eth0", "eth1", "tap0")] == [
+        "warning",
+        "good",
+        "note",
+    ]
+    assert level(cards, "RDMA") == "note"
+    limits = list(node.limits(root))
+    assert level(limits, "net.core.rmem_max") == "warning"
+    assert level(limits, "net.core.wmem_max") == "note", "what a container hides is no fault"
+    assert level(limits, "net.core.somaxconn") == "good"
+
+
+def test_a_taken_port_and_a_free_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+        free.close()
+        found = list(node.ports(DoctorOptions(check_port=[taken.getsockname()[1], number])))
+    assert [finding.level for finding in found] == ["bad", "good"]
+
+
+def test_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATON_CLUSTER_SECRET", raising=False)
+    file = tmp_path / "secret"
+    for text, mode, expected in (
+        (b"short", 0o600, "bad"),
+        (SECRET, 0o644, "warning"),
+        (SECRET, 0o600, "good"),
+    ):
+        file.write_bytes(text)
+        file.chmod(mode)
+        found = list(node.secret(DoctorOptions(cluster_secret_file=file)))
+        assert [finding.level for finding in found] == [expected]
+        assert all(SECRET.decode() not in str(finding) for finding in found)
+    assert [finding.level for finding in node.secret(DoctorOptions())] == ["note"]
+
+
+def test_a_model_that_is_not_there() -> None:
+    [found] = node.the_model(DoctorOptions(model="/no/such/model"))
+    assert found.level == "bad"
+    assert "/no/such/model" in found.found
+
+
+def listening(secret: bytes, lanes: int = 2) -> tuple[threading.Thread, list[Finding], int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found: list[Finding] = []
+    options = DoctorOptions(listen=port, kv_lanes=lanes)
+    thread = threading.Thread(target=lambda: found.extend(network.listen(options, secret)))
+    thread.start()
+    return thread, found, port
+
+
+def sent(port: int, secret: bytes, lanes: int = 2) -> list[Finding]:
+    """Sends as soon as somebody listens there."""
+    while True:
+        found = list(network.send(DoctorOptions(peer=f"127.0.0.1:{port}", kv_lanes=lanes), secret))
+        if "refused" not in found[0].found:
+            return found
+
+
+def test_both_ends_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "SECONDS", 0.2)
+    thread, heard, port = listening(SECRET)
+    [there] = sent(port, SECRET)
+    thread.join(10)
+    [here] = heard
+    assert here.check == there.check == "lanes"
+    assert "over 2 lanes" in here.found
+    assert here.level in ("good", "warning")
+
+
+def test_a_stranger_is_told_apart_at_both_ends() -> None:
+    thread, heard, port = listening(SECRET, lanes=1)
+    [there] = sent(port, b"quite another secret", lanes=1)
+    thread.join(10)
+    assert [there.level, heard[0].level] == ["bad", "bad"]
+    assert "secret" in there.found + there.remedy
+
+
+WORKER = {
+    "state": "ready",
+    "description": {"model_fingerprint": "m1", "layout_fingerprint": "l1", "dtype": "float32"},
+    "status": {"blocks_total": 100, "blocks_free": 90},
+}
+
+
+def worker(role: str, index: int, **changes: Any) -> dict[str, Any]:
+    return {"role": role, "index": index, **WORKER, **changes}
+
+
+def test_workers_that_fit() -> None:
+    assert {f.level for f in workers([worker("prefill", 0), worker("decode", 0)])} == {"good"}
+
+
+@pytest.mark.parametrize(
+    ("second", "check"),
+    [
+        (worker("decode", 0, state="unreachable", reason="refused"), "decode workers"),
+        (
+            worker("decode", 0, description=WORKER["description"] | {"model_fingerprint": "m2"}),  # type: ignore[operator]
+            "model_fingerprint",
+        ),
+    ],
+)
+def test_workers_that_do_not(second: dict[str, Any], check: str) -> None:
+    assert level(workers([worker("prefill", 0), second]), check) == "bad"
+
+
+def test_a_decode_pool_that_is_nearly_full() -> None:
+    full = worker("decode", 3, status={"blocks_total": 100, "blocks_free": 2})
+    assert level(workers([worker("prefill", 0), full]), "decode 3") == "warning"
+
+
+async def test_nobody_at_the_url() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    found = [finding async for finding in running(EndpointOptions(url=url))]
+    assert [(f.check, f.level) for f in found] == [("router", "bad")]
+
+
+async def test_a_request_that_comes_back_short() -> None:
+    async def status(_: web.Request) -> web.Response:
+        return web.json_response({"workers": [worker("prefill", 0), worker("decode", 0)]})
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async def completions(_: web.Request) -> web.Response:
+        return web.json_response({"usage": {"completion_tokens": 1}})
+
+    front = web.Application()
+    front.add_routes(
+        [web.get("/status", status), web.get("/v1/models", models), web.post("/v1/completions", completions)]
+    )
+    runner = web.AppRunner(front)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = runner.addresses[0][1]
+        found = [f async for f in running(EndpointOptions(url=f"http://127.0.0.1:{port}"))]
+    finally:
+        await runner.cleanup()
+    assert level(found, "a request") == "bad"
+
+
+def test_the_command_as_json_and_its_exit_code() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["doctor", "--json", "--check-port", port])
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.output)
+    assert {f["check"] for f in found} >= {"versions", "memory", "model", f"port {port}"}
+    assert all(bool(f["remedy"]) == (f["level"] in ("warning", "bad")) for f in found)
+
+
+def test_only_what_does_not_work_makes_the_exit_code() -> None:
+    assert exit_code([good("a", "b"), warning("c", "d", "e")]) == 0
+    assert exit_code([good("a", "b"), bad("c", "d", "e")]) == 1
