@@ -207,6 +207,8 @@ class Supervisor:
 
     async def _follow(self, member: _Member) -> None:
         while member.state.phase != "stopped":
+            if not member.state.token and (self._stopping or member.leaving):
+                return  # its actor was lost, and its process with it
             try:
                 if not member.state.token:
                     await member.handle.start()
