@@ -190,6 +190,7 @@ def test_one_of_each_over_two_raylets(machine: Machine, raylets: Raylets) -> Non
     joined = Joined(machine, raylets, 1, 1, "--decode-nodes", "side=far")
     nodes = joined.nodes()
     assert other.startswith(nodes["decode 0"]), "its label says where"
+    assert not other.startswith(nodes["router 0"]), "the router is where the command was"
     again = machine.baton("serve", *joined.flags, "--port", str(free_port()))
     assert again.returncode == 2
     assert "baton stop" in again.stderr
