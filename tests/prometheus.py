@@ -71,13 +71,13 @@ class Prometheus:
         self._process.terminate()
         self._process.wait(30)
 
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], what: str, why_not: Callable[[], str] = lambda: ""
+    ) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not condition():
             assert self._process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, (
-                f"{what}: not in {START_SECONDS} s\n{self._log.read_text()[-4000:]}"
-            )
+            assert time.monotonic() < deadline, f"{what}: {why_not() or self._log.read_text()[-4000:]}"
             time.sleep(0.1)
 
     def values(self, query: str) -> list[float]:

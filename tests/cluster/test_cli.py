@@ -171,6 +171,17 @@ def test_what_serve_passes_on_is_what_a_role_understands(
     assert Path(given.model.model).is_file()
 
 
+def test_opentelemetrys_own_variable_counts_where_the_flag_is_not_given(
+    served: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4317")
+    baton("serve", "--device", "cpu")
+    baton("serve", "--device", "cpu", "--otlp-endpoint", "http://flag:4317")
+    for plan, endpoint in zip(served, ("http://env:4317", "http://flag:4317"), strict=True):
+        for role in plan.roles():
+            assert role.args[role.args.index("--otlp-endpoint") + 1] == endpoint
+
+
 def test_engines_share_the_cores(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     baton("serve", "--device", "cpu", "--prefill", "1", "--decode", "2")

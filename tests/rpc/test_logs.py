@@ -1,0 +1,54 @@
+"""One line a record, for people or for machines, that says whose it is and what it is about."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rpc.logs import Format, Level, log_config
+
+SPEAKER = {"role": "prefill", "index": 3, "process": "engine", "incarnation": "00ff"}
+
+
+def written(style: Format, level: Level) -> list[str]:
+    """By a process of its own: logging is global."""
+    script = f"""
+import logging.config, json
+logging.config.dictConfig(json.loads({json.dumps(log_config(style, level, SPEAKER))!r}))
+for name in ("router.generation", "baton.kv", "aiohttp.server"):
+    for number in (logging.DEBUG, logging.INFO, logging.WARNING):
+        logging.getLogger(name).log(number, "of %s", name, extra={{"request_id": "mine"}})
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("worker.service").exception("it broke")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stderr.splitlines()
+
+
+def test_json_has_a_field_for_everything() -> None:
+    *records, broke = [json.loads(line) for line in written("json", "info")]
+    assert [(r["logger"], r["level"]) for r in records] == [
+        (name, level)
+        for name in ("router.generation", "baton.kv", "aiohttp.server")
+        for level in ("INFO", "WARNING")
+    ]
+    for record in records:
+        assert (
+            record.items() >= {**SPEAKER, "request_id": "mine", "message": f"of {record['logger']}"}.items()
+        )
+        assert record["time"].endswith("+00:00")
+    assert broke["message"] == "it broke"
+    assert "ZeroDivisionError" in broke["exc_info"], "in the same line"
+
+
+@pytest.mark.parametrize(("level", "count"), [("debug", 8), ("info", 6), ("warning", 3), ("error", 0)])
+def test_text_from_a_level_on(level: Level, count: int) -> None:
+    """Libraries are never shown in debug detail."""
+    lines = [line for line in written("text", level) if " of " in line]
+    assert len(lines) == count
+    assert all(" prefill 3 engine: " in line for line in lines)

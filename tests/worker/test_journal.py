@@ -1,0 +1,123 @@
+"""What a worker tells traces and logs about its attempts, from the messages of its engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine import EngineConfig
+from kv_transfer import InjectStats
+from tests.cluster_helpers import request, sampling
+from tests.otlp import Receiver, Span
+from worker import messages, validation
+from worker.config import Role, WorkerConfig
+from worker.journal import Journal
+from worker.messages import Code
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    made = Receiver()
+    yield made
+    made.close()
+
+
+class Worker:
+    """A journal, and one request that it is told about."""
+
+    def __init__(self, role: Role, receiver: Receiver) -> None:
+        config = WorkerConfig(
+            role=role, index=2, engine=EngineConfig(model="none"), secret=b"s" * 16,
+            otlp_endpoint=receiver.endpoint,
+        )  # fmt: skip
+        self.journal = Journal(config, 7)
+        self.attempt, self.trace_id, self.parent = os.urandom(16), os.urandom(16).hex(), os.urandom(8).hex()
+        self.receiver = receiver
+
+    def submit(self, stream: int = 1) -> None:
+        asked = request([1] * 10, sampling(), [2])
+        asked.name, asked.traceparent = "mine", f"00-{self.trace_id}-{self.parent}-01"
+        work = validation.work(asked, validation.Limits(100, 100))
+        source = messages.Source(b"", "", 0)
+        self.journal.sent(
+            messages.Prefill(stream, self.attempt, work, handover=True)
+            if self.journal._only_prefills
+            else messages.Decode(stream, self.attempt, work, source)
+        )
+
+    def spans(self, count: int) -> dict[str, Span]:
+        self.journal.close()
+        return {span.name: span for span in self.receiver.trace(self.trace_id, count)}
+
+
+def test_a_prefill(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "worker")
+    worker, now = Worker("prefill", receiver), time.monotonic()
+    worker.submit()
+    worker.journal.prefilled(messages.Prefilled(worker.attempt, now, now + 1, now + 3, 11, 4))
+    spans = worker.spans(2)
+    queue, prefill = spans["queue"], spans["prefill"]
+    assert {span.parent for span in spans.values()} == {worker.parent}
+    assert {span.process for span in spans.values()} == {"baton-prefill 2"}
+    assert prefill.end - prefill.start == pytest.approx(2e9, abs=1e6)
+    assert queue.end == pytest.approx(prefill.start, abs=1e6)
+    assert prefill.attributes["gen_ai.usage.prompt_tokens"] == 11
+    assert prefill.attributes["baton.cached_tokens"] == 4
+    assert prefill.attributes["gen_ai.request.id"] == "mine"
+    told = [(record.request_id, record.attempt_id) for record in caplog.records]  # pyrefly: ignore[missing-attribute]
+    assert told == [("mine", worker.attempt.hex())] * 2
+    assert "prefilled 11 tokens, 4 of them cached, in 2.0000 s after 1.0000 s" in caplog.text
+
+
+def test_a_decode(receiver: Receiver) -> None:
+    worker, now = Worker("decode", receiver), time.monotonic()
+    worker.submit()
+    stats = InjectStats(1000, 3, now, now + 1, now + 3, now + 2, now + 3, now + 4)
+    worker.journal.injected(messages.Injected(worker.attempt, stats))
+    worker.journal.decoded(messages.Decoded(worker.attempt, now + 4, now + 9, 6))
+    spans = worker.spans(3)
+    seconds = {name: (span.end - span.start) / 1e9 for name, span in spans.items()}
+    assert seconds == pytest.approx({"transfer": 2.0, "injection": 2.0, "decode": 5.0}, abs=1e-3)
+    assert spans["transfer"].attributes["baton.kv.bytes"] == 1000
+    assert spans["decode"].attributes["gen_ai.usage.completion_tokens"] == 6
+    assert worker.journal._known == {}
+
+
+def test_a_prompt_that_decode_computes_itself(receiver: Receiver) -> None:
+    worker, now = Worker("decode", receiver), time.monotonic()
+    worker.submit()
+    worker.journal.prefilled(messages.Prefilled(worker.attempt, now, now + 1, now + 2, 11, 0))
+    worker.journal.decoded(messages.Decoded(worker.attempt, now + 2, now + 3, 6))
+    assert worker.spans(3).keys() == {"queue", "prefill", "decode"}
+
+
+def test_every_end_is_an_end(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is kept of an attempt that is over, and only failures are told above debug."""
+    caplog.set_level(logging.INFO, "worker")
+    worker, now = Worker("decode", receiver), time.monotonic()
+    journal, attempt = worker.journal, worker.attempt
+    worker.submit(stream=1)
+    journal.sent(messages.Cancel(2, attempt))  # of another router
+    journal.failed(messages.Failed(1, attempt, Code.KV_FAILED, "lost"))  # it keeps its reservation
+    assert len(journal._known) == 1
+    journal.sent(messages.Cancel(1, attempt))
+    assert journal._known == {}
+    worker.submit(stream=1)
+    journal.sent(messages.CancelStream(1))
+    assert journal._known == {}
+    worker.submit()
+    journal.failed(messages.Failed(1, attempt, Code.NO_ROOM, "full"))
+    assert journal._known == {}
+    worker.submit()
+    journal.failed(messages.Failed(1, attempt, Code.ENGINE, "not finite"))
+    journal.decoded(messages.Decoded(attempt, now, now, 1))  # crossed its end
+    assert journal._known == {}
+    journal.close()
+    assert [record.getMessage() for record in caplog.records if record.name == "worker.journal"] == [
+        f"request mine, attempt {attempt.hex()}: kv_failed: lost",
+        f"request mine, attempt {attempt.hex()}: engine: not finite",
+    ]
