@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from engine.grammar import TokenMask
 from engine.live_request import LiveRequest
@@ -38,7 +39,7 @@ def sample(
     finite = logits.isfinite().all(dim=-1)
     adjusted = _penalised(_biased(logits, requests, eos_ids), requests)
     if mask is not None:
-        adjusted = _masked(adjusted, logits, mask)
+        adjusted = _masked(adjusted, logits, mask, requests)
     tokens = adjusted.argmax(dim=-1)
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
     if drawn:
@@ -128,14 +129,20 @@ def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
     return logits
 
 
-def _masked(adjusted: Tensor, logits: Tensor, mask: TokenMask) -> Tensor:
+def _masked(adjusted: Tensor, logits: Tensor, mask: TokenMask, requests: Sequence[LiveRequest]) -> Tensor:
     """Only what grammars allow; where min_tokens forbids all of it, the grammar has the last word."""
-    bits = mask.bits.to(logits.device)[:, :, None] >> torch.arange(32, device=logits.device)
-    forbidden = (bits & 1).flatten(1)[:, : logits.shape[1]] == 0
-    chosen = adjusted[mask.rows].masked_fill(forbidden, -torch.inf)
-    nothing = (chosen == -torch.inf).all(dim=-1, keepdim=True)
+    # By a table, eight bits at a time: on a CPU several times as fast as shifts and fills.
+    device = logits.device
+    is_set = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    table = torch.zeros((256, 8), device=device).masked_fill_(is_set == 0, -torch.inf)
+    octets = mask.bits.view(torch.uint8).to(device).int()
+    barred = embedding(octets, table).flatten(1)[:, : logits.shape[1]]  # [rows, vocabulary]: 0 or -inf
+    chosen = adjusted[mask.rows] + barred
+    if any(requests[row].num_generated < requests[row].request.sampling.min_tokens for row in mask.rows):
+        nothing = chosen.amax(dim=-1, keepdim=True) == -torch.inf
+        chosen = torch.where(nothing, logits[mask.rows] + barred, chosen)
     adjusted = adjusted.clone()
-    adjusted[mask.rows] = torch.where(nothing, logits[mask.rows].masked_fill(forbidden, -torch.inf), chosen)
+    adjusted[mask.rows] = chosen
     return adjusted
 
 
