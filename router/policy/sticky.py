@@ -5,16 +5,18 @@
    mean. So sessions, and with them cache space, spread evenly; new ones avoid the busy; a hot one overflows
    to its neighbours on the ring, which are others for each session: many routers with the same old loads do
    not all run to the same worker.
-2. The home is left only for a worker that has more of the prefix cached, and only where that costs less time:
+2. The home is left only for a worker that has most of the prefix cached, and only where that costs less time:
 
        cost = wait + RECOMPUTE × uncached tokens / speed        (seconds)
 
-   That keeps a session where it overflowed to, and brings requests of any session to a long document that one
-   worker has. `RECOMPUTE` above 1 counts what the request itself does not feel: tokens computed twice delay
-   those who come after, and their KV, held twice, takes the place of somebody else's.
-3. What more than `HOLDERS` workers have (a system prompt) is no reason to leave: it is popular enough to be
-   computed at home once. If whole sessions were led by it to those who have it already, their caches would
-   overflow while others idle: `bench.routing_sim` with 64 workers finds 71 % instead of 85 %.
+   That keeps a session where it overflowed to, and brings requests of any session to a long document that is
+   cached elsewhere. `RECOMPUTE` above 1 counts what the request itself does not feel: tokens computed twice
+   delay those who come after, and their KV, held twice, takes the place of somebody else's.
+3. The more workers have a prefix, and the shorter it is, the less reason it is to leave: `COPY_TOKENS` for
+   each of them must be saved, unless there is but one. A system prompt is soon computed at home too. If whole
+   sessions were led by it to those who have it already, their caches would overflow while others idle:
+   `bench.routing_sim` with 64 workers finds 71 % instead of 87 %. A document of thousands of tokens stays on
+   few.
 """
 
 import numpy as np
@@ -23,7 +25,7 @@ from router.policy.prefill import PrefillRequest, PrefillSnapshot
 
 BOUND = 1.25
 RECOMPUTE = 1.5
-HOLDERS = 2
+COPY_TOKENS = 512
 
 
 def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
@@ -32,13 +34,12 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     bound = BOUND * float(np.add.reduce(wait if len(rows) == len(wait) else wait[rows])) / len(rows)
     # Some worker is within the mean.
     home = next(row for row in snapshot.ring.walk(request.key) if wait[row] <= bound)
-    if cached[home] == snapshot.most_cached:
+    saved = snapshot.most_cached - cached[home]
+    if not saved:
         return home
-    more = np.flatnonzero(cached > cached[home])
-    if len(more) > HOLDERS:
-        more = np.flatnonzero(cached == snapshot.most_cached)
-        if len(more) > HOLDERS:
-            return home
+    more = np.flatnonzero(cached == snapshot.most_cached)
+    if len(more) > max(1, saved / COPY_TOKENS):
+        return home
     cost = wait[more] + RECOMPUTE * (request.tokens - cached[more]) / speed[more]
     best = int(cost.argmin())
     at_home = wait[home] + RECOMPUTE * (request.tokens - cached[home]) / speed[home]

@@ -120,17 +120,26 @@ def test_a_prefix_is_computed_again_where_waiting_for_it_costs_more():
     assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home
 
 
-def test_a_prefix_that_many_have_leads_nobody_away_from_home():
+def test_a_short_prefix_that_several_have_leads_nobody_away_from_home():
     loads, _ = loads_of(WORKERS)
     home = choose(loads, KEYS[0])
     others = [row for row in range(8) if row != home]
-    for row in others[:3]:
-        loads.index.add(row, PROMPT[:4])
+    for row in others[:2]:
+        loads.index.add(row, PROMPT[:8])
     assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home
     loads.index.add(others[1], PROMPT)
-    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == others[1], (
-        "one of them has the session itself"
-    )
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == others[1], "one has the session itself"
+
+
+def test_the_longer_a_prefix_the_more_may_have_it_before_it_is_copied():
+    loads, _ = loads_of(WORKERS)
+    home = choose(loads, KEYS[0])
+    document = list(range(3 * 512 // 64))
+    for row in [row for row in range(8) if row != home][:3]:
+        loads.index.add(row, document)
+        assert choose(loads, KEYS[0], chunks=document, tokens=1600) != home
+    loads.index.add(next(row for row in range(7, 0, -1) if row != home), document)
+    assert choose(loads, KEYS[0], chunks=document, tokens=1600) == home
 
 
 def test_workers_that_failed_are_taken_only_when_there_is_no_other():
