@@ -17,6 +17,7 @@ import typer
 from typer.models import OptionInfo
 
 if TYPE_CHECKING:
+    from router.keys import ApiKey
     from rpc import TlsFiles
 
 
@@ -163,6 +164,13 @@ class DrainOptions:
     drain_timeout: Annotated[float, opt("Running requests finish after SIGTERM.", "S")] = 60.0
 
 
+def _tls(prefix: str, *files: Path | None, mutual: bool = False) -> TlsFiles | None:
+    from rpc import TlsFiles
+
+    certfile, keyfile, ca_certs = (None if path is None else str(path) for path in files)
+    return TlsFiles.of(prefix, certfile, keyfile, ca_certs, mutual=mutual)
+
+
 @dataclass(frozen=True)
 class FrontOptions:
     """What clients see."""
@@ -226,6 +234,16 @@ class FrontOptions:
     routing_policy: Annotated[
         Literal["sticky", "round-robin"], opt("How a prefill worker is chosen.", "POLICY")
     ] = "sticky"
+
+    def tls(self) -> TlsFiles | None:
+        """Raises ValueError for files that are missing or cannot be used."""
+        return _tls("ssl", self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+
+    def keys(self) -> tuple[ApiKey, ...]:
+        """Raises ValueError naming what is wrong with one."""
+        from router import api_keys
+
+        return api_keys(self.api_key, None if self.api_key_file is None else str(self.api_key_file))
 
 
 class PoolSize(NamedTuple):
@@ -331,11 +349,9 @@ class SecretOptions:
 
     def tls(self) -> TlsFiles | None:
         """Raises ValueError for files that are missing or cannot be used."""
-        from rpc import TlsFiles
-
-        files = (self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs)
-        certfile, keyfile, ca_certs = (None if path is None else str(path) for path in files)
-        return TlsFiles.of("cluster", certfile, keyfile, ca_certs, mutual=True)
+        return _tls(
+            "cluster", self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs, mutual=True
+        )
 
 
 @dataclass(frozen=True)

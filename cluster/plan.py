@@ -76,7 +76,7 @@ class Plan:
         return self.model.served_model_name or model.resolve(self.model.model).name
 
     def roles(self) -> list[RoleSpec]:
-        """The workers, then the router. Raises ValueError for a model or a secret that cannot be used."""
+        """The workers, then the router. Raises ValueError for what cannot be used."""
         found = model.resolve(self.model.model)
         named = replace(
             self.model,
@@ -114,6 +114,8 @@ class Plan:
             )
             for index in range(size.least)
         ]
+        self.front.tls()
+        self.front.keys()
         several = self.front.router_processes > 1 or self.front.ssl_certfile is not None
         if several and self.front.admin_port is None:  # whoever watches it knows no certificates of clients
             front = replace(self.front, api_key=[], admin_port=0)

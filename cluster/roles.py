@@ -80,7 +80,6 @@ def _path(path: Path | None) -> str | None:
 def run_router(given: options.RouterRole) -> int:
     def start() -> int:
         import router
-        from rpc import TlsFiles
         from rpc.auth import load_secret
 
         members = given.membership
@@ -110,14 +109,9 @@ def run_router(given: options.RouterRole) -> int:
             control_fd=given.one_of_several.control_fd,
             chat_template=_path(given.front.chat_template),
             tool_call_parser=given.front.tool_call_parser,
-            tls=TlsFiles.of(
-                "ssl",
-                _path(given.front.ssl_certfile),
-                _path(given.front.ssl_keyfile),
-                _path(given.front.ssl_ca_certs),
-            ),
+            tls=given.front.tls(),
             cluster_tls=given.secret.tls(),
-            api_keys=router.api_keys(given.front.api_key, _path(given.front.api_key_file)),
+            api_keys=given.front.keys(),
             client_timeout=given.front.client_timeout,
             keep_alive=given.front.timeout_keep_alive,
             request_timeout=given.front.request_timeout,

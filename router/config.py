@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 
 from router.discovery import Discovery
-from router.keys import ApiKey, KeyRing
+from router.keys import ApiKey
 from router.policy import PREFILL_POLICIES
 from router.tools import FORMATS
 from rpc import TlsFiles, logs
@@ -112,7 +112,6 @@ class RouterConfig:
         require(
             "routing-policy", self.routing_policy in PREFILL_POLICIES, f"one of {names}", self.routing_policy
         )
-        KeyRing(self.api_keys)
         for address in self.workers:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:

@@ -52,7 +52,9 @@ ANYBODY = ApiKey("", b"")
 def api_keys(plain: Sequence[str], path: str | None) -> tuple[ApiKey, ...]:
     """Those given one by one, called 1, 2, …, and those of a key file. Raises ValueError."""
     given = tuple(ApiKey.of(str(number), key) for number, key in enumerate(plain, 1))
-    return given if path is None else given + read_key_file(path)
+    keys = given if path is None else given + read_key_file(path)
+    KeyRing(keys)
+    return keys
 
 
 def read_key_file(path: str) -> tuple[ApiKey, ...]:

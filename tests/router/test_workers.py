@@ -8,7 +8,6 @@ import pytest
 from bench.fake_worker import FakeWorker
 from router.config import RouterConfig
 from router.connection import State
-from router.keys import ANYBODY
 from router.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
@@ -96,7 +95,6 @@ async def test_a_restarted_worker_is_a_new_incarnation(cluster: Cluster):
         ({"worker_wait": -1}, "--worker-wait"),
         ({"workers": ("nowhere",)}, "--worker"),
         ({"workers": ("host:99999",)}, "--worker"),
-        ({"api_keys": (ANYBODY, ANYBODY)}, "--api-key"),
     ],
 )
 def test_configuration_errors_name_the_flag(wrong, named):

@@ -1,9 +1,12 @@
-"""`baton serve` looks at every port before it starts anything."""
+"""`baton serve` looks at every port, key and certificate before it starts anything."""
 
 import socket
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cluster.cli import app
 from cluster.options import FrontOptions
 from cluster.serve import check_ports
 
@@ -37,3 +40,17 @@ def test_one_port_for_two_things_is_refused() -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--port 0: cannot listen on 192\.0\.2\.1"):
         check_ports(FrontOptions(host="192.0.2.1", port=0))
+
+
+def test_keys_and_certificates_are_looked_at_first(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("[a]\nkey = 7")
+    runner = CliRunner()
+    for flags, said in (
+        (["--ssl-keyfile", str(broken)], "--ssl-certfile and --ssl-keyfile: some are missing"),
+        (["--cluster-ca-certs", str(broken)], "--cluster-certfile and --cluster-keyfile"),
+        (["--api-key-file", str(broken)], "[a] key must be a string"),
+    ):
+        result = runner.invoke(app, ["serve", "--port", "0", *flags])
+        assert result.exit_code == 2
+        assert said in result.output
