@@ -50,6 +50,7 @@ class Serving:
             )
 
     def __enter__(self) -> Serving:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the bench ends the cluster
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() - self.started > START_S:
                 self._stop()
