@@ -37,10 +37,10 @@ def overflow(tokens: int, prefill_seconds: float | None, offer: ChunkOffer) -> R
         prefill_seconds: until the first token from the best prefill worker; None: there is none.
         offer: of the decode worker that would take the request in any case.
     """
+    if prefill_seconds is None:
+        return "no_prefill"  # slowly is better than not at all
     if not offer.tokens:
         return None
-    if prefill_seconds is None:
-        return "no_prefill"
     steps = -(-(offer.waiting + tokens) // offer.tokens)
     here = steps * offer.seconds + offer.step_seconds
     there = prefill_seconds + HANDOVER_STEPS * offer.step_seconds

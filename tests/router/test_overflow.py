@@ -43,9 +43,9 @@ def test_whoever_has_the_second_token_first(
     assert decided(tokens, queue, waiting) == reason
 
 
-def test_without_a_prefill_worker_decode_does_it_if_it_can() -> None:
+def test_without_a_prefill_worker_decode_does_it() -> None:
     assert overflow(5000, None, OFFER) == "no_prefill"
-    assert overflow(5000, None, ChunkOffer(0, 0.015, 0.01)) is None
+    assert overflow(5000, None, ChunkOffer(0, 0.0, 0.0)) == "no_prefill", "also one that knows nothing yet"
 
 
 @given(st.integers(1, 10_000), st.integers(0, 200_000), st.integers(0, 5_000), st.integers(0, 5_000))
