@@ -160,7 +160,7 @@ class Engine:
             self._scheduler.computed(chunk)
         if not batch.sampled:
             return
-        mask, refused = self._grammars.allowed(batch.sampled)
+        mask, refused = self._grammars.allowed([(live.grammar, live.token_ids) for live in batch.sampled])
         logits = self._model.logits(hidden[batch.sampled_rows])
         choices = sample(logits, batch.sampled, self.model_config.eos_ids, mask)
         for row, (live, choice) in enumerate(zip(batch.sampled, choices, strict=True)):

@@ -14,7 +14,6 @@ Grammars compile without that lock, and a request that waits for its grammar kee
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -23,9 +22,6 @@ from torch import Tensor
 from engine.loader.tokenizer_json import tokenizer_json
 from engine.request import EngineRequest
 from engine.structured_output import LIMITS, StructuredOutput
-
-if TYPE_CHECKING:
-    from engine.live_request import LiveRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +83,19 @@ class Grammars:
         """Until a grammar that was being compiled is ready."""
         wait(list(self._compiling), seconds, FIRST_COMPLETED)
 
-    def allowed(self, requests: Sequence["LiveRequest"]) -> tuple[TokenMask | None, dict[int, str]]:
-        """What those of the requests that have a grammar may have next, and by row what is wrong with the
-        grammars that fail: such a row is masked by nothing that means anything."""
+    def allowed(
+        self, batch: Sequence[tuple[Grammar | None, list[int]]]
+    ) -> tuple[TokenMask | None, dict[int, str]]:
+        """What those requests of a batch that have a grammar may have after their tokens, and by row what is
+        wrong with the grammars that fail: such a row is masked by nothing that means anything."""
         failed: dict[int, str] = {}
         matchers: list[tuple[LLMatcher, int]] = []  # with the row of the mask
         rows: list[int] = []
-        for row, live in enumerate(requests):
-            if live.grammar is None:
+        for row, (grammar, token_ids) in enumerate(batch):
+            if grammar is None:
                 continue
             try:
-                matchers.append((live.grammar.after(live.token_ids), len(rows)))
+                matchers.append((grammar.after(token_ids), len(rows)))
                 rows.append(row)
             except ValueError as error:
                 failed[row] = str(error)
