@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 # What every process says of the same thing: the largest is shown.
-_ALIKE = {"baton:workers", "baton:router_start_time_seconds"}
+_ALIKE = {"baton:workers", "baton:workers_left_out", "baton:router_start_time_seconds"}
 # What belongs to one operating system process: shown for each, told apart by a label.
 _OWN = ("process_", "python_")
 _GROWING = ("counter", "histogram")

@@ -107,7 +107,16 @@ class Metrics:
         workers = self._family(
             Gauge, "baton:workers", "Workers on this router's list.", "worker_role", "state"
         )
+        left_out = self._family(
+            Gauge, "baton:workers_left_out", "Workers whose circuit breaker is open.", "worker_role"
+        )
         for role, name in ((pb.ROLE_PREFILL, "prefill"), (pb.ROLE_DECODE, "decode")):
+            left_out.labels(**self._labels, worker_role=name).set_function(
+                lambda role=role: sum(
+                    c.breaker.out_for(time.monotonic()) > 0 and c.description.role == role
+                    for c in pool.connections
+                )
+            )
             for state in State:
                 labelled = workers.labels(**self._labels, worker_role=name, state=str(state))
                 labelled.set_function(

@@ -6,6 +6,8 @@ HMAC of its method, the time and a nonce under the cluster secret (`rpc.auth`); 
 no secret. With `TlsFiles` both ends also show certificates of the cluster. `create_public_server` makes a
 server for clients, which know no secret.
 
+`rpc.logs` and `rpc.tracing` are how every process can be watched: one format of log lines, traces over OTLP.
+
 The stubs `*_pb2*` are written by `make proto` and checked in.
 """
 

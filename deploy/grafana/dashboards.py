@@ -123,6 +123,11 @@ ROUTER = [
     Panel("Time to first token", "s", quantiles("vllm:time_to_first_token_seconds", "router")),
     Panel("Requests", "reqps", rate("vllm:request_success_total", "router", "instance")),
     Panel(
+        "Workers left out", "short",
+        {"{{worker_role}}": f"max by (worker_role) ({select('baton:workers_left_out', 'router')})"},
+        "Their circuit breaker is open: they failed too often.",
+    ),
+    Panel(
         "Overflow", "reqps", rate("baton:overflow_total", "router", "reason"),
         "Requests whose prompt a decode worker computed.",
     ),
