@@ -15,10 +15,12 @@ LEAST = 8
 
 
 class ChunkLimit:
-    """`target`: seconds that a step with decodes may take; None: `GROWTH` times one without a prompt."""
+    """`target`: seconds that a step with decodes may take; None: `GROWTH` times one without a prompt. `most`:
+    tokens that any step takes."""
 
-    def __init__(self, target: float | None) -> None:
+    def __init__(self, target: float | None, most: int) -> None:
         self._target = target
+        self._most = most
         self._steps = self._step_seconds = 0.0  # that only decoded
         self._tokens = self._token_seconds = 0.0  # of prompts, and what they added
 
@@ -38,20 +40,23 @@ class ChunkLimit:
         return self._step_seconds / self._steps if self._steps else 0.0
 
     @property
-    def seconds(self) -> float:
-        """That a step with decodes may take; 0 while that is not known."""
-        return GROWTH * self.step_seconds if self._target is None else self._target
-
-    @property
     def fitting(self) -> int:
         """Prompt tokens that fit into a step with decodes. 0: too few to be worth it, or nothing is known."""
-        spare = self.seconds - self.step_seconds
+        step = self.step_seconds
+        spare = (GROWTH * step if self._target is None else self._target) - step
         if not self._steps or spare <= 0:
             return 0
         if not self._token_seconds:
-            return FIRST
-        tokens = int(spare * self._tokens / self._token_seconds)
+            return min(FIRST, self._most)
+        tokens = min(self._most, int(spare * self._tokens / self._token_seconds))
         return tokens if tokens >= LEAST else 0
+
+    @property
+    def seconds(self) -> float:
+        """That a step with so many is expected to take."""
+        if not self._token_seconds:
+            return GROWTH * self.step_seconds
+        return self.step_seconds + self.fitting * self._token_seconds / self._tokens
 
     @property
     def tokens(self) -> int:

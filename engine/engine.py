@@ -100,7 +100,7 @@ class Engine:
         )
         self._grammars = Grammars(checkpoint.source, self.model_config.vocab_size, self.model_config.eos_ids)
         self._meters = Meters()
-        self._chunk_limit = ChunkLimit(config.ttit_target)
+        self._chunk_limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens)
 
     # One step
 

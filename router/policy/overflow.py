@@ -41,9 +41,11 @@ def overflow(tokens: int, prefill_seconds: float | None, offer: ChunkOffer) -> R
         return "no_prefill"  # slowly is better than not at all
     if not offer.tokens:
         return None
-    steps = -(-(offer.waiting + tokens) // offer.tokens)
-    here = steps * offer.seconds + offer.step_seconds
+    full, rest = divmod(offer.waiting + tokens, offer.tokens)
+    here = full * offer.seconds + offer.step_seconds
+    if rest:
+        here += offer.step_seconds + rest / offer.tokens * max(0.0, offer.seconds - offer.step_seconds)
     there = prefill_seconds + HANDOVER_STEPS * offer.step_seconds
     if here >= there:
         return None
-    return "short" if steps == 1 else "saturated"
+    return "short" if offer.waiting + tokens <= offer.tokens else "saturated"

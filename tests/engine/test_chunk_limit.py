@@ -16,30 +16,37 @@ def fed(limit: ChunkLimit, steps: int = 30, step: float = STEP, token: float = T
 
 
 def test_nothing_is_known_before_the_first_decode() -> None:
-    limit = ChunkLimit(0.02)
+    limit = ChunkLimit(0.02, 2048)
     limit.record(0, 500, 0.05)
     assert (limit.fitting, limit.tokens) == (0, LEAST)
 
 
 def test_the_first_prompt_is_a_try() -> None:
-    limit = ChunkLimit(None)
+    limit = ChunkLimit(None, 2048)
     limit.record(1, 0, STEP)
     assert limit.fitting == FIRST
 
 
 @pytest.mark.parametrize(("target", "tokens"), [(0.015, 50), (0.030, 200), (None, 50)])
 def test_a_step_stays_within_its_target(target: float | None, tokens: int) -> None:
-    limit = fed(ChunkLimit(target))
+    limit = fed(ChunkLimit(target, 2048))
     assert limit.fitting == pytest.approx(tokens, abs=1)
-    assert STEP + limit.fitting * TOKEN <= limit.seconds + 1e-9
+    assert limit.seconds == pytest.approx(STEP + limit.fitting * TOKEN)
+    assert limit.seconds <= (target or 1.5 * STEP) + 1e-9
+
+
+def test_no_step_takes_more_than_any_step_may() -> None:
+    limit = fed(ChunkLimit(9.0, 300))
+    assert limit.fitting == 300
+    assert limit.seconds == pytest.approx(STEP + 300 * TOKEN), "what it takes, not what it may"
 
 
 def test_it_follows_what_changes() -> None:
-    limit = fed(ChunkLimit(0.030))
+    limit = fed(ChunkLimit(0.030, 2048))
     assert fed(limit, 99, step=0.020).fitting == pytest.approx(100, rel=0.1)
     assert fed(limit, 99, step=0.020, token=0.0004).fitting == pytest.approx(25, rel=0.1)
 
 
 def test_where_decodes_alone_take_as_long_nothing_fits_but_what_began_goes_on() -> None:
-    limit = fed(ChunkLimit(0.009))
+    limit = fed(ChunkLimit(0.009, 2048))
     assert (limit.fitting, limit.tokens) == (0, LEAST)
