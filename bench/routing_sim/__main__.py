@@ -86,9 +86,13 @@ def add_rows(report: Report, case: str, policy: str, outcome: Outcome) -> None:
     report.add(Row(f"{name}.decisions", outcome.decisions / outcome.deciding, "/s"))
 
 
-def add_bounds(report: Report, bound: float, sticky: Outcome, least_loaded: Outcome) -> None:
+def bound(outcome: Outcome) -> float:
+    return outcome.bound_tokens / outcome.tokens
+
+
+def add_bounds(report: Report, sticky: Outcome, least_loaded: Outcome) -> None:
     """The rows that a release is held to."""
-    report.add(Row("routing_sim.hits.bound", bound, "of prompt tokens"))
+    report.add(Row("routing_sim.hits.bound", bound(sticky), "of prompt tokens"))
     hits = sticky.hit_tokens / sticky.tokens
     report.add(Row("routing_sim.hits.sticky", hits, "of prompt tokens", goal=0.45, better="higher"))
     ours, theirs = (1e3 * contract.percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
@@ -126,11 +130,11 @@ def main() -> int:
     report = Report("routing_sim", {k: str(v) for k, v in vars(args).items() if k != "json"}, args.json)
     for case, trace, setting, names in cases(args):
         outcomes = {name: Simulation(trace, POLICIES[name], setting).run() for name in names}
-        report.add(Row(f"routing_sim.{case}.bound", trace.bound(setting.warm_up), "of prompt tokens"))
+        report.add(Row(f"routing_sim.{case}.bound", bound(outcomes["sticky"]), "of prompt tokens"))
         for name, outcome in outcomes.items():
             add_rows(report, case, name, outcome)
         if case == f"multi_turn.w{MAIN}":
-            add_bounds(report, trace.bound(setting.warm_up), outcomes["sticky"], outcomes["least_loaded"])
+            add_bounds(report, outcomes["sticky"], outcomes["least_loaded"])
     add_decode(report, args.short)
     report.finish()
     return 0

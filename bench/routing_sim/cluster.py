@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bench.routing_sim.trace import Session, Trace, Turn
+from bench.routing_sim.trace import Session, Trace, Turn, hit_tokens
 from bench.routing_sim.worker import Queued, SimWorker, Speed
 from router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
 from rpc import CHUNK_TOKENS
@@ -45,6 +45,9 @@ class Outcome:
     """Seconds."""
     tokens: int = 0
     hit_tokens: int = 0
+    bound_tokens: int = 0
+    """That one endless cache for all would have had, also of prompts still being computed: none finds
+    more."""
     busy: list[float] = field(default_factory=list)
     """Seconds that each worker computed."""
     fill: float = 0.0
@@ -100,6 +103,7 @@ class Simulation:
         self._left = trace.requests
         self._begins = int(trace.requests * (1 - setting.warm_up))  # measured: when so many are left
         self._outcome = Outcome()
+        self._asked_for: set[int] = set()
         self._busy_before: dict[SimWorker, float] = {}
 
     def run(self) -> Outcome:
@@ -165,10 +169,13 @@ class Simulation:
         router.loads.sent(row, work, self._now)
         measured = self._left <= self._begins
         if measured:
+            self._outcome.bound_tokens += hit_tokens(turn, self._asked_for)
             self._outcome.deciding += took
             self._outcome.decisions += 1
             self._outcome.turns += before is not None
             self._outcome.moved += before is not None and before is not worker
+
+        self._asked_for.update(turn.chunks)
 
         def finished(now: float, at: SimWorker, hit: int) -> None:
             if at in router.rows:

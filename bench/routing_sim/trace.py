@@ -58,24 +58,6 @@ class Trace:
     def requests(self) -> int:
         return sum(len(session.turns) for session in self.sessions)
 
-    def bound(self, warm_up: float = 0.0) -> float:
-        """Share of prompt tokens that one endless cache for all would have: no routing finds more.
-
-        Sessions one after the other, so also what overlaps in time is found. Of the requests a share of
-        `warm_up`, the first, is not counted.
-        """
-        seen: set[int] = set()
-        first = warm_up * self.requests
-        hits = tokens = number = 0
-        for session in self.sessions:
-            for turn in session.turns:
-                number += 1
-                if number > first:
-                    hits += hit_tokens(turn, seen)
-                    tokens += turn.tokens
-                seen.update(turn.chunks)
-        return hits / tokens
-
 
 def hit_tokens(turn: Turn, cached: Iterable[int]) -> int:
     """What a cache with these chunks (a container) saves; the last position is always computed."""

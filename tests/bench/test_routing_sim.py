@@ -49,10 +49,12 @@ def test_a_worker_computes_one_prompt_after_the_other_and_keeps_what_was_used_la
     assert worker.take_changes() == ([8, 7], [3, 2]), "the end of the prefix that was not used goes first"
 
 
-def test_the_bound_is_what_one_cache_for_all_would_find():
+def test_nobody_finds_more_than_one_cache_for_all_would():
     turns = (Turn(128, (1, 2), 1.0), Turn(200, (1, 2, 3), 1.0))
-    trace = Trace("t", [Session(1, turns, 1), Session(2, (Turn(100, (1,), 1.0),), 1)])
-    assert trace.bound() == pytest.approx((0 + 128 + 64) / 428)
+    trace = Trace("t", [Session(key, turns, 1) for key in range(50)])
+    for policy in POLICIES:
+        outcome = simulate(trace, policy)
+        assert 0 < outcome.hit_tokens <= outcome.bound_tokens < outcome.tokens
 
 
 def test_traces_are_the_same_for_the_same_seed_and_share_what_they_say():
@@ -60,9 +62,8 @@ def test_traces_are_the_same_for_the_same_seed_and_share_what_they_say():
     chat = max(multi_turn(200, 3).sessions, key=lambda s: len(s.turns))
     for before, after in zip(chat.turns, chat.turns[1:], strict=False):
         assert after.chunks[: len(before.chunks)] == before.chunks
-    assert 0.7 < multi_turn(3000, 1).bound() < 0.95
-    assert shared_prefix(500, 1).bound() > 0.5
-    assert 0 < mooncake(SAMPLE_TRACE).bound() < 1
+    for trace in (shared_prefix(500, 3), mooncake(SAMPLE_TRACE)):
+        assert len({turn.chunks[0] for s in trace.sessions for turn in s.turns}) < len(trace.sessions)
 
 
 def test_every_request_is_answered_whatever_comes_and_goes():
@@ -76,7 +77,7 @@ def test_sessions_stay_where_their_prefix_is_and_nobody_waits_for_it():
     trace = multi_turn(2000, 1)
     found = {name: simulate(trace, name) for name in ("sticky", "least_loaded", "round_robin")}
     p99 = {name: sorted(o.ttft)[int(0.99 * len(o.ttft))] for name, o in found.items()}
-    assert hits(found["sticky"]) > 0.8 * trace.bound() > hits(found["round_robin"]) + 0.2
+    assert hits(found["sticky"]) > 0.6 > hits(found["round_robin"]) + 0.2
     assert p99["sticky"] < p99["least_loaded"]
     assert found["sticky"].moved < 0.1 * found["sticky"].turns
 
