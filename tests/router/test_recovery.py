@@ -341,7 +341,7 @@ async def test_a_stream_that_waits_is_kept_alive_and_then_told(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("router.http_answer.KEEPALIVE_SECONDS", 0.1)
-    async with make_cluster(tokenizer, tmp_path, prefill=0, worker_wait=0.5) as cluster:
+    async with make_cluster(tokenizer, tmp_path, prefill=0, worker_wait=0.5, overflow=False) as cluster:
         body = {"prompt": "x", "stream": True}
         async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
             assert response.status == 200
