@@ -30,10 +30,11 @@ class Load:
             async def client() -> None:
                 while not stop.is_set():
                     case = self.rng.choice(self.cases)
-                    self.streams.append(stream := await read(http, self.url, case))
-                    while stream.cut:
+                    while (stream := await read(http, self.url, case)).cut:
+                        if stream.status:
+                            self.streams.append(stream)  # else nobody listened: it never began
                         await asyncio.sleep(RECONNECT_S)
-                        self.streams.append(stream := await read(http, self.url, case))
+                    self.streams.append(stream)
 
             await asyncio.gather(*(client() for _ in range(clients)))
 

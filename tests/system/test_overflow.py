@@ -34,6 +34,7 @@ async def until_it_overflows(overflowing: Broken) -> None:
         await overflowing.ride(SHORT[:2])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # with the start of both clusters
 async def test_decode_prefills_and_goes_on_through_kills(overflowing: Broken) -> None:
     """The right answers are those of a cluster whose decode workers never prefill."""
