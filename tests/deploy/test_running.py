@@ -22,7 +22,7 @@ from .test_commands import environment
 
 pytestmark = pytest.mark.long
 ADDRESSES = {"router": "127.0.0.4", "prefill": "127.0.0.2", "decode": "127.0.0.3"}
-KEY = "a key of the tests"
+KEY = "a-key-of-the-tests"
 
 
 @asynccontextmanager
