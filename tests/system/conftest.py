@@ -21,6 +21,7 @@ import pytest
 
 from bench.chaos.cluster import LocalCluster
 from bench.chaos.streams import expected
+from tests.otlp import Receiver
 
 from .recovery import FLAGS, LONG, SHORT, Broken
 
@@ -146,10 +147,23 @@ def model_id(server: Server) -> str:
 
 
 @pytest.fixture(scope="session")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
+def otlp() -> Iterator[Receiver]:
+    """Takes the traces of `broken`."""
+    receiver = Receiver()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # ms
+        yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="session")
+def broken(tmp_path_factory: pytest.TempPathFactory, otlp: Receiver) -> Iterator[Broken]:
     """The one that tests do break: two workers of each role, each started again however it ends."""
+    watched = ("--otlp-endpoint", otlp.endpoint, "--log-format", "json", "--log-level", "debug")
     # What is broken here is the way of KV from prefill to decode: decode workers do not go without.
     with LocalCluster(
-        tmp_path_factory.mktemp("broken"), worker_flags=FLAGS, router_flags=["--no-overflow"]
+        tmp_path_factory.mktemp("broken"),
+        worker_flags=[*FLAGS, *watched],
+        router_flags=["--no-overflow", *watched],
     ) as cluster:
         yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG], at_once=12)))
