@@ -1,0 +1,43 @@
+"""What an option is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from typer.models import OptionInfo
+
+
+def opt(
+    text: str,
+    metavar: str | None = None,
+    *,
+    shown: str | bool = True,
+    check: Callable[[Any], Any] | None = None,
+    **more: Any,
+) -> OptionInfo:
+    """A typer option: its help, what its value is called, how its default is shown where that is no value."""
+    return typer.Option(help=text, metavar=metavar, show_default=shown, callback=check, **more)
+
+
+def directory(text: str, *, shown: str | bool = True) -> OptionInfo:
+    return opt(text, "DIR", shown=shown, file_okay=False)
+
+
+def between(least: float, most: float = math.inf) -> Callable[[Any], Any]:
+    """A check of a number's range; typer's own would fill the columns of `--help`."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if most == math.inf else f"{least} to {most}"
+            raise typer.BadParameter(f"{value} is out of range: {bound}.")
+        return value
+
+    return check
+
+
+PORT: dict[str, Any] = {"check": between(0, 65535)}
+OLD_FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
+NO_ARGV = "Rather set BATON_API_KEY: arguments are visible to everybody on the machine."

@@ -1,0 +1,92 @@
+"""What `baton serve` starts, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import typer
+from typer.models import OptionInfo
+
+from cluster.options.declare import between, opt
+from cluster.options.engine import TtitTarget
+
+
+class PoolSize(NamedTuple):
+    """`2`, or `1:4` for a pool that grows and shrinks with its load."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, value: object) -> PoolSize:
+        if isinstance(value, PoolSize):
+            return value
+        words = str(value).split(":")
+        try:
+            least, most = int(words[0]), int(words[-1])
+        except ValueError:
+            least = most = 0
+        if not 1 <= least <= most or len(words) > 2:
+            raise typer.BadParameter(f"{value} is neither a number of workers (2) nor a range of it (1:4).")
+        return cls(least, most)
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+ONE = PoolSize(1, 1)
+
+
+def pool_size(text: str) -> OptionInfo:
+    return opt(text, "N or MIN:MAX", shown="1", parser=PoolSize.parse)
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """What `baton serve` starts."""
+
+    panel: ClassVar[str] = "Cluster"
+    prefill: Annotated[PoolSize, pool_size("Prefill workers; 1:4 follows the load.")] = ONE
+    decode: Annotated[PoolSize, pool_size("Decode workers; 1:4 follows the load.")] = ONE
+    ttft_target: Annotated[
+        float, opt("Prefill grows to give the first token within it.", "MS", check=between(1))
+    ] = 1000.0
+    ttit_target: TtitTarget = None
+    shrink_after: Annotated[
+        float, opt("A worker was too many for this long before it goes.", "S", check=between(5))
+    ] = 60.0
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    panel: ClassVar[str] = "Cluster"
+    timings: Annotated[
+        bool, opt("Show what the start spent its time on; asks for a first token at its end.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    panel: ClassVar[str] = "Cluster"
+    placement: Annotated[
+        Literal["spread", "pack", "pair"],
+        opt(
+            "With --ray-address. spread: the emptiest machine first; pack: fill one to half, then the next; "
+            "pair: prefill I beside decode I on one machine, for NVLink between them.",
+        ),
+    ] = "spread"
+    prefill_nodes: Annotated[
+        list[str], opt("With --ray-address: prefill workers only on nodes with this label.", "KEY=VALUE")
+    ] = field(default_factory=list)
+    decode_nodes: Annotated[
+        list[str], opt("With --ray-address: decode workers only on nodes with this label.", "KEY=VALUE")
+    ] = field(default_factory=list)
+    ray_address: Annotated[
+        str | None,
+        opt(
+            "Join this Ray cluster; the workers then outlive this command.",
+            "HOST:PORT",
+            shown="a local Ray that ends with this command",
+        ),
+    ] = None

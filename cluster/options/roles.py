@@ -1,0 +1,51 @@
+"""All options of one role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.options.engine import EngineOptions, ModelOptions, PaceOptions
+from cluster.options.front import FrontOptions
+from cluster.options.process import (
+    MembershipOptions,
+    ObserveOptions,
+    RoleOptions,
+    RouterProcessOptions,
+    RunDirOptions,
+    TraceOptions,
+    WorkerOptions,
+)
+from cluster.options.security import SecretOptions
+from cluster.options.transfer import DeadlineOptions, DrainOptions, TransferOptions
+
+
+@dataclass(frozen=True)
+class WorkerRole:
+    """`baton prefill` and `baton decode`."""
+
+    model: ModelOptions
+    engine: EngineOptions
+    pace: PaceOptions
+    network: WorkerOptions
+    transfer: TransferOptions
+    deadlines: DeadlineOptions
+    drain: DrainOptions
+    secret: SecretOptions
+    process: RoleOptions
+    run_dir: RunDirOptions
+    traces: TraceOptions
+    observe: ObserveOptions
+
+
+@dataclass(frozen=True)
+class RouterRole:
+    """`baton router`."""
+
+    model: ModelOptions
+    front: FrontOptions
+    membership: MembershipOptions
+    drain: DrainOptions
+    secret: SecretOptions
+    process: RoleOptions
+    observe: ObserveOptions
+    one_of_several: RouterProcessOptions

@@ -1,0 +1,47 @@
+"""What the processes of a cluster know each other by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from cluster.options.declare import OLD_FILE, opt
+
+if TYPE_CHECKING:
+    from rpc import TlsFiles
+
+
+def tls_files(prefix: str, *files: Path | None, mutual: bool = False) -> TlsFiles | None:
+    from rpc import TlsFiles
+
+    certfile, keyfile, ca_certs = (None if path is None else str(path) for path in files)
+    return TlsFiles.of(prefix, certfile, keyfile, ca_certs, mutual=mutual)
+
+
+@dataclass(frozen=True)
+class SecretOptions:
+    panel: ClassVar[str] = "Cluster"
+    cluster_secret_file: Annotated[
+        Path | None,
+        opt("Secret that routers and workers share.", shown="BATON_CLUSTER_SECRET", **OLD_FILE),
+    ] = None
+    cluster_certfile: Annotated[
+        Path | None,
+        opt(
+            "Mutual TLS between routers and workers: this process' certificate, PEM; a worker's is for the "
+            "name baton-worker.",
+            shown="no TLS",
+            **OLD_FILE,
+        ),
+    ] = None
+    cluster_keyfile: Annotated[Path | None, opt("Its private key, PEM.", shown="none", **OLD_FILE)] = None
+    cluster_ca_certs: Annotated[
+        Path | None, opt("Who signs these certificates, PEM.", shown="none", **OLD_FILE)
+    ] = None
+
+    def tls(self) -> TlsFiles | None:
+        """Raises ValueError for files that are missing or cannot be used."""
+        return tls_files(
+            "cluster", self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs, mutual=True
+        )
