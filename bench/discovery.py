@@ -26,9 +26,9 @@ from bench.fake_kubernetes import FakeKubernetes, endpoint
 from bench.fake_worker import SECRET, FakeWorker, Lanes
 from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.runner import write_atomically
-from router.discovery import Discovery, FileDiscovery
 from router.policy import PREFILL_POLICIES
-from router.pool import WorkerPool
+from router.workers.discovery import Discovery, FileDiscovery
+from router.workers.pool import WorkerPool
 from rpc import worker_pb2 as pb
 
 ROUNDS = 50

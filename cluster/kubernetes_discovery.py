@@ -76,7 +76,7 @@ _UNREADABLE = (
 
 
 class KubernetesDiscovery:
-    """A `router.discovery.Discovery` of the ready endpoints of `services`, all in this pod's own namespace.
+    """A `router.workers.discovery.Discovery`: the ready endpoints of `services` in this pod's own namespace.
 
     Raises ValueError where the `kubernetes` package is not installed.
     """

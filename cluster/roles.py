@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from cluster import lifeline, model, options
 
 if TYPE_CHECKING:
-    from router.discovery import Discovery
+    from router.workers.discovery import Discovery
 
 
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:

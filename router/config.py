@@ -3,10 +3,10 @@
 import os
 from dataclasses import dataclass, field
 
-from router.discovery import Discovery
-from router.keys import ApiKey
+from router.admission.keys import ApiKey
 from router.policy import PREFILL_POLICIES
 from router.tools import FORMATS
+from router.workers.discovery import Discovery
 from rpc import TlsFiles, logs
 
 

@@ -15,11 +15,11 @@ from prometheus_client import (
     generate_latest,
 )
 
-from router.admission import Admission
-from router.connection import State
+from router.admission.gate import Admission
 from router.errors import ApiError, all_errors, error_code
 from router.policy.overflow import REASONS
-from router.pool import WorkerPool
+from router.workers.connection import State
+from router.workers.pool import WorkerPool
 from rpc import worker_pb2 as pb
 
 M = TypeVar("M", Counter, Gauge, Histogram)

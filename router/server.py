@@ -19,21 +19,21 @@ import setproctitle
 import uvloop
 from aiohttp import web
 
-from router.admission import Admission
+from router.admission.gate import Admission
 from router.config import RouterConfig
-from router.control import Answers, answer
-from router.discovery import Discovery, FileDiscovery, StaticDiscovery
 from router.errors import ShuttingDown
-from router.front import Front
-from router.grpc_face import GrpcFace
-from router.intake import Intake
-from router.listen import BACKLOG, listen, url_host
+from router.faces.grpc_service import GrpcFace
+from router.faces.http import Front
+from router.faces.intake import Intake
+from router.faces.serving import Services
 from router.metrics import Metrics
 from router.policy import PREFILL_POLICIES
-from router.pool import WorkerPool
-from router.serving import Services
+from router.processes.control import Answers, answer
+from router.processes.listen import BACKLOG, listen, url_host
 from router.status import router_status
-from router.tokenizer import ModelTokenizer, load_tokenizer
+from router.text.tokenizer import ModelTokenizer, load_tokenizer
+from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
+from router.workers.pool import WorkerPool
 from rpc.logs import log_config
 from rpc.tracing import open_tracer
 

@@ -10,8 +10,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from router.config import RouterConfig
-from router.connection import WorkerConnection
-from router.serving import Services
+from router.faces.serving import Services
+from router.workers.connection import WorkerConnection
 from rpc import worker_pb2 as pb
 
 _ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}

@@ -62,7 +62,7 @@ class Outcome:
 
 
 class Router:
-    """As `router.members` does it, with rows for connections."""
+    """As `router.workers.members` does it, with rows for connections."""
 
     def __init__(self, policy: PrefillPolicy) -> None:
         self.loads = PrefillLoads()

@@ -10,7 +10,7 @@ from cluster.options.declare import NO_ARGV, OLD_FILE, PORT, between, opt
 from cluster.options.security import tls_files
 
 if TYPE_CHECKING:
-    from router.keys import ApiKey
+    from router.admission.keys import ApiKey
     from rpc import TlsFiles
 
 

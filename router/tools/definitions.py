@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from router.fields import invalid
-from router.messages import FUNCTION_NAME
-from router.structured import WHITESPACE
+from router.api.fields import invalid
+from router.api.messages import FUNCTION_NAME
+from router.api.structured import WHITESPACE
 
 
 class Function(BaseModel):

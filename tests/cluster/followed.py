@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from router.discovery import Discovery
+from router.workers.discovery import Discovery
 
 
 class Follower:

@@ -18,7 +18,7 @@ from cluster.plan import RoleSpec
 from cluster.role_process import RoleState
 from cluster.runner import RoleRunner, write_atomically
 from cluster.supervisor import RoleHandle, Supervisor
-from router.discovery import Discovery, FileDiscovery, StaticDiscovery
+from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
 
 from .conftest import FAKE, eventually
 from .followed import Follower

@@ -13,9 +13,9 @@ import pytest
 
 from bench.fake_worker import SECRET, FakeWorker, Lanes
 from router.config import RouterConfig
-from router.gguf_tokenizer import read_gguf
 from router.server import Running, running
-from router.tokenizer import ModelTokenizer, load_tokenizer
+from router.text.gguf_tokenizer import read_gguf
+from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import TlsFiles
 from rpc import worker_pb2 as pb
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.api import ChatBody, CompletionBody, parse
+from router.api.bodies import ChatBody, CompletionBody, parse
 from router.errors import InvalidRequest, Unsupported
 
 HELLO = [{"role": "user", "content": "hi"}]

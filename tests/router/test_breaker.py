@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.breaker import FAILURES, OUT_S, TOGETHER_S, WINDOW_S, Breaker
+from router.workers.breaker import FAILURES, OUT_S, TOGETHER_S, WINDOW_S, Breaker
 
 
 def tripped(at: float = 4.0) -> Breaker:

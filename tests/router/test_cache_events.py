@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.cache_sequence import CacheSequence, Verdict
-from router.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
+from router.workers.cache_sequence import CacheSequence, Verdict
 from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 from tests.router.conftest import Cluster, make_cluster

@@ -5,10 +5,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.choice import Choice
-from router.detokenizer import Detokenizer, StopStrings
-from router.outbox import Token
-from router.tokenizer import ModelTokenizer
+from router.generation.choice import Choice
+from router.generation.outbox import Token
+from router.text.detokenizer import Detokenizer, StopStrings
+from router.text.tokenizer import ModelTokenizer
 
 TEXT = "Größe: 🙂🚀 und 漢字 — e\u0301\n\n  end"
 

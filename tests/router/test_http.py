@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.keys import ApiKey, api_keys
-from router.tokenizer import ModelTokenizer
+from router.admission.keys import ApiKey, api_keys
+from router.text.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from router.admission.keys import ANYBODY, ApiKey, KeyRing, api_keys, read_key_file
 from router.errors import Unauthorized
-from router.keys import ANYBODY, ApiKey, KeyRing, api_keys, read_key_file
 
 FILE = f"""
 [alice]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router import strikes
+from router.generation import strikes
 
 from .conftest import Cluster
 

@@ -6,10 +6,10 @@ from typing import Any
 import openapi_spec_validator
 import pytest
 
-from router import replies
-from router.keys import api_keys
-from router.openapi import OPERATIONS
-from router.tokenizer import ModelTokenizer
+from router.admission.keys import api_keys
+from router.api import replies
+from router.api.openapi import OPERATIONS
+from router.text.tokenizer import ModelTokenizer
 
 from .conftest import Cluster, make_cluster
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.policy import ChunkOffer, overflow
-from router.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster

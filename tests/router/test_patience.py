@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from router import breaker, retry_budget
+from router.generation import retry_budget
+from router.workers import breaker
 from rpc import worker_pb2 as pb
 
 from .conftest import Cluster

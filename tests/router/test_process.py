@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from bench.fake_worker import SECRET, FakeWorker, Lanes
-from router.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
 from .conftest import TEXT

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from bench.fake_worker import SECRET, FakeWorker, Lanes
-from router.listen import listen, reserve
-from router.tokenizer import ModelTokenizer
+from router.processes.listen import listen, reserve
+from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
 from rpc import worker_pb2
 from rpc.inference_pb2_grpc import InferenceStub

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission import MAX_RETRY_AFTER, Account, Admission, DrainRate, Ticket
+from router.admission.gate import MAX_RETRY_AFTER, Account, Admission, DrainRate, Ticket
+from router.admission.keys import ANYBODY, ApiKey
 from router.errors import Overloaded, RateLimited
-from router.keys import ANYBODY, ApiKey
-from router.room import RoomQueue
+from router.generation.room import RoomQueue
 
 
 @dataclass

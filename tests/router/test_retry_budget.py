@@ -2,8 +2,8 @@
 
 import asyncio
 
-from router.retries import RetryQueue
-from router.retry_budget import FLOOR, WINDOW_S, RetryBudget
+from router.generation.retries import RetryQueue
+from router.generation.retry_budget import FLOOR, WINDOW_S, RetryBudget
 
 
 def take_all(budget: RetryBudget, now: float) -> int:

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from router import serving
-from router.tokenizer import ModelTokenizer
+from router.faces import serving
+from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub
 

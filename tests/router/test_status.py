@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 
 from bench.fake_worker import FakeWorker
-from router.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
 from .conftest import make_cluster

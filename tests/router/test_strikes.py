@@ -1,6 +1,6 @@
 """When a request has failed too often, and when it has to run alone."""
 
-from router.strikes import MAX_FAILURES, MAX_LOSSES, Strikes
+from router.generation.strikes import MAX_FAILURES, MAX_LOSSES, Strikes
 
 
 def test_three_failures_in_a_row_are_the_end_and_any_token_resets_the_count() -> None:

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from llguidance.gbnf_to_lark import any_to_lark
 
+from router.api.structured import MAX_LENGTH, Checker, Structure
 from router.errors import InvalidRequest
-from router.structured import MAX_LENGTH, Checker, Structure
 from rpc import inference_pb2 as ipb
 from rpc import worker_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub

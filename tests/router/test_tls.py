@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from router.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from rpc import TlsFiles
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub

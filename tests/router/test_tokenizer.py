@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import transformers
 
-from router.tokenizer import ModelTokenizer, load_tokenizer
+from router.text.tokenizer import ModelTokenizer, load_tokenizer
 
 TEXTS = [
     "",
@@ -94,8 +94,8 @@ def test_text_survives_the_round_trip(tokenizer: ModelTokenizer):
 def test_a_router_never_imports_torch(directory: Path):
     code = f"""
 import sys
-import router.gguf_tokenizer, router.server
-from router.tokenizer import load_tokenizer
+import router.text.gguf_tokenizer, router.server
+from router.text.tokenizer import load_tokenizer
 load_tokenizer({str(directory)!r})
 assert not {{"torch", "transformers", "engine"}} & sys.modules.keys()
 """

@@ -9,8 +9,8 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from router import replies
-from router.tokenizer import ModelTokenizer, load_tokenizer
+from router.api import replies
+from router.text.tokenizer import ModelTokenizer, load_tokenizer
 
 from .conftest import TEXT, Cluster, make_cluster
 

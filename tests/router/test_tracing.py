@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from router.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
 from rpc import worker_pb2
 from rpc.inference_pb2_grpc import InferenceStub

@@ -7,8 +7,8 @@ import pytest
 
 from bench.fake_worker import FakeWorker
 from router.config import RouterConfig
-from router.connection import State
-from router.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
+from router.workers.connection import State
 from rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster

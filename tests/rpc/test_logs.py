@@ -18,7 +18,7 @@ def written(style: Format, level: Level) -> list[str]:
     script = f"""
 import logging.config, json
 logging.config.dictConfig(json.loads({json.dumps(log_config(style, level, SPEAKER))!r}))
-for name in ("router.generation", "baton.kv", "aiohttp.server"):
+for name in ("router.generation.generation", "baton.kv", "aiohttp.server"):
     for number in (logging.DEBUG, logging.INFO, logging.WARNING):
         logging.getLogger(name).log(number, "of %s", name, extra={{"request_id": "mine"}})
 try:
@@ -34,7 +34,7 @@ def test_json_has_a_field_for_everything() -> None:
     *records, broke = [json.loads(line) for line in written("json", "info")]
     assert [(r["logger"], r["level"]) for r in records] == [
         (name, level)
-        for name in ("router.generation", "baton.kv", "aiohttp.server")
+        for name in ("router.generation.generation", "baton.kv", "aiohttp.server")
         for level in ("INFO", "WARNING")
     ]
     for record in records:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from router.connection import Refused, State, WorkerConnection
-from router.discovery import Discovery
-from router.members import Members, PrefillChoice
+from router.generation.retries import RetryQueue
+from router.generation.retry_budget import RetryBudget
+from router.generation.room import RoomQueue
 from router.policy import ChunkOffer, PrefillPolicy, PrefillWork, Reason, overflow, two_choices
-from router.retries import RetryQueue
-from router.retry_budget import RetryBudget
-from router.room import RoomQueue
+from router.workers.connection import Refused, State, WorkerConnection
+from router.workers.discovery import Discovery
+from router.workers.members import Members, PrefillChoice
 from rpc import TlsFiles
 from rpc import worker_pb2 as pb
 

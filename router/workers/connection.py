@@ -17,10 +17,10 @@ import grpc
 import grpc.aio
 
 import rpc
-from router.breaker import Breaker
-from router.cache_sequence import CacheSequence, Verdict
-from router.outgoing import Outgoing
 from router.policy import DecodeLoad, PrefillWork
+from router.workers.breaker import Breaker
+from router.workers.cache_sequence import CacheSequence, Verdict
+from router.workers.outgoing import Outgoing
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
 from rpc.tracing import Span

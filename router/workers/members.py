@@ -4,8 +4,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from router.connection import Refused, WorkerConnection
 from router.policy import DecodeLoad, PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
+from router.workers.connection import Refused, WorkerConnection
 from rpc import CHUNK_TOKENS
 from rpc import worker_pb2 as pb
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from router.answers import Format
+from router.api.answers import Format
 from router.errors import ApiError
-from router.serving import Answer
+from router.faces.serving import Answer
 
 log = logging.getLogger(__name__)
 

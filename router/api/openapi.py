@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router import replies
-from router.api import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.api import replies
+from router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _SCHEMA = "#/components/schemas/{model}"
 _REQUEST = (400, 401, 404, 413, 500, 503)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from router.connection import WorkerConnection
 from router.policy import PrefillWork
+from router.workers.connection import WorkerConnection
 from rpc import worker_pb2 as pb
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from router.chat_template import ChatTemplate
-from router.gguf_tokenizer import read_gguf
-from router.model_files import locate, read_directory
+from router.text.chat_template import ChatTemplate
+from router.text.gguf_tokenizer import read_gguf
+from router.text.model_files import locate, read_directory
 from router.tools import FORMATS, ToolParser, format_of
 
 

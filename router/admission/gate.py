@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from router.admission.fairness import FairQueue
+from router.admission.keys import ApiKey
 from router.errors import Overloaded, RateLimited
-from router.fairness import FairQueue
-from router.keys import ApiKey
 
 MAX_RETRY_AFTER = 60
 OUTPUT_WEIGHT = 2.0

@@ -8,11 +8,11 @@ from typing import Any
 
 import xxhash
 
-from router.api import MAX_CHOICES, CompletionBody, GenerationBody
+from router.api.bodies import MAX_CHOICES, CompletionBody, GenerationBody
+from router.api.messages import Message
+from router.api.structured import Structure
 from router.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from router.messages import Message
-from router.structured import Structure
-from router.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from router.tools import Tool
 from rpc import chunk_hashes
 from rpc import worker_pb2 as pb

@@ -6,8 +6,8 @@ For the metrics a request waits until its first token, then runs, then is over.
 import time
 
 from router.errors import ApiError
+from router.generation.outbox import Outbox, Token
 from router.metrics import Metrics
-from router.outbox import Outbox, Token
 from rpc import worker_pb2 as pb
 from rpc.tracing import Span
 

@@ -14,19 +14,19 @@ again and never lost: a new prefill is of prompt + output.
 import logging
 import os
 
-from router.attempt import Decode, Prefill
-from router.connection import WorkerConnection
-from router.emit import EmitOnce, Verdict
+from router.api.jobs import Job
 from router.errors import ApiError, Failed, InvalidRequest
-from router.jobs import Job
-from router.members import PrefillChoice
+from router.generation.attempt import Decode, Prefill
+from router.generation.emit import EmitOnce, Verdict
+from router.generation.outbox import Outbox
+from router.generation.output import Output
+from router.generation.strikes import Strikes
+from router.generation.waiting import Waiting
 from router.metrics import Metrics
-from router.outbox import Outbox
-from router.output import Output
 from router.policy import Reason
-from router.pool import WorkerPool
-from router.strikes import Strikes
-from router.waiting import Waiting
+from router.workers.connection import WorkerConnection
+from router.workers.members import PrefillChoice
+from router.workers.pool import WorkerPool
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
 from rpc.tracing import Span

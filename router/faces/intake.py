@@ -5,14 +5,14 @@ import os
 import re
 import time
 
-from router.admission import Account
-from router.api import Body, ChatBody, CompletionBody
+from router.admission.gate import Account
+from router.admission.keys import ANYBODY, KeyRing
+from router.api.bodies import Body, ChatBody, CompletionBody
+from router.api.jobs import chat_prompt, completion_prompts, make_jobs
+from router.api.structured import MAX_LENGTH, Checker, Structure
 from router.config import RouterConfig
 from router.errors import InvalidRequest, ModelNotFound, ShuttingDown, Unsupported
-from router.jobs import chat_prompt, completion_prompts, make_jobs
-from router.keys import ANYBODY, KeyRing
-from router.serving import Answer, Services
-from router.structured import MAX_LENGTH, Checker, Structure
+from router.faces.serving import Answer, Services
 from rpc.tracing import valid_traceparent
 
 _NAMEABLE = re.compile(r"[\x21-\x7e]{1,128}")

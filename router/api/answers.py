@@ -5,10 +5,10 @@ import string
 import time
 from typing import Any
 
-from router.api import ChatBody, CompletionBody
-from router.choice import Choice, Delta
-from router.serving import Answer, Usage
-from router.tokenizer import ModelTokenizer
+from router.api.bodies import ChatBody, CompletionBody
+from router.faces.serving import Answer, Usage
+from router.generation.choice import Choice, Delta
+from router.text.tokenizer import ModelTokenizer
 from router.tools import Piece
 from rpc import worker_pb2 as pb
 

@@ -5,7 +5,7 @@ import time
 from bisect import insort
 from typing import Protocol
 
-from router.retry_budget import RetryBudget
+from router.generation.retry_budget import RetryBudget
 
 
 class Retrier(Protocol):

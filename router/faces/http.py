@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from router import errors
-from router.admission import Account
-from router.answers import ChatFormat, CompletionFormat, Format
-from router.api import MAX_TIMEOUT, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from router.admission.gate import Account
+from router.api.answers import ChatFormat, CompletionFormat, Format
+from router.api.bodies import MAX_TIMEOUT, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from router.api.jobs import chat_prompt, encode
+from router.api.openapi import OPERATIONS, description
 from router.config import RouterConfig
-from router.http_answer import respond
-from router.intake import Intake, request_name
-from router.jobs import chat_prompt, encode
-from router.openapi import OPERATIONS, description
-from router.serving import Services
+from router.faces.http_answer import respond
+from router.faces.intake import Intake, request_name
+from router.faces.serving import Services
 from router.status import router_status, scrape_targets
 
 log = logging.getLogger(__name__)

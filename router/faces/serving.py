@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from router.admission import Account, Admission, Ticket
-from router.api import GenerationBody
-from router.choice import Choice, Delta
+from router.admission.gate import Account, Admission, Ticket
+from router.api.bodies import GenerationBody
+from router.api.jobs import Job
 from router.errors import ApiError, TooSlow
-from router.generation import Generation
-from router.jobs import Job
+from router.generation.choice import Choice, Delta
+from router.generation.generation import Generation
+from router.generation.outbox import Outbox
 from router.metrics import Metrics
-from router.outbox import Outbox
-from router.pool import WorkerPool
-from router.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
+from router.workers.pool import WorkerPool
 from rpc.logs import of_request
 from rpc.tracing import Attributes, Span, Tracer
 

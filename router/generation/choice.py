@@ -3,9 +3,9 @@
 from collections.abc import Set
 from dataclasses import dataclass
 
-from router.detokenizer import Detokenizer, StopStrings
-from router.outbox import Token
-from router.tokenizer import ModelTokenizer
+from router.generation.outbox import Token
+from router.text.detokenizer import Detokenizer, StopStrings
+from router.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from router.api.fields import invalid, one_of, refuse
 from router.errors import InvalidRequest
-from router.fields import invalid, one_of, refuse
 from rpc import worker_pb2 as pb
 
 MAX_LENGTH = 1 << 17

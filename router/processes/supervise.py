@@ -24,9 +24,9 @@ import setproctitle
 from aiohttp import web
 
 from router.config import RouterConfig
-from router.control import Asker
-from router.listen import listen, reserve, url_host
-from router.merged_metrics import MergedMetrics
+from router.processes.control import Asker
+from router.processes.listen import listen, reserve, url_host
+from router.processes.merged_metrics import MergedMetrics
 from router.status import scrape_targets
 from rpc.logs import log_config
 

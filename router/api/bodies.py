@@ -15,8 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from router.errors import InvalidRequest, Unsupported
-from router.fields import (
+from router.api.fields import (
     MAX_CHOICES,
     MAX_LISTED,
     PromptInput,
@@ -30,8 +29,9 @@ from router.fields import (
     stops,
     unsupported,
 )
-from router.messages import Message
-from router.structured import ResponseFormat, Structure, StructuredOutputs
+from router.api.messages import Message
+from router.api.structured import ResponseFormat, Structure, StructuredOutputs
+from router.errors import InvalidRequest, Unsupported
 from router.tools import NamedTool, Tool, ToolChoice
 
 MAX_LOGPROBS = 20

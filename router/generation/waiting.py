@@ -9,10 +9,10 @@ import time
 from typing import Protocol
 
 from router.errors import ApiError, NoWorker, TimedOut
+from router.generation.retries import Retrier
+from router.generation.room import Waiter
 from router.metrics import Metrics
-from router.pool import WorkerPool, WorkerWaiter
-from router.retries import Retrier
-from router.room import Waiter
+from router.workers.pool import WorkerPool, WorkerWaiter
 
 
 class Waits(WorkerWaiter, Waiter, Retrier, Protocol):

@@ -8,14 +8,14 @@ import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from router.api import ChatBody, CompletionBody, validate
-from router.choice import Delta
+from router.api.bodies import ChatBody, CompletionBody, validate
 from router.config import RouterConfig
 from router.errors import ApiError
-from router.intake import Intake, request_name
-from router.listen import url_host
-from router.pool import WorkerPool
-from router.serving import Answer
+from router.faces.intake import Intake, request_name
+from router.faces.serving import Answer
+from router.generation.choice import Delta
+from router.processes.listen import url_host
+from router.workers.pool import WorkerPool
 from rpc import HealthServicer, add_port, create_public_server
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
