@@ -55,6 +55,11 @@ class BlockPool:
         """Blocks that `allocate` can give out now."""
         return len(self._free) + len(self._unreferenced)
 
+    @property
+    def cached(self) -> int:
+        """Blocks that hold a cached prefix, referenced or not."""
+        return len(self._hash_of)
+
     def allocate(self, count: int) -> list[int]:
         """`count` private blocks with undefined content."""
         assert count <= self.free, f"{count} blocks wanted, {self.free} free"

@@ -318,6 +318,7 @@ class Engine:
             tokens_waiting=scheduler.tokens_waiting,
             blocks_free=scheduler.pool.free,
             blocks_total=scheduler.pool.num_blocks,
+            blocks_cached=scheduler.pool.cached,
             held=len(scheduler.held),
             reservations=len(scheduler.reserved),
             preemptions=self._meters.preemptions,

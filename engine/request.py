@@ -80,6 +80,8 @@ class EngineStats:
     blocks_free: int
     """Blocks that can be had now: never used ones, and cached ones that no request refers to."""
     blocks_total: int
+    blocks_cached: int
+    """Blocks that hold a cached prefix, used by a request or not."""
     held: int
     reservations: int
     preemptions: int

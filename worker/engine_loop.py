@@ -221,6 +221,7 @@ def _status(role: Role, counters: Counters, question: int) -> messages.EngineSta
         tokens_waiting=stats.tokens_waiting,
         blocks_free=stats.blocks_free,
         blocks_total=stats.blocks_total,
+        blocks_cached=stats.blocks_cached,
         held=stats.held,
         reservations=stats.reservations,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,

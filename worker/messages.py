@@ -203,6 +203,7 @@ class EngineStatus(_Message):
     tokens_waiting: int
     blocks_free: int
     blocks_total: int
+    blocks_cached: int
     held: int
     reservations: int
     prefill_tokens_per_s: float

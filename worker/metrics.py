@@ -150,6 +150,11 @@ class Metrics(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Waiting to be scheduled.", status.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
         yield self._gauge(
+            "baton:prefix_cache_usage_perc",
+            "Share of KV blocks that hold a cached prefix, in use or not, 0 to 1.",
+            status.blocks_cached / status.blocks_total,
+        )
+        yield self._gauge(
             "baton:tokens_waiting", "Prompt tokens accepted and not yet computed.", status.tokens_waiting
         )
         yield self._gauge(
