@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 import trustme
+from hypothesis import HealthCheck, settings
 
 from tests.device import DEVICE
+
+# A busy machine is no failure of what is tested.
+settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("baton")
 
 if DEVICE == "cpu":
     # Triton decides when it is imported whether its own functions are compiled or interpreted, and others

@@ -105,7 +105,7 @@ async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> No
     async with paired(*workers) as pair:
         for _ in range(8):
             before = prefilled()
-            prefill_id, decode_id = await pair.submit(request(prompt(3900), ENDLESS))
+            prefill_id, decode_id = await pair.submit(request(prompt(3900), sampling(max_tokens=100)))
             await pair.decode.reserved(decode_id)
             await pair.prefill.cancel(prefill_id)
             await pair.decode.cancel(decode_id)

@@ -69,6 +69,7 @@ def alone(engine: Engine, requests: list[pb.Request]) -> list[list[int]]:
         fields["stop_token_ids"] = tuple(r.sampling.stop_token_ids)
         fields["logit_bias"] = dict(r.sampling.logit_bias)
         fields["logprobs"] = r.sampling.logprobs if r.sampling.HasField("logprobs") else None
+        fields["structured_output"] = None  # none of them asks for it
         tokens[r.request_id] = []
         engine.add(
             EngineRequest(r.request_id, list(r.prompt_ids), list(r.output_ids), SamplingParams(**fields))

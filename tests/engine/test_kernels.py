@@ -180,7 +180,7 @@ def test_chunks_longer_than_a_tile(triton_kernels: Kernels, kernel_device: str) 
     Step([(0, 70), (130, 200)], (4, 1), 64, 128, F16).check(triton_kernels, kernel_device)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     spans=st.lists(
         st.tuples(st.integers(0, 150), st.integers(1, 12)).map(lambda x: (x[0], x[0] + x[1])),

@@ -196,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestAccounts = SchedulerMachine.TestCase
-TestAccounts.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestAccounts.settings = settings(max_examples=150, stateful_step_count=50)
 
 
 def test_a_step_mixes_decodes_with_chunks_of_prefills_to_the_exact_budget() -> None:

@@ -187,4 +187,4 @@ class Credits(RuleBasedStateMachine):
 
 
 TestCredits = Credits.TestCase
-TestCredits.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestCredits.settings = settings(max_examples=100, stateful_step_count=60)

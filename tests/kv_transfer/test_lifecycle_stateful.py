@@ -71,4 +71,4 @@ class Lifecycle(RuleBasedStateMachine):
 
 
 TestLifecycle = Lifecycle.TestCase
-TestLifecycle.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestLifecycle.settings = settings(max_examples=150, stateful_step_count=50)

@@ -128,7 +128,7 @@ class EmitMachine(RuleBasedStateMachine):
 
 
 TestEmit = EmitMachine.TestCase
-TestEmit.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestEmit.settings = settings(max_examples=100, stateful_step_count=60)
 
 
 def test_first_token_from_whichever_comes_first():
