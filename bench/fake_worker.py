@@ -97,6 +97,7 @@ class FakeWorker(WorkerServicer):
         self.model_fingerprint = "m1"
         self.incarnation = int.from_bytes(os.urandom(8))
         self.address = ""
+        self.metrics_address = "127.0.0.1:2"  # where nobody listens
         self._outputs: set[asyncio.Queue[pb.WorkerMessage]] = set()
         self._attempts: dict[bytes, asyncio.Task[None]] = {}
         self._sources: dict[bytes, Source] = {}
@@ -164,7 +165,7 @@ class FakeWorker(WorkerServicer):
         return pb.WorkerDescription(
             role=self.role, index=self.index, incarnation=self.incarnation, model="fake",
             model_fingerprint=self.model_fingerprint, layout_fingerprint="l1", kv_address="127.0.0.1:1",
-            metrics_address="127.0.0.1:2",
+            metrics_address=self.metrics_address,
             block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
@@ -48,5 +49,6 @@ def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
         words = {f"w{i}": i for i in range(SHAPES[name]["vocab_size"])}
         made = Tokenizer(WordLevel(words, unk_token="w0"))
         made.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
+        made.decoder = ByteLevel()  # pyrefly: ignore[read-only]
         made.save(str(where / "tokenizer.json"))
     return where

@@ -139,6 +139,18 @@ def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> 
     return run(endpoint, output)
 
 
+@command(CLIENTS, "baton top", "baton top --once --interval 10 --url http://10.0.0.5:8000")
+def top(endpoint: options.EndpointOptions, top: options.TopOptions) -> int:
+    """Watch a cluster: load, KV use, latencies, transfers, restarts. Ctrl-C ends it.
+
+    Rates and latencies are of what happened between two looks. Where the metrics ports of workers are out of
+    reach, their rates are dashes.
+    """
+    from cluster.top.command import run
+
+    return run(endpoint, top)
+
+
 @command(
     CLIENTS,
     "baton doctor",

@@ -79,13 +79,22 @@ async def scrape(http: aiohttp.ClientSession, urls: Sequence[str], headers: Mapp
             async with http.get(url, headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as response:
                 if response.status != 200:
                     return f"{url} answered {response.status}"
-                data = await response.content.read(_PAGE_BYTES)
-            parse(data.decode(errors="replace"), merged)
+                parse(await page_text(response), merged)
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             return f"{url}: {e or type(e).__name__}"
         except (ValueError, KeyError, IndexError) as e:  # the parser's ways to reject a page
             return f"{url} is not in Prometheus's text format ({str(e)[:80]!r})"
     return merged
+
+
+async def page_text(response: aiohttp.ClientResponse) -> str:
+    """All of a metrics page, however many pieces it comes in. Raises ValueError for an endless one."""
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        if len(data) > _PAGE_BYTES:
+            raise ValueError(f"more than {_PAGE_BYTES} bytes")
+    return data.decode(errors="replace")
 
 
 def parse(text: str, into: dict[str, Histogram]) -> None:
@@ -117,7 +126,7 @@ def between(before: Snapshot, after: Snapshot) -> ServerView:
     for name, metric in STAGES.items():
         if metric not in after:
             continue
-        added = _difference(before.get(metric, Histogram()), after[metric])
+        added = difference(before.get(metric, Histogram()), after[metric])
         if added is None:
             restarted = True
         elif added.count:
@@ -127,8 +136,8 @@ def between(before: Snapshot, after: Snapshot) -> ServerView:
                     metric=metric,
                     count=round(added.count),
                     mean=added.total / added.count,
-                    p50=_quantile(added, 0.5),
-                    p99=_quantile(added, 0.99),
+                    p50=quantile(added, 0.5),
+                    p99=quantile(added, 0.99),
                 )
             )
     if restarted:
@@ -145,7 +154,7 @@ def between(before: Snapshot, after: Snapshot) -> ServerView:
     )
 
 
-def _difference(before: Histogram, after: Histogram) -> Histogram | None:
+def difference(before: Histogram, after: Histogram) -> Histogram | None:
     """None if it went backwards."""
     added = defaultdict(float)
     for bound, count in after.buckets.items():
@@ -155,7 +164,7 @@ def _difference(before: Histogram, after: Histogram) -> Histogram | None:
     return None if backwards else result
 
 
-def _quantile(histogram: Histogram, q: float) -> float:
+def quantile(histogram: Histogram, q: float) -> float:
     """Linear within the bucket, as Prometheus's histogram_quantile; the last finite bound if beyond it."""
     below, lower = 0.0, 0.0
     wanted = q * histogram.count

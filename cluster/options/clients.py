@@ -26,6 +26,12 @@ class StatusOptions:
 
 
 @dataclass(frozen=True)
+class TopOptions:
+    interval: Annotated[float, opt("Between two looks.", "S", check=between(0.1, 3600))] = 2.0
+    once: Annotated[bool, opt("Print one frame, of two looks, and end.")] = False
+
+
+@dataclass(frozen=True)
 class DoctorOptions:
     """What `baton doctor` looks at: this machine, unless told otherwise."""
 

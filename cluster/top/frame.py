@@ -1,0 +1,151 @@
+"""Two scrapes in, what to show out. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bench.load.server_stages import Histogram, difference, quantile
+from cluster.status import merged, state
+from cluster.top.scrape import Page, Scrape
+
+TOKENS = {"prefill": "vllm:prompt_tokens_total", "decode": "vllm:generation_tokens_total"}
+RETRIES = "baton:retries_total"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """None: not known. Rates are per second between the two scrapes.
+
+    Attributes:
+        tokens_per_s: computed (prefill) or sampled (decode).
+        kv_used: share of the blocks, 0 to 1.
+        kv_bytes_per_s: sent (prefill) or received and verified (decode).
+        hidden: mean share of the transfers' time that the prefill hid, 0 to 1; decode only.
+    """
+
+    name: str
+    state: str
+    running: int | None
+    waiting: int | None
+    kv_used: float | None
+    tokens_per_s: float | None
+    step_seconds: float | None
+    kv_bytes_per_s: float | None
+    hidden: float | None
+    transfers: int | None
+    restarts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Attributes:
+    seconds: between the scrapes; 0 for a first one, which has no rates.
+    latencies: p50 and p99 in seconds by what they are of, of what happened between the scrapes.
+    retries: attempts replaced between the scrapes.
+    """
+
+    model: str
+    state: str
+    seconds: float
+    running: int
+    waiting: int
+    requests_per_s: float | None
+    prompt_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    errors_per_s: float | None
+    retries: int | None
+    latencies: dict[str, tuple[float, float] | None]
+    workers: list[WorkerRow]
+
+
+LATENCIES = {
+    "TTFT": "vllm:time_to_first_token_seconds",
+    "TTIT": "vllm:inter_token_latency_seconds",
+    "handover": "baton:handover_gap_seconds",
+}
+
+
+def frame(before: Scrape | None, after: Scrape) -> Frame:
+    seconds = after.at - before.at if before is not None else 0.0
+    router = Change(before.router if before is not None else None, after.router, seconds)
+    known = after.router.values
+    told = after.status.get("router") or {}
+    return Frame(
+        model=str(told.get("model", "–")),
+        state=str(told.get("state", "–")),
+        seconds=seconds,
+        running=round(known.get("vllm:num_requests_running", 0)),
+        waiting=round(known.get("vllm:num_requests_waiting", 0)),
+        requests_per_s=router.rate("vllm:request_success_total"),
+        prompt_tokens_per_s=router.rate("vllm:prompt_tokens_total"),
+        output_tokens_per_s=router.rate("vllm:generation_tokens_total"),
+        errors_per_s=router.rate("baton:request_errors_total"),
+        retries=None if (more := router.added(RETRIES)) is None else round(more),
+        latencies={name: router.quantiles(metric) for name, metric in LATENCIES.items()},
+        workers=[_row(worker, before, after, seconds) for worker in merged(after.status)],
+    )
+
+
+def _row(worker: dict[str, Any], before: Scrape | None, after: Scrape, seconds: float) -> WorkerRow:
+    key = (worker.get("role") or "?", worker.get("index") or 0)
+    load, role = worker.get("status") or {}, worker.get("supervised") or {}
+    page = after.workers.get(key, Page())
+    change = Change(_same(worker, before), page, seconds)
+    total = load.get("blocks_total")
+    return WorkerRow(
+        name=f"{key[0]} {key[1]}",
+        state=state(worker, role),
+        running=load.get("requests_running"),
+        waiting=load.get("requests_waiting"),
+        kv_used=(total - load["blocks_free"]) / total if total else None,
+        tokens_per_s=change.rate(TOKENS.get(key[0], "")),
+        step_seconds=load.get("step_seconds") or None,
+        kv_bytes_per_s=change.rate("baton:kv_bytes_total"),
+        hidden=change.mean("baton:kv_hidden_share"),
+        transfers=load.get("transfers_open"),
+        restarts=role.get("restarts"),
+    )
+
+
+def _same(worker: dict[str, Any], before: Scrape | None) -> Page | None:
+    """The page of the same incarnation, before: what another one counted says nothing."""
+    if before is None:
+        return None
+    same = [w for w in before.status["workers"] if w.get("incarnation") == worker.get("incarnation")]
+    return before.workers.get((same[0]["role"], same[0]["index"])) if same else None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of one process' page. A counter that went backwards is another process': then nothing is known."""
+
+    before: Page | None
+    after: Page
+    seconds: float
+
+    def added(self, counter: str) -> float | None:
+        if self.before is None or counter not in self.after.values:
+            return None
+        more = self.after.values[counter] - self.before.values.get(counter, 0.0)
+        return more if more >= 0 else None
+
+    def rate(self, counter: str) -> float | None:
+        more = self.added(counter)
+        return more / self.seconds if more is not None and self.seconds > 0 else None
+
+    def quantiles(self, metric: str) -> tuple[float, float] | None:
+        found = self._histogram(metric)
+        return (quantile(found, 0.5), quantile(found, 0.99)) if found is not None else None
+
+    def mean(self, metric: str) -> float | None:
+        found = self._histogram(metric)
+        return found.total / found.count if found is not None else None
+
+    def _histogram(self, metric: str) -> Histogram | None:
+        """What was added; None: nothing."""
+        if self.before is None or metric not in self.after.histograms:
+            return None
+        empty = Histogram()
+        found = difference(self.before.histograms.get(metric, empty), self.after.histograms[metric])
+        return found if found is not None and found.count else None

@@ -1,0 +1,91 @@
+"""One look at everything that a cluster says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.load.server_stages import Histogram, page_text
+from cluster.http import checked, session
+from cluster.options import EndpointOptions
+
+TIMEOUT = aiohttp.ClientTimeout(total=10)
+WORKER_TIMEOUT = aiohttp.ClientTimeout(total=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A metrics page, summed over all label sets.
+
+    Attributes:
+        values: by sample name, so counters end in `_total`.
+        histograms: by family name.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """Attributes:
+    at: time.monotonic() of its end.
+    status: the router's /status.
+    workers: by role and index; without those whose page could not be read.
+    """
+
+    at: float
+    status: dict[str, Any]
+    router: Page
+    workers: dict[tuple[str, int], Page]
+
+
+def parse(text: str) -> Page:
+    """Raises ValueError for what is not in Prometheus' text format."""
+    page = Page()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if family.type != "histogram":
+                page.values[sample.name] = page.values.get(sample.name, 0.0) + sample.value
+                continue
+            histogram = page.histograms.setdefault(family.name, Histogram())
+            if sample.name.endswith("_bucket"):
+                bound = float(sample.labels["le"])
+                histogram.buckets[bound] = histogram.buckets.get(bound, 0.0) + sample.value
+            elif sample.name.endswith("_sum"):
+                histogram.total += sample.value
+            elif sample.name.endswith("_count"):
+                histogram.count += sample.value
+    return page
+
+
+async def scrape(endpoint: EndpointOptions) -> Scrape:
+    """Raises ValueError when the router does not answer. A worker that does not is left out."""
+    # Workers get a session of their own: the client's key is for the router alone.
+    async with (
+        session(endpoint, TIMEOUT) as client,
+        aiohttp.ClientSession(timeout=WORKER_TIMEOUT) as to_workers,
+    ):
+        async with client.get("status") as response:
+            status = await (await checked(response)).json()
+        named = [w for w in status["workers"] if (w.get("description") or {}).get("metrics_address")]
+        urls = [f"http://{w['description']['metrics_address']}/metrics" for w in named]
+        pages = asyncio.gather(*(_worker_page(to_workers, url) for url in urls))
+        async with client.get("metrics") as response:
+            router = parse(await page_text(await checked(response)))
+        found = zip(named, await pages, strict=True)
+    workers = {(w["role"], w["index"]): page for w, page in found if page is not None}
+    return Scrape(time.monotonic(), status, router, workers)
+
+
+async def _worker_page(client: aiohttp.ClientSession, url: str) -> Page | None:
+    try:
+        async with client.get(url) as response:
+            return parse(await page_text(response))
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        return None  # starting, gone, or out of reach from here: its row says so with dashes

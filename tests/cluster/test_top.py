@@ -1,0 +1,204 @@
+"""`baton top`: what happened between two scrapes, and a real router's own pages."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from typer.testing import CliRunner
+
+from bench.fake_worker import FakeWorker
+from cluster.cli import app
+from cluster.options import EndpointOptions
+from cluster.runner import PACKAGES
+from cluster.top.frame import frame
+from cluster.top.scrape import Page, Scrape, parse, scrape
+from kv_transfer import TransferStats
+from router.tokenizer import ModelTokenizer, load_tokenizer
+from rpc import worker_pb2 as pb
+from tests.router.conftest import Cluster, make_cluster
+from worker.metrics import Metrics
+
+TEXT = "w11 w12 w13 w14 w15 w16 w17"
+TTFT = "vllm:time_to_first_token_seconds"
+
+
+def page(kv_bytes: float = 0, tokens: float = 0, ttft: tuple[int, int, int] = (0, 0, 0)) -> Page:
+    """`ttft`: how many took up to 0.1 s, up to 0.2 s, longer."""
+    first, second, all_ = ttft[0], ttft[0] + ttft[1], sum(ttft)
+    return parse(
+        f"""# TYPE baton:kv_bytes counter
+baton:kv_bytes_total{{connector="tcp"}} {kv_bytes}
+baton:kv_bytes_total{{connector="nixl"}} 0
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total {tokens}
+# TYPE {TTFT} histogram
+{TTFT}_bucket{{le="0.1"}} {first}
+{TTFT}_bucket{{le="0.2"}} {second}
+{TTFT}_bucket{{le="+Inf"}} {all_}
+{TTFT}_sum 1
+{TTFT}_count {all_}
+"""
+    )
+
+
+def at(seconds: float, router: Page, worker: Page | None, incarnation: str = "a", **more: Any) -> Scrape:
+    described = {
+        "role": "decode", "index": 3, "incarnation": incarnation, "state": "ready",
+        "status": {"blocks_free": 25, "blocks_total": 100, "requests_running": 7},
+    }  # fmt: skip
+    status = {"router": {"model": "m", "state": "serving"}, "workers": [described], **more}
+    return Scrape(seconds, status, router, {("decode", 3): worker} if worker is not None else {})
+
+
+def test_rates_are_of_what_happened_between() -> None:
+    found = frame(
+        at(10, page(tokens=100, ttft=(1000, 0, 0)), page(kv_bytes=5e9)),
+        at(14, page(tokens=900, ttft=(1090, 9, 1)), page(kv_bytes=25e9)),
+    )
+    assert found.output_tokens_per_s == 200
+    p50, p99 = found.latencies["TTFT"] or pytest.fail("nothing measured")
+    assert 0.05 < p50 < 0.06, "the thousand before do not count"
+    assert 0.19 < p99 <= 0.2
+    [row] = found.workers
+    assert (row.name, row.running, row.kv_used, row.kv_bytes_per_s) == ("decode 3", 7, 0.75, 5e9)
+    assert found.latencies["TTIT"] is None, "of which there is no histogram"
+
+
+def test_a_first_look_has_no_rates() -> None:
+    found = frame(None, at(10, page(tokens=100, ttft=(5, 0, 0)), page(kv_bytes=5)))
+    assert (found.seconds, found.output_tokens_per_s, found.latencies["TTFT"]) == (0, None, None)
+    assert found.workers[0].kv_used == 0.75
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "incarnation"),
+    [
+        (page(kv_bytes=5e9), page(kv_bytes=9e9), "b"),  # another process, that has counted further
+        (page(kv_bytes=5e9), page(kv_bytes=1e9), "a"),  # backwards
+        (None, page(kv_bytes=9e9), "a"),  # was not within reach
+        (page(kv_bytes=5e9), None, "a"),
+    ],
+)
+def test_no_rate_across_a_restart(before: Page | None, after: Page | None, incarnation: str) -> None:
+    found = frame(at(10, page(), before), at(12, page(), after, incarnation))
+    assert found.workers[0].kv_bytes_per_s is None
+
+
+def test_a_restarted_router_has_no_latencies() -> None:
+    found = frame(at(1, page(ttft=(9, 0, 0)), None), at(2, page(ttft=(1, 0, 0)), None))
+    assert found.latencies["TTFT"] is None
+
+
+def test_what_only_the_supervisor_knows() -> None:
+    role = {"role": "prefill", "index": 0, "address": None, "phase": "waiting", "restarts": 4}
+    cluster = {"roles": [role | {"crash_loop": True, "stage": "", "leaving": False}]}
+    found = frame(None, at(1, page(), None, cluster=cluster))
+    assert [(w.name, w.state, w.restarts) for w in found.workers] == [
+        ("prefill 0", "waiting CRASH LOOP", 4),
+        ("decode 3", "ready", None),
+    ]
+
+
+# ------------------------------------------------------------ a real router
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> ModelTokenizer:
+    """Of a hundred words, which loads at once."""
+    made = Tokenizer(WordLevel({f"w{i}": i for i in range(100)}, unk_token="w0"))
+    made.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
+    made.decoder = ByteLevel()  # pyrefly: ignore[read-only]
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8192}')
+    return load_tokenizer(str(tmp_path))
+
+
+def sent(kv_bytes: int) -> TransferStats:
+    return TransferStats(0, 0, 0, 1, 4, 64, 64, kv_bytes, 2, 0, {}, {}, {}, {})
+
+
+@pytest.fixture
+def worker_page() -> Iterator[tuple[Metrics, str]]:
+    """The metrics page of a real worker, and where it is."""
+    metrics = Metrics("decode", "fake")
+    metrics.transfer_stats = sent(1_000)
+    yield metrics, f"127.0.0.1:{metrics.listen('127.0.0.1', 0)}"
+    metrics.close()
+
+
+async def join(cluster: Cluster, tmp_path: Path, metrics_address: str) -> None:
+    """A decode worker with a metrics page."""
+    worker = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=3)
+    worker.metrics_address = metrics_address
+    await worker.start()
+    cluster.workers.append(worker)
+    with (tmp_path / "workers").open("a") as file:
+        file.write(f"{worker.address}\n")
+    await cluster.until(lambda: bool(cluster.router.services.pool.ready(pb.ROLE_DECODE)))
+    await cluster.until(lambda: worker.attached)
+
+
+async def test_a_real_router_and_its_workers(
+    tokenizer: ModelTokenizer, tmp_path: Path, worker_page: tuple[Metrics, str]
+) -> None:
+    metrics, address = worker_page
+    async with make_cluster(tokenizer, tmp_path, decode=0, text=TEXT) as cluster:
+        await join(cluster, tmp_path, address)
+        endpoint = EndpointOptions(url=cluster.url)
+        before = await scrape(endpoint)
+        await cluster.complete(max_tokens=5)
+        metrics.transfer_stats = sent(5_000)
+        found = frame(before, await scrape(endpoint))
+        await cluster.idle()
+        printed = await asyncio.to_thread(
+            CliRunner().invoke, app, ["top", "--once", "--interval", "0.1", "--url", cluster.url]
+        )
+    assert found.output_tokens_per_s == pytest.approx(5 / found.seconds)
+    assert found.latencies["TTFT"] is not None
+    assert found.latencies["handover"] is not None
+    prefill, decode = found.workers
+    assert (prefill.name, prefill.state, prefill.kv_bytes_per_s) == ("prefill 0", "ready", None)
+    assert (decode.name, decode.kv_used) == ("decode 3", 0)
+    assert decode.kv_bytes_per_s == pytest.approx(4_000 / found.seconds)
+    assert printed.exit_code == 0, printed.output
+    assert printed.output.count("decode 3") == 1
+    assert "TTFT – · TTIT – · handover –" in printed.output, "nothing happened meanwhile"
+
+
+async def test_in_a_pipe_it_prints_frame_after_frame_until_ctrl_c(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    async with make_cluster(tokenizer, tmp_path, text=TEXT) as cluster, asyncio.timeout(60):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "cluster.cli", "top", "--interval", "0.1", "--url", cluster.url,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=dict(os.environ) | {"PYTHONPATH": PACKAGES, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        assert process.stdout is not None
+        frames = 0
+        while frames < 2:
+            frames += (await process.stdout.readline()).startswith(b"decode 0")
+        process.send_signal(signal.SIGINT)
+        _, errors = await process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+
+
+def test_no_router() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    printed = CliRunner().invoke(app, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
+    assert printed.exit_code == 2
+    assert "nothing answers there" in printed.output
