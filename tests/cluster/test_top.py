@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router.tokenizer import ModelTokenizer, load_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
@@ -27,6 +26,7 @@ from cluster.runner import PACKAGES
 from cluster.top.frame import frame
 from cluster.top.scrape import Page, Scrape, parse, scrape
 from kv_transfer import TransferStats
+from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import worker_pb2 as pb
 from tests.router.conftest import Cluster, make_cluster
 from worker.metrics import Metrics
