@@ -231,8 +231,10 @@ class FakeWorker(WorkerServicer):
 
     # ------------------------------------------------------------ the model
 
-    async def _next_step(self) -> None:
+    async def next_step(self) -> None:
         """Whoever waits first makes the step for all who come to wait for it."""
+        if not self.step_seconds:
+            return
         if self._step is None:
             loop = asyncio.get_running_loop()
             self._step = loop.create_future()
@@ -255,8 +257,7 @@ class FakeWorker(WorkerServicer):
         self, attempt_id: bytes, request: pb.Request, index: int, outputs: asyncio.Queue[pb.WorkerMessage]
     ) -> bool:
         """Sends output token `index`. Returns whether it was the last."""
-        if self.step_seconds:
-            await self._next_step()
+        await self.next_step()
         if self.steps is not None:
             await self.steps.acquire()
         token_id = self.answer[index % len(self.answer)]

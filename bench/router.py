@@ -8,7 +8,8 @@ B  the same prompt submitted to the fake prefill worker: from the message to the
 
 added = A − B, pair by pair. It is measured on an idle router, and again while a fourth process keeps a number
 of streams open through it, each with a token every 20 ms. Tokens per core are measured with more streams than
-the router can keep up with: tokens that clients received ÷ CPU seconds of the router, all of its threads.
+the router can keep up with: tokens that clients received ÷ CPU seconds of the router, all of its threads and
+processes; then the same with two router processes.
 """
 
 from __future__ import annotations
@@ -17,174 +18,35 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import itertools
-import json
-import multiprocessing
-import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import Synchronized
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import uvloop
 
 import bench.contract as contract
-import rpc
 from bench.contract import EXIT_CANNOT_MEASURE, Report, Row
-from bench.fake_worker import FakeWorker, Lanes
+from bench.ends import (
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    Direct,
+    FakeWorkers,
+    Load,
+    cpu_seconds,
+    first_event,
+    prompt_of,
+    through,
+)
 from bench.roles import Roles
 from router.policy import DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
 
-PROMPT_TOKENS = 200
-OUTPUT_TOKENS = 2  # the least with a handover
 LOADED_STEP_S = 0.02
 SATURATED_STEP_S = 0.005
 WARM_UP = 50
-CONTEXT = multiprocessing.get_context("spawn")
-
-
-# ---------------------------------------------------------------- the other processes
-
-
-class FakeWorkers:
-    """One of each role, in a process of their own. `step` is shared: seconds between tokens, 0 is at once."""
-
-    def __init__(self, secret: bytes) -> None:
-        self.step = CONTEXT.Value("d", 0.0)
-        ours, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_fake_workers, args=(secret, self.step, theirs), daemon=True)
-        self._process.start()
-        self.prefill, self.decode = ours.recv()
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.join()
-
-
-def _fake_workers(secret: bytes, step: Synchronized[float], pipe) -> None:
-    async def serve() -> None:
-        lanes = Lanes()
-        answer = list(range(1000, 1400))
-        roles = (pb.ROLE_PREFILL, pb.ROLE_DECODE)
-        workers = [await FakeWorker(role, lanes, answer, secret=secret).start() for role in roles]
-        pipe.send([worker.address for worker in workers])
-        while True:
-            workers[1].step_seconds = step.value
-            for worker in workers:  # what tests look at would grow for ever
-                worker.submitted.clear()
-                worker.cancelled.clear()
-            await asyncio.sleep(0.05)
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve())
-
-
-class Load:
-    """Keeps `streams` completions open through the router, from a process of its own."""
-
-    def __init__(self, url: str, streams: int) -> None:
-        self.tokens = CONTEXT.Value("L", 0)
-        self._process = CONTEXT.Process(target=_load, args=(url, streams, self.tokens), daemon=True)
-
-    def __enter__(self) -> Load:
-        self._process.start()
-        while not self.tokens.value:
-            time.sleep(0.05)
-        time.sleep(1)  # until the streams are spread over the steps
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.join()
-
-
-def _load(url: str, streams: int, tokens: Synchronized[int]) -> None:
-    async def stream(number: int) -> None:
-        async with through(url) as ask:
-            for i in itertools.count():
-                async for seen in ask(prompt_of(number * 100_000 + i), 100):
-                    tokens.value += seen.count(b"data: {")
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*map(stream, range(streams)))
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(all_of_them())
-
-
-# ---------------------------------------------------------------- the two ways
-
-
-@contextlib.asynccontextmanager
-async def through(url: str) -> AsyncIterator[Callable[[list[int], int], AsyncIterator[bytes]]]:
-    """A connection to a router that is kept; gives what asks for a completion and yields what is read.
-
-    Written by hand: a whole HTTP client would cost more than the router.
-    """
-    where = urlsplit(url)
-    reader, writer = await asyncio.open_connection(where.hostname, where.port)
-
-    async def ask(prompt: list[int], max_tokens: int) -> AsyncIterator[bytes]:
-        body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "temperature": 0,
-        }
-        sent = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(sent)}\r\n\r\n"
-        writer.write(head.encode() + sent)
-        last = b""
-        while not last.endswith(b"\r\n0\r\n\r\n"):
-            seen = await reader.read(1 << 16)
-            if not seen or (not last and not seen.startswith(b"HTTP/1.1 200")):
-                raise RuntimeError(f"the router answered {seen[:200]!r}")
-            last = last[-8:] + seen
-            yield seen
-
-    try:
-        yield ask
-    finally:
-        writer.close()
-
-
-class Direct:
-    """A stream to a worker, and nothing else."""
-
-    def __init__(self, address: str, secret: bytes) -> None:
-        self._channel = rpc.connect(address, secret)
-        self._call = WorkerStub(self._channel).Attach(None)
-
-    async def first_token(self, prompt: list[int]) -> float:
-        """Seconds."""
-        sampling = pb.SamplingParams(temperature=1, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-        work = pb.Request(request_id=os.urandom(16), prompt_ids=prompt, sampling=sampling, timeout_ms=60_000)
-        submit = pb.SubmitPrefill(prefill_id=os.urandom(16), request=work)
-        began = time.perf_counter()
-        await self._call.write(pb.RouterMessage(prefill=submit))
-        await self._call.read()
-        return time.perf_counter() - began
-
-    async def __aenter__(self) -> Direct:
-        await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._call.cancel()
-        await self._channel.close(None)
-
-
-def prompt_of(number: int) -> list[int]:
-    """Of a session of its own."""
-    return random.Random(number).choices(range(3, 40_000), k=PROMPT_TOKENS)
+PERIODS = 5
 
 
 # ---------------------------------------------------------------- measuring
@@ -206,33 +68,33 @@ class Pairs:
 async def measure_added(url: str, prefill: str, secret: bytes, pairs: int) -> Pairs:
     found = Pairs([], [])
     async with through(url) as ask, Direct(prefill, secret) as direct:
-
-        async def routed(prompt: list[int]) -> float:
-            began, first = time.perf_counter(), 0.0
-            async for seen in ask(prompt, OUTPUT_TOKENS):
-                if not first and b"data: {" in seen:
-                    first = time.perf_counter() - began
-            return first
-
         for i in range(WARM_UP + pairs):
             prompt = prompt_of(i)
-            a, b = await routed(prompt), await direct.first_token(prompt)
+            a, b = await first_event(ask, prompt), await direct.first_token(prompt)
             if i >= WARM_UP:
                 found.routed.append(a)
                 found.direct.append(b)
     return found
 
 
-def tokens_per_core(pid: int, load: Load, seconds: float) -> float:
-    tokens, cpu = load.tokens.value, cpu_seconds(pid)
-    time.sleep(seconds)
-    return (load.tokens.value - tokens) / (cpu_seconds(pid) - cpu)
+@dataclass
+class Saturated:
+    """Tokens that clients received in each period, per second and per CPU second of the router."""
+
+    per_second: list[float]
+    per_core: list[float]
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of a process and all of its threads, so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def saturated(router: dict, args: argparse.Namespace) -> Saturated:
+    found = Saturated([], [])
+    with Load(router["url"], 4 * args.streams) as load:
+        for _ in range(PERIODS):
+            began, tokens, cpu = time.perf_counter(), load.tokens.value, cpu_seconds(router["pid"])
+            time.sleep(args.seconds / PERIODS)
+            received = load.tokens.value - tokens
+            found.per_second.append(received / (time.perf_counter() - began))
+            found.per_core.append(received / (cpu_seconds(router["pid"]) - cpu))
+    return found
 
 
 def decisions(workers: int, count: int, *, busy: float) -> list[float]:
@@ -288,7 +150,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         report.add(Row(f"router.decision.w1000{name}", statistics.median(took), "µs", p99=p99, **goal))
     with Roles() as roles, contextlib.closing(FakeWorkers(roles.secret)) as workers:
         router = start_router(roles, workers)
-        url, pid = router["url"], router["pid"]
+        url = router["url"]
 
         def added() -> Pairs:
             with collector_off():
@@ -299,15 +161,21 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         with Load(url, args.streams):
             add_rows(report, f"router.added.streams{args.streams}", added(), bound=False)
         workers.step.value = SATURATED_STEP_S
-        with Load(url, 4 * args.streams) as load:
-            rates = [tokens_per_core(pid, load, args.seconds / 5) for _ in range(5)]
-        spread = max(rates) - min(rates)
-        report.add(Row("router.tokens_per_core", statistics.median(rates), "tokens/s", spread=spread))
-        report.add(Row("router.cpu_per_token", 1e6 / statistics.median(rates), "µs"))
+        found = saturated(router, args)
+        per_core, per_second = statistics.median(found.per_core), statistics.median(found.per_second)
+        spread = max(found.per_core) - min(found.per_core)
+        report.add(Row("router.tokens_per_core", per_core, "tokens/s", spread=spread))
+        report.add(Row("router.cpu_per_token", 1e6 / per_core, "µs"))
+        report.add(Row("router.processes1.tokens_per_s", per_second, "tokens/s"))
+        found = saturated(start_router(roles, workers, "--router-processes", "2"), args)
+        several = statistics.median(found.per_second)
+        growth = {"ratio": several / per_second, "ratio_to": "processes1"}
+        report.add(Row("router.processes2.tokens_per_s", several, "tokens/s", **growth))
+        report.add(Row("router.processes2.tokens_per_core", statistics.median(found.per_core), "tokens/s"))
 
 
-def start_router(roles: Roles, workers: FakeWorkers) -> dict:
-    flags = ["--port", "0", "--worker", workers.prefill, "--worker", workers.decode]
+def start_router(roles: Roles, workers: FakeWorkers, *more: str) -> dict:
+    flags = [*more, "--port", "0", "--worker", workers.prefill, "--worker", workers.decode]
     router = roles.start("router", *flags)
     uvloop.run(until_ready(router["url"]))
     return router
