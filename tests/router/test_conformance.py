@@ -16,6 +16,12 @@ REQUESTS = 125  # of each kind
 CHAT = [{"role": "user", "content": "Hi"}]
 STOPS = [None, None, "Paris", [" is", "🙂"], "ß", "zzz", ["and that", " know"], "🚀 and"]
 
+STRUCTURED: list[dict[str, Any]] = [  # asked for; that workers keep to it is for other tests
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"structured_outputs": {"regex": "[a-z]+"}},
+]
+
 
 def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
     """A request that is valid, of every field that can change the answer."""
@@ -29,6 +35,8 @@ def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
         "ignore_eos": rng.random() < 0.3,
         "skip_special_tokens": rng.random() < 0.7,
     }
+    if not body["ignore_eos"]:  # they exclude each other
+        body |= rng.choice([{}, {}, *STRUCTURED])
     if chat:
         body["messages"] = CHAT
         body |= rng.choice([{}, {"logprobs": True}, {"logprobs": True, "top_logprobs": rng.randrange(4)}])
@@ -128,6 +136,11 @@ def _as_grpc(body: dict[str, Any]) -> pb.GenerateRequest:
         fields["text"] = prompt
     else:
         fields["token_ids"] = pb.TokenIds(ids=prompt)
+    if fields.pop("response_format", None):
+        fields["structured_outputs"] = pb.StructuredOutputs(json_object=True)
+    elif asked := fields.pop("structured_outputs", None):
+        choice = pb.Choice(texts=asked["choice"]) if "choice" in asked else None
+        fields["structured_outputs"] = pb.StructuredOutputs(regex=asked.get("regex"), choice=choice)
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     return pb.GenerateRequest(**fields)

@@ -1,9 +1,7 @@
 """The gRPC face of a real router over fake workers, beside its HTTP face."""
 
 import asyncio
-import collections
 import contextlib
-import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -235,48 +233,3 @@ async def test_a_drain_lets_it_finish_and_takes_nothing_new(cluster: Cluster):
     for _ in range(99):
         cluster.decodes[0].steps.release()
     assert text(await running) == TEXT
-
-
-EXTREMES: dict[str, list[Any]] = {
-    "model": ["", "fake", "\x00", "ü" * 999],
-    "text": ["", "x", "\x00", "🙂" * 999],
-    "token_ids": [pb.TokenIds(), pb.TokenIds(ids=[0, 2**32 - 1]), pb.TokenIds(ids=[5] * 8191)],
-    "chat": [CHAT, pb.Chat(), pb.Chat(messages=[pb.ChatMessage(role="\x00")])],
-    "n": [0, 1, 3, 2**32 - 1],
-    "max_tokens": [0, 1, 5, 2**31, 2**32 - 1],
-    "min_tokens": [1, 5, 2**32 - 1],
-    **{
-        name: [0.0, -0.0, 1.0, -1.0, 1e-320, 1e308, float("nan"), float("inf"), float("-inf")]
-        for name in (
-            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
-        )
-    },
-    "top_k": [-(2**31), -2, -1, 0, 1, 2**31 - 1],
-    "seed": [0, 2**64 - 1],
-    "stop": [[""], ["x"] * 65, ["x" * 1025], ["\x00", "🙂"]],
-    "stop_token_ids": [[0], [2**32 - 1], [1] * 1025],
-    "logit_bias": [{0: 1.0}, {2**32 - 1: 1.0}, {5: float("nan")}, dict.fromkeys(range(1025), 0.0)],
-    "logprobs": [0, 1, 20, 21, 2**32 - 1],
-    "ignore_eos": [True],
-    "skip_special_tokens": [True, False],
-    "priority": [-(2**31), 2**31 - 1],
-    "user": ["\x00", "x" * 9999],
-}  # fmt: skip
-
-
-async def test_nothing_that_can_be_said_breaks_it(cluster: Cluster, caplog: pytest.LogCaptureFixture):
-    rng, codes = random.Random(5), collections.Counter()
-    async with channel_to(cluster) as channel:
-        stub = InferenceStub(channel)
-        for _ in range(400):
-            names = rng.sample(sorted(EXTREMES), rng.choice([1, 2, 3]))
-            fields: dict[str, Any] = {"text": "x"} | {name: rng.choice(EXTREMES[name]) for name in names}
-            call = stub.Generate(pb.GenerateRequest(**fields), timeout=10)
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                async for _ in call:
-                    pass
-            codes[await call.code()] += 1
-    code = grpc.StatusCode
-    assert set(codes) == {code.OK, code.INVALID_ARGUMENT, code.NOT_FOUND}, codes
-    assert min(codes.values()) > 3, codes
-    assert not [record for record in caplog.records if record.exc_info]

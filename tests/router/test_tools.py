@@ -1,6 +1,7 @@
 """Tools at the router: into the prompt, out of the text, whole and streamed."""
 
 import json
+import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,33 @@ async def test_calls_of_an_answer_and_of_a_stream(calling: Cluster):
     assert (without_ids(streamed), reason) == (message, "tool_calls")
     pieces = [e["choices"][0]["delta"].get("tool_calls", []) for e in events]
     assert sum(map(len, pieces)) > 5, "arguments come as they are written"
+
+
+async def test_the_stream_is_the_answer(calling: Cluster):
+    """However an answer with calls is cut, and with several at once."""
+    rng = random.Random(4)
+    for _ in range(80):
+        body: dict[str, Any] = {
+            "messages": CHAT, "tools": TOOLS, "n": rng.choice([1, 2, 3]), "max_tokens": rng.randrange(1, 90),
+            "seed": rng.randrange(100), "logprobs": rng.random() < 0.3,
+            "parallel_tool_calls": rng.random() < 0.7, "tool_choice": rng.choice(["auto", "auto", "none"]),
+            "stop": rng.choice([None, None, "Paris", "arguments", "</tool_call>"]),
+        }  # fmt: skip
+        status, whole = await calling.post("/v1/chat/completions", **body)
+        assert status == 200, whole
+        options = {"include_usage": True}
+        *events, last = await calling.events("/v1/chat/completions", **body, stream_options=options)
+        assert last["usage"] == whole["usage"]
+        for choice in whole["choices"]:
+            mine = [event for event in events if event["choices"][0]["index"] == choice["index"]]
+            message, reason = joined(mine)
+            assert reason == choice["finish_reason"]
+            message["content"] = message["content"] or None
+            expected = without_ids(choice["message"]) | {"content": choice["message"]["content"] or None}
+            assert without_ids(message) == expected, body
+            if body["logprobs"]:
+                entries = [entry for e in mine for entry in e["choices"][0]["logprobs"]["content"]]
+                assert entries == choice["logprobs"]["content"]
 
 
 async def test_tools_are_in_the_prompt_unless_tool_choice_is_none(calling: Cluster):
