@@ -18,6 +18,8 @@ Life of a cluster (`baton serve`):
 
 Without Ray, on Kubernetes, `kubernetes_discovery` tells a router which workers there are.
 
+`doctor` finds what is wrong, `top` shows what happens, `sizing` says how many workers a load needs.
+
 Tokens and KV never pass through here. `ray` and `kubernetes` are imported only where they are used, so that
 `baton router`, `baton prefill` and `baton decode` run without them.
 """

@@ -170,6 +170,18 @@ def doctor(
     return run(doctor, endpoint, output)
 
 
+@command(
+    CLIENTS,
+    "baton plan --rate 40 --input 2000 --output 150 --slo ttft=500,ttit=20",
+    "baton plan --model Qwen/Qwen3-14B --measured engine.json --gpu-memory 80",
+)
+def plan(sizing: options.SizingOptions) -> int:
+    """How many prefill and decode workers a load needs, from measured speeds and a simulation."""
+    from cluster.sizing.command import run
+
+    return run(sizing)
+
+
 @command(CLIENTS, "baton chat", 'baton chat "Name three rivers." --max-tokens 60')
 def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
     """Chat in the terminal, or ask one question. Shows the time to the first token, and tokens per second.

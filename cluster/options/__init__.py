@@ -4,7 +4,14 @@ Names are vLLM's where vLLM has the thing. A group is what several commands have
 together in `--help`; `baton serve` passes groups on to the roles it starts.
 """
 
-from cluster.options.clients import ChatOptions, DoctorOptions, EndpointOptions, StatusOptions, TopOptions
+from cluster.options.clients import (
+    ChatOptions,
+    DoctorOptions,
+    EndpointOptions,
+    SizingOptions,
+    StatusOptions,
+    TopOptions,
+)
 from cluster.options.engine import EngineOptions, ModelOptions, PaceOptions
 from cluster.options.front import FrontOptions
 from cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions
@@ -43,6 +50,7 @@ __all__ = [
     "RouterRole",
     "RunDirOptions",
     "SecretOptions",
+    "SizingOptions",
     "StartOptions",
     "StatusOptions",
     "TopOptions",

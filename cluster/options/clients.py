@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
@@ -29,6 +29,31 @@ class StatusOptions:
 class TopOptions:
     interval: Annotated[float, opt("Between two looks.", "S", check=between(0.1, 3600))] = 2.0
     once: Annotated[bool, opt("Print one frame, of two looks, and end.")] = False
+
+
+@dataclass(frozen=True)
+class SizingOptions:
+    """What `baton plan` is to plan for."""
+
+    panel: ClassVar[str] = "Load"
+    rate: Annotated[float, opt("Requests per second.", "R", check=between(0.001, 1e5))] = 10.0
+    input: Annotated[int, opt("Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))] = 2000
+    output: Annotated[int, opt("Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))] = 150
+    slo: Annotated[str, opt("Kept by 99 % of first tokens and gaps, in ms.", "TTFT_AND_TTIT")] = (
+        "ttft=1000,ttit=50"
+    )
+    model: Annotated[str, opt("llama-3.1-8b, a Hugging Face directory, or a name on the hub.", "MODEL")] = (
+        "llama-3.1-8b"
+    )
+    gpu: Annotated[Literal["h200"], opt("One that was measured.", "GPU")] = "h200"
+    measured: Annotated[
+        Path | None, opt("Speeds from `python -m bench.engine --json FILE` instead.", shown="no", **OLD_FILE)
+    ] = None
+    gpu_memory: Annotated[float | None, opt("Of that GPU.", "GIB", shown="as --gpu", check=between(1))] = None
+    gpu_memory_utilization: Annotated[
+        float, opt("Share of it for weights and KV.", "SHARE", check=between(0.05, 1.0))
+    ] = 0.9
+    max_num_seqs: Annotated[int, opt("Requests in one batch.", "N", check=between(1))] = 256
 
 
 @dataclass(frozen=True)

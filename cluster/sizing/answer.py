@@ -1,0 +1,130 @@
+"""The smallest pools that keep a promise, and why they are not smaller."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cluster.sizing.simulated import Decoded, Latency, decode, prefill
+from cluster.sizing.speeds import Speeds
+
+WAITED = 0.01
+"""Share of the requests that may find no seat on the decode worker."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Attributes:
+    rate: requests per second, Poisson.
+    input, output: tokens of each.
+    ttft, ttit: seconds, kept by the 99th percentile.
+    """
+
+    rate: float
+    input: int
+    output: int
+    ttft: float
+    ttit: float
+    max_num_seqs: int
+    gpu_memory_utilization: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`why`: a line for each pool. Bytes are of one decode worker, at its fullest."""
+
+    prefill: int
+    decode: int
+    ttft: Latency
+    ttit: Latency
+    prefill_busy: float
+    decode_busy: float
+    batch: int
+    kv_bytes: int
+    kv_room: int
+    why: tuple[str, str]
+
+
+def answer(speeds: Speeds, load: Load) -> Answer:
+    """Raises ValueError, saying why, for what no number of workers can do."""
+    alone = speeds.prefill(load.input)
+    if load.ttft < alone:
+        raise ValueError(
+            f"--slo ttft={load.ttft * 1e3:.0f}: one prefill of {load.input} tokens takes "
+            f"{alone * 1e3:.1f} ms on an idle worker, and no number of workers makes it shorter"
+        )
+    context = load.input + load.output
+    shortest = speeds.step(1, context)
+    if load.ttit < shortest:
+        raise ValueError(
+            f"--slo ttit={load.ttit * 1e3:.1f}: a step with a single request takes {shortest * 1e3:.2f} ms, "
+            "and no number of workers makes it shorter"
+        )
+    room = speeds.kv_room(load.gpu_memory_utilization)
+    in_memory = room // (context * speeds.kv_bytes_per_token)
+    if not in_memory:
+        raise ValueError(
+            f"a request of {context} tokens needs more KV than one worker has ({room / 1e9:.1f} GB)"
+        )
+    workers, ttft, prefill_why = _prefill_pool(speeds, load, alone)
+    decoders, decoded, decode_why = _decode_pool(speeds, load, min(load.max_num_seqs, in_memory), in_memory)
+    return Answer(
+        prefill=workers,
+        decode=decoders,
+        ttft=ttft,
+        ttit=decoded.gap if decoded is not None else Latency(0.0, 0.0),
+        prefill_busy=load.rate * alone / workers,
+        decode_busy=decoded.busy if decoded is not None else 0.0,
+        batch=decoded.most if decoded is not None else 0,
+        kv_bytes=decoded.most * context * speeds.kv_bytes_per_token if decoded is not None else 0,
+        kv_room=room,
+        why=(prefill_why, decode_why),
+    )
+
+
+def _prefill_pool(speeds: Speeds, load: Load, alone: float) -> tuple[int, Latency, str]:
+    least = math.floor(load.rate * alone) + 1  # fewer never catch up
+    workers = least
+    before: Latency | None = None
+    while True:
+        found = prefill(speeds, workers=workers, rate=load.rate, tokens=load.input)
+        if found.p99 <= load.ttft * (1 + 1e-9):  # the clock of a simulation rounds
+            break
+        before = found
+        workers += max(1, workers // 50)
+    if before is not None:
+        why = f"TTFT decides: with fewer workers its p99 is {before.p99 * 1e3:.0f} ms"
+    else:
+        why = f"capacity decides: prompts alone keep {load.rate * alone:.2f} workers busy"
+    return workers, found, why
+
+
+def _decode_pool(speeds: Speeds, load: Load, seats: int, in_memory: int) -> tuple[int, Decoded | None, str]:
+    if load.output == 1:
+        return 0, None, "prefill answers what ends with its first token"
+
+    def keeps(found: Decoded) -> bool:
+        return found.gap.p99 <= load.ttit and found.waited <= WAITED
+
+    def tried(workers: int) -> Decoded:
+        return decode(speeds, rate=load.rate / workers, prompt=load.input, output=load.output, seats=seats)
+
+    low, high = 0, 1
+    found = {high: tried(high)}
+    while not keeps(found[high]):
+        low, high = high, 2 * high
+        found[high] = tried(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        found[middle] = tried(middle)
+        low, high = (low, middle) if keeps(found[middle]) else (middle, high)
+    if low == 0:
+        return high, found[high], "one is enough"
+    fewer = found[low]
+    if fewer.gap.p99 > load.ttit:
+        why = f"TTIT decides: with {low} its p99 is {fewer.gap.p99 * 1e3:.1f} ms"
+    elif seats == in_memory:
+        why = f"KV memory decides: {seats} requests fit a worker; with {low} workers {fewer.waited:.0%} wait"
+    else:
+        why = f"--max-num-seqs {seats} decides: with {low} workers {fewer.waited:.0%} of the requests wait"
+    return high, found[high], why

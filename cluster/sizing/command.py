@@ -1,0 +1,62 @@
+"""Prints the answer: a table, and a line for each pool that says why it is not smaller."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.options import SizingOptions
+from cluster.sizing.answer import Answer, Load, answer
+from cluster.sizing.speeds import GPUS, Speeds, measured, shape
+
+
+def run(sizing: SizingOptions) -> int:
+    ttft, ttit = promise(sizing.slo)
+    gpu = GPUS[sizing.gpu]
+    if sizing.measured is not None:
+        gpu = measured(gpu, sizing.measured)
+    if sizing.gpu_memory is not None:
+        gpu = replace(gpu, memory=int(sizing.gpu_memory * (1 << 30)))
+    load = Load(
+        sizing.rate,
+        sizing.input,
+        sizing.output,
+        ttft,
+        ttit,
+        sizing.max_num_seqs,
+        sizing.gpu_memory_utilization,
+    )
+    show(answer(Speeds(gpu, shape(sizing.model)), load), gpu.source)
+    return 0
+
+
+def promise(text: str) -> tuple[float, float]:
+    """`ttft=500,ttit=20` in ms; as seconds. Raises ValueError naming the flag."""
+    try:
+        found = {
+            name.strip(): float(value) / 1e3 for name, value in (word.split("=") for word in text.split(","))
+        }
+    except ValueError:
+        found = {}
+    if set(found) != {"ttft", "ttit"} or not all(value > 0 for value in found.values()):
+        raise ValueError(f"--slo {text}: give both in milliseconds, as ttft=1000,ttit=50")
+    return found["ttft"], found["ttit"]
+
+
+def show(found: Answer, source: str) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    table = Table("", "workers", "p50", "p99", "busy", "batch", "KV in use", header_style="bold", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    times = [f"{t * 1e3:.0f} ms" for t in (found.ttft.p50, found.ttft.p99)]
+    table.add_row("prefill (TTFT)", str(found.prefill), *times, f"{found.prefill_busy:.0%}", "", "")
+    times = [f"{t * 1e3:.1f} ms" for t in (found.ttit.p50, found.ttit.p99)]
+    kv = f"≤ {found.kv_bytes / 1e9:.1f} of {found.kv_room / 1e9:.1f} GB"
+    busy = f"{found.decode_busy:.0%}"
+    table.add_row("decode (TTIT)", str(found.decode), *times, busy, f"≤ {found.batch}", kv)
+    console.print(table)
+    console.print(f"prefill: {found.why[0]}\ndecode: {found.why[1]}")
+    console.print(f"Simulated, without prefix caches, from: {source}", style="dim", soft_wrap=True)

@@ -1,0 +1,155 @@
+"""How fast an engine is: measured for one model on one GPU, scaled to other shapes.
+
+Scaling: the time of matrix products goes with the parameters in them (they read or multiply each once), that
+of prefill attention with layers × heads × head size, that of decode attention with the bytes of KV it reads.
+Good for a model of similar width; a much smaller one is bound by launches, and slower than this says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.shapes import SHAPES
+from engine.loader.hf_config import model_config_from_hf
+from engine.model_config import ModelConfig
+
+ELEMENT_BYTES = 2  # bfloat16
+CONTEXT = 1064
+"""Of the measured decode steps."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Attributes:
+    memory: bytes.
+    kv_bytes_per_s: that decode attention reads.
+    decode: seconds of a step by batch, ascending, at `CONTEXT` positions.
+    prefill: seconds by tokens, of one prompt alone; two or more.
+    source: of these two, and of which model they are.
+    """
+
+    memory: int
+    kv_bytes_per_s: float
+    decode: dict[int, float]
+    prefill: dict[int, float]
+    source: str
+
+
+REFERENCE = model_config_from_hf(SHAPES["llama-3.1-8b"], {}, "llama-3.1-8b")
+GPUS = {
+    "h200": Gpu(
+        memory=139 << 30,
+        kv_bytes_per_s=4.3e12,
+        decode={1: 4.91e-3, 8: 5.20e-3, 32: 6.24e-3, 64: 7.60e-3, 128: 10.80e-3, 256: 18.43e-3},
+        prefill={2000: 49.8e-3, 8000: 210.5e-3},
+        source="Llama-3.1-8B in bfloat16 on one H200, vLLM 0.26, which Baton's engine is held to",
+    )
+}
+
+
+def measured(gpu: Gpu, file: Path) -> Gpu:
+    """With what `python -m bench.engine --json FILE` measured of Llama-3.1-8B.
+
+    Raises ValueError for a file that is something else.
+    """
+    try:
+        rows = {row["name"]: row["value"] / 1e3 for row in json.loads(file.read_text())["results"]}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"--measured {file}: not a report of bench.engine ({error})") from error
+    found = {}
+    for kind, pattern in (("decode", r"engine\.decode\.b(\d+)"), ("prefill", r"engine\.prefill\.1x(\d+)")):
+        matches = ((re.fullmatch(pattern, name), value) for name, value in rows.items())
+        found[kind] = dict(sorted((int(match[1]), value) for match, value in matches if match))
+        if len(found[kind]) < 2:
+            raise ValueError(
+                f"--measured {file}: needs two rows {pattern}; run python -m bench.engine on a GPU"
+            )
+    return Gpu(gpu.memory, gpu.kv_bytes_per_s, source=str(file), **found)
+
+
+class Speeds:
+    """Of one worker with a whole GPU."""
+
+    def __init__(self, gpu: Gpu, model: ModelConfig) -> None:
+        self._gpu = gpu
+        self._gemms = gemm_parameters(model) / gemm_parameters(REFERENCE)
+        self._attention = _attention_width(model) / _attention_width(REFERENCE)
+        self.kv_bytes_per_token = model.kv_elements_per_token * ELEMENT_BYTES
+        self.weight_bytes = model.num_parameters * ELEMENT_BYTES
+        # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
+        (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
+        self._quadratic = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))
+        self._linear = short_s / short - self._quadratic * short / 2
+
+    def prefill(self, uncached: int, cached: int = 0) -> float:
+        """Seconds of one prompt; as `bench.routing_sim.worker.Speed`."""
+        pairs = uncached * (cached + uncached / 2)
+        least = self._weights_read  # a step reads all weights, however short the prompt
+        return max(least, self._linear * uncached * self._gemms) + self._quadratic * pairs * self._attention
+
+    def step(self, batch: int, positions: float) -> float:
+        """Seconds of a decode step of `batch` requests that hold `positions` in all."""
+        read = positions * self.kv_bytes_per_token / self._gpu.kv_bytes_per_s
+        return self._products(max(1, batch)) * self._gemms + read
+
+    @property
+    def _weights_read(self) -> float:
+        return self._products(1) * self._gemms
+
+    def _products(self, batch: int) -> float:
+        """Of the reference: a measured step without the KV that it read. Straight between the points."""
+        points = list(self._gpu.decode.items())
+        pairs = list(itertools.pairwise(points))
+        (low, low_s), (high, high_s) = next((pair for pair in pairs if batch <= pair[1][0]), pairs[-1])
+        seconds = low_s + (high_s - low_s) * (batch - low) / (high - low)
+        kv_bytes = REFERENCE.kv_elements_per_token * ELEMENT_BYTES
+        return seconds - batch * CONTEXT * kv_bytes / self._gpu.kv_bytes_per_s
+
+    def kv_room(self, utilization: float) -> int:
+        """Bytes for KV beside the weights and 4 GiB of activations, graphs and context.
+
+        Raises ValueError when there are none.
+        """
+        room = int(self._gpu.memory * utilization) - self.weight_bytes - (4 << 30)
+        if room <= 0:
+            raise ValueError(
+                f"the weights ({self.weight_bytes / 1e9:.0f} GB) leave no room for KV on one GPU, and a "
+                "worker spans one: take a smaller model"
+            )
+        return room
+
+
+def gemm_parameters(model: ModelConfig) -> int:
+    """Without the input embedding, of which a step reads a row for each token."""
+    return model.num_parameters - (0 if model.tie_embeddings else model.vocab_size * model.hidden_size)
+
+
+def _attention_width(model: ModelConfig) -> int:
+    return model.num_layers * model.num_heads * model.head_dim
+
+
+def shape(name: str) -> ModelConfig:
+    """Of a shape that benches know, a Hugging Face directory, or a name on the hub; only config.json is read.
+
+    Raises ValueError naming the flag.
+    """
+    if name in SHAPES:
+        return model_config_from_hf(SHAPES[name], {}, name)
+    directory = Path(name).expanduser()
+    file = directory / "config.json"
+    if not directory.exists() and name.count("/") == 1:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            file = Path(hf_hub_download(name, "config.json"))
+        except (OSError, ValueError) as error:  # what the hub's client raises are these
+            raise ValueError(f"--model {name}: the hub has no config.json of it ({error})") from error
+    if not file.is_file():
+        raise ValueError(
+            f"--model {name}: give {', '.join(SHAPES)}, a directory with a config.json, or a hub name"
+        )
+    return model_config_from_hf(json.loads(file.read_text()), {}, str(file))

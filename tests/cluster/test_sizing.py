@@ -1,0 +1,131 @@
+"""`baton plan`: the pools that a load needs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.shapes import SHAPES
+from cluster.cli import app
+from cluster.sizing.answer import Answer, Load, answer
+from cluster.sizing.simulated import decode, prefill
+from cluster.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
+
+H200 = GPUS["h200"]
+SPEEDS = Speeds(H200, REFERENCE)
+LOAD = Load(
+    rate=20, input=2000, output=150, ttft=0.5, ttit=0.0065, max_num_seqs=256, gpu_memory_utilization=0.9
+)
+
+
+def test_speeds_are_the_measured_ones() -> None:
+    for tokens, seconds in H200.prefill.items():
+        assert SPEEDS.prefill(tokens) == pytest.approx(seconds)
+    for batch, seconds in H200.decode.items():
+        assert SPEEDS.step(batch, batch * 1064) == pytest.approx(seconds)
+    assert SPEEDS.prefill(1) > 4e-3, "all weights are read"
+    assert SPEEDS.prefill(500, cached=1500) < SPEEDS.prefill(2000)
+
+
+def test_a_model_of_twice_the_layers_takes_nearly_twice_as_long() -> None:
+    double = Speeds(H200, replace(REFERENCE, num_layers=64))
+    assert 1.85 < double.prefill(2000) / SPEEDS.prefill(2000) < 2.0, "the output projection is there once"
+    assert 1.85 < double.step(64, 64_000) / SPEEDS.step(64, 64_000) < 2.0
+    assert double.kv_bytes_per_token == 2 * SPEEDS.kv_bytes_per_token == 2 * 131_072
+
+
+def test_the_promise_holds_and_one_worker_less_breaks_it() -> None:
+    found = answer(SPEEDS, LOAD)
+    again = prefill(SPEEDS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)
+    assert again == found.ttft
+    assert found.ttft.p99 <= LOAD.ttft
+    assert found.ttit.p99 <= LOAD.ttit
+    assert LOAD.rate * SPEEDS.prefill(LOAD.input) < found.prefill, "no queue that only grows"
+    fewer = decode(
+        SPEEDS, rate=LOAD.rate / (found.decode - 1), prompt=LOAD.input, output=LOAD.output, seats=256
+    )
+    assert fewer.gap.p99 > LOAD.ttit
+    assert "TTIT decides" in found.why[1]
+    assert 0 < found.kv_bytes < found.kv_room
+
+
+def pools(**changes: Any) -> tuple[int, int]:
+    found = answer(SPEEDS, replace(LOAD, **{"output": 40} | changes))
+    return found.prefill, found.decode
+
+
+def test_more_load_or_a_harder_promise_never_needs_fewer() -> None:
+    for key, values in {
+        "rate": (2, 10, 40),
+        "ttft": (2.0, 0.1),
+        "ttit": (0.05, 0.0065, 0.006),
+        "output": (20, 150),
+    }.items():
+        sizes = [pools(**{key: value}) for value in values]
+        for less, more in itertools.pairwise(sizes):
+            assert less <= more, (key, sizes)
+            assert less[1] <= more[1], (key, sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ttft": 0.049}, "one prefill of 2000 tokens takes 49.8 ms"),
+        ({"ttit": 0.004}, "a step with a single request takes 4."),
+        ({"input": 1_000_000, "ttft": 1e6, "ttit": 1.0}, "needs more KV than one worker has"),
+    ],
+)
+def test_what_no_number_of_workers_can_do(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        answer(SPEEDS, replace(LOAD, **changes))
+
+
+def test_memory_and_seats_decide_too() -> None:
+    def why(load: Load, memory: int) -> Answer:
+        return answer(Speeds(replace(H200, memory=memory), REFERENCE), load)
+
+    slow = replace(LOAD, ttft=5.0, ttit=1.0, output=30)
+    assert "KV memory decides" in why(slow, 23 << 30).why[1]
+    assert "--max-num-seqs 4 decides" in why(replace(slow, max_num_seqs=4), 139 << 30).why[1]
+    with pytest.raises(ValueError, match="leave no room"):
+        why(LOAD, 16 << 30)
+
+
+def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
+    assert answer(SPEEDS, replace(LOAD, output=1)).decode == 0
+
+
+def test_measured_speeds(tmp_path: Path) -> None:
+    file = tmp_path / "engine.json"
+    rows = {"engine.prefill.1x2000": 100, "engine.prefill.1x8000": 400}
+    rows |= {"engine.decode.b1": 9, "engine.decode.b8": 10}
+    file.write_text(json.dumps({"results": [{"name": n, "value": v} for n, v in rows.items()]}))
+    slow = Speeds(measured(H200, file), REFERENCE)
+    assert slow.prefill(4000) == pytest.approx(0.2)
+    assert slow.step(8, 8 * 1064) == pytest.approx(0.010)
+    for text in ('{"results": []}', "no json", "[]"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="--measured"):
+            measured(H200, file)
+
+
+def test_a_shape_from_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"] | {"num_hidden_layers": 16}))
+    assert shape(str(tmp_path)).num_layers == 16
+    with pytest.raises(ValueError, match="--model nothing"):
+        shape("nothing")
+
+
+def test_the_command() -> None:
+    printed = CliRunner().invoke(app, ["plan", "--rate", "20", "--slo", "ttft=500,ttit=6.5"])
+    assert printed.exit_code == 0, printed.output
+    assert "TTIT decides" in printed.output
+    refused = CliRunner().invoke(app, ["plan", "--slo", "ttft=500"])
+    assert refused.exit_code == 2
+    assert "ttft=1000,ttit=50" in refused.output
