@@ -6,6 +6,7 @@ is no backoff: what is killed a hundred times comes back a hundred times.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import secrets
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -200,14 +200,18 @@ class LocalCluster:
         with urllib.request.urlopen(self.url + "/status", timeout=30) as response:
             return json.load(response)
 
+    def _states(self) -> dict[str, str]:
+        """State by address of the workers that the router has; none while the router is away."""
+        try:
+            return {worker["address"]: worker["state"] for worker in self.status()["workers"]}
+        except (OSError, http.client.HTTPException):
+            return {}
+
     def wait_serving(self, workers: int, within: float = START_S) -> None:
         """Until the router has attached to so many workers."""
 
         def attached() -> bool:
-            try:
-                return sum(w["state"] == "ready" for w in self.status()["workers"]) >= workers
-            except (urllib.error.URLError, TimeoutError):
-                return False
+            return list(self._states().values()).count("ready") >= workers
 
         self.wait_for(attached, within, f"{workers} workers at the router")
 
@@ -215,11 +219,7 @@ class LocalCluster:
         """Until the router has this worker's present incarnation."""
 
         def attached() -> bool:
-            try:
-                seen = {w["address"]: w["state"] for w in self.status()["workers"]}
-            except (urllib.error.URLError, TimeoutError):
-                return False
-            return worker.ready and seen.get(worker.lives[-1]["address"]) == "ready"
+            return worker.ready and self._states().get(worker.lives[-1]["address"]) == "ready"
 
         self.wait_for(attached, within, f"{worker.name} at the router")
 
