@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -79,3 +81,24 @@ async def test_pages_that_cannot_be_used() -> None:
         assert "404" in await scrape(http, [f"{server.url}/metrics"], {})
         assert "not in Prometheus" in await scrape(http, [f"{server.url}/v1/models"], {})
         assert "127.0.0.1:1" in await scrape(http, ["http://127.0.0.1:1/metrics"], {})
+
+
+async def test_a_page_that_comes_in_pieces_is_read_to_its_end() -> None:
+    async def page(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        whole = _histogram(QUEUE, [0.003] * 5).encode()
+        await response.write(whole[:40])
+        await asked.wait()
+        await response.write(whole[40:])
+        return response
+
+    asked = asyncio.Event()
+    app = web.Application()
+    app.router.add_get("/metrics", page)
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        reading = asyncio.create_task(scrape(http, [str(server.make_url("/metrics"))], {}))
+        asyncio.get_running_loop().call_later(0.05, asked.set)
+        found = await reading
+    assert isinstance(found, dict)
+    assert found[QUEUE].count == 5

@@ -46,6 +46,9 @@ def test_the_promise_holds_and_one_worker_less_breaks_it() -> None:
     assert again == found.ttft
     assert found.ttft.p99 <= LOAD.ttft
     assert found.ttit.p99 <= LOAD.ttit
+    hurried = answer(SPEEDS, replace(LOAD, ttft=0.1))
+    assert hurried.ttft.p99 <= 0.1 < found.ttft.p99
+    assert "TTFT decides" in hurried.why[0]
     assert LOAD.rate * SPEEDS.prefill(LOAD.input) < found.prefill, "no queue that only grows"
     fewer = decode(
         SPEEDS, rate=LOAD.rate / (found.decode - 1), prompt=LOAD.input, output=LOAD.output, seats=256
