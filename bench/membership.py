@@ -33,7 +33,7 @@ from bench.serving import Serving
 
 WORKERS = 4
 ENGINE_TIMEOUT = 2.0
-BACK_S = 60.0
+BACK_S = 180.0
 _LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)$")
 _CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,

@@ -3,7 +3,7 @@
     python -m bench.multi_turn [--json PATH] [--short]
 
 Two prefill workers and one decode worker of the embedded model, without Ray; `baton bench run` sends chats of
-six turns from ten users. A chat's turns share all that was said before, and each group of chats a system
+six turns from six users. A chat's turns share all that was said before, and each group of chats a system
 prompt: what a turn finds in its worker's prefix cache is what routing is worth. Each policy gets workers of
 its own, with empty caches, and the same seed. Overflow to decode is off: it has no prefix cache here.
 """
@@ -25,7 +25,7 @@ from bench.contract import Report, Row
 from bench.roles import Roles
 
 POLICIES = ("sticky", "round-robin")
-TURNS, USERS = 6, 10
+TURNS, USERS = 6, 6
 LOAD = (
     "--turns", str(TURNS), "--concurrency", str(USERS), "--think-time", "exponential:3",
     "--input-len", "160", "--prefix-len", "64", "--prefix-groups", "2", "--output-len", "12",
