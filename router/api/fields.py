@@ -67,12 +67,14 @@ def one_of(kinds: UnionType, what: str) -> PlainValidator:
 
 def prompts(value: Any) -> Prompts:
     """One text, one list of token ids, or a list of either."""
-    listed = value if isinstance(value, list) and not _is_ids(value) else [value]
-    for prompt in listed:
-        if not isinstance(prompt, str) and not _is_ids(prompt):
-            raise invalid("must be a string, a list of token ids, or a list of either")
-        if not prompt:
-            raise invalid("must not be empty")
+    if isinstance(value, str) or _is_ids(value):
+        listed = [value]
+    elif isinstance(value, list) and all(isinstance(prompt, str) or _is_ids(prompt) for prompt in value):
+        listed = value
+    else:
+        raise invalid("must be a string, a list of token ids, or a list of either")
+    if not all(listed):
+        raise invalid("must not be empty")
     if len(listed) > MAX_CHOICES:
         raise invalid(f"must hold at most {MAX_CHOICES} prompts, not {len(listed)}")
     return listed
