@@ -9,7 +9,7 @@ Most peers refuse prompts of token ids, so all get as many words, for their work
 Ours gets token ids (`baton`: tokenization apart) and also these words (`baton.text`: with tokenization).
 
 added        A: first event through the router, B: directly from what it has behind it (HTTP or gRPC); A − B,
-             round by round, every router in each round; idle but for this
+             round by round, every router in each, in turns the first of them; idle but for this
 requests     closed loop of `--streams` connections, answers of 2 tokens at once: requests per second, and per
              CPU second of the router, all of its threads and children
 tokens       answers of 100 tokens, one every 5 ms, over four times as many connections
@@ -144,7 +144,9 @@ async def measure_added(contenders: list[Contender], prefill: str, secret: bytes
         for i in range(WARM_UP + rounds):
             direct = {url: await first_event(face, text_of(i)) for url, face in faces.items()}
             direct[""] = await over_grpc.first_token(prompt_of(i))
-            for number, (each, ask) in enumerate(zip(contenders, asks, strict=True)):
+            turns = list(enumerate(zip(contenders, asks, strict=True)))
+            shift = i % len(turns)
+            for number, (each, ask) in turns[shift:] + turns[:shift]:  # who comes first finds caches cold
                 # Of a session of its own: nobody has seen it.
                 took = await first_event(ask, each.prompt(i * len(contenders) + number))
                 if i >= WARM_UP:
