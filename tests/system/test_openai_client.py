@@ -104,6 +104,46 @@ def test_logprobs(client: openai.OpenAI, model_id: str) -> None:
         assert entry.logprob == entry.top_logprobs[0].logprob <= 0
 
 
+def test_prompts_of_all_kinds(client: openai.OpenAI, model_id: str) -> None:
+    """Several at once, token ids, echo: each is continued as when it is asked alone."""
+    request: dict[str, Any] = {"model": model_id, "max_tokens": 4, "temperature": 0}
+    prompts = ["1, 2, 3, 4, 5,", "Once upon a time"]
+    alone = [client.completions.create(prompt=prompt, **request).choices[0].text for prompt in prompts]
+    together = client.completions.create(prompt=prompts, n=2, **request)
+    assert [choice.text for choice in together.choices] == [text for text in alone for _ in range(2)]
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    tokenize: Any = client.post("/../tokenize", body={"prompt": prompts[0]}, cast_to=dict[str, Any])
+    ids = client.completions.create(prompt=tokenize["tokens"], **request)
+    assert ids.choices[0].text == alone[0]
+    echoed = client.completions.create(prompt=prompts[1], echo=True, **request)
+    assert echoed.choices[0].text == prompts[1] + alone[1]
+
+
+def test_what_shapes_the_sampling(client: openai.OpenAI, model_id: str) -> None:
+    """A bias forces a token, a penalty ends a repetition, ignore_eos goes on after the end."""
+    request: dict[str, Any] = {"model": model_id, "messages": QUESTION, "temperature": 0, "seed": 1}
+
+    def says(**more: Any) -> Any:
+        return client.chat.completions.create(**request, **more)
+
+    forced = says(logit_bias={"28": 100}, max_completion_tokens=5).choices[0]
+    assert len(set(forced.message.content or "")) == 1
+    assert forced.finish_reason == "length"
+    punished = says(logit_bias={"28": 100}, frequency_penalty=2, presence_penalty=2, max_completion_tokens=5)
+    assert punished.choices[0].message.content == forced.message.content  # 100 outweighs them
+    beyond = says(max_completion_tokens=20, extra_body={"ignore_eos": True, "min_p": 0.1, "top_k": 40})
+    assert beyond.usage.completion_tokens == 20
+    assert beyond.choices[0].finish_reason == "length"
+
+
+def test_request_ids(client: openai.OpenAI, model_id: str) -> None:
+    given = {"x-request-id": "mine"}
+    raw = client.completions.with_raw_response.create(
+        model=model_id, prompt="Hello", max_tokens=2, extra_headers=given
+    )
+    assert raw.headers["x-request-id"] == "mine"
+
+
 def test_errors_are_the_clients_own(client: openai.OpenAI, model_id: str) -> None:
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
         client.completions.create(model="no-such-model", prompt="x")
