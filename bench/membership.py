@@ -31,8 +31,8 @@ from bench.chaos import processes
 from bench.contract import Report, Row, parser, percentile
 from bench.serving import Serving
 
-WORKERS = 4
-ENGINE_TIMEOUT = 2.0
+WORKERS = 2
+ENGINE_TIMEOUT = 5.0
 BACK_S = 180.0
 _LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)$")
 _CONFIG: dict[str, Any] = {
@@ -93,7 +93,7 @@ def one(serving: Serving, role: dict[str, Any], hang: bool) -> tuple[float, floa
 
 def main(argv: Sequence[str] | None = None) -> Report:
     p = parser(__doc__ or "")
-    p.add_argument("--rounds", type=int, default=13, help=f"how often it happens to all {WORKERS}")
+    p.add_argument("--rounds", type=int, default=26, help=f"how often it happens to all {WORKERS}")
     args = p.parse_args(argv)
     if args.device == "cuda":
         print("bench.membership: measures processes, not devices: on the CPU only", file=sys.stderr)
