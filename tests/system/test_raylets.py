@@ -183,6 +183,7 @@ async def survive(joined: Joined, raylets: list[str], clients: int) -> None:
     await off(joined.assert_whole)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_one_of_each_over_two_raylets(machine: Machine, raylets: Raylets) -> None:
     raylets.add(4)
