@@ -301,7 +301,7 @@ async def test_a_rolling_restart_leaves_out_one_worker_at_a_time(running: Cluste
     after = {name: running.member(name).said["incarnation"] for name in before}
     assert all(after[name] != before[name] for name in before)
     assert running.member("router 0").pid == router
-    assert running.listed() == set(running.supervisor.worker_addresses())
+    await eventually(lambda: running.listed() == set(running.supervisor.worker_addresses()))
     away: set[str] = set()
     for name, phase in running.events:
         (away.discard if phase == "ready" else away.add)(name)
