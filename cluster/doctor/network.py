@@ -10,9 +10,9 @@ from __future__ import annotations
 import hmac
 import os
 import socket
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from cluster.doctor.finding import Finding, bad, good, warning
 from cluster.options import DoctorOptions
@@ -124,20 +124,7 @@ def _judged(size: int, seconds: float, lanes: int) -> Finding:
     return good("lanes", found)
 
 
-def _in_threads(work: object, count: int) -> None:
-    assert callable(work)
-    errors: list[OSError] = []
-
-    def run(number: int) -> None:
-        try:
-            work(number)
-        except OSError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+def _in_threads(work: Callable[[int], None], count: int) -> None:
+    """One thread for each lane. Raises what the first of them raised, once all are over."""
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(work, range(count)))
