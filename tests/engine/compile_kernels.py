@@ -40,7 +40,7 @@ def main() -> None:
     triton.runtime.driver.set_active(NoDriver())
     JITFunction.__getitem__ = compile_instead
 
-    from engine.kernels import AttentionMetadata, HeadNorm
+    from engine.kernels import AttentionMetadata, HeadNorm, sampling
     from engine.kernels.triton_kernels import TritonKernels
     from kv_transfer.copy_kernels import gather, scatter
 
@@ -78,6 +78,13 @@ def main() -> None:
     step(torch.float16, 28, 4, 128, 64, norm=False)  # Qwen2.5 7B
     step(torch.float32, 32, 8, 128, 128, norm=False)  # the most shared memory
     step(torch.bfloat16, 9, 3, 64, 128, norm=False)  # SmolLM2 135M
+
+    print("-- sampling")
+    logits, limit = torch.zeros(4, 128256), torch.ones(4)
+    whole = torch.zeros(4, dtype=torch.int32)
+    sampling.greedy(logits.bfloat16())
+    sampling.draw(logits, limit, whole)
+    sampling.draw(logits, limit, whole, logits, sampling.thresholds(logits, whole, limit, limit))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""The kernels of `engine.kernels.sampling` against the torch code of `engine.sampler` that defines them:
+compiled on a GPU, else in Triton's interpreter."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampler import _thresholds, draw_key, exponentials
+from engine.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device(kernel_device: str) -> str:
+    return kernel_device
+
+
+def logits(rows: int, vocabulary: int, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return spread * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
+
+
+LIMITS = [
+    SamplingParams(top_k=k, top_p=p, min_p=m)
+    for k, p, m in [
+        (0, 1.0, 0.0),
+        (1, 1.0, 0.0),
+        (7, 1.0, 0.0),
+        (400, 1.0, 0.0),
+        (5000, 1.0, 0.0),
+        (0, 0.05, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.99, 0.0),
+        (0, 1.0, 0.2),
+        (50, 0.8, 0.0),
+        (50, 0.8, 0.3),
+    ]
+]
+
+
+def limits(params: list[SamplingParams], vocabulary: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.tensor([p.top_k or vocabulary for p in params], dtype=torch.int32, device=device),
+        torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], device=device),
+        torch.tensor([p.min_p for p in params], device=device),
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [1, 100, 4096, 9001])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_thresholds(device: str, vocabulary: int, spread: float) -> None:
+    """Flat, ordinary and peaked rows; the last has many that underflow to 0."""
+    from engine.kernels.sampling import thresholds
+
+    probs = logits(len(LIMITS), vocabulary, vocabulary, spread).softmax(-1)
+    ours = thresholds(probs.to(device), *limits(LIMITS, vocabulary, device)).cpu()
+    expected = _thresholds(probs.double(), LIMITS).float()  # exact sums: boundaries are fine ones
+    kept, kept_expected = ((probs >= t[:, None]) & (probs > 0) for t in (ours, expected))
+    assert torch.equal(kept.sum(-1), kept_expected.sum(-1))
+    assert torch.equal(ours[ours > 0], expected[ours > 0])
+
+
+@pytest.mark.parametrize("pivots", [1, 8])
+def test_thresholds_among_equals(device: str, monkeypatch: pytest.MonkeyPatch, pivots: int) -> None:
+    """A row of few different values: all that are as likely as the last one stay."""
+    from engine.kernels import sampling
+
+    monkeypatch.setattr(sampling, "PIVOTS", pivots)
+    probs = torch.tensor([0.25, 0.125, 0.125, 0.125, 0.125, 0.0625, 0.0625, 0.0625, 0.0625, 0.0])
+    params = [SamplingParams(top_k=k) for k in (1, 2, 5, 6, 10)]
+    params += [SamplingParams(top_p=p) for p in (0.2, 0.25, 0.3, 0.75, 0.76)]
+    params += [SamplingParams(top_k=3, top_p=p) for p in (0.4, 0.5, 0.51)]
+    ours = sampling.thresholds(probs.repeat(len(params), 1).to(device), *limits(params, 10, device))
+    a, b, c = 0.25, 0.125, 0.0625
+    assert ours.tolist() == [a, b, b, c, 0, a, a, b, b, c, a, a, b]
+
+
+def test_thresholds_of_rows_that_are_not_dense(device: str) -> None:
+    from engine.kernels.sampling import thresholds
+
+    probs = logits(len(LIMITS), 700).softmax(-1).to(device)[:, :500]
+    arguments = limits(LIMITS, 500, device)
+    assert torch.equal(thresholds(probs, *arguments), thresholds(probs.contiguous(), *arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [1, 1000, 6001])
+def test_greedy(device: str, dtype: torch.dtype, vocabulary: int) -> None:
+    from engine.kernels.sampling import greedy
+
+    values = logits(6, vocabulary).to(dtype)
+    values[1:4, vocabulary // 2] = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)
+    values[4] = 2.0  # of equals the first
+    values[5] = math.nan
+    tokens, finite = greedy(values.to(device))
+    assert finite.tolist() == [True, False, False, False, True, False]
+    assert tokens.dtype is torch.int64
+    assert tokens[[0, 4]].tolist() == [int(values[0].argmax()), 0]
+    assert tokens[2] == vocabulary // 2
+    assert int(tokens.min()) >= 0
+    assert int(tokens.max()) < vocabulary
+
+
+def race(values: Tensor, temperatures: Tensor, keys: list[int], least: Tensor) -> Tensor:
+    """As `engine.sampler` does it, each row by itself."""
+    winners = []
+    for row, temperature, key, bound in zip(values, temperatures.tolist(), keys, least, strict=True):
+        probs = (row / temperature).softmax(-1) if temperature else row
+        if temperature:
+            probs = probs.where(probs >= bound, 0.0) / exponentials([key], len(row), row.device)[0]
+        winners.append(int(probs.argmax()))
+    return torch.tensor(winners)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_draw(device: str, limited: bool) -> None:
+    from engine.kernels.sampling import draw, thresholds
+
+    rows, vocabulary = 44, 2500
+    values = logits(rows, vocabulary)
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 3.0]).repeat(rows // 4)
+    keys = [draw_key(seed, 7 * seed) for seed in range(rows)]
+    probs = (values / temperatures.clamp_min(1e-5)[:, None]).softmax(-1)
+    params = [LIMITS[i % len(LIMITS)] for i in range(rows)] if limited else [SamplingParams()] * rows
+    signed = torch.tensor(keys).to(torch.int32)
+    extra = ()
+    if limited:
+        extra = (probs.to(device), thresholds(probs.to(device), *limits(params, vocabulary, device)))
+    tokens, finite = draw(values.to(device), temperatures.to(device), signed.to(device), *extra)
+    assert bool(finite.all())
+    assert torch.equal(tokens.cpu(), race(values, temperatures, keys, _thresholds(probs, params)))
+
+
+def test_masked_columns_never_win(device: str) -> None:
+    """What a grammar forbids is −∞: the row is drawn from the rest, though it is not finite."""
+    from engine.kernels.sampling import draw
+
+    values = torch.full((64, 2500), -math.inf)
+    values[:, 1234] = -50.0
+    values[:, 2400] = -50.0
+    keys = torch.arange(64, dtype=torch.int32, device=device)
+    tokens, _ = draw(values.to(device), torch.ones(64, device=device), keys)
+    assert set(tokens.tolist()) == {1234, 2400}
