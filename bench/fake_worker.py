@@ -52,7 +52,7 @@ class FakeWorker(WorkerServicer):
         holds_kv: leave it to the test when a transfer succeeds or fails.
         transfer: of prefill: awaited with its id after its token, before its KV is there.
         duplicate, late: send each token twice; say old ones again in between.
-        cache: of prefill: None, or the chunks that it tells routers of when they attach.
+        cache: None, or the chunks that it tells routers of when they attach.
         step_seconds: 0, or all attempts get their next token at the same time, that often.
     """
 

@@ -23,10 +23,9 @@ from router.generation.output import Output
 from router.generation.strikes import Strikes
 from router.generation.waiting import Waiting
 from router.metrics import Metrics
-from router.policy import Reason
 from router.workers.connection import WorkerConnection
 from router.workers.members import PrefillChoice
-from router.workers.pool import WorkerPool
+from router.workers.pool import Overflow, WorkerPool
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
 from rpc.tracing import Span
@@ -145,8 +144,8 @@ class Generation:
             self._submit_decode(worker, output_ids, self._prefill.source)
         elif self._may_prefill():
             choice = self._choose_prefill()
-            if (reason := self._pool.overflows(worker, tokens, choice)) is not None:
-                self._prefill_on_decode(worker, reason)
+            if (overflow := self._overflow(worker, choice)) is not None:
+                self._prefill_on_decode(overflow)
             elif self._plan_prefill(choice):
                 assert self._prefill is not None
                 if not self._retrying:
@@ -155,19 +154,24 @@ class Generation:
         return True
 
     def _submit_decode(
-        self, worker: WorkerConnection, output_ids: list[int], source: pb.PrefillSource | None
+        self, worker: WorkerConnection, output_ids: list[int], source: pb.PrefillSource | None, own: int = 0
     ) -> None:
-        """Without a source the worker prefills it too."""
+        """Without a source the worker prefills it too, and has to compute `own` tokens."""
         self._waiting.worker_found()
         decode = self._decode = Decode(os.urandom(16), worker, here=source is None)
         self._emit.begin_decode(decode.id)
         submit = pb.SubmitDecode(decode_id=decode.id, request=self._request(output_ids), source=source)
-        worker.submit_decode(submit, self, len(self._job.prompt_ids) + len(output_ids) + 1)
+        tokens = len(self._job.prompt_ids) + len(output_ids) + 1
+        worker.submit_decode(submit, self, tokens, computes=own)
 
-    def _prefill_on_decode(self, worker: WorkerConnection, reason: Reason) -> None:
+    def _overflow(self, worker: WorkerConnection, choice: PrefillChoice | None) -> Overflow | None:
+        tokens = len(self._job.prompt_ids) + len(self.output_ids)
+        return self._pool.overflow(worker, self._job.chunks, tokens, choice, self._strikes.avoid)
+
+    def _prefill_on_decode(self, overflow: Overflow) -> None:
         self._prefilled, self._may_retry = True, False
-        self._metrics.overflow[reason].inc()
-        self._submit_decode(worker, self.output_ids, None)
+        self._metrics.overflow[overflow.reason].inc()
+        self._submit_decode(overflow.worker, self.output_ids, None, overflow.tokens)
 
     def _may_prefill(self) -> bool:
         """False: the prompt may not be computed again yet, and the generation waits for that."""
@@ -205,10 +209,9 @@ class Generation:
         if not self._may_prefill():
             return
         choice = self._choose_prefill()
-        tokens = len(self._job.prompt_ids) + len(self.output_ids) + 1
-        if choice is None and (reason := self._pool.overflows(decode.worker, tokens, None)) is not None:
+        if choice is None and self._overflow(decode.worker, None) is not None:
             self._end_decode(cancel=True)
-            self._prefill_on_decode(decode.worker, reason)
+            self._advance()
         elif self._plan_prefill(choice):
             assert self._prefill is not None
             self._prefill.replaces = True

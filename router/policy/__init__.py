@@ -8,13 +8,14 @@ Prefill: `PrefillLoads` follows what workers report and what this router sends, 
 prompt it has cached (`ChunkIndex`). A `PrefillPolicy` takes that and a request, and returns a worker.
 `PrefillSnapshot.seconds` is the estimated time until the first token.
 
-Overflow: `overflow` says whether a decode worker prefills a request itself, from that estimate and what the
-worker has to spare (`ChunkOffer`).
+Overflow: `overflow` says whether a decode worker prefills a request itself, from that estimate, what the
+worker has to spare (`ChunkOffer`), and what it has cached (`DecodeCaches`).
 
 Decode: `two_choices` over a list of `DecodeLoad`, which follow what workers report and what this router asks
 of them.
 """
 
+from router.policy.decode_caches import DecodeCaches
 from router.policy.decode_load import DecodeLoad
 from router.policy.overflow import ChunkOffer, Reason, overflow
 from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
@@ -29,6 +30,7 @@ PREFILL_POLICIES: dict[str, PrefillPolicy] = {"sticky": sticky, "round-robin": r
 __all__ = [
     "PREFILL_POLICIES",
     "ChunkOffer",
+    "DecodeCaches",
     "DecodeLoad",
     "PrefillLoads",
     "PrefillPolicy",

@@ -177,11 +177,13 @@ class WorkerConnection:
         self._submit(submit.prefill_id, attempt, pb.RouterMessage(prefill=submit))
         self._observer.prefill_sent(self, work)
 
-    def submit_decode(self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int) -> None:
+    def submit_decode(
+        self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int, *, computes: int = 0
+    ) -> None:
+        """`tokens` positions are to be held, and `computes` of them prefilled there."""
         assert self.decode_load is not None
         self.decode_load.sent(tokens)
-        if not submit.HasField("source"):
-            self.started_tokens += tokens
+        self.started_tokens += computes
         attempt = _Attempt(owner, self._begin("decode attempt", owner, submit.request), tokens)
         self._submit(submit.decode_id, attempt, pb.RouterMessage(decode=submit))
         self._observer.load_changed(self)

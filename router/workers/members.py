@@ -1,10 +1,18 @@
 """The workers in the form that policies read, kept current with what connections report."""
 
+import random
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from router.policy import DecodeLoad, PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
+from router.policy import (
+    DecodeCaches,
+    DecodeLoad,
+    PrefillLoads,
+    PrefillPolicy,
+    PrefillRequest,
+    PrefillWork,
+)
 from router.workers.connection import Refused, WorkerConnection
 from rpc import CHUNK_TOKENS
 from rpc import worker_pb2 as pb
@@ -33,6 +41,8 @@ class Members:
         self._rows: dict[WorkerConnection, int] = {}
         self._prefills: dict[int, WorkerConnection] = {}
         self._decode_loads: dict[WorkerConnection, DecodeLoad] = {}
+        self._decode_caches = DecodeCaches()
+        self._decode_rows: dict[WorkerConnection, int] = {}
         self._choices = 0
 
     # ------------------------------------------------------------ what connections report
@@ -42,6 +52,7 @@ class Members:
         if connection.description.role == pb.ROLE_PREFILL:
             self._prefill_changed(connection, serves)
             return
+        self._decode_changed(connection, serves)
         load = connection.decode_load if serves else None
         if self._decode_loads.get(connection) is not load:
             self._decode_loads.pop(connection, None)
@@ -63,6 +74,18 @@ class Members:
         if row is not None:
             self._loads.serve(row, serves)
 
+    def _decode_changed(self, connection: WorkerConnection, serves: bool) -> None:
+        row = self._decode_rows.get(connection)
+        if connection.attached and row is None:
+            assert connection.decode_load is not None
+            row = self._decode_rows[connection] = self._decode_caches.join(connection.decode_load)
+        elif not connection.attached and row is not None:
+            self._decode_caches.leave(row)
+            del self._decode_rows[connection]
+            return
+        if row is not None:
+            self._decode_caches.serve(row, serves)
+
     def prefill_reported(self, connection: WorkerConnection) -> None:
         status = connection.status
         self._loads.reported(
@@ -74,10 +97,11 @@ class Members:
 
     def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
         """Raises Refused when more is cached than the worker has blocks for."""
-        row, described = self._rows.get(connection), connection.description
-        if row is None:
-            return  # a decode worker: prompts do not go there
-        index = self._loads.index
+        described = connection.description
+        if described.role == pb.ROLE_PREFILL:
+            row, index = self._rows[connection], self._loads.index
+        else:
+            row, index = self._decode_rows[connection], self._decode_caches.index
         if events.reset:
             index.clear(row)
         index.discard(row, events.evicted)
@@ -117,3 +141,16 @@ class Members:
         row = self._policy(snapshot, request)
         work = PrefillWork(tokens - int(snapshot.cached[row]), chunks)
         return PrefillChoice(self._prefills[row], work, float(snapshot.seconds(request)[row]))
+
+    def holders(
+        self,
+        chosen: WorkerConnection,
+        *,
+        chunks: list[int],
+        tokens: int,
+        rng: random.Random,
+        avoid: Collection[str],
+    ) -> list[tuple[str, int]]:
+        """As `DecodeCaches.holders`."""
+        row = self._decode_rows[chosen]
+        return self._decode_caches.holders(row, chunks=chunks, tokens=tokens, rng=rng, avoid=avoid)

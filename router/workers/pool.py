@@ -10,6 +10,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Protocol
 
 from router.generation.retries import RetryQueue
@@ -26,6 +27,16 @@ WINDOW_STEPS = 2
 """Of each prefill worker: one that it computes, and one to choose from."""
 SPARE_EVERY = 1.0
 """Seconds: as often as workers report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """A decode worker shall prefill a request."""
+
+    worker: WorkerConnection
+    tokens: int
+    """That it has to compute."""
+    reason: Reason
 
 
 class WorkerWaiter(Protocol):
@@ -153,14 +164,26 @@ class WorkerPool:
             self._spare_at = now
         return self._window * (1 + self._spare)
 
-    def overflows(self, worker: WorkerConnection, tokens: int, choice: PrefillChoice | None) -> Reason | None:
-        """Why this decode worker should prefill so many tokens itself, and not leave it to that choice."""
+    def overflow(
+        self,
+        worker: WorkerConnection,
+        chunks: list[int],
+        tokens: int,
+        choice: PrefillChoice | None,
+        avoid: Collection[str],
+    ) -> Overflow | None:
+        """Which decode worker should prefill so many tokens, which begin with these chunks; None: it is left
+        to that choice, and `worker` decodes them."""
         if not self._overflow:
             return None
-        status = worker.status
-        waiting = status.tokens_waiting + worker.started_tokens
-        offer = ChunkOffer(status.chunk_tokens, status.chunk_seconds, status.step_seconds, waiting)
-        return overflow(tokens, None if choice is None else choice.seconds, offer)
+        holders = self._members.holders(worker, chunks=chunks, tokens=tokens, rng=self._rng, avoid=avoid)
+        workers = [worker, *(self._connections[address] for address, _ in holders[1:])]
+        offers = [_offer(worker, cached) for worker, (_, cached) in zip(workers, holders, strict=True)]
+        found = overflow(tokens, None if choice is None else choice.seconds, offers)
+        if found is None:
+            return None
+        index, reason = found
+        return Overflow(workers[index], tokens - offers[index].cached, reason)
 
     # ------------------------------------------------------------ what connections report
 
@@ -237,3 +260,9 @@ class WorkerPool:
                 self.room.offer()
             finally:
                 self._offering = False
+
+
+def _offer(worker: WorkerConnection, cached: int) -> ChunkOffer:
+    status = worker.status
+    waiting = status.tokens_waiting + worker.started_tokens
+    return ChunkOffer(status.chunk_tokens, status.chunk_seconds, status.step_seconds, waiting, cached)

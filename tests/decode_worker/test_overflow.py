@@ -1,9 +1,11 @@
 """A decode worker prefills what comes without a source: the same tokens, nothing left behind. Tiny model."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 
+from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,
@@ -93,6 +95,25 @@ async def test_what_it_decoded_is_cached_for_the_next_turn(workers: Workers) -> 
         await decode.reserved(turn)
         first, _ = await decode.token(turn)
         assert first.cached_tokens == 96  # 103 are known, in blocks of 16
+
+
+async def test_kv_that_came_over_the_lanes_is_cached_and_reported(workers: Workers) -> None:
+    """The first turn is prefilled elsewhere; of the second only the end is left to compute."""
+    async with paired(*workers) as pair:
+        turn = prompt(200)
+        said = (await pair.generate(turn, sampling(max_tokens=60, ignore_eos=True))).tokens
+        second = [*turn, *said, 1, 2, 3]
+        computed = [*turn, *said[:-1]]
+        reported: set[int] = set()
+        while not reported.issuperset(chunk_hashes(computed)):
+            reported.update((await asyncio.wait_for(pair.decode.caches.get(), 30)).added)
+        params = sampling(max_tokens=5, ignore_eos=True)
+        here = await submit_here(pair.decode, request(second, params))
+        await pair.decode.reserved(here)
+        tokens = [token for token, _ in await pair.decode.tokens(here)]
+        assert tokens[0].cached_tokens == 256  # 259 are known, in blocks of 16
+        assert [token.token_id for token in tokens] == (await pair.generate(second, params)).tokens
+        await assert_whole(*workers)
 
 
 async def test_cancelled_while_it_prefills_and_with_its_stream(workers: Workers) -> None:

@@ -1,14 +1,17 @@
-"""Decode workers prefill what is short, what prefill workers are late with, and all when there are none."""
+"""Decode workers prefill what is short, or nearly cached there, what prefill workers are late with, and all
+when there are none."""
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import ChunkOffer, overflow
+from router.policy import ChunkOffer, DecodeCaches, DecodeLoad, overflow
 from router.text.tokenizer import ModelTokenizer
+from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster
@@ -19,9 +22,11 @@ OFFER = ChunkOffer(tokens=50, seconds=0.015, step_seconds=0.010)
 SPEED = 20_000.0  # of a prefill worker
 
 
-def decided(tokens: int, queue: int = 0, waiting: int = 0) -> str | None:
-    offer = ChunkOffer(OFFER.tokens, OFFER.seconds, OFFER.step_seconds, waiting)
-    return overflow(tokens, (queue + tokens) / SPEED, offer)
+def decided(tokens: int, queue: int = 0, waiting: int = 0, cached: int = 0) -> str | None:
+    """As if the prefill worker had as much of it cached."""
+    offer = ChunkOffer(OFFER.tokens, OFFER.seconds, OFFER.step_seconds, waiting, cached)
+    found = overflow(tokens, (queue + tokens - cached) / SPEED, [offer])
+    return None if found is None else found[1]
 
 
 @pytest.mark.parametrize(
@@ -43,9 +48,82 @@ def test_whoever_has_the_second_token_first(
     assert decided(tokens, queue, waiting) == reason
 
 
+@pytest.mark.parametrize(
+    ("cached", "queue", "waiting", "reason"),
+    [
+        (1960, 0, 0, None),  # as for any short one, an idle prefill worker is as good
+        (1960, 200, 0, "cached"),
+        (1960, 200, 30, None),
+        (1940, 800, 0, "saturated"),  # more than one chunk is left
+        (1500, 2_000, 0, None),
+    ],
+)
+def test_what_is_nearly_cached_counts_as_what_is_left_of_it(
+    cached: int, queue: int, waiting: int, reason: str | None
+) -> None:
+    assert decided(2000, queue, waiting, cached) == reason
+
+
+def test_of_two_decode_workers_the_earlier_one_takes_it() -> None:
+    empty, holder = ChunkOffer(50, 0.015, 0.010), ChunkOffer(50, 0.015, 0.010, cached=1980)
+    assert overflow(2000, 0.1, [empty, holder]) == (1, "cached")
+    busy = ChunkOffer(50, 0.015, 0.010, waiting=5_000, cached=1980)
+    assert overflow(2000, 2.0, [empty, busy]) == (0, "saturated")
+    assert overflow(2000, None, [empty, holder]) == (1, "no_prefill")
+    assert overflow(2000, 0.001, [empty, holder]) is None
+
+
 def test_without_a_prefill_worker_decode_does_it() -> None:
-    assert overflow(5000, None, OFFER) == "no_prefill"
-    assert overflow(5000, None, ChunkOffer(0, 0.0, 0.0)) == "no_prefill", "also one that knows nothing yet"
+    unknown = ChunkOffer(0, 0.0, 0.0)
+    assert overflow(5000, None, [OFFER]) == (0, "no_prefill")
+    assert overflow(5000, None, [unknown]) == (0, "no_prefill"), "also one that knows nothing yet"
+    assert overflow(5000, None, [unknown, OFFER]) == (1, "no_prefill")
+
+
+CHUNKS = list(range(100, 110))
+
+
+def caches(*free: int) -> tuple[DecodeCaches, list[DecodeLoad]]:
+    """Decode workers "0", "1", … that serve, with so many free blocks of 16."""
+    loads = [DecodeLoad(str(i), 16, 100, 64, blocks_free=blocks) for i, blocks in enumerate(free)]
+    found = DecodeCaches()
+    for load in loads:
+        found.serve(found.join(load), True)
+    return found, loads
+
+
+def holders(found: DecodeCaches, chosen: int = 0, avoid: tuple[str, ...] = ()) -> list[tuple[str, int]]:
+    return found.holders(chosen, chunks=CHUNKS, tokens=700, rng=random.Random(1), avoid=avoid)
+
+
+def test_the_worker_with_most_of_the_prompt_may_take_it_where_it_has_room() -> None:
+    found, loads = caches(100, 100, 100, 100)
+    assert holders(found) == [("0", 0)]
+    found.index.add(0, CHUNKS[:1])
+    found.index.add(1, CHUNKS[:5])
+    found.index.add(2, CHUNKS)
+    assert holders(found) == [("0", 64), ("2", 640)]
+    assert holders(found, chosen=2) == [("2", 640)], "nobody has more"
+    assert holders(found, avoid=("2",)) == [("0", 64)], "it failed this request"
+    loads[2].blocks_free = 43  # 688 positions
+    assert holders(found) == [("0", 64)]
+    loads[2].blocks_free = 44
+    found.serve(2, False)
+    assert holders(found) == [("0", 64)]
+    found.serve(2, True)
+    found.index.clear(2)
+    assert holders(found) == [("0", 64), ("1", 320)]
+    found.leave(1)
+    assert holders(found) == [("0", 64)]
+    assert found.join(loads[1]) == 1, "its row is free again, and it has nothing"
+    assert holders(found) == [("0", 64)]
+
+
+def test_without_a_prefill_worker_decode_does_it_where_it_has_most() -> None:
+    found, _ = caches(100, 100, 10)
+    for row in (1, 2):
+        found.index.add(row, CHUNKS)
+    assert {holders(found)[1] for _ in range(20)} == {("1", 640)}, "the other has no room"
 
 
 @given(st.integers(1, 10_000), st.integers(0, 200_000), st.integers(0, 5_000), st.integers(0, 5_000))
@@ -89,6 +167,37 @@ async def test_a_long_one_is_taken_where_prefill_is_late(cluster: Cluster) -> No
     await offering(cluster)
     await cluster.complete(prompt="a long story " * 100)
     assert await counted(cluster, "saturated") == 1
+
+
+async def test_a_nearly_cached_one_goes_to_the_decode_worker_that_has_it(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    prompt = list(range(3, 1003))
+    async with make_cluster(tokenizer, tmp_path, decode=3, wait=False) as cluster:
+        for worker in cluster.decodes:
+            worker.cache = set()
+        pool = cluster.router.services.pool
+        await cluster.until(lambda: len(pool.ready(pb.ROLE_DECODE)) == 3 and pool.complete)
+        await cluster.until(lambda: all(worker.attached for worker in cluster.workers))
+        await offering(cluster, tokens=100)
+        holder = cluster.decodes[1]
+        index = pool._members._decode_caches.index
+        holder.change_cache(chunk_hashes(prompt))
+        await cluster.until(lambda: len(index) == 1000 // 64)
+        for turn in range(1, 5):
+            await cluster.complete(prompt=prompt)
+            assert len(decodes(holder)) == turn
+            assert not decodes(holder)[-1].HasField("source")
+            [connection] = [c for c in pool.connections if c.address == holder.address]
+            assert connection.started_tokens == 1000 - 15 * 64, "that is what it has to compute"
+            holder.report()
+            await cluster.until(lambda: not connection.started_tokens)  # noqa: B023
+        assert await counted(cluster, "cached") == 4
+        holder.change_cache([], chunk_hashes(prompt))
+        await cluster.until(lambda: not len(index))
+        await cluster.complete(prompt=prompt)
+        assert await counted(cluster, "cached") == 4
+        await cluster.idle()
 
 
 async def test_one_token_needs_no_decode_worker_in_any_case(cluster: Cluster) -> None:
