@@ -228,6 +228,25 @@ async def test_a_reservation_that_lost_the_last_prefill_worker_is_prefilled_wher
     assert decodes(decode)[0].decode_id in decode.cancelled
 
 
+async def test_a_reservation_on_a_worker_that_leaves_is_given_up_with_the_last_prefill_worker(
+    pair: Cluster,
+) -> None:
+    for worker in pair.prefills:
+        worker.steps = asyncio.Semaphore(0)
+    request = asyncio.create_task(answered_whole(pair))
+    await pair.until(lambda: any(decodes(d) for d in pair.decodes))
+    leaving = next(d for d in pair.decodes if d.submitted)
+    other = next(d for d in pair.decodes if d is not leaving)
+    leaving.status.health = pb.WorkerStatus.HEALTH_DRAINING
+    leaving.report()
+    await pair.until(lambda: len(pair.router.services.pool.ready(pb.ROLE_DECODE)) == 1)
+    for worker in pair.prefills:
+        await worker.kill()
+    await request
+    assert not decodes(other)[0].HasField("source")
+    assert decodes(leaving)[0].decode_id in leaving.cancelled
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 async def test_a_decode_worker_lost_with_an_overflowed_request(pair: Cluster, tokens: int) -> None:
     await offering(pair)
