@@ -17,8 +17,7 @@ def pure_hash(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
 
 def prefix_only(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     """The longest cached prefix, whatever waits; where nobody has any, the shortest queue."""
-    rows = np.flatnonzero(snapshot.cached == snapshot.most_cached)
-    return int(rows[snapshot.wait[rows].argmin()])
+    return min(snapshot.cached.holders() or snapshot.rows.tolist(), key=snapshot.wait.__getitem__)
 
 
 POLICIES: dict[str, PrefillPolicy] = {

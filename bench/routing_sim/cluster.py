@@ -86,7 +86,7 @@ class Router:
         snapshot = self.loads.snapshot(request, now)
         assert snapshot is not None
         row = self._policy(snapshot, request)
-        return self.workers[row], PrefillWork(turn.tokens - int(snapshot.cached[row]), turn.chunks)
+        return self.workers[row], PrefillWork(turn.tokens - snapshot.cached.of(row), turn.chunks)
 
 
 class Simulation:

@@ -6,7 +6,7 @@ nor clocks, so that the same objects run in the router and in a simulator (`benc
 Prefill: `PrefillLoads` follows what workers report and what this router sends, and makes a
 `PrefillSnapshot` for each choice: the seconds of work ahead at each worker, its speed, and how much of the
 prompt it has cached (`ChunkIndex`). A `PrefillPolicy` takes that and a request, and returns a worker.
-`PrefillSnapshot.seconds` is the estimated time until the first token.
+`PrefillSnapshot.seconds` is the estimated time until a worker has its first token.
 
 Overflow: `overflow` says whether a decode worker prefills a request itself, from that estimate, what the
 worker has to spare (`ChunkOffer`), and what it has cached (`DecodeCaches`).

@@ -8,12 +8,41 @@ last.
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from rpc import CHUNK_TOKENS
 
 MAX_LEVELS = 8
-_FEW = 4  # from so many bits on numpy is faster
+
+
+class Overlap:
+    """How many tokens of one prompt each worker need not compute: full blocks of what it has of the prompt's
+    beginning, and never the last position."""
+
+    __slots__ = ("_levels",)
+
+    def __init__(self, levels: list[tuple[int, int]]) -> None:
+        """(tokens, rows that have at least so many), the fewest tokens first."""
+        self._levels = levels
+
+    @property
+    def most(self) -> int:
+        """Of any."""
+        return self._levels[-1][0] if self._levels else 0
+
+    def of(self, row: int) -> int:
+        for tokens, rows in reversed(self._levels):
+            if rows >> row & 1:
+                return tokens
+        return 0
+
+    def holders(self) -> list[int]:
+        """The rows that have most; empty where that is nothing."""
+        left = self._levels[-1][1] if self._levels else 0
+        rows = []
+        while left:
+            last = left & -left
+            rows.append(last.bit_length() - 1)
+            left ^= last
+        return rows
 
 
 class ChunkIndex:
@@ -91,16 +120,14 @@ class ChunkIndex:
         else:
             del self._holders[chunk]
 
-    def overlap(self, chunks: Sequence[int], tokens: int, block_size: int, cached: np.ndarray) -> int:
-        """Sets `cached[row]`, zero before, to how many of a prompt's `tokens` each worker need not compute:
-        full blocks of what it has of the prompt's beginning, and never the last position. Returns the most of
-        any.
+    def overlap(self, chunks: Sequence[int], tokens: int, block_size: int, among: int) -> Overlap:
+        """What the workers of `among`, a set of rows, have of the beginning of a prompt of so many tokens.
 
         A prefix ends at its first missing chunk. Stops where nobody has more, so what nobody knows costs one
         lookup. Of more than `MAX_LEVELS` different lengths the longest count.
         """
         levels: list[tuple[int, int]] = []  # (chunks, rows that have at least so many)
-        rows = -1
+        rows = among
         holders_of = self._holders.get
         for depth, chunk in enumerate(chunks):
             holders = holders_of(chunk, 0)
@@ -111,19 +138,11 @@ class ChunkIndex:
                     break
         else:
             levels.append((len(chunks), rows))
-        hit = 0
-        for depth, rows in levels[1:][-MAX_LEVELS:]:  # the first is of no chunk at all
+        found: list[tuple[int, int]] = []
+        most = 0
+        for depth, rows in levels[-MAX_LEVELS:]:
             hit = min(depth * CHUNK_TOKENS, tokens - 1) // block_size * block_size
-            _assign(cached, rows, hit)
-        return hit
-
-
-def _assign(cached: np.ndarray, rows: int, tokens: int) -> None:
-    if rows.bit_count() <= _FEW:
-        while rows:
-            last = rows & -rows
-            cached[last.bit_length() - 1] = tokens
-            rows ^= last
-    else:
-        packed = np.frombuffer(rows.to_bytes(-(-len(cached) // 8), "little"), np.uint8)
-        cached[np.unpackbits(packed, count=len(cached), bitorder="little").view(bool)] = tokens
+            if hit > most:
+                most = hit
+                found.append((hit, rows))
+        return Overlap(found)

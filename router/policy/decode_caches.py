@@ -4,8 +4,6 @@ decoded, and with it the turn before."""
 import random
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from router.policy.chunk_index import ChunkIndex
 from router.policy.decode_load import DecodeLoad
 from router.policy.two_choices import two_choices
@@ -21,7 +19,7 @@ class DecodeCaches:
     def __init__(self) -> None:
         self.index = ChunkIndex()
         self._loads: list[DecodeLoad | None] = []  # by row; None: free
-        self._serving: set[int] = set()
+        self._serving = 0  # a set of rows
 
     def join(self, load: DecodeLoad) -> int:
         """A worker came, with nothing cached. Returns its row."""
@@ -35,11 +33,12 @@ class DecodeCaches:
     def leave(self, row: int) -> None:
         self.index.forget(row)
         self._loads[row] = None
-        self._serving.discard(row)
+        self.serve(row, False)
 
     def serve(self, row: int, serving: bool) -> None:
         """Whether it takes new work."""
-        (self._serving.add if serving else self._serving.discard)(row)
+        bit = 1 << row
+        self._serving = self._serving | bit if serving else self._serving & ~bit
 
     def holders(
         self, chosen: int, *, chunks: Sequence[int], tokens: int, rng: random.Random, avoid: Collection[str]
@@ -51,13 +50,12 @@ class DecodeCaches:
         assert load is not None
         if not len(self.index):
             return [(load.worker, 0)]
-        cached = np.zeros(len(self._loads), np.int64)
         block_size = max(load.block_size for load in self._loads if load is not None)
-        most = self.index.overlap(chunks, tokens, block_size, cached)
-        found = [(load.worker, int(cached[chosen]))]
-        if cached[chosen] < most:
-            rows = self._serving.intersection(np.flatnonzero(cached == most).tolist())
-            loads = [load for row in rows if (load := self._loads[row]) and load.worker not in avoid]
+        cached = self.index.overlap(chunks, tokens, block_size, self._serving | 1 << chosen)
+        found = [(load.worker, cached.of(chosen))]
+        if cached.of(chosen) < cached.most:
+            loads = [load for row in cached.holders() if (load := self._loads[row]) is not None]
+            loads = [load for load in loads if load.worker not in avoid]
             if (best := two_choices(loads, tokens=tokens + 1, rng=rng)) is not None:
-                found.append((best, most))
+                found.append((best, cached.most))
         return found

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from router.policy.chunk_index import Overlap
 from router.policy.ring import Ring
 
 
@@ -34,14 +35,12 @@ class PrefillSnapshot:
     """float64, seconds: the uncached tokens that will be computed before the request's, at measured speed."""
     speed: np.ndarray
     """float64, tokens/s."""
-    cached: np.ndarray
-    """int64, tokens: of the request's prefix, what its prefix cache is believed to have."""
-    most_cached: int
-    """The largest of these."""
+    cached: Overlap
+    """Of the request's prefix, what the prefix caches are believed to have."""
 
-    def seconds(self, request: PrefillRequest) -> np.ndarray:
-        """float64: the estimated time until each worker has sampled the request's first token."""
-        return self.wait + (request.tokens - self.cached) / self.speed
+    def seconds(self, request: PrefillRequest, row: int) -> float:
+        """The estimated time until this worker has sampled the request's first token."""
+        return float(self.wait[row] + (request.tokens - self.cached.of(row)) / self.speed[row])
 
 
 PrefillPolicy = Callable[[PrefillSnapshot, PrefillRequest], int]

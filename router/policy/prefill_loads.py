@@ -41,10 +41,12 @@ class PrefillLoads:
         self.index = ChunkIndex()
         self._names: list[str] = []  # by row; "": free
         self._serving: list[bool] = []
-        self._tokens = np.zeros(0)  # waiting at time `_at`, reported and sent
-        self._at = np.zeros(0)
-        self._own = np.zeros(0)  # of this router's prefills without a first token
+        self._tokens: list[float] = []  # waiting at time `_at`, reported and sent
+        self._at: list[float] = []
+        self._own: list[int] = []  # tokens of this router's prefills without a first token
         self._speed = np.ones(0)
+        self._clear_at = np.zeros(0)  # when `_tokens` will have been computed
+        self._own_seconds = np.zeros(0)  # that `_own` takes
         self._measured = np.zeros(0, bool)
         self._block_sizes: list[int] = []
         self._block_size = (
@@ -52,15 +54,16 @@ class PrefillLoads:
         )
         self._ring = Ring({})
         self._rows = np.zeros(0, np.int64)
-        self._stale = False  # the three are
+        self._among = 0  # as a set
+        self._stale = False  # the four are
 
     def join(self, name: str, *, block_size: int, now: float) -> int:
         """A worker came, with nothing waiting and nothing cached. Returns its row."""
         assert name
         row = self._names.index("") if "" in self._names else self._new_row()
         self._names[row], self._serving[row], self._stale = name, True, True
-        self._tokens[row] = self._own[row] = 0
-        self._at[row] = now
+        self._own[row] = 0
+        self._tokens[row], self._at[row] = 0.0, now
         self._measured[row] = False
         self._block_sizes[row] = block_size
         self._guess_speeds()
@@ -80,7 +83,10 @@ class PrefillLoads:
         self._names.append("")
         self._serving.append(False)
         self._block_sizes.append(1)
-        for array in ("_tokens", "_at", "_own", "_speed", "_measured"):
+        self._tokens.append(0.0)
+        self._at.append(0.0)
+        self._own.append(0)
+        for array in ("_speed", "_clear_at", "_own_seconds", "_measured"):
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
         self.index.grow(row + 1)
         return row
@@ -88,6 +94,13 @@ class PrefillLoads:
     def _guess_speeds(self) -> None:
         guess = self._speed[self._measured].mean() if self._measured.any() else UNKNOWN_SPEED
         self._speed[~self._measured] = guess
+        for row in np.flatnonzero(~self._measured).tolist():
+            self._changed(row)
+
+    def _changed(self, row: int) -> None:
+        speed = self._speed[row]
+        self._clear_at[row] = self._at[row] + self._tokens[row] / speed
+        self._own_seconds[row] = self._own[row] / speed
 
     # ------------------------------------------------------------ what happens
 
@@ -99,11 +112,13 @@ class PrefillLoads:
             self._speed[row], self._measured[row] = tokens_per_s, True
             if first:
                 self._guess_speeds()
+        self._changed(row)
 
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
         """By this router."""
         self._tokens[row], self._at[row] = self._waiting(row, now) + work.tokens, now
         self._own[row] += work.tokens
+        self._changed(row)
         self.index.expect(row, work.chunks)
 
     def ended(self, row: int, work: PrefillWork, *, computed: bool, now: float) -> None:
@@ -112,6 +127,7 @@ class PrefillLoads:
         self._own[row] -= work.tokens
         if not computed:
             self._tokens[row], self._at[row] = waiting - work.tokens, now
+        self._changed(row)
         self.index.unexpect(row, work.chunks)
 
     def _waiting(self, row: int, now: float) -> float:
@@ -144,16 +160,15 @@ class PrefillLoads:
             rows, avoid = self._rows, ()
         if not len(rows):
             return None
-        wait = np.maximum(self._own, self._tokens - self._speed * (now - self._at)) / self._speed
-        cached = np.zeros(len(wait), np.int64)
-        most = self.index.overlap(request.chunks, request.tokens, self._block_size, cached)
+        wait = np.maximum(self._own_seconds, self._clear_at - now)
+        among = self._among
         if len(rows) < len(wait):
-            for array, value in ((wait, np.inf), (cached, 0)):
-                chosen = array[rows]
-                array[:] = value
-                array[rows] = chosen
-            most = int(cached.max())
-        return PrefillSnapshot(self._ring, rows, wait, self._speed, cached, most)
+            chosen = wait[rows]
+            wait[:] = np.inf
+            wait[rows] = chosen
+            among = _set_of(rows)
+        cached = self.index.overlap(request.chunks, request.tokens, self._block_size, among)
+        return PrefillSnapshot(self._ring, rows, wait, self._speed, cached)
 
     def _settle(self) -> None:
         if self._stale:
@@ -161,4 +176,10 @@ class PrefillLoads:
             self._ring = Ring(serving)
             self._rows = np.array([serving[name] for name in sorted(serving)], np.int64)
             self._block_size = max((self._block_sizes[row] for row in serving.values()), default=1)
+            self._among = _set_of(self._rows)
             self._stale = False
+
+
+def _set_of(rows: np.ndarray) -> int:
+    """As the bits of an int."""
+    return sum(1 << row for row in rows.tolist())

@@ -29,18 +29,19 @@ COPY_TOKENS = 512
 
 
 def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
-    wait, cached, speed = snapshot.wait, snapshot.cached, snapshot.speed
-    rows = snapshot.rows
+    wait, cached, rows = snapshot.wait, snapshot.cached, snapshot.rows
     bound = BOUND * float(np.add.reduce(wait if len(rows) == len(wait) else wait[rows])) / len(rows)
     # Some worker is within the mean.
     home = next(row for row in snapshot.ring.walk(request.key) if wait[row] <= bound)
-    saved = snapshot.most_cached - cached[home]
+    saved = cached.most - cached.of(home)
     if not saved:
         return home
-    more = np.flatnonzero(cached == snapshot.most_cached)
+    more = cached.holders()
     if len(more) > max(1, saved / COPY_TOKENS):
         return home
-    cost = wait[more] + RECOMPUTE * (request.tokens - cached[more]) / speed[more]
-    best = int(cost.argmin())
-    at_home = wait[home] + RECOMPUTE * (request.tokens - cached[home]) / speed[home]
-    return int(more[best]) if cost[best] < at_home else home
+
+    def cost(row: int, hit: int) -> float:
+        return wait[row] + RECOMPUTE * (request.tokens - hit) / snapshot.speed[row]
+
+    best = min(more, key=lambda row: cost(row, cached.most))
+    return best if cost(best, cached.most) < cost(home, cached.of(home)) else home

@@ -139,8 +139,8 @@ class Members:
             return None
         self._choices += 1
         row = self._policy(snapshot, request)
-        work = PrefillWork(tokens - int(snapshot.cached[row]), chunks)
-        return PrefillChoice(self._prefills[row], work, float(snapshot.seconds(request)[row]))
+        work = PrefillWork(tokens - snapshot.cached.of(row), chunks)
+        return PrefillChoice(self._prefills[row], work, snapshot.seconds(request, row))
 
     def holders(
         self,

@@ -108,8 +108,9 @@ def test_the_worker_with_most_of_the_prompt_may_take_it_where_it_has_room() -> N
     loads[2].blocks_free = 43  # 688 positions
     assert holders(found) == [("0", 64)]
     loads[2].blocks_free = 44
+    assert holders(found) == [("0", 64), ("2", 640)]
     found.serve(2, False)
-    assert holders(found) == [("0", 64)]
+    assert holders(found) == [("0", 64), ("1", 320)]
     found.serve(2, True)
     found.index.clear(2)
     assert holders(found) == [("0", 64), ("1", 320)]
