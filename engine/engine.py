@@ -15,7 +15,7 @@ from engine.grammar import Grammars
 from engine.kernels import HeadNorm, kernels_for
 from engine.live_request import LiveRequest, Phase
 from engine.loader import load_model, open_checkpoint
-from engine.memory import plan_memory
+from engine.memory import MemoryUse, choose_limits, memory_for, size_pool
 from engine.meters import Meters
 from engine.request import (
     CacheObserver,
@@ -29,6 +29,7 @@ from engine.request import (
 )
 from engine.sampler import sample
 from engine.scheduler import Schedule, Scheduler
+from engine.warm_up import measure_steps, plan_rehearsal, warm_up
 
 GRAMMAR_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for a grammar."""
@@ -64,43 +65,71 @@ class Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.device = torch.device(config.device)
+        self._config = config
         self._kv_sink = kv_sink
         self._tick = tick
-        self._computing = computing
+        self._computing = _nothing
 
-        def loading(stage: str, fraction: float) -> None:
+        def starting(stage: str, fraction: float) -> None:
             tick()
             progress(stage, fraction)
 
         checkpoint = open_checkpoint(config, self.device)
-        memory = plan_memory(config, checkpoint.config, self.device)
-        self.dtype = memory.dtype
-        self.block_size = memory.block_size
-        self.num_blocks = memory.num_blocks
-        self.model_config = replace(checkpoint.config, max_model_len=memory.max_model_len)
-        self._model, self.model_fingerprint = load_model(
-            checkpoint, memory.max_model_len, memory.dtype, self.device, loading
-        )
-        self._kernels = kernels_for(self.device, self.model_config.head_dim)
-        heads, head_dim = self.model_config.num_kv_heads, self.model_config.head_dim
-        # Not zeroed: nothing reads what was not written, and the system maps a page when it is first touched.
-        self.kv_cache = [
-            torch.empty(
-                (2, self.num_blocks, self.block_size, heads, head_dim), dtype=self.dtype, device=self.device
+        limits = choose_limits(config, checkpoint.config, self.device)
+        self.dtype = limits.dtype
+        self.block_size = limits.block_size
+        with memory_for("the weights", "choose a smaller --model"):
+            self._model, self.model_fingerprint = load_model(
+                checkpoint, limits.max_model_len, self.dtype, self.device, starting
             )
-            for _ in range(self.model_config.num_layers)
-        ]
+        self.model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
+        self._kernels = kernels_for(self.device, self.model_config.head_dim)
+        self._grammars = Grammars(checkpoint.source, self.model_config.vocab_size, self.model_config.eos_ids)
+
+        use = self._measure(starting) if self.device.type == "cuda" else None
+        pool = size_pool(config, self.model_config, limits, use)
+        self.model_config = replace(self.model_config, max_model_len=pool.max_model_len)
+        with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
+            self._open(pool.num_blocks)
+            if self.device.type == "cuda":
+                warm_up(self, plan_rehearsal(config, pool.max_model_len), starting)
+        self._begin(cache_observer, self.model_fingerprint if config.enable_prefix_caching else None)
+        self._computing = computing
+
+    def _measure(self, progress: Callable[[str, float], None]) -> MemoryUse:
+        """What the largest step takes beside the weights, tried on a small cache, the same for all layers."""
+        rehearsal = plan_rehearsal(self._config, self.model_config.max_model_len)
+        weights = torch.cuda.memory_allocated(self.device)
+        with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
+            self._open(rehearsal.num_blocks(self.block_size), layers=1)
+            step = measure_steps(self, rehearsal, self.device, progress)
+        self.kv_cache = []
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return MemoryUse(total, free, weights, activations=step.any, graphs=0)
+
+    def _open(self, num_blocks: int, layers: int | None = None) -> None:
+        """An empty cache, and nobody there. With `layers`, only so many layers have memory of their own."""
+        self.num_blocks = num_blocks
+        model = self.model_config
+        shape = (2, num_blocks, self.block_size, model.num_kv_heads, model.head_dim)
+        own = layers or model.num_layers
+        # Not zeroed: nothing reads what was not written, and the system maps a page when it is first touched.
+        caches = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(own)]
+        self.kv_cache = [caches[layer % own] for layer in range(model.num_layers)]
+        self._begin()
+
+    def _begin(self, cache_observer: CacheObserver | None = None, prefix_cache: str | None = None) -> None:
         self._scheduler = Scheduler(
             BlockPool(self.num_blocks),
             block_size=self.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            prefix_cache_root=self.model_fingerprint.encode() if config.enable_prefix_caching else None,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            prefix_cache_root=prefix_cache.encode() if prefix_cache else None,
             cache_observer=cache_observer,
         )
-        self._grammars = Grammars(checkpoint.source, self.model_config.vocab_size, self.model_config.eos_ids)
         self._meters = Meters()
-        self._chunk_limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens)
+        self._chunk_limit = ChunkLimit(self._config.ttit_target, self._config.max_num_batched_tokens)
 
     # One step
 

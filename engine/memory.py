@@ -1,5 +1,11 @@
-"""How much of what goes where: dtype, block size, number of blocks, and the context that this allows."""
+"""How much of what goes where: dtype, block size, number of blocks, and the context that this allows.
 
+choose_limits ─▶ load the weights ─▶ measure a step (`engine.warm_up`) ─▶ size_pool
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -7,22 +13,57 @@ import torch
 from engine.config import EngineConfig
 from engine.model_config import ModelConfig
 
-CPU_POOL_BYTES = 1 << 30
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+CPU_POOL_BYTES = 1 * GIB
 """KV pool on a CPU. The system maps its pages only when they are first written."""
-ACTIVATION_BYTES = 64
-"""Room for activations on a GPU, per token of a step and dimension of the MLP: generous."""
+CUDA_BYTES = 1 * GIB
+"""For the CUDA context and the code of kernels, of which torch's allocator knows nothing: half a GiB and
+more. It cannot be told from what other processes allocate in the meantime."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class Limits:
     dtype: torch.dtype
     block_size: int
+    max_model_len: int
+    """What is wanted; a small pool may allow less."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Of one GPU, in bytes, once the weights are loaded. All but `total` and `free` is this engine's own."""
+
+    total: int
+    free: int
+    """What nobody has allocated: neither this process nor any other on the GPU."""
+    weights: int
+    activations: int
+    """At the peak of the largest step, sampling included."""
+    graphs: int
+    """What captured graphs will keep for themselves."""
+
+    def room(self, share: float) -> int:
+        """For KV, if this process may take `share` of the GPU: less where others left less than that."""
+        own = min(int(share * self.total) - CUDA_BYTES - self.weights, self.free)
+        return own - self.activations - self.graphs
+
+    def __str__(self) -> str:
+        return (
+            f"weights {gib(self.weights)}, activations of the largest step {gib(self.activations)}, "
+            f"CUDA graphs {gib(self.graphs)}, CUDA itself {gib(CUDA_BYTES)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
     num_blocks: int
     max_model_len: int
 
 
-def plan_memory(config: EngineConfig, model: ModelConfig, device: torch.device) -> MemoryPlan:
-    """Raises `ValueError` naming the flag if the pool cannot hold one request of the wanted length."""
+def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
+    """Raises `ValueError` naming the flag that asks for what this model or machine has not."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: no CUDA device here; use --device cpu")
     dtype = choose_dtype(config, model, device)
@@ -30,14 +71,10 @@ def plan_memory(config: EngineConfig, model: ModelConfig, device: torch.device) 
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
         raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}")
-    num_blocks = config.num_blocks or _blocks_that_fit(config, model, device, dtype, block_size)
-    capacity = num_blocks * block_size
-    if config.max_model_len and capacity < wanted:
-        raise ValueError(
-            f"--max-model-len {wanted}: the KV pool holds {capacity} tokens; lower it, or raise "
-            f"{'--num-blocks' if config.num_blocks else '--gpu-memory-utilization or --num-blocks'}"
-        )
-    return MemoryPlan(dtype, block_size, num_blocks, min(wanted, capacity))
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        check_weights_fit(config, model.num_parameters * dtype.itemsize, free, total)
+    return Limits(dtype, block_size, wanted)
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -48,20 +85,79 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _blocks_that_fit(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int
-) -> int:
-    budget = CPU_POOL_BYTES
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        weights = model.num_parameters * dtype.itemsize
-        activations = config.max_num_batched_tokens * model.intermediate_size * ACTIVATION_BYTES
-        budget = int(config.gpu_memory_utilization * total) - (total - free) - weights - activations
-    most = config.max_num_seqs * model.max_model_len  # tokens; nobody could use more
-    blocks = min(budget // (model.kv_elements_per_token * dtype.itemsize), most) // block_size
-    if blocks < 1:
+def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int) -> None:
+    """Before minutes of loading."""
+    may = int(config.gpu_memory_utilization * total) - CUDA_BYTES
+    if weights > min(may, free):
         raise ValueError(
-            f"--gpu-memory-utilization {config.gpu_memory_utilization}: no memory is left for KV beside the "
-            "weights; raise it, or choose a smaller model"
+            f"--model {config.model}: its weights take {gib(weights)}; of the GPU's {gib(total)} "
+            f"{gib(free)} are free, and --gpu-memory-utilization {config.gpu_memory_utilization} allows "
+            f"{gib(may)}. Free some, raise that, or choose a smaller model or --dtype"
         )
-    return blocks
+
+
+def size_pool(config: EngineConfig, model: ModelConfig, limits: Limits, use: MemoryUse | None) -> PoolSize:
+    """The KV pool from what is left; `use` None: on a CPU. Raises `ValueError` saying what needs how much."""
+    token = model.kv_elements_per_token * limits.dtype.itemsize
+    block = token * limits.block_size
+    if config.num_blocks is None:
+        room = CPU_POOL_BYTES if use is None else use.room(config.gpu_memory_utilization)
+        most = config.max_num_seqs * -(-limits.max_model_len // limits.block_size)  # nobody could use more
+        num_blocks = min(room // block, most)
+    else:
+        num_blocks = config.num_blocks
+        if use is not None and num_blocks * block > (room := use.room(1.0)):
+            raise ValueError(
+                f"--num-blocks {num_blocks}: {gib(num_blocks * block)} of KV, and there is room for "
+                f"{gib(room)}, {max(0, room // block)} blocks. {_needs(config, use)}"
+            )
+    capacity = max(0, num_blocks) * limits.block_size
+    if capacity < (config.max_model_len or 1):
+        remedy = "raise --num-blocks" if config.num_blocks or use is None else _remedy(config)
+        raise ValueError(
+            f"--max-model-len {limits.max_model_len}: one request of that length needs "
+            f"{gib(limits.max_model_len * token)} of KV, and the KV pool holds {capacity} tokens, "
+            f"{gib(capacity * token)}; lower it, or {remedy}." + (f" {_needs(config, use)}" if use else "")
+        )
+    if capacity < limits.max_model_len:
+        log.warning("a request can have %d tokens, the model's context of %d does not fit the KV pool",
+                    capacity, limits.max_model_len)  # fmt: skip
+    log.info(
+        "memory: %sKV pool %s: %d blocks of %d, %d tokens",
+        f"{use}, " if use else "", gib(num_blocks * block), num_blocks, limits.block_size, capacity,
+    )  # fmt: skip
+    return PoolSize(num_blocks, min(limits.max_model_len, capacity))
+
+
+@contextmanager
+def memory_for(what: str, remedy: str) -> Iterator[None]:
+    """Says in the user's words what CUDA had no memory for."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise ValueError(
+            f"no GPU memory is left for {what}: {gib(torch.cuda.memory_allocated())} are in use here, "
+            f"{gib(free)} of {gib(total)} are free; {remedy}, or end what else uses the GPU ({error})"
+        ) from error
+
+
+def _needs(config: EngineConfig, use: MemoryUse) -> str:
+    others = use.total - use.free - use.weights - CUDA_BYTES
+    beside = f"; other processes use about {gib(others)}" if others > GIB else ""
+    return (
+        f"Of the GPU's {gib(use.total)}, --gpu-memory-utilization {config.gpu_memory_utilization} allows "
+        f"{gib(int(config.gpu_memory_utilization * use.total))}: {use} "
+        f"(--max-num-batched-tokens {config.max_num_batched_tokens}, "
+        f"--max-num-seqs {config.max_num_seqs}){beside}"
+    )
+
+
+def _remedy(config: EngineConfig) -> str:
+    return (
+        "raise --gpu-memory-utilization, " if config.gpu_memory_utilization < 1 else ""
+    ) + "lower --max-num-batched-tokens or --max-num-seqs, or choose a smaller model"
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

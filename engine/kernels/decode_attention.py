@@ -146,7 +146,7 @@ def _partition(
         tl.store(first + requests, tl.sum(count, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _split(
     q,
     kv,

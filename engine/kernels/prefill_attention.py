@@ -79,7 +79,7 @@ def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tensor
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
     q,
     kv,

@@ -266,14 +266,3 @@ def test_configuration_errors_name_flag_and_remedy(field: str, value: Any, messa
     settings: dict[str, Any] = {"model": "m", field: value}
     with pytest.raises(ValueError, match=message):
         EngineConfig(**settings)
-
-
-def test_context_and_pool_must_fit_each_other(tiny_path: Path) -> None:
-    assert load(tiny_path, num_blocks=4, block_size=8).model_config.max_model_len == 32
-    assert load(tiny_path, num_blocks=99).model_config.max_model_len == 256
-    with pytest.raises(ValueError, match=r"--max-model-len 40: the KV pool holds 32 tokens; .*--num-blocks"):
-        load(tiny_path, num_blocks=4, block_size=8, max_model_len=40)
-    with pytest.raises(ValueError, match="--max-model-len 257: the model's context is 256"):
-        load(tiny_path, max_model_len=257)
-    engine = load(tiny_path, num_blocks=None, max_num_seqs=3)
-    assert engine.num_blocks == 3 * 256 // 16

@@ -1,0 +1,205 @@
+"""How much of what: the arithmetic with made-up GPUs, and what a real one is asked to show."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig, EngineRequest, StepResult
+from engine.memory import GIB, Limits, MemoryUse, PoolSize, check_weights_fit, memory_for, size_pool
+from engine.model_config import ModelConfig
+from engine.warm_up import plan_rehearsal, warm_up
+
+LLAMA = ModelConfig(
+    "LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False, False, (), None
+)
+BLOCK_BYTES = 128 * 2 * 2 * 32 * 8 * 128
+LIMITS = Limits(torch.bfloat16, 128, 131072)
+
+
+def use(free: float = 60, *, total: float = 80, weights: float = 15, activations: float = 2) -> MemoryUse:
+    """In GiB."""
+    return MemoryUse(*(int(size * GIB) for size in (total, free, weights, activations, 0.5)))
+
+
+def pool(memory: MemoryUse | None, limits: Limits = LIMITS, **config: Any) -> PoolSize:
+    return size_pool(EngineConfig("llama", max_num_seqs=256, **config), LLAMA, limits, memory)
+
+
+def test_the_pool_is_what_is_left_of_this_process_share() -> None:
+    # 0.9 · 80 − 1 (CUDA) − 15 − 2 − 0.5
+    assert pool(use()).num_blocks == int(53.5 * GIB) // BLOCK_BYTES
+    assert pool(use(), gpu_memory_utilization=0.45).num_blocks == int(17.5 * GIB) // BLOCK_BYTES
+    # Somebody else has more than the rest: what is free, without what steps will take of it.
+    assert pool(use(free=20)).num_blocks == int(17.5 * GIB) // BLOCK_BYTES
+    # A second worker that wants as much for itself disturbs nobody.
+    assert pool(use(free=30), gpu_memory_utilization=0.45) == pool(use(), gpu_memory_utilization=0.45)
+
+
+def test_the_pool_holds_no_more_than_anybody_could_use() -> None:
+    short = Limits(torch.bfloat16, 128, 1000)
+    assert pool(use(), short) == PoolSize(256 * 8, 1000)
+    assert pool(None, short).num_blocks == GIB // BLOCK_BYTES
+
+
+def test_a_pool_smaller_than_the_context_shortens_it_unless_that_was_asked_for() -> None:
+    blocks = int(11.5 * GIB) // BLOCK_BYTES
+    assert pool(use(free=14)) == PoolSize(blocks, blocks * 128)
+    with pytest.raises(
+        ValueError,
+        match=r"--max-model-len 131072: one request of that length needs 16\.00 GiB of KV, and the KV pool "
+        r"holds 94208 tokens, 11\.50 GiB; lower it, or raise --gpu-memory-utilization, lower "
+        r"--max-num-batched-tokens or .*weights 15\.00 GiB, activations of the largest step 2\.00 GiB, CUDA "
+        r"graphs 0\.50 GiB.*--max-num-batched-tokens 2048, .*other processes use about 50\.00 GiB",
+    ):
+        pool(use(free=14), max_model_len=131072)
+    with pytest.raises(ValueError, match=r"the KV pool holds 0 tokens, .*weights 69\.00 GiB"):
+        pool(use(free=10, weights=69))
+
+
+def test_blocks_that_were_asked_for_must_fit_what_is_free() -> None:
+    assert pool(use(free=10), gpu_memory_utilization=0.1, num_blocks=8) == PoolSize(8, 1024)
+    with pytest.raises(ValueError, match=r"--num-blocks 999: 15\.61 GiB of KV, .* room for 7\.50 GiB, 480 b"):
+        pool(use(free=10), num_blocks=999)
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_loaded() -> None:
+    config = EngineConfig("llama", gpu_memory_utilization=0.5)
+    check_weights_fit(config, 15 * GIB, 20 * GIB, 80 * GIB)
+    for weights, free in ((21, 20), (40, 70)):
+        with pytest.raises(ValueError, match=rf"--model llama: its weights take {weights}\.00 GiB; of the"):
+            check_weights_fit(config, weights * GIB, free * GIB, 80 * GIB)
+
+
+def test_running_out_of_memory_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
+    with (
+        pytest.raises(ValueError, match=r"no GPU memory is left for the weights: .* 1\.00 GiB of 80\.00 GiB"),
+        memory_for("the weights", "choose a smaller --model"),
+    ):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
+def test_context_and_pool_must_fit_each_other(tiny_engine: Callable[..., Engine]) -> None:
+    assert tiny_engine(num_blocks=4, block_size=8).model_config.max_model_len == 32
+    assert tiny_engine(num_blocks=99).model_config.max_model_len == 256
+    with pytest.raises(ValueError, match=r"--max-model-len 40: .* holds 32 tokens, .* or raise --num-blocks"):
+        tiny_engine(num_blocks=4, block_size=8, max_model_len=40)
+    with pytest.raises(ValueError, match="--max-model-len 257: the model's context is 256"):
+        tiny_engine(max_model_len=257)
+    assert tiny_engine(num_blocks=None, max_num_seqs=3).num_blocks == 3 * 256 // 4
+
+
+# The rehearsal
+
+
+class Watched:
+    """What a rehearsal sees of an engine; notes what each step computed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.steps: list[tuple[int, int, int]] = []  # decodes, prompt tokens, sampled
+
+    def add(self, request: EngineRequest) -> None:
+        self.engine.add(request)
+
+    def step(self) -> StepResult:
+        before = {live: live.num_computed for live in self.engine._scheduler.requests.values()}
+        result = self.engine.step()
+        counts = [live.num_computed - done for live, done in before.items()]
+        decodes = sum(count == 1 for count in counts)
+        self.steps.append((decodes, sum(counts) - decodes, len(result.outputs)))
+        return result
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("seats", "budget", "context"),
+    [(8, 64, 256), (8, 64, 40), (5, 5, 256), (1, 1, 256), (1, 64, 256), (64, 2048, 4)],
+)
+def test_a_rehearsal_does_the_largest_steps_and_leaves_nothing(
+    tiny_engine: Callable[..., Engine], seats: int, budget: int, context: int
+) -> None:
+    sizes = {"max_num_seqs": seats, "max_num_batched_tokens": budget, "max_model_len": context}
+    config = EngineConfig("tiny", **sizes)
+    rehearsal = plan_rehearsal(config, context)
+    engine = tiny_engine(num_blocks=max(rehearsal.num_blocks(4), context // 4), **sizes)
+    watched, stages = Watched(engine), []
+    warm_up(watched, rehearsal, lambda *stage: stages.append(stage))
+    engine.assert_whole()
+    assert engine.stats().preemptions == 0
+    assert stages[-1] == ("warming up", 1.0)
+    assert stages == sorted(stages)
+    first = watched.steps[0]
+    assert first[0] + first[1] == min(budget, sum(length for length, _ in rehearsal.prompts))
+    assert first[2] == seats, "all of them sampled"
+    if (seats, budget, context) == (8, 64, 256):
+        assert watched.steps[0] == (0, 64, 8)
+        only_decodes = [decodes for decodes, prompt, _ in watched.steps if not prompt]
+        assert {8, 4, 2, 1} <= set(only_decodes)
+        assert (1, 63, 1) in watched.steps, "a decode beside a full chunk"
+        assert (1, 33, 2) in watched.steps, "what was cut of it"
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(
+    embedded_model_path: Path, run: Any, request_of: Any
+) -> None:
+    """Two of them on one GPU."""
+    from triton import knobs
+
+    total = torch.cuda.mem_get_info()[1]
+    engines = []
+    for share in (0.1, 0.2):  # this process has both
+        stages: list[str] = []
+        config = EngineConfig(
+            str(embedded_model_path), device="cuda", gpu_memory_utilization=share, max_num_seqs=256,
+            max_num_batched_tokens=8192, enable_prefix_caching=True,
+        )  # fmt: skip
+        engines.append(Engine(config, progress=lambda stage, _, seen=stages: seen.append(stage)))
+        assert list(dict.fromkeys(stages)) == ["loading weights", "measuring memory", "warming up"]
+    compiled: list[str] = []
+    knobs.compilation.listener = lambda **about: compiled.append(about["src"].name)
+    try:
+        for engine in engines:
+            lengths = [1, 2, 15, 16, 17, 127, 128, 129, 500, 1000, 4000, 8000] * 40
+            requests = [
+                request_of(n, [(7 * n + 13 * i) % 4000 for i in range(length)], ignore_eos=True,
+                           max_tokens=1 + n % 50, temperature=n % 3, top_k=n % 5, seed=n)
+                for n, length in enumerate(lengths)
+            ]  # fmt: skip
+            assert all(result.outputs[-1].finish_reason for result in run(engine, requests).values())
+            engine.assert_whole()
+    finally:
+        knobs.compilation.listener = None
+    assert compiled == []
+    assert torch.cuda.max_memory_reserved() <= 0.2 * total
+    assert torch.cuda.max_memory_reserved() >= 0.15 * total, "and uses it"
+
+
+@pytest.mark.gpu
+def test_a_gpu_with_too_little_memory_left_says_what_needs_how_much(embedded_model_path: Path) -> None:
+    def start(**config: Any) -> Engine:
+        return Engine(EngineConfig(str(embedded_model_path), device="cuda", **config))
+
+    with pytest.raises(
+        ValueError, match=r"--num-blocks 9000000: .* weights 0\.\d+ GiB, activations of the l"
+    ):
+        start(num_blocks=9_000_000)
+    with pytest.raises(ValueError, match=r"--gpu-memory-utilization 0\.001 allows -?\d"):
+        start(gpu_memory_utilization=0.001)
+    free = torch.cuda.mem_get_info()[0]
+    neighbour = torch.empty(free - GIB // 2, dtype=torch.uint8, device="cuda")
+    with pytest.raises(ValueError, match=r"KV pool|largest step"):
+        start(max_num_seqs=1024, max_num_batched_tokens=16384)
+    del neighbour
+    torch.cuda.empty_cache()
+    start(num_blocks=64)
