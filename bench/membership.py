@@ -1,9 +1,10 @@
 """How soon does a router know that a worker is there, or gone? `python -m bench.membership`
 
-`baton serve` with a model of a few kilobytes, so that a worker starts as fast as Python does. In turn the
-decode workers' service processes are killed, or their engines stopped (SIGSTOP: they hang); all of them at
-once, so that it does not take all day. Three intervals, each between a moment in one process and a line in
-the router's log (`bench.discovery` is about the router's share of it):
+`baton serve` with a model of a few kilobytes, so that a worker starts as fast as Python does. Each worker by
+itself, out of step with the others: it serves for half a minute, as long as its supervisor wants to see
+before it starts the next one at once; then its service process is killed, or its engine stopped (SIGSTOP: it
+hangs), in turns; then its successor is waited for. Three intervals, each between a moment in one process and
+a line in the router's log (`bench.discovery` is about the router's share of it):
 
 - `new`: the worker says that it is ready → the router has attached to it and sends it work;
 - `crashed`: SIGKILL → the router sends it nothing more;
@@ -18,9 +19,11 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,8 +34,10 @@ from bench.chaos import processes
 from bench.contract import Report, Row, parser, percentile
 from bench.serving import Serving
 
-WORKERS = 2
 ENGINE_TIMEOUT = 5.0
+STEADY_S = 31.0
+"""That a worker serves before it is hit: after less the next one would be started with a delay."""
+APART_S = 5.0
 BACK_S = 180.0
 _LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)$")
 _CONFIG: dict[str, Any] = {
@@ -56,75 +61,103 @@ def tiny_model(directory: Path) -> Path:
 
 
 class Log:
-    """The lines of one log file, as (Unix time, text)."""
+    """A log file that grows, for any number of threads. Its lines have their times, so nobody need hurry."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = path.open(errors="replace")
+        self._lines: list[tuple[float, str]] = []  # (Unix time, text)
+        self._unfinished = ""
+        self._lock = threading.Lock()
 
-    def lines(self) -> list[tuple[float, str]]:
-        found = (_LINE.match(line) for line in self._path.read_text(errors="replace").splitlines())
-        return [(datetime.fromisoformat(m[1].replace(",", ".")).timestamp(), m[2]) for m in found if m]
+    def _read(self) -> None:
+        *lines, self._unfinished = (self._unfinished + self._file.read()).split("\n")
+        for match in filter(None, map(_LINE.match, lines)):
+            self._lines.append((datetime.fromisoformat(match[1].replace(",", ".")).timestamp(), match[2]))
 
     def first(self, after: float, *words: str) -> float:
         """When the first line from then on says all these words. Waits for it."""
         deadline = time.monotonic() + BACK_S
         while True:
-            for at, text in self.lines():
-                if at >= after - 0.001 and all(word in text for word in words):  # milliseconds are cut off
-                    return at
+            with self._lock:
+                self._read()
+                for at, text in self._lines:
+                    if at >= after - 0.001 and all(word in text for word in words):  # a part of a millisecond
+                        return at
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self._path.name} never said {words}")
-            time.sleep(0.02)
+                raise RuntimeError(f"{self._file.name} never said {words}")
+            time.sleep(0.2)
 
 
-def one(serving: Serving, role: dict[str, Any], hang: bool) -> tuple[float, float]:
-    """Takes a worker down, and waits until its successor serves. Seconds: (until lost, until new known)."""
-    index, address = role["index"], role["address"]
-    name = f"decode {index}"
-    router, worker = Log(serving.logs / "router-0.log"), Log(serving.logs / f"decode-{index}.log")
-    victim = processes.tree(role["pid"])["engine" if hang else "service"]
-    hit = time.time()
-    os.kill(victim, signal.SIGSTOP if hang else signal.SIGKILL)
-    lost = router.first(hit, "WARNING", f"{name} at {address}")
-    ready = worker.first(hit, "ready at")
-    known = router.first(ready, f"{name} at", "is ready")
-    return lost - hit, known - ready
+@dataclass
+class Times:
+    """Seconds, of any worker."""
+
+    crashed: list[float] = field(default_factory=list)
+    hung: list[float] = field(default_factory=list)
+    new: list[float] = field(default_factory=list)
+
+
+def follow(serving: Serving, router: Log, role: str, index: int, rounds: int, steady: float) -> Times:
+    """Takes one worker down again and again, each time after it has served for `steady` seconds."""
+    worker, name, found = Log(serving.logs / f"{role}-{index}.log"), f"{role} {index}", Times()
+    time.sleep(APART_S * index)
+    for _ in range(rounds):
+        for kind, process, signum in (
+            ("crashed", "service", signal.SIGKILL), ("hung", "engine", signal.SIGSTOP)
+        ):  # fmt: skip
+            time.sleep(steady)
+            [it] = [
+                r for r in serving.status()["cluster"]["roles"] if (r["role"], r["index"]) == (role, index)
+            ]
+            victim = processes.tree(it["pid"])[process]
+            hit = time.time()
+            os.kill(victim, signum)
+            lost = router.first(hit, "WARNING", f"{name} at {it['address']}")
+            ready = worker.first(hit, "ready at")
+            found.new.append(router.first(ready, f"{name} at", "is ready") - ready)
+            getattr(found, kind).append(lost - hit)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> Report:
     p = parser(__doc__ or "")
-    p.add_argument("--rounds", type=int, default=26, help=f"how often it happens to all {WORKERS}")
+    p.add_argument("--workers", type=int, default=5, help="of each role (default: %(default)s)")
+    p.add_argument("--rounds", type=int, default=5, help="kills and stops of each (default: %(default)s)")
     args = p.parse_args(argv)
     if args.device == "cuda":
         print("bench.membership: measures processes, not devices: on the CPU only", file=sys.stderr)
         raise SystemExit(2)
-    rounds = 2 if args.short else args.rounds
-    report = Report(
-        "membership", {"rounds": rounds, "workers": WORKERS, "engine_timeout": ENGINE_TIMEOUT}, args.json
-    )
-    crashed: list[float] = []
-    hung: list[float] = []
-    new: list[float] = []
+    if args.short:
+        args.workers, args.rounds = 1, 1
+    steady = 1.0 if args.short else STEADY_S
+    parameters = {"rounds": args.rounds, "workers": 2 * args.workers, "engine_timeout": ENGINE_TIMEOUT}
+    report = Report("membership", parameters, args.json)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         flags: tuple[Any, ...] = (
             "--model", tiny_model(directory), "--load-format", "dummy", "--dtype", "float32",
-            "--num-threads", 1, "--num-blocks", 64, "--kv-slots", 8, "--decode", WORKERS,
-            "--engine-timeout", ENGINE_TIMEOUT,
+            "--num-threads", 1, "--num-blocks", 64, "--kv-slots", 8,
+            "--prefill", args.workers, "--decode", args.workers, "--engine-timeout", ENGINE_TIMEOUT,
         )  # fmt: skip
-        with Serving(directory, *map(str, flags)) as serving:
-            for _ in range(rounds):
-                for hang, found in ((False, crashed), (True, hung)):
-                    roles = [r for r in serving.status()["cluster"]["roles"] if r["role"] == "decode"]
-                    with ThreadPoolExecutor(WORKERS) as threads:
-                        pairs = list(threads.map(one, [serving] * WORKERS, roles, [hang] * WORKERS))
-                    found += [lost - ENGINE_TIMEOUT if hang else lost for lost, _ in pairs]
-                    new += [known for _, known in pairs]
-    for what, times, bound in (("new", new, 1.0), ("crashed", crashed, 2.0), ("hung", hung, 2.0)):
-        p99 = percentile(times, 0.99)
-        report.add(Row(f"membership.{what}.p50", percentile(times, 0.5), "s", p99=p99))
+        with Serving(directory, *map(str, flags)) as serving, ThreadPoolExecutor(2 * args.workers) as threads:
+            router = Log(serving.logs / "router-0.log")
+            workers = [(role, index) for role in ("prefill", "decode") for index in range(args.workers)]
+            each = [
+                threads.submit(follow, serving, router, role, index, args.rounds, steady)
+                for role, index in workers
+            ]
+            found = [one.result() for one in each]
+    times: dict[str, list[float]] = {
+        "new": [seconds for one in found for seconds in one.new],
+        "crashed": [seconds for one in found for seconds in one.crashed],
+        "hung": [seconds - ENGINE_TIMEOUT for one in found for seconds in one.hung],
+    }
+    for (what, seconds), bound in zip(times.items(), (1.0, 2.0, 2.0), strict=True):
+        p99 = percentile(seconds, 0.99)
+        report.add(Row(f"membership.{what}.p50", percentile(seconds, 0.5), "s", p99=p99))
         report.add(Row(f"membership.{what}.p99", p99, "s", goal=bound, better="lower"))
-    report.detail = {"new": new, "crashed": crashed, "hung": hung}
+        report.add(Row(f"membership.{what}.times", len(seconds), "times"))
+    report.detail = dict(times)
     report.finish()
     return report
 
