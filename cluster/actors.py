@@ -74,14 +74,14 @@ def place(spec: RoleSpec, directory: Path, logs: Path) -> RemoteRole:
     return RemoteRole(ray.remote(RoleActor).options(**placement.options(spec)).remote(spec, directory, logs))
 
 
-def _name(spec: RoleSpec) -> str:
+def actor_name(spec: RoleSpec) -> str:
     return f"{spec.role}-{spec.index}"
 
 
 def _all_roles(roles: Sequence[RoleSpec], actors: Iterable[str]) -> list[RoleSpec]:
     """The roles of the start, and those that have an actor beside."""
     patterns = {spec.role: spec for spec in roles}
-    found = {_name(spec): spec for spec in roles}
+    found = {actor_name(spec): spec for spec in roles}
     for name in sorted(actors):
         role, _, index = name.rpartition("-")
         for pattern in patterns.values():
@@ -143,7 +143,7 @@ class ClusterActor:
             spec, self._cluster.roles, self._cluster.front_node
         )
         options |= {
-            "name": _name(spec),
+            "name": actor_name(spec),
             "namespace": NAMESPACE,
             "get_if_exists": True,  # a supervisor before this one may have started it
             "lifetime": "detached",  # it outlives its supervisor
@@ -153,6 +153,10 @@ class ClusterActor:
         self._handles.append(handle)
         return handle
 
+    async def cluster(self) -> Detached:
+        """What it was started with."""
+        return self._cluster
+
     async def changed(self, seen: int) -> tuple[int, list[tuple[RoleSpec, RoleState]]]:
         """Waits for a change after number `seen`; returns the last one's number, and every role's state."""
         while self._changes == seen:
@@ -161,6 +165,10 @@ class ClusterActor:
 
     async def restart_workers(self) -> None:
         await self._supervisor.restart_workers()
+
+    async def stop_routers(self) -> None:
+        """They drain, and their actors end. The workers stay, for the routers of another command."""
+        await self._supervisor.stop_routers()
 
     async def stop(self, signum: int, grace: float) -> None:
         """Ends every role and its actor. This actor is left for the caller to end."""

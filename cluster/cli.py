@@ -77,13 +77,13 @@ def serve(plan: Plan) -> int:
 
 
 @command(CLUSTER, "baton stop --ray-address 10.0.0.1:6379")
-def stop(ray: options.RayOptions) -> int:
+def stop(ray: options.RayOptions, what: options.StopOptions) -> int:
     """Stop a cluster that was started with --ray-address. (A local one stops with Ctrl-C.)"""
     from cluster.joined import stop as stop_cluster
 
     if ray.ray_address is None:
         raise ValueError("--ray-address: needed, to say where; a local cluster stops with its `baton serve`")
-    return stop_cluster(ray.ray_address)
+    return stop_cluster(ray.ray_address, routers_only=what.routers)
 
 
 @command(CLUSTER, "baton restart --ray-address 10.0.0.1:6379")

@@ -40,13 +40,13 @@ def run(plan: Plan) -> int:
     """
     setproctitle.setproctitle("baton: serve")
     roles = plan.roles()
-    check_ports(plan.front)
     if plan.start.timings and (plan.front.api_key_file or plan.front.ssl_certfile):
         raise ValueError("--timings asks for a first token, for which it has no key and no certificate")
     if plan.ray.ray_address is not None:
         from cluster.joined import serve  # imports ray
 
         return serve(plan, roles, plan.ray.ray_address)
+    check_ports(plan.front)
     return asyncio.run(LocalCluster(plan, roles).run())
 
 

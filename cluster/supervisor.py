@@ -164,6 +164,11 @@ class Supervisor:
             members = [m for m in self._members if (m.spec.role == "router") == routers]
             await self._each(lambda m: self._end(m, signum, grace), members)
 
+    async def stop_routers(self) -> None:
+        """They drain, and are forgotten."""
+        routers = [m for m in self._members if m.spec.role == "router"]
+        await self._each(lambda m: self._end(m, signal.SIGTERM, self._drain_grace), routers)
+
     def resize(self, role: RoleName, size: int) -> None:
         """Makes a pool of workers larger, or smaller: then its last ones drain. Returns at once."""
         staying = [m for m in self._members if m.spec.role == role and not m.leaving]

@@ -14,7 +14,7 @@ from cluster.options.clients import (
 )
 from cluster.options.engine import EngineOptions, ModelOptions, PaceOptions
 from cluster.options.front import FrontOptions
-from cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions
+from cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions, StopOptions
 from cluster.options.process import (
     LogOptions,
     MembershipOptions,
@@ -53,6 +53,7 @@ __all__ = [
     "SizingOptions",
     "StartOptions",
     "StatusOptions",
+    "StopOptions",
     "TopOptions",
     "TraceOptions",
     "TransferOptions",

@@ -67,6 +67,15 @@ class StartOptions:
 
 
 @dataclass(frozen=True)
+class StopOptions:
+    panel: ClassVar[str] = "Cluster"
+    routers: Annotated[
+        bool,
+        opt("Only the routers, once they have drained: `baton serve` with the same flags starts new ones."),
+    ] = False
+
+
+@dataclass(frozen=True)
 class RayOptions:
     panel: ClassVar[str] = "Cluster"
     placement: Annotated[

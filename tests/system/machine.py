@@ -44,7 +44,10 @@ class Machine:
 
     def baton(self, *args: str, within: float = 60) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
-        command = [*BATON, *args]
+        return self.python("-m", "cluster.cli", *args, within=within)
+
+    def python(self, *args: str, within: float) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *args]
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=within, check=False
         )

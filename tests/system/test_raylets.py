@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -52,18 +53,39 @@ def raylets(machine: Machine) -> Iterator[Raylets]:
         raylets.close()
 
 
-class Joined:
-    """A cluster there, and a look at it from outside."""
+# `baton` as if it were called on one node's machine: Ray looks for a raylet beside the command.
+_ON_NODE = """
+import sys
+from ray._private import services
+node = sys.argv.pop(1)
+services.find_node_ids = lambda: {node}
+from cluster.cli import app
+app()
+"""
 
-    def __init__(self, machine: Machine, raylets: Raylets, prefill: int, decode: int, *flags: str) -> None:
+
+class Joined:
+    """A cluster there, and a look at it from outside. `front`: the node at which `baton serve` is called."""
+
+    def __init__(
+        self, machine: Machine, raylets: Raylets, prefill: int, decode: int, *flags: str, front: str = ""
+    ) -> None:
         self.machine, self.raylets = machine, raylets
         self.names = [f"prefill {i}" for i in range(prefill)] + [f"decode {i}" for i in range(decode)]
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.flags = ("--ray-address", raylets.address)
         pools = ("--prefill", str(prefill), "--decode", str(decode))
-        served = machine.baton("serve", *self.flags, "--port", str(port), *pools, *FLAGS, *flags, within=240)
+        self.command = ("serve", *self.flags, "--port", str(port), *pools, *FLAGS, *flags)
+        served = self.serve(front)
         assert served.returncode == 0, served.stdout + served.stderr
         self.right: dict[Case, list[int]] = asyncio.run(expected(self.url, CASES))
+
+    def serve(self, front: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        """`baton serve` once more, to its end."""
+        command = (*self.command, *flags)
+        if not front:
+            return self.machine.baton(*command, within=240)
+        return self.machine.python("-c", _ON_NODE, front, *command, within=240)
 
     def status(self) -> dict[str, Any]:
         with urllib.request.urlopen(self.url + "/status", timeout=30) as response:
@@ -215,6 +237,42 @@ def test_three_of_each_over_three_raylets(machine: Machine, raylets: Raylets) ->
     away = [node for node in nodes[1:] if not node.startswith(placed["router 0"])]
     assert len(away) == 2, "the router is where the command was: on the head's node"
     asyncio.run(survive(joined, away, clients=3))
+    joined.stop()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_another_command_goes_on_with_the_cluster_whose_front_was_lost(
+    machine: Machine, raylets: Raylets
+) -> None:
+    """As on KubeRay when the one pod with the router is replaced: the workers do not notice."""
+    raylets.add(3, side="far")
+    front = raylets.add(1)
+    machine.environment |= {"BATON_CLUSTER_SECRET": "of this cluster, whoever serves it"}
+    far = ("--prefill-nodes", "side=far", "--decode-nodes", "side=far")
+    joined = Joined(machine, raylets, 1, 1, *far, front=front)
+    workers = joined.incarnations()
+    assert front.startswith(joined.nodes()["router 0"])
+    other = joined.serve("")
+    assert other.returncode == 2
+    assert "another machine" in other.stderr
+    raylets.kill(front)
+    until(lambda: titled(raylets.process.pid, "baton: router 0"), BACK_S, "a router on the node that is left")
+    front = raylets.add(1)
+    other = joined.serve(front, "--max-num-seqs", "3")
+    assert other.returncode == 2
+    assert "other flags" in other.stderr
+    for _ in range(2):  # the second time everything is where it should be
+        again = joined.serve(front)
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert front.startswith(joined.nodes()["router 0"])
+        assert joined.incarnations() == workers
+        assert asyncio.run(expected(joined.url, CASES)) == joined.right
+    assert machine.baton("stop", "--routers", *joined.flags).returncode == 0
+    assert titled(raylets.process.pid, "baton: router 0") is None
+    assert joined.serve(front).returncode == 0
+    assert joined.incarnations() == workers
+    joined.assert_whole()
     joined.stop()
 
 
