@@ -1,5 +1,7 @@
-"""Everything one step needs, as tensors: built from the schedule, read by the model, gone after the step."""
+"""Everything one step needs, in numpy: built from the schedule, moved to the device at once, gone after the
+launch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,59 +9,89 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionMetadata
-from engine.live_request import LiveRequest
+from engine.live_request import PENDING, LiveRequest
 from engine.scheduler import Chunk
+
+ALIGNMENT = 16
+"""Bytes. Triton compiles a kernel anew for pointers that are aligned differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    token_ids: Tensor  # [tokens] int64, the chunks one after the other
-    positions: Tensor  # [tokens] int64
-    attention: AttentionMetadata
+    """Chunks one after the other, those of one token first."""
+
+    token_ids: np.ndarray  # [tokens] int64; −1 − i: the i-th token that the step before samples
+    positions: np.ndarray  # [tokens] int64
+    slots: np.ndarray  # [tokens] int64: where the KV of each goes
+    block_tables: np.ndarray  # [requests, blocks] int32
+    contexts: np.ndarray  # [requests] int32: positions of each request, those of this step included
+    num_decodes: int
+    prefills: list[tuple[int, int]]  # (start, stop) positions of each longer chunk
     sampled: list[LiveRequest]  # whose tokens are all computed after this step
-    sampled_rows: Tensor  # [sampled] int64: the row of each one's last token
+    sampled_rows: np.ndarray  # [sampled] int64: the row of each one's last token
+
+    @property
+    def only_decodes(self) -> bool:
+        """One token of each request, and each gets its next."""
+        return not self.prefills and len(self.sampled) == self.num_decodes
+
+    def on(self, device: torch.device, block_size: int) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """Token ids, positions, and what attention needs."""
+        arrays = [self.token_ids, self.positions, self.slots, self.block_tables, self.contexts]
+        token_ids, positions, slots, tables, contexts = upload(arrays, device)
+        metadata = AttentionMetadata(block_size, slots, tables, contexts, self.num_decodes, self.prefills)
+        return token_ids, positions, metadata
 
 
-def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> StepBatch:
-    def tensor(values: np.ndarray | list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
-
+def build_batch(chunks: list[Chunk], block_size: int, table_width: int | None = None) -> StepBatch:
+    """`table_width`: blocks of a row of the block tables; None: as many as the longest request has."""
     # Decodes by length: those of like length are attended to together.
     decodes = sorted((c for c in chunks if c.stop - c.start == 1), key=lambda c: c.stop)
     prefills = [c for c in chunks if c.stop - c.start > 1]
     chunks = decodes + prefills
 
-    positions = np.concatenate([np.arange(c.start, c.stop) for c in chunks])
-    token_ids = [token for c in chunks for token in c.live.token_ids[c.start : c.stop]]
-    slots = np.concatenate([_slots(c, block_size) for c in chunks])
-    ends = np.cumsum([c.stop - c.start for c in chunks])
-    sampled = [
-        (c.live, end - 1) for c, end in zip(chunks, ends, strict=True) if c.stop == len(c.live.token_ids)
-    ]
+    tokens: list[int] = []
+    for c in chunks:
+        own = c.live.token_ids[c.start : c.stop]
+        tokens += [-1 - c.live.row] if own == [PENDING] else own
+    starts = np.array([c.start for c in chunks])
+    stops = np.array([c.stop for c in chunks])
+    ends = np.cumsum(stops - starts)
+    positions = np.arange(ends[-1]) - np.repeat(ends - stops, stops - starts)
 
-    tables = np.zeros((len(chunks), max(-(-c.stop // block_size) for c in chunks)), dtype=np.int32)
+    tables = np.zeros((len(chunks), table_width or -(-int(stops.max()) // block_size)), dtype=np.int32)
     for table, chunk in zip(tables, chunks, strict=True):
-        own = chunk.live.blocks[: len(table)]
-        table[: len(own)] = own
+        used = chunk.live.blocks[: -(-chunk.stop // block_size)]
+        table[: len(used)] = used
+    request = np.repeat(np.arange(len(chunks)), stops - starts)
+    slots = tables[request, positions // block_size] * np.int64(block_size) + positions % block_size
 
+    sampled = [i for i, c in enumerate(chunks) if c.stop == len(c.live.token_ids)]
     return StepBatch(
-        token_ids=tensor(token_ids),
-        positions=tensor(positions),
-        attention=AttentionMetadata(
-            block_size=block_size,
-            slots=tensor(slots),
-            block_tables=tensor(tables, torch.int32),
-            contexts=tensor([c.stop for c in chunks], torch.int32),
-            num_decodes=len(decodes),
-            prefills=[(c.start, c.stop) for c in prefills],
-        ),
-        sampled=[live for live, _ in sampled],
-        sampled_rows=tensor([int(end) for _, end in sampled]),
+        token_ids=np.array(tokens, dtype=np.int64),
+        positions=positions,
+        slots=slots,
+        block_tables=tables,
+        contexts=stops.astype(np.int32),
+        num_decodes=len(decodes),
+        prefills=[(c.start, c.stop) for c in prefills],
+        sampled=[chunks[i].live for i in sampled],
+        sampled_rows=ends[sampled] - 1,
     )
 
 
-def _slots(chunk: Chunk, block_size: int) -> np.ndarray:
-    first = chunk.start // block_size
-    used = np.array(chunk.live.blocks[first : -(-chunk.stop // block_size)])
-    positions = np.arange(chunk.start, chunk.stop)
-    return used[positions // block_size - first] * block_size + positions % block_size
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """On a GPU in one copy, which waits for nothing and nobody waits for: from pinned memory, which torch
+    keeps until the copy is over."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    offsets = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+    packed = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
+    host = packed.numpy()
+    for array, at in zip(arrays, offsets, strict=False):
+        host[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+    moved = packed.to(device, non_blocking=True)
+    return [
+        moved[at : at + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, at in zip(arrays, offsets, strict=False)
+    ]

@@ -16,13 +16,16 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 
-def extend_hash_chain(chain: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes) -> None:
-    """Appends to `chain`, in place, the hashes of the full blocks of `token_ids` that it does not have yet.
+def extend_hash_chain(
+    chain: list[bytes], token_ids: Sequence[int], count: int, block_size: int, root: bytes
+) -> None:
+    """Appends to `chain`, in place, the hashes of the full blocks of the first `count` of `token_ids` that it
+    does not have yet.
 
     A cryptographic hash, since a collision would serve one request another's KV. `root` stands for all else
     that KV depends on: the model, a salt.
     """
-    for index in range(len(chain), len(token_ids) // block_size):
+    for index in range(len(chain), count // block_size):
         tokens = array("I", token_ids[index * block_size : (index + 1) * block_size])
         parent = chain[-1] if chain else root
         chain.append(blake2b(tokens.tobytes(), key=parent[:64], digest_size=16).digest())

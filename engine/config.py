@@ -35,6 +35,10 @@ class EngineConfig:
     seed: int = 0
     num_threads: int | None = None
     """CPU threads of torch. None: torch's own choice."""
+    overlap: bool | None = None
+    """Whether a step is launched before the tokens of the one before it are known. None: on CUDA."""
+    cuda_graphs: bool = True
+    """Whether steps that only decode are replayed from CUDA graphs; a CPU has none."""
 
     def __post_init__(self) -> None:
         def require(flag: str, value: object, holds: bool, remedy: str) -> None:

@@ -1,22 +1,34 @@
-"""The engine: one visible step, schedule → run → postprocess."""
+"""The engine: one visible step, schedule → run → postprocess.
 
+On a GPU the host does not wait between *launch* (schedule and run) and *landing* (postprocess): the next step
+is launched while this one is being computed, its tokens unknown, and begins with them on the device (overlap
+scheduling, as in SGLang's and mini-sglang's zero-overhead scheduler). Two steps at most are under way. Who
+turns out to have ended is in one step too many: its row there is ignored, and its blocks are free after that.
+"""
+
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, build_batch
+from engine.attention import AttentionMetadata
+from engine.batch import StepBatch, build_batch, upload
 from engine.block_pool import BlockPool
 from engine.chunk_limit import ChunkLimit
 from engine.config import EngineConfig
+from engine.decode_graphs import DecodeGraphs
+from engine.flight import Flight, Landings, moment
 from engine.grammar import Grammars
 from engine.kernels import HeadNorm, kernels_for
 from engine.live_request import LiveRequest, Phase
 from engine.loader import load_model, open_checkpoint
 from engine.memory import MemoryUse, choose_limits, memory_for, size_pool
 from engine.meters import Meters
+from engine.pace import Pace
 from engine.request import (
     CacheObserver,
     EngineRequest,
@@ -27,7 +39,17 @@ from engine.request import (
     PrefillChunk,
     StepResult,
 )
-from engine.sampler import sample
+from engine.sampler import (
+    NOT_FINITE,
+    Draws,
+    Variant,
+    adjust,
+    adjusts,
+    choose,
+    draws_of,
+    to_host,
+    top_logprobs,
+)
 from engine.scheduler import Schedule, Scheduler
 from engine.warm_up import measure_steps, plan_rehearsal, warm_up
 
@@ -55,12 +77,12 @@ class Engine:
         kv_sink: KVSink | None = None,
         cache_observer: CacheObserver | None = None,
         tick: Callable[[], None] = _nothing,
-        computing: Callable[[Sequence[bytes]], None] = _nothing,
+        computing: Callable[[Collection[bytes]], None] = _nothing,
         progress: Callable[[str, float], None] = _nothing,
     ) -> None:
         """Loads the model. `tick`, a sign of life, is called for each tensor loaded and each layer of a step;
-        `computing` with the ids of a step before it runs, and with none when it is over, so that somebody
-        else can tell whom a crash is about; `progress(stage, fraction)` tells how far the start is. Raises
+        `computing` with the ids of all that is under way whenever that changes, so that somebody else can
+        tell whom a crash is about; `progress(stage, fraction)` tells how far the start is. Raises
         `ValueError` on what users can mend."""
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -86,6 +108,18 @@ class Engine:
         self._kernels = kernels_for(self.device, self.model_config.head_dim)
         self._grammars = Grammars(checkpoint.source, self.model_config.vocab_size, self.model_config.eos_ids)
 
+        self._flights: list[Flight] = []  # in the order of their launch
+        self._moment = lambda: moment(self.device)
+        self._landings = Landings()
+        self._overlap = False
+        self._graphs: DecodeGraphs | None = None
+        self._tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        """What the newest step samples, by row: pending tokens of the step after it are read from here."""
+        self._table_width: int | None = None
+        if self.device.type == "cuda":
+            # One width, since Triton compiles a kernel anew for strides that differ in their divisibility.
+            self._table_width = -(-limits.max_model_len // (16 * self.block_size)) * 16
+
         use = self._measure(starting) if self.device.type == "cuda" else None
         pool = size_pool(config, self.model_config, limits, use)
         self.model_config = replace(self.model_config, max_model_len=pool.max_model_len)
@@ -93,6 +127,9 @@ class Engine:
             self._open(pool.num_blocks)
             if self.device.type == "cuda":
                 warm_up(self, plan_rehearsal(config, pool.max_model_len), starting)
+                if config.cuda_graphs and self._table_width:
+                    self._graphs = self._captured(self._table_width, starting)
+        self._overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
         self._begin(cache_observer, self.model_fingerprint if config.enable_prefix_caching else None)
         self._computing = computing
 
@@ -106,7 +143,8 @@ class Engine:
         self.kv_cache = []
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        return MemoryUse(total, free, weights, activations=step.any, graphs=0)
+        graphs = step.decode if self._config.cuda_graphs else 0
+        return MemoryUse(total, free, weights, step.any, graphs)
 
     def _open(self, num_blocks: int, layers: int | None = None) -> None:
         """An empty cache, and nobody there. With `layers`, only so many layers have memory of their own."""
@@ -130,31 +168,74 @@ class Engine:
         )
         self._meters = Meters()
         self._chunk_limit = ChunkLimit(self._config.ttit_target, self._config.max_num_batched_tokens)
+        self._pace = Pace()
+        assert not self._flights
 
     # One step
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        """Computes the next tokens of as many requests as the budgets allow."""
+        """Launches the next step, if one may be, and sees to the oldest that is over; if it could not launch
+        any, it waits for that. So the tokens of a step come with this call or, on a GPU, a later one."""
+        result = StepResult()
+        launched = self._may_launch and self._launch(result)
+        if self._flights and (not launched or self._flights[0].over):
+            self._land(self._flights.pop(0), result)
+        return result
+
+    @property
+    def _may_launch(self) -> bool:
+        if not self._flights:
+            return True
+        return self._overlap and len(self._flights) == 1 and self._scheduler.may_look_ahead
+
+    @property
+    def rest(self) -> float:
+        """Seconds until `step` has something to do, unless it is called for with what comes in meanwhile or
+        by `landings_fd`. Infinite: only then."""
+        if not self._flights or self._flights[0].over:
+            return 0.0
+        if not self._may_launch or not self._scheduler.has_next:
+            return math.inf
+        return max(0.0, self._pace.due - time.monotonic())
+
+    @property
+    def landings_fd(self) -> int:
+        """An eventfd, readable when a launched step is over; for the caller to read."""
+        return self._landings.fd
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Something is being computed: the next sign of life is its end."""
+        return bool(self._flights)
+
+    def _launch(self, result: StepResult) -> bool:
+        """False: there was nothing to compute."""
         started = time.monotonic()
         overflowing = any(live.hand_back and live.num_left > 1 for live in self._scheduler.running)
         plan = self._scheduler.schedule(self._chunk_limit.tokens if overflowing else None)
         for live in plan.started:
             live.started = live.started or started
-        result = StepResult(preempted=[live.id for live in plan.handed_back])
+        result.preempted += [live.id for live in plan.handed_back]
+        self._meters.count(plan)
         self._announce(plan.started)
         if not plan.chunks:
-            self._grammars.wait(GRAMMAR_WAIT)
-        else:
-            self._computing([chunk.live.id for chunk in plan.chunks])
-            batch = build_batch(plan.chunks, self.block_size, self.device)
-            hidden = self._run(plan, batch)
-            self._postprocess(plan, batch, hidden, result)
-            self._computing(())
-        seconds = time.monotonic() - started
-        self._meters.record(plan, seconds)
-        self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
-        return result
+            if not self._flights:
+                self._grammars.wait(GRAMMAR_WAIT)
+            return False
+        self._computing(self._ids_under_way | {chunk.live.id for chunk in plan.chunks})
+        batch = build_batch(plan.chunks, self.block_size, self._table_width)
+        flight = Flight(plan, began := self._moment(), began, batch.sampled)
+        graphed = self._run(flight, batch)
+        flight.ended = self._moment()
+        for chunk in plan.chunks:
+            self._scheduler.launched(chunk)
+        for row, live in enumerate(batch.sampled):
+            live.promise(row)
+        self._flights.append(flight)
+        self._landings.expect(flight)
+        self._pace.launched(graphed, started, time.monotonic())
+        return True
 
     def _announce(self, started: Sequence[LiveRequest]) -> None:
         for live in started:
@@ -163,61 +244,137 @@ class Engine:
                     live.id, tuple(live.blocks), len(live.token_ids), live.num_cached
                 )
 
-    def _run(self, plan: Schedule, batch: StepBatch) -> Tensor:
-        """The forward pass: writes the KV of all chunks, returns the hidden state of each of their tokens."""
+    @property
+    def _ids_under_way(self) -> set[bytes]:
+        return {chunk.live.id for flight in self._flights for chunk in flight.plan.chunks}
+
+    def _run(self, flight: Flight, batch: StepBatch) -> int | None:
+        """Launches forward pass and sampling. Returns the number of requests, if it ran as a graph."""
+        requests, graphs = batch.sampled, self._graphs
+        variant, draws = draws_of(requests, self.model_config.vocab_size)
+        if graphs is not None and batch.only_decodes and len(requests) <= graphs.largest:
+            logits = graphs.forward(batch, draws)
+            if not any(adjusts(live) for live in requests):
+                flight.tokens = to_host(graphs.choose(len(requests), variant))
+            else:
+                self._sample(flight, logits, variant, graphs.draws(len(requests)))
+            return len(requests)
+        logits, on_device = self._run_eagerly(flight.plan, batch, draws)
+        if requests:
+            self._sample(flight, logits, variant, on_device)
+        return None
+
+    def _run_eagerly(
+        self, plan: Schedule, batch: StepBatch, draws: Draws[np.ndarray]
+    ) -> tuple[Tensor, Draws[Tensor]]:
+        """Logits of the sampled rows, and their draws on the device."""
+        token_ids, positions, attention = batch.on(self.device, self.block_size)
+        rows, *fields = upload([batch.sampled_rows, *draws], self.device)
         moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
-
-        kernels = self._kernels
-        num_heads, num_kv_heads = self.model_config.num_heads, self.model_config.num_kv_heads
-        attention = kernels.plan(batch.attention, num_heads, num_kv_heads, self.dtype)
-
-        def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
-            kv = self.kv_cache[layer]
-            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, batch.attention.slots)
-            return kernels.attention(q, k, v, kv, attention)
 
         def layer_done(layer: int) -> None:
             self._tick()
             if moved and self._kv_sink is not None:
                 self._kv_sink.layer_done(layer, moved)
 
-        return self._model(batch.token_ids, batch.positions, attend, layer_done)
+        hidden = self._forward(token_ids, positions, attention, layer_done)
+        return self._model.logits(hidden[rows]).float(), Draws(*fields)
 
-    def _postprocess(self, plan: Schedule, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
-        """Samples, and sees every request on: to its next token, to its handover, to its end."""
+    def _sample(self, flight: Flight, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> None:
+        """With all that requests may ask for."""
+        requests = flight.sampled
+        grammars = [(live.grammar, live.token_ids) for live in requests]
+        mask, flight.refused = self._grammars.allowed(grammars)
+        adjusted = adjust(logits, requests, self.model_config.eos_ids, mask)
+        tokens = choose(adjusted, logits, variant, draws, self._kernels)
+        self._tokens[: len(requests)] = tokens
+        flight.tokens = to_host(tokens)
+        flight.logprobs = top_logprobs(logits, tokens, requests)
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        layer_done: Callable[[int], None],
+    ) -> Tensor:
+        """The forward pass: writes the KV of all tokens, returns the hidden state of each."""
+        kernels = self._kernels
+        num_heads, num_kv_heads = self.model_config.num_heads, self.model_config.num_kv_heads
+        attention = kernels.plan(metadata, num_heads, num_kv_heads, self.dtype)
+
+        def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
+            kv = self.kv_cache[layer]
+            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, metadata.slots)
+            return kernels.attention(q, k, v, kv, attention)
+
+        known = torch.where(
+            token_ids < 0, self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0), token_ids
+        )
+        return self._model(known, positions, attend, layer_done)
+
+    def _land(self, flight: Flight, result: StepResult) -> None:
+        """Waits until it is over, and sees each request on: to its next token, its handover, its end."""
+        flight.ended.synchronize()
+        self._tick()
+        plan = flight.plan
+        seconds = result.seconds = flight.seconds
+        self._pace.landed(seconds, time.monotonic())
+        self._meters.record(plan, seconds)
+        self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
+        self._computing(self._ids_under_way)
+        computed = {chunk.live: chunk.stop for chunk in plan.chunks}
         for chunk in plan.chunks:
-            self._scheduler.computed(chunk)
-        if not batch.sampled:
+            self._scheduler.landed(chunk)
+        if flight.tokens is None:
             return
-        mask, refused = self._grammars.allowed([(live.grammar, live.token_ids) for live in batch.sampled])
-        logits = self._model.logits(hidden[batch.sampled_rows])
-        choices = sample(logits, batch.sampled, self.model_config.eos_ids, mask)
-        for row, (live, choice) in enumerate(zip(batch.sampled, choices, strict=True)):
-            if row in refused:
-                result.refused.append((live.id, refused[row]))
+        logprobs = flight.logprobs.by_row(flight.sampled) if flight.logprobs else {}
+        for row, (live, token) in enumerate(zip(flight.sampled, flight.tokens.tolist(), strict=True)):
+            if live.phase is Phase.GONE:
+                continue  # it ended while this step was under way
+            if row in flight.refused:
+                result.refused.append((live.id, flight.refused[row]))
                 self._leave_batch(live)
-                continue
-            if choice is None:
+            elif token == NOT_FINITE:
                 result.failed.append((live.id, "the model's logits are not finite numbers"))
                 self._leave_batch(live)
-                continue
-            self._scheduler.verified(live)
-            live.sampled = True
-            result.outputs.append(self._emit(live, choice.token, choice.logprobs))
+            else:
+                position = live.learn(token)
+                self._scheduler.verified(live, computed[live])
+                live.sampled = True
+                result.outputs.append(self._emit(live, position, logprobs.get(row)))
 
-    def _emit(self, live: LiveRequest, token: int, logprobs: Logprobs | None) -> Output:
-        """The token is part of the request; what that means for it."""
-        live.token_ids.append(token)
-        finish_reason = live.finish_reason(self.model_config.eos_ids, self.model_config.max_model_len)
+    def _captured(self, table_width: int, loading: Callable[[str, float], None]) -> DecodeGraphs:
+        def forward(token_ids: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
+            return self._model.logits(self._forward(token_ids, positions, attention, lambda _: None))
+
+        def chosen(logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Tensor:
+            return choose(logits, logits, variant, draws, self._kernels)
+
+        with torch.inference_mode():
+            return DecodeGraphs(
+                forward,
+                chosen,
+                self._tokens,
+                vocabulary=self.model_config.vocab_size,
+                block_size=self.block_size,
+                table_width=table_width,
+                progress=lambda done: loading("capture", done),
+            )
+
+    def _emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
+        """The token at this position is known; what that means for its request."""
+        finish_reason = live.finish_reason(position, self.model_config.eos_ids)
+        output_index = position - len(live.request.prompt_ids)
         output = Output(
             id=live.id,
-            output_index=live.num_generated - 1,
-            token=token,
+            output_index=output_index,
+            token=live.token_ids[position],
             logprobs=logprobs,
             finish_reason=finish_reason,
             cached_tokens=live.num_cached,
         )
-        if live.started is not None and live.num_generated == len(live.request.output_ids) + 1:
+        if live.started is not None and output_index == len(live.request.output_ids):
             output = replace(
                 output,
                 queue_seconds=live.started - live.arrived,
@@ -242,7 +399,7 @@ class Engine:
         its blocks keep the KV of prompt and given output until `release`. Raises `ValueError` if the request
         can never be served."""
         self._validate(request)
-        self._constrain(self._scheduler.add(request, handover=handover))
+        self._prepare(self._scheduler.add(request, handover=handover))
 
     def reserve(self, request: EngineRequest) -> Sequence[int] | None:
         """Sets aside blocks for prompt + output + 1 positions; the caller will write KV of all but the last
@@ -251,7 +408,7 @@ class Engine:
         live = self._scheduler.reserve(request)
         if live is None:
             return None
-        self._constrain(live)
+        self._prepare(live)
         return tuple(live.blocks)
 
     def start(self, request: EngineRequest) -> Sequence[int] | None:
@@ -263,7 +420,7 @@ class Engine:
         if live is None:
             return None
         live.started = time.monotonic()
-        self._constrain(live)
+        self._prepare(live)
         return tuple(live.blocks)
 
     def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
@@ -278,7 +435,8 @@ class Engine:
         that was sampled from this KV, as input. Returns the output for that token, which may be the last."""
         live = self._scheduler.requests[request_id]
         self._scheduler.join(live)
-        return self._emit(live, token, logprobs)
+        live.token_ids.append(token)
+        return self._emit(live, len(live.token_ids) - 1, logprobs)
 
     def release(self, request_id: bytes) -> None:
         """A held request was handed over (or will not be): its blocks are free. Unknown ids are ignored."""
@@ -288,12 +446,14 @@ class Engine:
             self._scheduler.drop(live)
 
     def cancel(self, request_id: bytes) -> None:
-        """Ends a request in any phase, its blocks are free at once. Unknown ids are ignored."""
+        """Ends a request in any phase. Its blocks are free as soon as no step that is under way has them.
+        Unknown ids are ignored."""
         live = self._scheduler.requests.get(request_id)
         if live is not None:
             self._scheduler.drop(live)
 
-    def _constrain(self, live: LiveRequest) -> None:
+    def _prepare(self, live: LiveRequest) -> None:
+        live.longest = min(live.longest, self.model_config.max_model_len)
         wanted = live.request.sampling.structured_output
         if wanted is not None:
             live.grammar = self._grammars.compile(wanted, live.request)
@@ -327,16 +487,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would compute anything: False also while all that waits, waits for blocks."""
-        return bool(self._scheduler.running) or self._scheduler.can_admit
+        """Whether `step` would do anything: False also while all that waits, waits for blocks."""
+        return bool(self._flights or self._scheduler.running) or self._scheduler.can_admit
 
     @property
     def idle(self) -> bool:
-        """No request in any phase: nothing waits, runs, is held or reserved."""
-        return not self._scheduler.requests
+        """No request in any phase: nothing waits, runs, is held or reserved, or is still being computed."""
+        return not self._scheduler.requests and not self._flights
 
     def assert_whole(self) -> None:
         """To be called when idle: proves that no block, and nothing of any request, was left behind."""
+        assert not self._flights, "a step is under way"
         self._scheduler.assert_whole()
 
     def stats(self) -> EngineStats:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from engine.grammar import Grammar
 
 
+PENDING = -1
+"""In `LiveRequest.token_ids`: a token that a launched step samples, and that the host does not know yet."""
+
+
 class Phase(Enum):
     WAITING = auto()
     """Queued for prefill; has no blocks."""
@@ -34,7 +38,14 @@ class LiveRequest:
     hand_back: bool = False
     """When others need its blocks it goes back to whoever sent it, and is not computed again here."""
     token_ids: list[int] = field(init=False)
-    """Prompt and output; positions index this list."""
+    """Prompt and output; positions index this list. The last `pending` of them are `PENDING`."""
+    pending: int = 0
+    row: int = 0
+    """Where the newest pending token is among those that its step samples."""
+    flights: int = 0
+    """Launched steps, not known to be over, that read and write its blocks."""
+    longest: int = field(init=False)
+    """Tokens at which it ends, whichever they are."""
     blocks: list[int] = field(default_factory=list)
     """Block table: position p lives in slot blocks[p // block_size] * block_size + p % block_size."""
     num_computed: int = 0
@@ -51,11 +62,11 @@ class LiveRequest:
     started: float | None = None
     """When the step began that first computed some of it; None: waiting, or computed elsewhere."""
     grammar: "Grammar | None" = None
-    """What its next token must satisfy; None: nothing. Where there is one, a step samples only when the token
-    before is known: no lookahead."""
+    """What its next token must satisfy; None: nothing."""
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
+        self.longest = len(self.request.prompt_ids) + self.request.sampling.max_tokens
 
     @property
     def id(self) -> bytes:
@@ -72,6 +83,35 @@ class LiveRequest:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_known(self) -> int:
+        return len(self.token_ids) - self.pending
+
+    @property
+    def ends_with_pending(self) -> bool:
+        """Nothing is left to compute here, whatever the pending token is."""
+        return self.pending > 0 and (self.handover or len(self.token_ids) >= self.longest)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """What it may have next depends on the token before: it is not computed while that is pending."""
+        p = self.request.sampling
+        penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
+        return penalised or self.grammar is not None
+
+    def promise(self, row: int) -> None:
+        """A launched step samples its next token."""
+        self.token_ids.append(PENDING)
+        self.pending += 1
+        self.row = row
+
+    def learn(self, token: int) -> int:
+        """The oldest pending token is known. Returns its position."""
+        position = self.num_known
+        self.token_ids[position] = token
+        self.pending -= 1
+        return position
+
+    @property
     def num_computable(self) -> int:
         """The same without the last one, which would be sampled from, while its grammar is being compiled."""
         return self.num_left if self.grammar is None or self.grammar.ready else self.num_left - 1
@@ -85,13 +125,11 @@ class LiveRequest:
     def num_generated(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_ids)
 
-    def finish_reason(self, eos_ids: Collection[int], max_model_len: int) -> str:
-        """Whether the last token ends the request, in the words of `Output.finish_reason`. Of min_tokens
-        the sampler takes care."""
+    def finish_reason(self, position: int, eos_ids: Collection[int]) -> str:
+        """Whether the token at `position` ends the request, in the words of `Output.finish_reason`. Of
+        min_tokens the sampler takes care."""
         sampling = self.request.sampling
-        token = self.token_ids[-1]
+        token = self.token_ids[position]
         if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
             return "stop"
-        if self.num_generated >= sampling.max_tokens or len(self.token_ids) >= max_model_len:
-            return "length"
-        return ""
+        return "length" if position + 1 >= self.longest else ""

@@ -12,10 +12,11 @@ class Meters:
         self._prefilled = self._prefill_seconds = 0.0
         self._steps = self._seconds = 0.0
 
-    def record(self, plan: Schedule, seconds: float) -> None:
+    def count(self, plan: Schedule) -> None:
         self.preemptions += len(plan.recomputed) + len(plan.handed_back)
-        if not plan.chunks:
-            return
+
+    def record(self, plan: Schedule, seconds: float) -> None:
+        """Of a step that computed something."""
         self._steps = DECAY * self._steps + 1
         self._seconds = DECAY * self._seconds + seconds
         if prefilled := plan.prompt_tokens:

@@ -59,8 +59,8 @@ class Output:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did. Requests in `preempted` are gone from the engine, and so are those in `failed` and
-    `refused`, unless they were added with handover: these are held until `Engine.release`."""
+    """What came of a call of `Engine.step`. Requests in `preempted` are gone from the engine, and so are
+    those in `failed` and `refused`, unless they were added with handover: held until `Engine.release`."""
 
     outputs: list[Output] = field(default_factory=list)
     preempted: list[bytes] = field(default_factory=list)
@@ -69,6 +69,8 @@ class StepResult:
     """(request id, message): only that request is affected."""
     refused: list[tuple[bytes, str]] = field(default_factory=list)
     """The same where the request itself is wrong, and would fail anywhere: its grammar."""
+    seconds: float = 0.0
+    """That the device took for the step whose tokens these are; 0: none is over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,83 +2,115 @@
 
 A row's result depends on that row alone: its random number is a function of (seed, position), so a request
 gets the same tokens in whatever batch, and on whichever worker, it happens to be.
+
+On a GPU nothing in here waits for the device. What most requests ask for, `choose` alone, runs within CUDA
+graphs; the rest, from `adjust` to `top_logprobs`, is launched around it.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from engine.grammar import TokenMask
+from engine.kernels import SMALLEST_TEMPERATURE, Kernels
 from engine.live_request import LiveRequest
 from engine.request import Logprobs
-from engine.sampling_params import SamplingParams
 
-SMALLEST_TEMPERATURE = 1e-5  # below, logits / temperature might overflow
-CANDIDATES = 256  # of a sorted distribution, tried before all of it is sorted
-MASK64 = (1 << 64) - 1
+Array = TypeVar("Array", np.ndarray, Tensor)
 
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    token: int
-    logprobs: Logprobs | None
+NO_TOP_P = 2.0  # rounded sums of probabilities may pass 1, so what is no limit must be above it
+NOT_FINITE = -1
+"""In place of a token, where logits are not finite: nothing can be sampled from them."""
 
 
-def sample(
-    logits: Tensor,
-    requests: Sequence[LiveRequest],
-    eos_ids: Collection[int],
-    mask: TokenMask | None = None,
-) -> list[Sampled | None]:
-    """Chooses the next token of each request from logits [requests, vocabulary], float32, among those that
-    `mask` allows. None: that row is not finite, and nothing can be sampled from it."""
+class Variant(Enum):
+    """How much there is to do for a batch; each includes the ones before."""
+
+    GREEDY = 0
+    DRAWN = 1  # some at random
+    FILTERED = 2  # and of these some by top_k, top_p or min_p
+
+
+class Draws(NamedTuple, Generic[Array]):
+    """How the token of each row is drawn: [rows] each."""
+
+    temperature: Array  # float32; 0: the most likely one
+    keys: Array  # int32: stands for all its random numbers
+    top_k: Array  # int32; the vocabulary's size: no limit
+    top_p: Array  # float32; above 1: no limit
+    min_p: Array  # float32
+
+
+def draws_of(requests: Sequence[LiveRequest], vocabulary: int) -> tuple[Variant, Draws[np.ndarray]]:
     params = [live.request.sampling for live in requests]
-    finite = logits.isfinite().all(dim=-1)
+    drawn = [p for p in params if p.temperature > 0]
+    filtered = any(p.top_k or p.top_p < 1 or p.min_p for p in drawn)
+    variant = Variant.FILTERED if filtered else Variant.DRAWN if drawn else Variant.GREEDY
+    seeds = np.array([p.seed & (1 << 64) - 1 for p in params], dtype=np.uint64)
+    positions = np.array([len(live.token_ids) for live in requests], dtype=np.uint64)
+    return variant, Draws(
+        np.array([p.temperature for p in params], dtype=np.float32),
+        draw_keys(seeds, positions),
+        np.array([p.top_k or vocabulary for p in params], dtype=np.int32),
+        np.array([p.top_p if p.top_p < 1 else NO_TOP_P for p in params], dtype=np.float32),
+        np.array([p.min_p for p in params], dtype=np.float32),
+    )
+
+
+def draw_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """int32, 32 bits that stand for all random numbers of the token at a position: splitmix64, twice. Of
+    uint64 [rows] each."""
+
+    def mix(z: np.ndarray) -> np.ndarray:
+        z = z + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    return (mix(mix(seeds) ^ positions) >> np.uint64(32)).astype(np.uint32).view(np.int32)
+
+
+def choose(
+    adjusted: Tensor, logits: Tensor, variant: Variant, draws: Draws[Tensor], kernels: Kernels
+) -> Tensor:
+    """[rows] int64: a token of each row of adjusted [rows, vocabulary], float32; `NOT_FINITE` where the
+    model's own logits are not all finite. Draws are on the device."""
+    if variant is Variant.GREEDY:
+        tokens, finite = kernels.greedy(adjusted)
+    else:
+        probs = least = None
+        if variant is Variant.FILTERED:
+            probs = torch.softmax(adjusted / draws.temperature.clamp_min(SMALLEST_TEMPERATURE)[:, None], -1)
+            least = kernels.thresholds(probs, draws.top_k, draws.top_p, draws.min_p)
+        tokens, finite = kernels.draw(adjusted, draws.temperature, draws.keys, probs, least)
+    if adjusted is not logits:
+        _, finite = kernels.greedy(logits)
+    return torch.where(finite, tokens, NOT_FINITE)
+
+
+# What only some requests ask for
+
+
+def adjusts(live: LiveRequest) -> bool:
+    """Whether `adjust` changes its logits, or `top_logprobs` is about it."""
+    p = live.request.sampling
+    few = live.num_generated < p.min_tokens
+    return live.needs_tokens or bool(p.logit_bias) or few or p.logprobs is not None
+
+
+def adjust(
+    logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[int], mask: TokenMask | None
+) -> Tensor:
+    """With what the requests and their grammars add to, and take from, the model's logits [rows, vocabulary],
+    float32. Those themselves stay as they are: what comes back is them, or a copy."""
     adjusted = _penalised(_biased(logits, requests, eos_ids), requests)
-    if mask is not None:
-        adjusted = _masked(adjusted, logits, mask, requests)
-    tokens = adjusted.argmax(dim=-1)
-    drawn = [row for row, p in enumerate(params) if p.temperature > 0]
-    if drawn:
-        keys = [draw_key(params[row].seed, len(requests[row].token_ids)) for row in drawn]
-        tokens[drawn] = _draw(adjusted[drawn], [params[row] for row in drawn], keys)
-    logprobs = _logprobs(logits, tokens, params)
-    return [
-        Sampled(token, logprobs.get(row)) if ok else None
-        for row, (token, ok) in enumerate(zip(tokens.tolist(), finite.tolist(), strict=True))
-    ]
-
-
-def draw_key(seed: int, position: int) -> int:
-    """32 bits that stand for all random numbers of the token at `position`: splitmix64, twice."""
-
-    def mix(z: int) -> int:
-        z = (z + 0x9E3779B97F4A7C15) & MASK64
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
-        return z ^ (z >> 31)
-
-    return mix(mix(seed & MASK64) ^ position) >> 32
-
-
-def exponentials(keys: Sequence[int], count: int, device: torch.device) -> Tensor:
-    """[keys, count] exponentially distributed random numbers: each a hash (Wellons' lowbias32) of its key and
-    its column. The smallest are the exact ones, since they decide."""
-    signed = [key - (1 << 32) if key >> 31 else key for key in keys]
-    columns = torch.arange(count, dtype=torch.int32, device=device) * (0x9E3779B1 - (1 << 32))
-    x = torch.tensor(signed, dtype=torch.int32, device=device)[:, None] ^ columns
-    # Masked, since int32 has only the shift that copies the sign.
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= 0x7FEB352D
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x *= 0x846CA68B - (1 << 32)
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    uniform = x.float().add_(0.5).mul_(2.0**-32)  # in (-½, ½), and finest around 0
-    uniform.sub_(uniform.floor())
-    return uniform.neg_().log1p_().neg_()
+    return adjusted if mask is None else _masked(adjusted, logits, mask, requests)
 
 
 def _biased(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> Tensor:
@@ -92,8 +124,8 @@ def _biased(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection
     if not edits:
         return logits
     rows, tokens, values = zip(*edits, strict=True)
-    index = torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
-    return logits.index_put(index, torch.tensor(values, device=logits.device), accumulate=True)
+    index = _moved(rows, torch.int64, logits), _moved(tokens, torch.int64, logits)
+    return logits.index_put(index, _moved(values, torch.float32, logits), accumulate=True)
 
 
 def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
@@ -109,24 +141,25 @@ def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
 
     def counts(tokens: Sequence[Sequence[int]]) -> Tensor:  # [rows, vocabulary]
         flat = [i * vocabulary + token for i, row in enumerate(tokens) for token in row]
-        index = torch.tensor(flat, dtype=torch.int64, device=logits.device)
-        return torch.bincount(index, minlength=len(rows) * vocabulary).view(len(rows), vocabulary)
+        where = _moved(flat, torch.int64, logits)
+        ones = torch.ones(len(flat), dtype=torch.int32, device=logits.device)
+        zeros = torch.zeros(len(rows) * vocabulary, dtype=torch.int32, device=logits.device)
+        return zeros.index_add_(0, where, ones).view(len(rows), vocabulary)
 
     def column(name: str) -> Tensor:  # [rows, 1]
         values = [getattr(requests[row].request.sampling, name) for row in rows]
-        return torch.tensor(values, device=logits.device)[:, None]
+        return _moved(values, torch.float32, logits)[:, None]
 
     vocabulary = logits.shape[1]
     live = [requests[row] for row in rows]
     generated = counts([r.token_ids[len(r.request.prompt_ids) :] for r in live])
     seen = counts([r.token_ids for r in live]) > 0
-    chosen = logits[rows]
+    index = _moved(rows, torch.int64, logits)
+    chosen = logits[index]
     repetition = column("repetition_penalty")
     chosen = torch.where(seen, torch.where(chosen > 0, chosen / repetition, chosen * repetition), chosen)
     chosen = chosen - column("frequency_penalty") * generated - column("presence_penalty") * (generated > 0)
-    logits = logits.clone()
-    logits[rows] = chosen
-    return logits
+    return logits.index_copy(0, index, chosen)
 
 
 def _masked(adjusted: Tensor, logits: Tensor, mask: TokenMask, requests: Sequence[LiveRequest]) -> Tensor:
@@ -137,61 +170,57 @@ def _masked(adjusted: Tensor, logits: Tensor, mask: TokenMask, requests: Sequenc
     table = torch.zeros((256, 8), device=device).masked_fill_(is_set == 0, -torch.inf)
     octets = mask.bits.view(torch.uint8).to(device).int()
     barred = embedding(octets, table).flatten(1)[:, : logits.shape[1]]  # [rows, vocabulary]: 0 or -inf
-    chosen = adjusted[mask.rows] + barred
+    index = _moved(mask.rows, torch.int64, logits)
+    chosen = adjusted[index] + barred
     if any(requests[row].num_generated < requests[row].request.sampling.min_tokens for row in mask.rows):
         nothing = chosen.amax(dim=-1, keepdim=True) == -torch.inf
-        chosen = torch.where(nothing, logits[mask.rows] + barred, chosen)
-    adjusted = adjusted.clone()
-    adjusted[mask.rows] = chosen
-    return adjusted
+        chosen = torch.where(nothing, logits[index] + barred, chosen)
+    return adjusted.index_copy(0, index, chosen)
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:
-    """A race of exponential clocks, also known as the Gumbel-max trick: token i wins with probability p[i].
-    One number per row, looked up in the cumulative distribution, would do, but there a rounding error in any
-    logit moves all the boundaries; here it matters only if it swaps the first two."""
-    temperatures = [max(p.temperature, SMALLEST_TEMPERATURE) for p in params]
-    probs = torch.softmax(logits / torch.tensor(temperatures, device=logits.device)[:, None], dim=-1)
-    if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
-        probs = torch.where(probs < _thresholds(probs, params)[:, None], 0.0, probs)
-    return (probs / exponentials(keys, logits.shape[1], logits.device)).argmax(dim=-1)
+def _moved(values: Sequence[float], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """To the device of `like`, without waiting for what it has queued."""
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda)
+    return pinned.to(like.device, non_blocking=True)
 
 
-def _thresholds(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """[rows]: the probability of the least likely token that top_k, then top_p, and min_p leave in a row."""
-    vocabulary = probs.shape[1]
-    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=probs.device)[:, None]
-    # Rounded sums may pass 1, so what is no limit must be above it.
-    top_p = torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], device=probs.device)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], device=probs.device)
-    width = min(vocabulary, max([CANDIDATES, *(p.top_k for p in params)]))
-    while True:
-        best = probs.topk(width, dim=-1).values
-        allowed = best.masked_fill(torch.arange(width, device=probs.device) >= top_k, 0.0)
-        total = torch.where(top_k <= width, allowed.sum(dim=-1, keepdim=True), 1.0)
-        kept = (allowed > 0) & (allowed.cumsum(dim=-1) - allowed < top_p * total)
-        count = kept.sum(dim=-1, keepdim=True).clamp_min(1)
-        undecided = (count == width) & (top_k > width) & (top_p < 1)
-        if width == vocabulary or not undecided.any():
-            break
-        width = min(vocabulary, 16 * width)
-    least = best.gather(1, count - 1)
-    unlimited = (top_k >= vocabulary) & (top_p > 1)
-    return torch.maximum(torch.where(unlimited, 0.0, least)[:, 0], min_p * best[:, 0])
+# Logprobs
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> dict[int, Logprobs]:
-    """By row, for the rows that asked."""
-    rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Of the rows that asked; on the host once the step is over."""
+
+    rows: list[int]
+    chosen: Tensor  # [rows]
+    ids: Tensor  # [rows, most]
+    values: Tensor  # [rows, most]
+
+    def by_row(self, requests: Sequence[LiveRequest]) -> dict[int, Logprobs]:
+        lists = zip(
+            self.rows, self.chosen.tolist(), self.ids.tolist(), self.values.tolist(), strict=True
+        )  # fmt: skip
+        result = {}
+        for row, logprob, ids, values in lists:
+            wanted = requests[row].request.sampling.logprobs or 0
+            result[row] = Logprobs(logprob, tuple(ids[:wanted]), tuple(values[:wanted]))
+        return result
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[LiveRequest]) -> TopLogprobs | None:
+    """Of the model's own logits; None: nobody asked."""
+    rows = [row for row, live in enumerate(requests) if live.request.sampling.logprobs is not None]
     if not rows:
-        return {}
-    logs = torch.log_softmax(logits[rows], dim=-1)
-    chosen = logs.gather(1, tokens[rows, None])[:, 0].tolist()
-    top = logs.topk(max(params[row].logprobs or 0 for row in rows), dim=-1)
-    result = {}
-    for row, logprob, ids, values in zip(
-        rows, chosen, top.indices.tolist(), top.values.tolist(), strict=True
-    ):
-        wanted = params[row].logprobs or 0
-        result[row] = Logprobs(logprob, tuple(ids[:wanted]), tuple(values[:wanted]))
-    return result
+        return None
+    index = _moved(rows, torch.int64, logits)
+    logs = torch.log_softmax(logits[index], dim=-1)
+    chosen = logs.gather(1, tokens[index].clamp_min(0)[:, None])[:, 0]
+    top = logs.topk(max(requests[row].request.sampling.logprobs or 0 for row in rows), dim=-1)
+    return TopLogprobs(rows, to_host(chosen), to_host(top.indices), to_host(top.values))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Its copy, right once all that is queued on the current stream is over."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -73,6 +73,7 @@ class Scheduler:
         self.running: list[LiveRequest] = []  # sorted by order
         self.held: set[LiveRequest] = set()
         self.reserved: set[LiveRequest] = set()
+        self._leaving: set[LiveRequest] = set()  # dropped, while a launched step has them
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._arrivals = 0
@@ -149,6 +150,7 @@ class Scheduler:
                 chunk_limit = None
             count = min(live.num_computable, budget)
             turn = live is alone if alone is not None else not live.alone
+            turn = turn and not live.ends_with_pending
             if turn and count and live.phase is Phase.RUNNING and self._grow(live, plan):
                 plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
                 budget -= count
@@ -172,15 +174,40 @@ class Scheduler:
         self._was_alone = alone is not None
         return alone
 
-    def computed(self, chunk: Chunk) -> None:
-        """The chunk's KV is written."""
-        chunk.live.num_computed = chunk.stop
+    @property
+    def may_look_ahead(self) -> bool:
+        """Whether a step may be scheduled while another is under way, its tokens unknown: nobody needs to
+        know them to go on, shares no step, or may have to make room."""
+        return (
+            len(self.running) <= self.pool.free
+            and not any(live.needs_tokens or live.alone for live in self.running)
+            and not (self.waiting and self.waiting[0].alone)
+        )
 
-    def verified(self, live: LiveRequest) -> None:
-        """Logits that depend on all KV of `live` were finite: its full blocks may be shared from now on."""
+    @property
+    def has_next(self) -> bool:
+        """Whether a step could compute anything beyond what is under way."""
+        return self.can_admit or any(not live.ends_with_pending for live in self.running)
+
+    def launched(self, chunk: Chunk) -> None:
+        """A step writes the chunk's KV, before anything that is launched later."""
+        chunk.live.num_computed = chunk.stop
+        chunk.live.flights += 1
+
+    def landed(self, chunk: Chunk) -> None:
+        """That step is over, and touches the chunk's blocks no more."""
+        live = chunk.live
+        live.flights -= 1
+        if live in self._leaving and not live.flights:
+            self._leaving.remove(live)
+            self._free(live)
+
+    def verified(self, live: LiveRequest, computed: int) -> None:
+        """Logits that depend on the KV of the first `computed` positions were finite: full blocks of these
+        may be shared from now on."""
         if self.prefix_cache_root is not None:
             self._hash_blocks(live, self.prefix_cache_root)
-            full = live.num_computed // self.block_size
+            full = computed // self.block_size
             entered = [
                 (index, live.block_hashes[index])
                 for index in range(live.num_published, full)
@@ -203,6 +230,7 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: LiveRequest, plan: Schedule) -> None:
+        assert not victim.flights, "somebody has to make room only where nothing is under way"
         if victim.hand_back:
             self.drop(victim)
             plan.handed_back.append(victim)
@@ -258,7 +286,7 @@ class Scheduler:
 
     def _hash_blocks(self, live: LiveRequest, root: bytes) -> None:
         root = salted_root(root, live.request.cache_salt)
-        extend_hash_chain(live.block_hashes, live.token_ids, self.block_size, root)
+        extend_hash_chain(live.block_hashes, live.token_ids, live.num_known, self.block_size, root)
 
     @property
     def tokens_waiting(self) -> int:
@@ -288,7 +316,8 @@ class Scheduler:
         self.held.add(live)
 
     def drop(self, live: LiveRequest) -> None:
-        """The end of a request, in any phase: its blocks are free at once."""
+        """The end of a request, in any phase. Its blocks are free at once, or when the last step that was
+        launched with it is over: until then they are nobody's."""
         match live.phase:
             case Phase.WAITING:
                 self.waiting.remove(live)
@@ -302,13 +331,19 @@ class Scheduler:
                 raise AssertionError("a request ends once")
         if live.grammar is not None:
             live.grammar.abandon()
-        self.pool.release(live.blocks)
-        live.blocks = []
         live.phase = Phase.GONE
         del self.requests[live.id]
+        if live.flights:
+            self._leaving.add(live)
+        else:
+            self._free(live)
+
+    def _free(self, live: LiveRequest) -> None:
+        self.pool.release(live.blocks)
+        live.blocks = []
 
     def assert_whole(self) -> None:
         """Without requests nothing is left of any."""
-        left = [self.requests, self.waiting, self.running, self.held, self.reserved]
+        left = [self.requests, self.waiting, self.running, self.held, self.reserved, self._leaving]
         assert not any(left), f"requests left behind: {left}"
         self.pool.assert_whole()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Collection
+from itertools import islice
 
 from kv_transfer.config import MAX_SLOT_BYTES, PAGE
 
@@ -68,11 +69,11 @@ class Arena:
         """0: the engine has not ticked yet."""
         return self._tick[0]
 
-    def set_step(self, ids: Sequence[bytes]) -> None:
-        """Engine thread only: what the step that begins now computes (the first 255); nothing, when it is
-        over. A reader never sees ids that are half written, whenever the writer dies."""
+    def set_step(self, ids: Collection[bytes]) -> None:
+        """Engine thread only: what is being computed from now on (255 of it at most). A reader never sees
+        ids that are half written, whenever the writer dies."""
         self._step_size[0] = 0
-        written = b"".join(ids[:MAX_STEP_IDS])
+        written = b"".join(islice(ids, MAX_STEP_IDS))
         self._step_ids[: len(written)] = written
         self._step_size[0] = len(written) // _ID_BYTES
 

@@ -2,14 +2,18 @@
 
     wait for work, messages or KV → take messages → move KV → step the engine → send tokens → tick
 
-The loop waits only when the engine has nothing to compute, so nothing spins when idle. The arena's tick
-counter says that this thread is alive: once a layer, once a start-up stage and `IDLE_TICK` seconds apart
-when idle. The service reads it, and so does the transfer process, which tells its peers.
+The loop waits while the engine has nothing to do, also for a GPU that computes: so nothing spins when idle,
+and messages and KV that come while a step is under way are in the next one. The arena's tick counter says
+that this process is alive: once a layer, a step and a start-up stage, and `IDLE_TICK` seconds apart when
+idle; never while a GPU computes that may hang. The service reads it, and so does the transfer process, which
+tells its peers.
 """
 
 import logging
 import math
+import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -38,6 +42,8 @@ from worker.messages import AskStatus, Code, Stop, ToEngine
 log = logging.getLogger(__name__)
 
 IDLE_TICK = 0.5
+RESOLUTION = 0.001
+"""Seconds: of a poll. What is due within is done at once."""
 
 
 class Role(Protocol):
@@ -167,9 +173,13 @@ def loop(role: Role, parts: Parts) -> None:
     poller = zmq.Poller()
     poller.register(link.socket, zmq.POLLIN)
     poller.register(role.kv_fd, zmq.POLLIN)
+    poller.register(engine.landings_fd, zmq.POLLIN)
     while True:
         idle = not engine.has_work
-        if not poller.poll(_milliseconds(role.poll_within) if idle else 0) and idle:
+        readable = dict(poller.poll(_milliseconds(role.poll_within, IDLE_TICK if idle else engine.rest)))
+        if engine.landings_fd in readable:
+            os.eventfd_read(engine.landings_fd)
+        elif idle and not readable:
             parts.trace.flush()
         for message in link.receive_all():
             if isinstance(message, Stop):
@@ -183,18 +193,22 @@ def loop(role: Role, parts: Parts) -> None:
             else:
                 role.handle(message)
         role.move_kv()
-        if engine.has_work:
-            with parts.trace.measure("step"):
-                result = engine.step()
+        if engine.has_work and engine.rest < RESOLUTION:
+            result = engine.step()
+            if result.seconds:
+                now = time.monotonic()
+                parts.trace.span("step", now - result.seconds, now)
             role.after_step(result)
         if (changed := parts.cached_chunks.take()) is not None:
             link.send(changed)
         parts.attempts.flush()
-        parts.arena.tick()
+        if not engine.waits_for_device:
+            parts.arena.tick()
 
 
-def _milliseconds(poll_within: float | None) -> int:
-    return math.ceil(1000 * (IDLE_TICK if poll_within is None else min(IDLE_TICK, poll_within)))
+def _milliseconds(poll_within: float | None, rest: float) -> int:
+    within = math.inf if poll_within is None else math.ceil(1000 * poll_within)
+    return int(min(within, 1000 * min(rest, IDLE_TICK)))
 
 
 def _ready(engine: Engine) -> messages.EngineReady:

@@ -55,14 +55,14 @@ def decode_step_seconds(engine: Any, batch: int, context: int, steps: int) -> li
         engine.add(greedy(prompt(context - steps // 2, 1000 * batch + number), steps + 2 * margin))
     while engine.stats().tokens_waiting:
         engine.step()
-    for _ in range(margin):
-        engine.step()
     gaps: list[float] = []
     last = time.perf_counter()
-    for _ in range(steps):
+    for number in range(margin + steps):
         done = engine.step()
+        while not done.seconds:  # a launch only
+            done = engine.step()
         now = time.perf_counter()
-        if len(done.outputs) == batch:
+        if len(done.outputs) == batch and number >= margin:
             gaps.append(now - last)
         last = now
     drain(engine)

@@ -3,6 +3,7 @@
     once a step    plan(metadata)                     where to read and write, prepared for all layers
     each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
+    at its end     greedy, or draw with or without thresholds: from logits to tokens
 
 `TorchKernels` is plain torch: the definition of each operation, and what runs on a CPU. `TritonKernels` runs
 on CUDA and must match it; one file per idea, each with its maths. Only `kernels_for` chooses between them.
@@ -20,7 +21,11 @@ from torch import Tensor
 
 from engine.attention import AttentionMetadata
 
-__all__ = ["AttentionMetadata", "HeadNorm", "Kernels", "kernels_for"]
+__all__ = ["SMALLEST_TEMPERATURE", "AttentionMetadata", "HeadNorm", "Kernels", "kernels_for"]
+
+
+SMALLEST_TEMPERATURE = 1e-5
+"""Below, logits / temperature might overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,32 @@ class Kernels(Protocol):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """Every query attends to its request's cache up to its own position; q, k, v as `rope_and_write`
         returns them, kv with this step's keys and values written. Returns [tokens, num_heads, head_dim]."""
+        ...
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of logits [rows, vocabulary] float32: the column of the largest [rows] int64, and whether all of
+        the row is finite [rows] bool; of a row that is not, any column."""
+        ...
+
+    def draw(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        keys: Tensor,
+        probs: Tensor | None = None,
+        least: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `greedy`, at temperature [rows] float32 (0: greedy). A race of exponential clocks, also known as
+        the Gumbel-max trick: token i wins with probability p[i]. One number per row, looked up in the
+        cumulative distribution, would do, but there a rounding error in any logit moves all the boundaries;
+        here it matters only if it swaps the first two. The clocks of a row are a function of its key, keys
+        [rows] int32. With probs [rows, vocabulary] (softmax of logits / temperature) and least [rows] only
+        tokens of at least that probability take part."""
+        ...
+
+    def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        """[rows]: the probability of the least likely token that top_k [rows] int32 (vocabulary: no limit),
+        then top_p [rows] (above 1: none), and min_p [rows] leave in a row of probs [rows, vocabulary]."""
         ...
 
 

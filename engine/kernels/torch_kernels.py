@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
-from engine.kernels import HeadNorm
+from engine.kernels import SMALLEST_TEMPERATURE, HeadNorm
 
 
 class TorchKernels:
@@ -39,6 +39,63 @@ class TorchKernels:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TorchPlan) -> Tensor:
         return paged_attention(q, kv, plan)
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.argmax(dim=-1), logits.isfinite().all(dim=-1)
+
+    def draw(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        keys: Tensor,
+        probs: Tensor | None = None,
+        least: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        tokens, finite = self.greedy(logits)
+        if probs is None or least is None:
+            probs = torch.softmax(logits / temperature.clamp_min(SMALLEST_TEMPERATURE)[:, None], dim=-1)
+        else:
+            probs = torch.where(probs < least[:, None], 0.0, probs)
+        raced = (probs / exponentials(keys, logits.shape[1])).argmax(dim=-1)
+        return torch.where(temperature > 0, raced, tokens), finite
+
+    def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        vocabulary = probs.shape[1]
+        top_k, top_p = top_k[:, None], top_p[:, None]
+        width = min(vocabulary, max(CANDIDATES, int(torch.where(top_k < vocabulary, top_k, 0).max())))
+        while True:
+            best = probs.topk(width, dim=-1).values
+            allowed = best.masked_fill(torch.arange(width) >= top_k, 0.0)
+            total = torch.where(top_k <= width, allowed.sum(dim=-1, keepdim=True), 1.0)
+            kept = (allowed > 0) & (allowed.cumsum(dim=-1) - allowed < top_p * total)
+            count = kept.sum(dim=-1, keepdim=True).clamp_min(1)
+            undecided = (count == width) & (top_k > width) & (top_p < 1)
+            if width == vocabulary or not undecided.any():
+                break
+            width = min(vocabulary, 16 * width)
+        least = best.gather(1, count - 1)
+        unlimited = (top_k >= vocabulary) & (top_p > 1)
+        return torch.maximum(torch.where(unlimited, 0.0, least)[:, 0], min_p * best[:, 0])
+
+
+CANDIDATES = 256
+"""Of a sorted distribution, tried before all of it is sorted."""
+
+
+def exponentials(keys: Tensor, count: int) -> Tensor:
+    """[keys, count] exponentially distributed random numbers: each a hash (Wellons' lowbias32) of its key,
+    int32, and its column. The smallest are the exact ones, since they decide."""
+    columns = torch.arange(count, dtype=torch.int32, device=keys.device) * (0x9E3779B1 - (1 << 32))
+    x = keys[:, None] ^ columns
+    # Masked, since int32 has only the shift that copies the sign.
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    uniform = x.float().add_(0.5).mul_(2.0**-32)  # in (-½, ½), and finest around 0
+    uniform.sub_(uniform.floor())
+    return uniform.neg_().log1p_().neg_()
 
 
 def _rotated(x: Tensor, rotary: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionMetadata
-from engine.kernels import HeadNorm, norm, rope, silu
+from engine.kernels import HeadNorm, norm, rope, sampling, silu
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
 from engine.kernels.dense_attention import dense_attention, dense_from
 from engine.kernels.prefill_attention import Chunk, prefill_attention, prefill_tiles
@@ -83,3 +83,19 @@ class TritonKernels:
         for rows in plan.dense:
             dense_attention(q[rows], k[rows], v[rows], out[rows])
         return out
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return sampling.greedy(logits)
+
+    def draw(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        keys: Tensor,
+        probs: Tensor | None = None,
+        least: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return sampling.draw(logits, temperature, keys, probs, least)
+
+    def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        return sampling.thresholds(probs, top_k, top_p, min_p)

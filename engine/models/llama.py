@@ -83,5 +83,5 @@ class Llama:
         return self.norm(residual, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden_size] → [rows, vocab_size], float32."""
-        return self.head(hidden).float()
+        """[rows, hidden_size] → [rows, vocab_size]."""
+        return self.head(hidden)

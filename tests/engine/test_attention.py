@@ -39,14 +39,15 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(seed: int, block_s
         chunks.append(Chunk(live, start, stop))
         sequences.append((keys_values, torch.randn(stop - start, HEADS, DIM, generator=generator)))
 
-    batch = build_batch(chunks, block_size, torch.device("cpu"))
+    batch = build_batch(chunks, block_size)
     order = sorted(range(len(chunks)), key=lambda i: rows_of(batch, chunks)[i].start)
     q = torch.cat([sequences[i][1] for i in order])
     k, v = torch.cat([sequences[i][0][:, chunks[i].start :] for i in order], dim=1)
+    _, _, metadata = batch.on(torch.device("cpu"), block_size)
     kernels, no_turn = TorchKernels(), torch.stack((torch.ones(len(q), DIM), torch.zeros(len(q), DIM)), dim=1)
     qkv = torch.cat((q, k, v), dim=1)
-    q, k, v = kernels.rope_and_write(qkv, no_turn, None, cache, batch.attention.slots)
-    plan = kernels.plan(batch.attention, HEADS, KV_HEADS, torch.float32)
+    q, k, v = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
+    plan = kernels.plan(metadata, HEADS, KV_HEADS, torch.float32)
     out = kernels.attention(q, k, v, cache, plan)
 
     for i, rows in enumerate(rows_of(batch, chunks)):
@@ -77,6 +78,6 @@ def test_only_tokens_that_complete_their_request_are_sampled() -> None:
         return result
 
     chunks = [Chunk(live(9), 0, 4), Chunk(live(9), 4, 9), Chunk(live(3), 2, 3)]
-    batch = build_batch(chunks, 4, torch.device("cpu"))
+    batch = build_batch(chunks, 4)
     assert batch.sampled == [chunks[2].live, chunks[1].live]
     assert batch.token_ids[batch.sampled_rows].tolist() == [2, 8]

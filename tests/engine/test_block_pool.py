@@ -96,7 +96,7 @@ def test_evicts_the_least_recently_used_and_the_end_of_a_prefix_before_its_begin
 def test_a_hash_covers_everything_before_it() -> None:
     def chain(tokens: list[int], root: bytes = b"") -> list[bytes]:
         result: list[bytes] = []
-        extend_hash_chain(result, tokens, 2, root)
+        extend_hash_chain(result, tokens, len(tokens), 2, root)
         return result
 
     one = chain([1, 2, 3, 4, 5])
@@ -105,5 +105,5 @@ def test_a_hash_covers_everything_before_it() -> None:
     assert chain([9, 2, 3, 4])[1] != one[1]
     assert chain([1, 2, 3, 4], b"other model")[0] != one[0]
     grown = one[:1]
-    extend_hash_chain(grown, [1, 2, 3, 4], 2, b"")
+    extend_hash_chain(grown, [1, 2, 3, 4], 4, 2, b"")
     assert grown == one

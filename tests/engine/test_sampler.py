@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from engine import EngineRequest, SamplingParams
+from engine.kernels.torch_kernels import TorchKernels, exponentials
 from engine.live_request import LiveRequest, Phase
-from engine.sampler import draw_key, exponentials, sample
+from engine.sampler import NOT_FINITE, Draws, adjust, choose, draw_keys, draws_of, top_logprobs
 
 VOCABULARY = 1000
 EOS = (2,)
+MASK64 = (1 << 64) - 1
 
 
 def live(prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> LiveRequest:
@@ -26,8 +28,22 @@ def logits(rows: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def tokens(values: torch.Tensor, requests: list[LiveRequest]) -> list[int | None]:
-    return [None if chosen is None else chosen.token for chosen in sample(values, requests, EOS)]
+def tokens(values: torch.Tensor, requests: list[LiveRequest]) -> list[int]:
+    variant, draws = draws_of(requests, VOCABULARY)
+    on_device = Draws(*map(torch.from_numpy, draws))
+    return choose(adjust(values, requests, EOS, None), values, variant, on_device, TorchKernels()).tolist()
+
+
+def draw_key(seed: int, position: int) -> int:
+    """splitmix64 in Python's own integers."""
+
+    def mix(z: int) -> int:
+        z = (z + 0x9E3779B97F4A7C15) & MASK64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+        return z ^ (z >> 31)
+
+    return mix(mix(seed & MASK64) ^ position) >> 32
 
 
 def defined(row: np.ndarray, request: LiveRequest) -> int:
@@ -58,6 +74,10 @@ def defined(row: np.ndarray, request: LiveRequest) -> int:
     keep = np.zeros(VOCABULARY)
     keep[allowed] = probs[allowed]
     return int((keep / clocks(draw_key(p.seed, len(request.token_ids)), VOCABULARY)).argmax())
+
+
+def signed(keys: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(keys, dtype=np.uint32).view(np.int32))
 
 
 def clocks(key: int, count: int) -> np.ndarray:
@@ -118,16 +138,21 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 def test_random_numbers_follow_seed_and_position() -> None:
-    keys = {draw_key(seed, position) for seed in range(-100, 100) for position in range(200)}
-    assert len(keys) > 40_000 - 5
+    pairs = [(seed, position) for seed in range(-100, 100) for position in range(200)]
+    seeds, positions = (
+        np.array([n & MASK64 for n in column], np.uint64) for column in zip(*pairs, strict=True)
+    )
+    keys = draw_keys(seeds, positions).view(np.uint32).tolist()
+    assert keys == [draw_key(*pair) for pair in pairs]
+    assert len(set(keys)) > 40_000 - 5
     for key in (0, 1, draw_key(3, 4), (1 << 32) - 1):
-        ours = exponentials([7, key, 9], 60_000, torch.device("cpu"))[1].double().numpy()
+        ours = exponentials(signed([7, key, 9]), 60_000)[1].double().numpy()
         np.testing.assert_allclose(ours, clocks(key, 60_000), rtol=1e-3)
 
 
 def test_random_numbers_are_exponential_and_independent() -> None:
     keys = [draw_key(11, position) for position in range(300)]
-    values = exponentials(keys, 2000, torch.device("cpu")).double().numpy()
+    values = exponentials(signed(keys), 2000).double().numpy()
     ranks = 1 - np.exp(-values)  # uniform, if the values are exponential
     for bins, scale in ((64, 1), (64, 1024)):  # all of it, and the smallest, which decide
         inside = ranks[ranks * scale < 1] * scale
@@ -157,7 +182,7 @@ def test_a_bad_row_fails_alone(bad: float, everywhere: bool) -> None:
     for row in (0, 3, 8, 11):
         spoiled = values.clone()
         spoiled[row, slice(None) if everywhere else 17] = bad
-        assert tokens(spoiled, requests) == [*good[:row], None, *good[row + 1 :]]
+        assert tokens(spoiled, requests) == [*good[:row], NOT_FINITE, *good[row + 1 :]]
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -167,19 +192,17 @@ def test_logprobs_are_the_models_own() -> None:
         live(logprobs=0, temperature=0.0),
         live(temperature=0.0),
     ]
-    biased, plain, none = sample(values, requests, EOS)
+    chosen = tokens(values, requests)
+    assert chosen[0] == 5
+    logprobs = top_logprobs(values, torch.tensor(chosen), requests)
+    assert logprobs is not None
+    by_row = logprobs.by_row(requests)
     expected = values.log_softmax(-1)
-    assert biased is not None
-    assert biased.token == 5
-    assert biased.logprobs is not None
-    assert biased.logprobs.logprob == pytest.approx(float(expected[0, 5]))
-    assert biased.logprobs.top_ids == tuple(expected[0].topk(3).indices.tolist())
-    assert biased.logprobs.top_logprobs == pytest.approx(expected[0].topk(3).values.tolist())
-    assert plain is not None
-    assert plain.logprobs is not None
-    assert (plain.logprobs.logprob, plain.logprobs.top_ids) == (pytest.approx(float(expected[1].max())), ())
-    assert none is not None
-    assert none.logprobs is None
+    assert by_row[0].logprob == pytest.approx(float(expected[0, 5]))
+    assert by_row[0].top_ids == tuple(expected[0].topk(3).indices.tolist())
+    assert by_row[0].top_logprobs == pytest.approx(expected[0].topk(3).values.tolist())
+    assert (by_row[1].logprob, by_row[1].top_ids) == (pytest.approx(float(expected[1].max())), ())
+    assert 2 not in by_row
 
 
 @pytest.mark.parametrize(

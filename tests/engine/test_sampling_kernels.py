@@ -1,13 +1,15 @@
-"""The kernels of `engine.kernels.sampling` against the torch code of `engine.sampler` that defines them:
+"""The kernels of `engine.kernels.sampling` against `TorchKernels`, which defines them:
 compiled on a GPU, else in Triton's interpreter."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engine.sampler import _thresholds, draw_key, exponentials
+from engine.kernels.torch_kernels import TorchKernels, exponentials
+from engine.sampler import draw_keys
 from engine.sampling_params import SamplingParams
 
 
@@ -54,7 +56,9 @@ def test_thresholds(device: str, vocabulary: int, spread: float) -> None:
 
     probs = logits(len(LIMITS), vocabulary, vocabulary, spread).softmax(-1)
     ours = thresholds(probs.to(device), *limits(LIMITS, vocabulary, device)).cpu()
-    expected = _thresholds(probs.double(), LIMITS).float()  # exact sums: boundaries are fine ones
+    expected = (
+        TorchKernels().thresholds(probs.double(), *limits(LIMITS, vocabulary, "cpu")).float()
+    )  # exact sums: boundaries are fine ones
     kept, kept_expected = ((probs >= t[:, None]) & (probs > 0) for t in (ours, expected))
     assert torch.equal(kept.sum(-1), kept_expected.sum(-1))
     assert torch.equal(ours[ours > 0], expected[ours > 0])
@@ -101,13 +105,13 @@ def test_greedy(device: str, dtype: torch.dtype, vocabulary: int) -> None:
     assert int(tokens.max()) < vocabulary
 
 
-def race(values: Tensor, temperatures: Tensor, keys: list[int], least: Tensor) -> Tensor:
-    """As `engine.sampler` does it, each row by itself."""
+def race(values: Tensor, temperatures: Tensor, keys: Tensor, least: Tensor) -> Tensor:
+    """By the definition, each row by itself."""
     winners = []
     for row, temperature, key, bound in zip(values, temperatures.tolist(), keys, least, strict=True):
         probs = (row / temperature).softmax(-1) if temperature else row
         if temperature:
-            probs = probs.where(probs >= bound, 0.0) / exponentials([key], len(row), row.device)[0]
+            probs = probs.where(probs >= bound, 0.0) / exponentials(key[None], len(row))[0]
         winners.append(int(probs.argmax()))
     return torch.tensor(winners)
 
@@ -119,16 +123,17 @@ def test_draw(device: str, limited: bool) -> None:
     rows, vocabulary = 44, 2500
     values = logits(rows, vocabulary)
     temperatures = torch.tensor([0.0, 0.5, 1.0, 3.0]).repeat(rows // 4)
-    keys = [draw_key(seed, 7 * seed) for seed in range(rows)]
+    seeds = np.arange(rows, dtype=np.uint64)
+    keys = torch.from_numpy(draw_keys(seeds, 7 * seeds))
     probs = (values / temperatures.clamp_min(1e-5)[:, None]).softmax(-1)
     params = [LIMITS[i % len(LIMITS)] for i in range(rows)] if limited else [SamplingParams()] * rows
-    signed = torch.tensor(keys).to(torch.int32)
+    least = TorchKernels().thresholds(probs, *limits(params, vocabulary, "cpu"))
     extra = ()
     if limited:
         extra = (probs.to(device), thresholds(probs.to(device), *limits(params, vocabulary, device)))
-    tokens, finite = draw(values.to(device), temperatures.to(device), signed.to(device), *extra)
+    tokens, finite = draw(values.to(device), temperatures.to(device), keys.to(device), *extra)
     assert bool(finite.all())
-    assert torch.equal(tokens.cpu(), race(values, temperatures, keys, _thresholds(probs, params)))
+    assert torch.equal(tokens.cpu(), race(values, temperatures, keys, least))
 
 
 def test_masked_columns_never_win(device: str) -> None:

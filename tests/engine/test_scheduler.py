@@ -5,12 +5,13 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.block_pool import BlockPool
 from engine.live_request import LiveRequest, Phase
 from engine.request import EngineRequest
-from engine.scheduler import Schedule, Scheduler
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Chunk, Schedule, Scheduler
 
 BLOCK = 4
 
@@ -43,10 +44,11 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     """What the engine does in a step, without a model: every sampled token is 7."""
     plan = scheduler.schedule(chunk_limit)
     for chunk in plan.chunks:
-        scheduler.computed(chunk)
+        scheduler.launched(chunk)
+        scheduler.landed(chunk)
         live = chunk.live
         if live.num_left == 0:
-            scheduler.verified(live)
+            scheduler.verified(live, chunk.stop)
             live.sampled = True
             live.token_ids.append(7)
             if live.handover:
@@ -66,10 +68,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = make(num_blocks=14, seqs=4, budget=9, prefix_cache=True)
         self.numbers = iter(range(1 << 20))
         self.rng = random.Random(0)
+        self.flights: list[list[Chunk]] = []  # launched steps
 
     def request(self, length: int, family: int, priority: int = 0, alone: bool = False) -> EngineRequest:
         prompt = [family * 1000 + i for i in range(length)]  # requests of one family share prefixes
-        return EngineRequest(next(self.numbers).to_bytes(4), prompt, priority=priority, alone=alone)
+        sampling = SamplingParams(max_tokens=9 * BLOCK)
+        return EngineRequest(next(self.numbers).to_bytes(4), prompt, [], sampling, priority, alone)
 
     @rule(
         target=ids,
@@ -132,10 +136,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if live is not None:
             self.scheduler.drop(live)
 
+    @precondition(lambda self: not self.flights or (len(self.flights) == 1 and self.scheduler.may_look_ahead))
     @rule(chunk_limit=st.none() | st.integers(1, 9))
-    def step(self, chunk_limit: int | None) -> None:
+    def launch(self, chunk_limit: int | None) -> None:
         scheduler = self.scheduler
-        had_work = bool(scheduler.running) or scheduler.can_admit
+        had_work = scheduler.has_next
         handovers = {live.id: list(live.blocks) for live in scheduler.running if live.handover}
         computed = {live.id: live.num_computed for live in scheduler.requests.values()}
         plan = scheduler.schedule(chunk_limit)
@@ -164,16 +169,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert live.hand_back
             assert live.id not in scheduler.requests
         for chunk in plan.chunks:
+            scheduler.launched(chunk)
+            if chunk.live.num_left == 0:
+                chunk.live.promise(0)
+        self.flights.append(plan.chunks)
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def land(self) -> None:
+        scheduler, chunks = self.scheduler, self.flights.pop(0)
+        for chunk in chunks:
+            scheduler.landed(chunk)
+        for chunk in chunks:
             live = chunk.live
-            scheduler.computed(chunk)
-            if live.num_left == 0:
-                scheduler.verified(live)
-                live.sampled = True
-                live.token_ids.append(7)
-                if live.handover:
-                    scheduler.hold(live)
-                elif len(live.token_ids) >= 14 * BLOCK:  # the engine's max_model_len ends it
-                    scheduler.drop(live)
+            if live.phase is Phase.GONE or chunk.stop < live.num_known:
+                continue
+            live.learn(7)
+            scheduler.verified(live, chunk.stop)
+            live.sampled = True
+            if live.handover:
+                scheduler.hold(live)
+            elif live.num_known >= live.longest:
+                scheduler.drop(live)
 
     @invariant()
     def accounts_are_right(self) -> None:
@@ -185,6 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         everyone = [*scheduler.waiting, *scheduler.running, *scheduler.held, *scheduler.reserved]
         assert {id(live) for live in everyone} == {id(live) for live in scheduler.requests.values()}
         assert len(everyone) == len(scheduler.requests)
+        everyone += scheduler._leaving
         in_use = {block for live in everyone for block in live.blocks}
         assert scheduler.pool.free == scheduler.pool.num_blocks - len(in_use)
         assert not any(live.blocks for live in scheduler.waiting)
@@ -192,6 +210,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for live in list(self.scheduler.requests.values()):
             self.scheduler.drop(live)
+        for chunk in [chunk for chunks in self.flights for chunk in chunks]:
+            self.scheduler.landed(chunk)
         self.scheduler.assert_whole()
 
 
@@ -349,7 +369,8 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     scheduler = make(budget=8, prefix_cache=True)
     first = add(scheduler, 1, 16)
     plan = scheduler.schedule()
-    scheduler.computed(plan.chunks[0])
+    scheduler.launched(plan.chunks[0])
+    scheduler.landed(plan.chunks[0])
     second = add(scheduler, 2, 16)
     scheduler.drop(first)
     scheduler.schedule()

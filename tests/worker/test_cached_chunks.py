@@ -37,9 +37,10 @@ class Worker:
             lives.append(self.scheduler.requests[request.id])
         while any(live.num_left for live in lives):
             for chunk in self.scheduler.schedule().chunks:
-                self.scheduler.computed(chunk)
+                self.scheduler.launched(chunk)
+                self.scheduler.landed(chunk)
                 if chunk.live.num_left == 0:
-                    self.scheduler.verified(chunk.live)
+                    self.scheduler.verified(chunk.live, chunk.stop)
         for live in lives:
             self.scheduler.hold(live)
             self.scheduler.drop(live)

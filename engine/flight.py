@@ -1,0 +1,106 @@
+"""A step that was launched: what is on its way from the device, and how to learn that it has arrived.
+
+    launched ──▶ over (all that it queued was computed) ──▶ landed: its tokens are known, its requests go on
+
+On a CPU a step is over when its launch returns.
+"""
+
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.live_request import LiveRequest
+from engine.sampler import TopLogprobs
+from engine.scheduler import Schedule
+
+
+class Moment(Protocol):
+    """A point in the order of what the device computes: a `torch.cuda.Event`, or its like on a CPU."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until it has."""
+        ...
+
+    def elapsed_time(self, later: Any, /) -> float:
+        """Milliseconds of the device from here to there; both are passed."""
+        ...
+
+
+class HostMoment:
+    """Of a device that computes while it is told."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: "HostMoment", /) -> float:
+        return 1e3 * (later._at - self._at)
+
+
+def moment(device: torch.device) -> Moment:
+    """Now, in the order of the current stream."""
+    if device.type == "cpu":
+        return HostMoment()
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record()
+    return event
+
+
+@dataclass(slots=True)
+class Flight:
+    plan: Schedule
+    began: Moment
+    ended: Moment
+    sampled: list[LiveRequest] = field(default_factory=list)
+    tokens: Tensor | None = None  # [sampled] int64, on the host once over; None: nobody gets one
+    logprobs: TopLogprobs | None = None
+    refused: dict[int, str] = field(default_factory=dict)  # by row: what is wrong with its grammar
+
+    @property
+    def over(self) -> bool:
+        return self.ended.query()
+
+    @property
+    def seconds(self) -> float:
+        """That the device took."""
+        return self.began.elapsed_time(self.ended) / 1e3
+
+
+class Landings:
+    """A file descriptor that becomes readable when a launched step is over, so that a loop can wait for that
+    beside other things. Owns a thread, which does nothing but wait for one flight after the other."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._flights: queue.SimpleQueue[Flight] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def expect(self, flight: Flight) -> None:
+        if flight.over:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="landings", daemon=True)
+            self._thread.start()
+        self._flights.put(flight)
+
+    def _wait(self) -> None:
+        while True:
+            try:
+                self._flights.get().ended.synchronize()
+            finally:  # a device that failed says so to whoever asks it next
+                os.eventfd_write(self.fd, 1)

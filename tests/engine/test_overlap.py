@@ -1,0 +1,180 @@
+"""Steps that are launched before the tokens of the one before are known: nothing changes but the time."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine
+from engine.flight import HostMoment
+from engine.pace import Pace
+from tests.device import DEVICE
+from tests.engine.test_engine import PROMPT, crowd
+
+
+class LateMoment(HostMoment):
+    """Of a device that is behind: it has passed a point only when somebody waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+@pytest.fixture
+def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """On a CPU it behaves as on a GPU that is as late as can be; on a GPU it is one."""
+
+    def make(**config: Any) -> Engine:
+        engine = tiny_engine(overlap=True, **config)
+        if DEVICE == "cpu":
+            engine._moment = LateMoment
+            engine._landings.expect = lambda flight: None  # it would wait, and so let time pass
+        return engine
+
+    return make
+
+
+def land_one(engine: Engine) -> Any:
+    """Steps until a launched step is over; with its result."""
+    while True:
+        result = engine.step()
+        if result.seconds:
+            return result
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="roomy"),
+        pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 8}, id="small chunks"),
+        pytest.param({"max_num_batched_tokens": 1, "max_num_seqs": 1}, id="one by one"),
+        pytest.param({"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 9}, id="preemption"),
+        pytest.param({"enable_prefix_caching": True, "block_size": 2, "num_blocks": 128}, id="prefix cache"),
+        pytest.param({"block_size": 1, "num_blocks": 256}, id="blocks of one"),
+    ],
+)
+@pytest.mark.parametrize("penalties", [False, True])
+def test_tokens_are_those_of_an_engine_that_waits(
+    tiny_engine: Callable[..., Engine],
+    late_engine: Callable[..., Engine],
+    run: Any,
+    request_of: Any,
+    config: dict[str, Any],
+    penalties: bool,
+) -> None:
+    """Where somebody has penalties, the tokens are needed on the host and nothing is launched ahead."""
+    requests = [
+        request for request in crowd(request_of) if penalties or request.sampling.repetition_penalty == 1
+    ]
+    expected = run(tiny_engine(overlap=False), requests)
+    engine = late_engine(**config)
+    for _ in range(2):
+        results = run(engine, requests)
+        assert {key: result.tokens for key, result in results.items()} == {
+            key: result.tokens for key, result in expected.items()
+        }
+        engine.assert_whole()
+
+
+def test_a_step_is_launched_while_one_is_under_way(
+    late_engine: Callable[..., Engine], request_of: Any
+) -> None:
+    engine = late_engine()
+    request = request_of(1, PROMPT, max_tokens=3, ignore_eos=True)
+    engine.add(request)
+    assert engine.rest == 0
+    assert not engine.step().outputs
+    assert not engine.step().outputs
+    assert engine.waits_for_device
+    assert engine.rest == float("inf"), "two at most"
+    first = engine.step()
+    assert [output.output_index for output in first.outputs] == [0]
+    assert first.seconds > 0
+    assert [land_one(engine).outputs[0].output_index for _ in range(2)] == [1, 2]
+    assert not engine.has_work, "that the third token is the last is known before it is"
+    engine.assert_whole()
+
+
+def test_who_has_ended_is_in_one_step_too_many_and_keeps_its_blocks_for_it(
+    late_engine: Callable[..., Engine], request_of: Any, tiny_engine: Callable[..., Engine], run: Any
+) -> None:
+    probe = request_of(1, PROMPT, max_tokens=3, ignore_eos=True)
+    tokens = run(tiny_engine(), [probe])[probe.id].tokens
+    engine = late_engine(num_blocks=8)
+    stopped = request_of(2, PROMPT, max_tokens=20, ignore_eos=True, stop_token_ids=(tokens[1],))
+    engine.add(stopped)
+    land_one(engine)
+    engine.step()
+    (last,) = land_one(engine).outputs
+    assert last.finish_reason == "stop"
+    assert engine.waits_for_device, "the step that nobody needs"
+    assert engine.blocks_free < 8
+    assert engine.stats().running == 0
+    assert not engine.idle
+    assert land_one(engine).outputs == []
+    assert engine.blocks_free == 8
+    engine.assert_whole()
+
+
+def test_cancelled_while_under_way(late_engine: Callable[..., Engine], request_of: Any) -> None:
+    rng = random.Random(0)
+    engine = late_engine(num_blocks=40, max_num_seqs=6, max_num_batched_tokens=16)
+    alive: list[bytes] = []
+    for number in range(120):
+        if rng.random() < 0.6:
+            request = request_of(number, PROMPT * rng.randrange(1, 4), max_tokens=9, seed=number)
+            engine.add(request, handover=rng.random() < 0.3)
+            alive.append(request.id)
+        if alive and rng.random() < 0.4:
+            engine.cancel(alive.pop(rng.randrange(len(alive))))
+        for output in engine.step().outputs:
+            assert output.id in alive
+    for request_id in alive:
+        engine.cancel(request_id)
+    while engine.has_work:
+        engine.step()
+    assert engine.idle
+    engine.assert_whole()
+
+
+def test_a_nan_is_no_token_for_the_step_behind_it(
+    late_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    engine = late_engine()
+    poison = 198
+    engine._model.embedding = engine._model.embedding.clone()
+    engine._model.embedding[poison] = torch.nan
+    victim = request_of(1, [*PROMPT, poison, 7], max_tokens=9)
+    other = request_of(2, PROMPT, max_tokens=9, ignore_eos=True, logit_bias={poison: -1e6})
+    results = run(engine, [victim, other])
+    assert results[victim.id].failed == "the model's logits are not finite numbers"
+    assert len(results[other.id].tokens) == 9
+    engine.assert_whole()
+
+
+def test_pace() -> None:
+    """A step is due so long before the end of the one under way as the host needs for it."""
+    pace = Pace()
+    now = 100.0
+    pace.launched(8, now - 0.001, now)
+    assert pace.due <= now, "how long it takes is not known"
+    for _ in range(20):
+        pace.launched(8, now + 0.005, now + 0.006)
+        now += 0.010
+        pace.landed(0.010, now)
+    assert now + 0.007 < pace.due < now + 0.009
+    pace.launched(None, now + 0.005, now + 0.006)
+    now += 0.010
+    pace.landed(0.010, now)
+    assert pace.due <= now, "a prefill: any time"
+    pace.landed(0.5, now + 0.5)
+    pace.launched(8, now + 0.6, now + 0.601)
+    assert now + 0.607 < pace.due < now + 0.611, "it began when it was launched"
