@@ -7,7 +7,9 @@ nothing and attend to nothing. All graphs share one pool of memory: one runs at 
 (logits, tokens) is in memory of its own. Inputs are laid out so that those of a batch are one copy.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -88,6 +90,12 @@ class DecodeGraphs:
         self._choose: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         self._static.fields["slots"].fill_(-1)
+        with _no_garbage_collection():
+            self._capture(forward, choose, pool, progress)
+
+    def _capture(
+        self, forward: Forward, choose: Choose, pool: Any, progress: Callable[[float], None]
+    ) -> None:
         for done, rows in enumerate(reversed(self._sizes)):
             progress(done / len(self._sizes))
             self._forward[rows] = _captured(partial(self._run_forward, rows, forward), pool)
@@ -144,6 +152,19 @@ class DecodeGraphs:
 
     def _run_choose(self, rows: int, variant: Variant, choose: Choose) -> None:
         self._tokens[:rows].copy_(choose(self._logits[:rows], variant, self.draws(rows)))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What is freed during a capture may be memory of the device, which ends the process."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:

@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,24 +84,36 @@ class Flight:
 
 class Landings:
     """A file descriptor that becomes readable when a launched step is over, so that a loop can wait for that
-    beside other things. Owns a thread, which does nothing but wait for one flight after the other."""
+    beside other things. Owns it and a thread, which does nothing but wait for one flight after the other."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._flights: queue.SimpleQueue[Flight] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        weakref.finalize(self, _close, self.fd, self._flights)
 
     def expect(self, flight: Flight) -> None:
         if flight.over:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, name="landings", daemon=True)
+            # It knows nothing of this object, which may go.
+            self._thread = threading.Thread(
+                target=_announce, args=(self._flights, os.dup(self.fd)), name="landings", daemon=True
+            )
             self._thread.start()
         self._flights.put(flight)
 
-    def _wait(self) -> None:
-        while True:
-            try:
-                self._flights.get().ended.synchronize()
-            finally:  # a device that failed says so to whoever asks it next
-                os.eventfd_write(self.fd, 1)
+
+def _announce(flights: "queue.SimpleQueue[Flight | None]", fd: int) -> None:
+    while (flight := flights.get()) is not None:
+        try:
+            flight.ended.synchronize()
+        finally:  # a device that failed says so to whoever asks it next
+            os.eventfd_write(fd, 1)
+        del flight
+    os.close(fd)
+
+
+def _close(fd: int, flights: "queue.SimpleQueue[Flight | None]") -> None:
+    flights.put(None)
+    os.close(fd)

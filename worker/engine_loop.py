@@ -9,6 +9,7 @@ idle; never while a GPU computes that may hang. The service reads it, and so doe
 tells its peers.
 """
 
+import gc
 import logging
 import math
 import os
@@ -161,6 +162,8 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
         link.send(messages.StartFailed(str(error)))
         link.close()
         return EXIT_START_FAILED
+    gc.collect()
+    gc.freeze()  # what was built lives as long as the process: no step shall wait while it is looked through
     link.send(_ready(role.engine))
     loop(role, parts)
     parts.trace.close()
