@@ -179,7 +179,7 @@ class Engine:
         any, it waits for that. So the tokens of a step come with this call or, on a GPU, a later one."""
         result = StepResult()
         launched = self._may_launch and self._launch(result)
-        if self._flights and (not launched or self._flights[0].over):
+        if self._flights and (not launched or not self._overlap or self._flights[0].over):
             self._land(self._flights.pop(0), result)
         return result
 
@@ -359,7 +359,7 @@ class Engine:
                 vocabulary=self.model_config.vocab_size,
                 block_size=self.block_size,
                 table_width=table_width,
-                progress=lambda done: loading("capture", done),
+                progress=lambda done: loading("capturing graphs", done),
             )
 
     def _emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:

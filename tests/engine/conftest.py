@@ -120,6 +120,8 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
             "device": DEVICE,
             "block_size": 4,
             "num_blocks": 64,
+            "overlap": False,
+            "cuda_graphs": False,
         }
         return Engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, tick=tick)
 

@@ -165,7 +165,12 @@ def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(
             max_num_batched_tokens=8192, enable_prefix_caching=True,
         )  # fmt: skip
         engines.append(Engine(config, progress=lambda stage, _, seen=stages: seen.append(stage)))
-        assert list(dict.fromkeys(stages)) == ["loading weights", "measuring memory", "warming up"]
+        assert list(dict.fromkeys(stages)) == [
+            "loading weights",
+            "measuring memory",
+            "warming up",
+            "capturing graphs",
+        ]
     compiled: list[str] = []
     knobs.compilation.listener = lambda **about: compiled.append(about["src"].name)
     try:

@@ -33,7 +33,7 @@ def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
     """On a CPU it behaves as on a GPU that is as late as can be; on a GPU it is one."""
 
     def make(**config: Any) -> Engine:
-        engine = tiny_engine(overlap=True, **config)
+        engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
         if DEVICE == "cpu":
             engine._moment = LateMoment
             engine._landings.expect = lambda flight: None  # it would wait, and so let time pass
