@@ -51,6 +51,9 @@ class RemoteRole:
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         await _answer(self._actor.set_workers.remote(tuple(addresses), report))
 
+    async def tokens_held(self) -> int:
+        return await _answer(self._actor.tokens_held.remote())
+
     async def restart(self, signum: int, grace: float) -> None:
         await _answer(self._actor.restart.remote(signum, grace))
 

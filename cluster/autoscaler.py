@@ -82,13 +82,14 @@ class Autoscaler:
     async def _look(self, now: float) -> None:
         addresses = {role: self._ready(role) for role in self._scalers}
         await self._forget_all_but({address for ready in addresses.values() for address in ready})
+        held = await self._supervisor.tokens_held() if "prefill" in self._scalers else 0
         pools: dict[str, Any] = {}
         for role, scaler in self._scalers.items():
             answers = await asyncio.gather(*map(self._ask, addresses[role]))
             samples = [sample for sample in answers if sample is not None]
-            if len(samples) < len(answers):
+            if len(samples) < len(answers) or (role == "prefill" and held is None):
                 continue  # a part of the load would look like less of it: not now
-            needed = self._needed(role, now, samples)
+            needed = self._needed(role, now, samples, held or 0)
             states = self._supervisor.pool(role)
             starting = any(state.phase != "ready" and not state.crash_loop for state in states)
             workers = None if needed is None else needed.workers
@@ -106,10 +107,10 @@ class Autoscaler:
         self._supervisor.pools = {**self._supervisor.pools, **pools}
         await self._supervisor.refresh()
 
-    def _needed(self, role: ScaledRole, now: float, samples: list[Sample]) -> Needed | None:
+    def _needed(self, role: ScaledRole, now: float, samples: list[Sample], held: int) -> Needed | None:
         if role == "prefill":
             self._done += sum(sample.done for sample in samples)
-            return self._prefill.needed(now, prefill_load([s.status for s in samples], self._done))
+            return self._prefill.needed(now, prefill_load([s.status for s in samples], self._done, held))
         return self._decode.needed(decode_load(samples))
 
     # ------------------------------------------------------------ workers
@@ -143,12 +144,14 @@ class Autoscaler:
             self._last.pop(address, None)
 
 
-def prefill_load(statuses: list[pb.WorkerStatus], done: int) -> PrefillLoad:
+def prefill_load(statuses: list[pb.WorkerStatus], done: int, held: int) -> PrefillLoad:
+    """`held`: tokens that routers keep until workers have fewer before them."""
     speeds = [status.prefill_tokens_per_s for status in statuses if status.prefill_tokens_per_s]
     return PrefillLoad(
         done=done,
-        waiting=sum(status.tokens_waiting for status in statuses),
-        queued=sum(
+        waiting=held + sum(status.tokens_waiting for status in statuses),
+        queued=held
+        + sum(
             status.tokens_waiting
             * status.requests_waiting
             / (status.requests_waiting + status.requests_running)

@@ -15,6 +15,7 @@ from typing import Any
 import cluster
 from cluster.backoff import RestartPolicy
 from cluster.health import until_silent
+from cluster.held import tokens_held
 from cluster.parameters import role_environment, to_argv
 from cluster.plan import RoleSpec
 from cluster.role_process import RoleProcess, RoleState
@@ -114,6 +115,12 @@ class RoleRunner:
         """For a router: where the workers are, and what `baton status` shows beside."""
         write_atomically(self._workers_file, "".join(f"{address}\n" for address in addresses))
         write_atomically(self._cluster_file, report)
+
+    async def tokens_held(self) -> int:
+        """For a router: prompt tokens that wait there for their turn; none while it is not ready. Raises
+        ConnectionError where it does not answer."""
+        ready = self._process.state.ready
+        return 0 if ready is None else await tokens_held(ready)
 
     async def restart(self, signum: int, grace: float) -> None:
         """Returns when the next one is ready."""

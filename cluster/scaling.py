@@ -39,7 +39,7 @@ class PrefillLoad:
 
     Attributes:
         done: prompt tokens computed since the start, by all workers there ever were.
-        waiting: prompt tokens accepted and not yet computed.
+        waiting: prompt tokens accepted and not yet computed, by workers or routers.
         queued: those of them whose request has not begun.
         speed: tokens per second of one worker while it computes; 0 until known.
     """

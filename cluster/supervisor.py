@@ -39,6 +39,10 @@ class RoleHandle(Protocol):
         """Routers only: the gRPC addresses of all ready workers, and what `baton status` shows (JSON)."""
         ...
 
+    async def tokens_held(self) -> int:
+        """Routers only: prompt tokens that wait there for their turn."""
+        ...
+
     async def restart(self, signum: int, grace: float) -> None:
         """Returns when its next process is ready."""
         ...
@@ -100,6 +104,14 @@ class Supervisor:
     def pool(self, role: RoleName) -> list[RoleState]:
         """Of those that are there to stay."""
         return [m.state for m in self._members if m.spec.role == role and not m.leaving]
+
+    async def tokens_held(self) -> int | None:
+        """Prompt tokens that routers hold back; None where one does not say."""
+        routers = [m for m in self._members if m.spec.role == "router" and m.state.ready is not None]
+        try:
+            return sum(await asyncio.gather(*(m.handle.tokens_held() for m in routers)))
+        except ConnectionError:
+            return None
 
     def worker_addresses(self) -> tuple[str, ...]:
         """gRPC addresses of the workers that are ready now, and stay."""

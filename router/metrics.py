@@ -96,6 +96,9 @@ class Metrics:
             lambda: admission.waiting_tokens
         )
         self._gauge(
+            "baton:tokens_waiting_for_turn", "Prompt tokens of those that the router holds back."
+        ).set_function(lambda: admission.held_tokens)
+        self._gauge(
             "baton:requests_waiting_for_turn", "Requests that the router holds back, fairly between keys."
         ).set_function(lambda: len(admission.queue))
         self._gauge(

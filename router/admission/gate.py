@@ -166,6 +166,11 @@ class Admission:
         self._rate = DrainRate(clock)
         self._dispatching = False
 
+    @property
+    def held_tokens(self) -> int:
+        """Of `waiting_tokens`, those that no worker knows of."""
+        return self.waiting_tokens - self._sent_tokens
+
     @contextmanager
     def admit(self, account: Account, sizes: Sequence[int], priority: int = 0) -> Iterator[Ticket]:
         """For one request's generations, by prompt length. Raises Overloaded and RateLimited."""

@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import cluster.autoscaler
 import cluster.scaling
 from bench.fake_worker import SECRET, FakeWorker, Lanes
 from cluster.autoscaler import Autoscaler, Sample, decode_load, prefill_load
+from cluster.held import tokens_held
 from cluster.options import PoolOptions, PoolSize
 from cluster.plan import RoleSpec
 from cluster.role_process import RoleState
@@ -44,6 +47,9 @@ class Handle:
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         raise AssertionError("there is no router here")
 
+    async def tokens_held(self) -> int:
+        raise AssertionError("there is no router here")
+
     async def restart(self, signum: int, grace: float) -> None:
         raise AssertionError("nobody asks for that")
 
@@ -54,23 +60,58 @@ class Handle:
     def forget(self) -> None: ...
 
 
+@dataclass
+class RouterHandle:
+    """A router that says what it holds back; None: it does not answer."""
+
+    held: int | None = 0
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> RoleState:
+        return await self.changed("")
+
+    async def changed(self, token: str) -> RoleState:
+        if token == "1":
+            await self.stopped.wait()
+            return RoleState(token="2", phase="stopped")
+        return RoleState(token="1", phase="ready", ready={"url": "http://127.0.0.1:1"})
+
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None: ...
+
+    async def tokens_held(self) -> int:
+        if self.held is None:
+            raise ConnectionError("it hangs")
+        return self.held
+
+    async def restart(self, signum: int, grace: float) -> None:
+        raise AssertionError("nobody asks for that")
+
+    async def stop(self, signum: int, grace: float) -> None:
+        self.stopped.set()
+
+    def forget(self) -> None: ...
+
+
 class Pools:
     def __init__(self) -> None:
         self.handles: dict[str, Handle] = {}
-        roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {})]
+        self.router = RouterHandle()
+        roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {}), RoleSpec("router", 0, (), {})]
         self.supervisor = Supervisor(roles, self.place)
         pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=5)
         self.autoscaler = Autoscaler(self.supervisor, pools, SECRET)
         self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
 
-    def place(self, spec: RoleSpec) -> Handle:
+    def place(self, spec: RoleSpec) -> Handle | RouterHandle:
+        if spec.role == "router":
+            return self.router
         worker = FakeWorker(ROLES[spec.role], Lanes(), [1], index=spec.index)
         worker.status.prefill_tokens_per_s = 1000
         self.handles[spec.name] = handle = Handle(worker)
         return handle
 
     def names(self) -> list[str]:
-        return sorted(spec.name for spec, _ in self.supervisor.states())
+        return sorted(spec.name for spec, _ in self.supervisor.states() if spec.role != "router")
 
     def load(self, role: str, **values: float) -> None:
         for name, handle in self.handles.items():
@@ -111,6 +152,40 @@ async def test_each_pool_follows_its_own_signal_and_comes_back(pools: Pools) -> 
     await eventually(lambda: pools.names() == ["decode 0", "prefill 0"])
 
 
+async def test_a_queue_that_routers_keep_from_the_workers_counts(pools: Pools) -> None:
+    await eventually(lambda: bool(pools.supervisor.pools))
+    pools.router.held = 9000
+    await eventually(lambda: pools.names() == ["decode 0", "prefill 0", "prefill 1", "prefill 2"])
+    assert "9000 queue" in pools.supervisor.pools["prefill"]["why"]
+    pools.router.held = None
+    pools.load("decode", blocks_free=10)
+    await eventually(lambda: "decode 1" in pools.names())
+    pools.load("decode", blocks_free=512)
+    await eventually(lambda: "decode 1" not in pools.names())  # long enough for prefill to shrink too
+    assert "prefill 2" in pools.names(), "who does not answer does not hold nothing"
+    pools.router.held = 0
+    await eventually(lambda: "prefill 1" not in pools.names())
+
+
+async def test_a_router_says_what_it_holds_back() -> None:
+    said = 'baton:tokens_waiting{role="router"} 9.0\n'
+    pages = {"/metrics": said + 'baton:tokens_waiting_for_turn{role="router"} 7.0\n'}
+
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text=pages[request.path])
+
+    app = web.Application()
+    app.router.add_get("/metrics", page)
+    async with TestServer(app) as server:
+        ready = {"url": "http://127.0.0.1:1", "admin_url": f"http://{server.host}:{server.port}"}
+        assert await tokens_held(ready) == 7
+        pages["/metrics"] = said
+        with pytest.raises(ConnectionError, match="does not say"):
+            await tokens_held(ready)
+    with pytest.raises(ConnectionError):
+        await tokens_held(ready)
+
+
 async def test_what_is_not_known_changes_nothing(pools: Pools) -> None:
     """A worker that does not answer is no idle worker."""
     pools.load("prefill", tokens_waiting=9000, requests_waiting=9, requests_running=1)
@@ -129,8 +204,10 @@ def test_loads_are_sums_over_workers() -> None:
         blocks_free=25, blocks_total=100, step_seconds=0.03,
     )  # fmt: skip
     new = pb.WorkerStatus(blocks_free=100, blocks_total=100)
-    prefill = prefill_load([busy, new], done=5)
+    prefill = prefill_load([busy, new], done=5, held=0)
     assert (prefill.done, prefill.waiting, prefill.queued, prefill.speed) == (5, 3000, 2000, 900)
+    prefill = prefill_load([busy, new], done=5, held=700)
+    assert (prefill.waiting, prefill.queued) == (3700, 2700)
     decode = decode_load([Sample(busy, 0, 0), Sample(new, 0, 0)])
     assert decode.kv_used == (0.75, 0.0)
     assert decode_load([Sample(busy, 0, 1), Sample(new, 0, 0)]).kv_used == (1.0, 0.0), "no room for the next"

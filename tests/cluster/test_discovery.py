@@ -116,6 +116,9 @@ class Worker:
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         raise AssertionError("only routers are told")
 
+    async def tokens_held(self) -> int:
+        raise AssertionError("only routers hold something")
+
     async def restart(self, signum: int, grace: float) -> None: ...
     async def stop(self, signum: int, grace: float) -> None: ...
 

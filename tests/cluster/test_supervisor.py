@@ -195,6 +195,9 @@ class Watched:
         self._asked.append(f"{self._name} told")
         await self._inner.set_workers(addresses, report)
 
+    async def tokens_held(self) -> int:
+        return await self._inner.tokens_held()
+
     async def restart(self, signum: int, grace: float) -> None:
         await self._inner.restart(signum, grace)
 
@@ -221,6 +224,9 @@ class Unplaced:
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         await self.start()
+
+    async def tokens_held(self) -> int:
+        raise AssertionError("it is no router")
 
     async def restart(self, signum: int, grace: float) -> None:
         await self.start()

@@ -448,6 +448,7 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
         ("vllm:num_requests_waiting", "", 0),
         ("baton:handover_gap_seconds_count", "", 1),
         ("baton:tokens_waiting", "", 0),
+        ("baton:tokens_waiting_for_turn", "", 0),
         ("baton:requests_waiting_for_turn", "", 0),
         ("baton:requests_waiting_for_room", "", 0),
         ("baton:requests_waiting_for_worker", "", 0),

@@ -17,7 +17,7 @@ def test_a_hundred_kills_of_each_role(tmp_path: Path, seed: int) -> None:
         "--kills": 50,
         "--stalls": 3,
         "--breaks": 20,
-        "--routers": 10,
+        "--routers": 50,
         "--seed": seed,
         "--logs": tmp_path,
     }
