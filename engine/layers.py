@@ -16,10 +16,7 @@ class Linear:
     rearrange it in every call: at small batches that takes longer than the product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.packed = weight.device.type == "cpu" and (
-            weight.dtype is torch.float32
-            or (weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        )
+        self.packed = _packs(weight.dtype, weight.device)
         self.weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if self.packed else weight
         )
@@ -30,7 +27,11 @@ class Linear:
         cls, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
     ) -> "Linear":
         """Several projections of one input as one: their rows stacked."""
-        weight = weights.stack([f"{name}.weight" for name in names], [(n, columns) for n in rows])
+        weight = weights.stack(
+            [f"{name}.weight" for name in names],
+            [(n, columns) for n in rows],
+            scratch=_packs(weights.dtype, weights.device),
+        )
         if not bias:
             return cls(weight)
         return cls(weight, weights.stack([f"{name}.bias" for name in names], [(n,) for n in rows]))
@@ -39,6 +40,12 @@ class Linear:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
+
+
+def _packs(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and (
+        dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
 PACKED_FOR_ROWS = 64

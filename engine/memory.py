@@ -28,7 +28,7 @@ class Limits:
     dtype: torch.dtype
     block_size: int
     max_model_len: int
-    """What is wanted; a small pool may allow less."""
+    """What was asked for, or the model's context as far as any pool of this machine could hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,14 @@ def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
         raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}")
+    most = CPU_POOL_BYTES
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         check_weights_fit(config, model.num_parameters * dtype.itemsize, free, total)
-    return Limits(dtype, block_size, wanted)
+        most = total
+    token = model.kv_elements_per_token * dtype.itemsize
+    capacity = config.num_blocks * block_size if config.num_blocks else most // token
+    return Limits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity))
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -119,14 +123,15 @@ def size_pool(config: EngineConfig, model: ModelConfig, limits: Limits, use: Mem
             f"{gib(limits.max_model_len * token)} of KV, and the KV pool holds {capacity} tokens, "
             f"{gib(capacity * token)}; lower it, or {remedy}." + (f" {_needs(config, use)}" if use else "")
         )
-    if capacity < limits.max_model_len:
-        log.warning("a request can have %d tokens, the model's context of %d does not fit the KV pool",
-                    capacity, limits.max_model_len)  # fmt: skip
+    max_model_len = min(limits.max_model_len, capacity)
+    if max_model_len < (config.max_model_len or model.max_model_len):
+        log.warning("requests can have %d tokens: the model's context of %d does not fit the KV pool",
+                    max_model_len, model.max_model_len)  # fmt: skip
     log.info(
         "memory: %sKV pool %s: %d blocks of %d, %d tokens",
         f"{use}, " if use else "", gib(num_blocks * block), num_blocks, limits.block_size, capacity,
     )  # fmt: skip
-    return PoolSize(num_blocks, min(limits.max_model_len, capacity))
+    return PoolSize(num_blocks, max_model_len)
 
 
 @contextmanager

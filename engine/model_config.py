@@ -42,6 +42,14 @@ class ModelConfig:
     dtype: str | None
     """What the checkpoint was saved for; None: it does not say."""
 
+    def check(self, source: str) -> None:
+        """Raises `ValueError` naming `source`, the checkpoint, where parts do not fit each other."""
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"{source}: {self.num_heads} heads of {self.head_dim} on {self.num_kv_heads} KV heads is not "
+                "supported"
+            )
+
     @property
     def kv_elements_per_token(self) -> int:
         """Of K and V over all layers; times the element size it is bytes."""

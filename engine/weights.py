@@ -1,6 +1,12 @@
-"""Hands the tensors of a checkpoint to a model under construction, checked, in the right dtype and place."""
+"""Hands the tensors of a checkpoint to a model under construction, checked, in the right dtype and place.
+
+One tensor at a time goes from the mapped file straight to its rows of a (fused) weight on the device. A CPU
+packs most weights (`engine.layers.Linear`): what is to be packed is put together in one piece of memory that
+serves them all, since fresh memory costs the system more time than the copy.
+"""
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -17,9 +23,11 @@ differ in all tensors, and hashing gigabytes would cost more than loading them."
 IGNORED = "rotary_emb.inv_freq"
 """Old checkpoints carry this; it follows from the configuration."""
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 class Checkpoint(Protocol):
-    """Where weights come from. `read` raises `ValueError` naming the file if it is incomplete or corrupt."""
+    """Where weights come from. All raise `ValueError` naming the file if it is incomplete or corrupt."""
 
     config: ModelConfig
     source: str
@@ -29,8 +37,16 @@ class Checkpoint(Protocol):
         """All tensors, by the names that Hugging Face gives them. Empty: any tensor can be read."""
         ...
 
+    def file_of(self, name: str) -> str:
+        """The file that has, or would have, this tensor: for error messages."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """What the file says before anything is read. None: any."""
+        ...
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in the checkpoint's own dtype. `shape` is what is expected; the caller checks."""
+        """The tensor, of this shape, in the checkpoint's own dtype; it may lie in a mapped file."""
         ...
 
 
@@ -49,47 +65,80 @@ class Weights:
         self._names = set(checkpoint.names())
         self._progress = progress
         self._taken: dict[str, str] = {}  # name → digest
+        self._extremes: dict[str, Tensor] = {}  # name → [2]: least and greatest value, on the device
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`, which must have this shape. Raises `ValueError` naming file and tensor."""
-        return self._read(name, shape).to(self.device, self.dtype)
+        return self.stack([name], [shape])
 
-    def stack(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        """Tensors that differ in their first dimension at most, as one: each goes straight to its rows."""
+    def stack(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, scratch: bool = False
+    ) -> Tensor:
+        """Tensors that differ in their first dimension at most, as one. With `scratch` it is valid until the
+        next call with it."""
+        for name, shape in zip(names, shapes, strict=True):
+            self._check(name, shape)
         rows = [shape[0] for shape in shapes]
-        whole = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
-        for name, shape, part in zip(names, shapes, whole.split(rows), strict=True):
-            part.copy_(self._read(name, shape))
+        shape = (sum(rows), *shapes[0][1:])
+        if scratch:
+            if self._scratch.numel() < math.prod(shape):
+                self._scratch = torch.empty(math.prod(shape), dtype=self.dtype, device=self.device)
+            whole = self._scratch[: math.prod(shape)].view(shape)
+        else:
+            whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for name, part in zip(names, whole.split(rows), strict=True):
+            self._read(name, part)
         return whole
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Before memory is set aside for it."""
         if self._names and name not in self._names:
             raise ValueError(
-                f"{self._checkpoint.source}: tensor {name} is missing, the checkpoint is incomplete"
+                f"{self._checkpoint.file_of(name)}: tensor {name} is missing, the checkpoint is incomplete"
             )
-        tensor = self._checkpoint.read(name, shape)
-        if tensor.shape != shape:
+        found = self._checkpoint.shape(name)
+        if found is not None and found != shape:
             raise ValueError(
-                f"{self._checkpoint.source}: tensor {name} is {list(tensor.shape)}, "
+                f"{self._checkpoint.file_of(name)}: tensor {name} is {list(found)}, "
                 f"by the model's configuration it should be {list(shape)}"
             )
+
+    def _read(self, name: str, to: Tensor) -> None:
+        tensor = self._checkpoint.read(name, to.shape)
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{self._checkpoint.file_of(name)}: tensor {name} is of {tensor.dtype}, which is not "
+                f"supported ({', '.join(map(str, DTYPES))} are)"
+            )
+        to.copy_(tensor)
+        self._extremes[name] = torch.stack(to.aminmax())
         sample = tensor.flatten()[:FINGERPRINT_SAMPLE].float().cpu().numpy()
-        self._taken[name] = hashlib.sha256(f"{name} {shape}".encode() + sample.tobytes()).hexdigest()
+        self._taken[name] = hashlib.sha256(
+            f"{name} {tuple(to.shape)}".encode() + sample.tobytes()
+        ).hexdigest()
         if self._names:
             self._progress("loading weights", len(self._taken) / len(self._names))
-        return tensor
 
     def finish(self) -> str:
         """To be called when the model is complete: returns the fingerprint of its weights. Raises
-        `ValueError` if the checkpoint has tensors that the model has no use for: it is another model then."""
+        `ValueError` if some are not finite numbers, or the checkpoint has tensors that the model has no use
+        for: it is another model then."""
+        finite = torch.stack(list(self._extremes.values())).isfinite().all(dim=1).tolist()
+        for name, whole in zip(self._extremes, finite, strict=True):
+            if not whole:
+                raise ValueError(
+                    f"{self._checkpoint.file_of(name)}: tensor {name} has values that are not finite numbers "
+                    f"in {self.dtype}: it is corrupt, or needs another --dtype"
+                )
         left = {name for name in self._names - self._taken.keys() if not name.endswith(IGNORED)}
         if self._checkpoint.config.tie_embeddings:
             left.discard("lm_head.weight")
         if left:
-            some = ", ".join(sorted(left)[:3])
+            some = sorted(left)[:3]
             raise ValueError(
-                f"{self._checkpoint.source}: {len(left)} tensors are unknown to "
-                f"{self._checkpoint.config.architecture}, such as {some}"
+                f"{self._checkpoint.file_of(some[0])}: {len(left)} tensors are unknown to "
+                f"{self._checkpoint.config.architecture}, such as {', '.join(some)}"
             )
         self._progress("loading weights", 1.0)
         digests = sorted(self._taken.items())

@@ -21,6 +21,12 @@ class DummyCheckpoint:
     def names(self) -> Collection[str]:
         return ()
 
+    def file_of(self, name: str) -> str:
+        return self.source
+
+    def shape(self, name: str) -> None:
+        return None
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith("norm.weight") or name == "rope_freqs.weight":
             return torch.ones(shape, device=self._device)

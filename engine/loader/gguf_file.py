@@ -5,6 +5,7 @@ types is the `gguf` package's. Its reader, which makes an object of every token 
 used: it takes longer than all the weights.
 """
 
+import math
 import mmap
 import struct
 from collections.abc import Collection
@@ -42,6 +43,8 @@ TENSOR_NAMES = {
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
+PIECE_BYTES = 128 << 10
 KINDS = {int(kind): kind for kind in GGMLQuantizationType}
 
 
@@ -52,9 +55,9 @@ class TensorInfo:
     offset: int  # from the beginning of the data section
 
     @property
-    def bytes_shape(self) -> tuple[int, ...]:
-        block, size = GGML_QUANT_SIZES[self.kind]
-        return *self.shape[:-1], self.shape[-1] // block * size
+    def num_bytes(self) -> int:
+        values, size = GGML_QUANT_SIZES[self.kind]
+        return math.prod(self.shape) // values * size
 
 
 class GGUFFile:
@@ -74,12 +77,16 @@ class GGUFFile:
         self._at = 0
         try:
             self._parse()
-        except (struct.error, UnicodeDecodeError, KeyError) as error:
+        except (struct.error, OverflowError, UnicodeDecodeError, KeyError) as error:
             raise ValueError(f"{path}: corrupt or cut short at byte {self._at}: {error}") from error
         alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"{path}: corrupt, general.alignment is {alignment!r}")
         self._data_start = -(-self._at // alignment) * alignment
         for name, info in self.tensors.items():
-            if self._data_start + info.offset + int(np.prod(info.bytes_shape)) > len(self._data):
+            if info.offset % alignment:
+                raise ValueError(f"{path}: corrupt, tensor {name} is at {info.offset}, between two others")
+            if self._data_start + info.offset + info.num_bytes > len(self._data):
                 raise ValueError(f"{path}: cut short, tensor {name} is not all there; download it again")
 
     def read(self, name: str) -> np.ndarray:
@@ -88,13 +95,13 @@ class GGUFFile:
         raw = np.frombuffer(
             self._data,
             dtype=np.uint8,
-            count=int(np.prod(info.bytes_shape)),
+            count=info.num_bytes,
             offset=self._data_start + info.offset,
         )
         if info.kind == GGMLQuantizationType.F32:
             return raw.view(np.float32).reshape(info.shape).copy()
         try:
-            return dequantize(raw.reshape(info.bytes_shape), info.kind)
+            return _dequantize(raw, info.kind).reshape(info.shape)
         except NotImplementedError as error:
             raise ValueError(
                 f"{self.path}: tensor {name} is of type {info.kind.name}, which is not supported"
@@ -112,8 +119,13 @@ class GGUFFile:
             name = self._string()
             (dimensions,) = self._unpack("I")
             shape = self._unpack(f"{dimensions}Q")[::-1]
-            kind, offset = self._unpack("IQ")
-            self.tensors[name] = TensorInfo(shape, KINDS[kind], offset)
+            number, offset = self._unpack("IQ")
+            kind = KINDS.get(number)
+            if kind is None:
+                raise ValueError(f"{self.path}: tensor {name} is of type {number}, which is not supported")
+            if not shape or 0 in shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
+                raise ValueError(f"{self.path}: corrupt, tensor {name} of type {kind.name} is {list(shape)}")
+            self.tensors[name] = TensorInfo(shape, kind, offset)
 
     def _value(self, kind: int) -> Any:
         if kind == STRING:
@@ -126,14 +138,17 @@ class GGUFFile:
         if self._vocabulary:
             return [self._string() for _ in range(count)]
         for _ in range(count):
-            (length,) = self._unpack("Q")
-            self._at += length
+            self._skip_string()
         return None
 
     def _string(self) -> str:
         (length,) = self._unpack("Q")
         (value,) = self._unpack(f"{length}s")
         return value.decode("utf-8")
+
+    def _skip_string(self) -> None:
+        (length,) = LENGTH.unpack_from(self._data, self._at)
+        self._at += LENGTH.size + length
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + layout, self._data, self._at)
@@ -150,6 +165,12 @@ class GGUFCheckpoint:
 
     def names(self) -> Collection[str]:
         return self._name_of.keys()
+
+    def file_of(self, name: str) -> str:
+        return self.source
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._name_of[name]].shape
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.from_numpy(self._file.read(self._name_of[name]))
@@ -176,30 +197,48 @@ class GGUFCheckpoint:
                 raise ValueError(f"{self.source}: metadata {kind}.{key} is missing")
             return value
 
+        def integer(key: str, default: int | None = None) -> int:
+            value = get(key, default)
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"{self.source}: metadata {kind}.{key} must be a positive integer, not {value!r}"
+                )
+            return value
+
+        def number(key: str, default: float | None = None) -> float:
+            value = get(key, default)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ValueError(
+                    f"{self.source}: metadata {kind}.{key} must be a number above 0, not {value!r}"
+                )
+            return value
+
         if "token_embd.weight" not in self._file.tensors:
             raise ValueError(f"{self.source}: tensor token_embd.weight is missing, the file is incomplete")
-        num_heads, hidden_size = get("attention.head_count"), get("embedding_length")
-        eos = {metadata[key] for key in EOS_KEYS if key in metadata}
-        return ModelConfig(
+        num_heads, hidden_size = integer("attention.head_count"), integer("embedding_length")
+        eos = {metadata[key] for key in EOS_KEYS if isinstance(metadata.get(key), int)}
+        config = ModelConfig(
             architecture=ARCHITECTURES[kind],
-            num_layers=get("block_count"),
+            num_layers=integer("block_count"),
             hidden_size=hidden_size,
-            intermediate_size=get("feed_forward_length"),
+            intermediate_size=integer("feed_forward_length"),
             num_heads=num_heads,
-            num_kv_heads=get("attention.head_count_kv", num_heads),
-            head_dim=get("attention.key_length", hidden_size // num_heads),
+            num_kv_heads=integer("attention.head_count_kv", num_heads),
+            head_dim=integer("attention.key_length", hidden_size // num_heads),
             vocab_size=self._file.tensors["token_embd.weight"].shape[0],
-            max_model_len=get("context_length"),
-            rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
-            rope_theta=get("rope.freq_base", 10000.0),
+            max_model_len=integer("context_length"),
+            rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
+            rope_theta=number("rope.freq_base", 10000.0),
             rope_scaling=self._rope_scaling(
-                get("rope.scaling.type", "none"), get("rope.scaling.factor", 1.0)
+                get("rope.scaling.type", "none"), number("rope.scaling.factor", 1.0)
             ),
             tie_embeddings="output.weight" not in self._file.tensors,
             attention_bias="blk.0.attn_output.bias" in self._file.tensors,
             eos_ids=tuple(sorted(eos)),
             dtype=None,
         )
+        config.check(self.source)
+        return config
 
     def _rope_scaling(self, kind: str, factor: float) -> RopeScaling | None:
         if "rope_freqs.weight" in self._file.tensors:
@@ -216,11 +255,23 @@ EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 def _hf_name(name: str) -> str:
     """blk.7.attn_q.weight → model.layers.7.self_attn.q_proj.weight; unknown names stay, to be reported."""
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("blk."):
-        _, layer, part = stem.split(".", 2)
-        return f"model.layers.{layer}.{TENSOR_NAMES.get(part, part)}.{kind}"
-    return f"{TENSOR_NAMES.get(stem, stem)}.{kind}"
+    match name.split("."):
+        case ["blk", layer, part, kind]:
+            return f"model.layers.{layer}.{TENSOR_NAMES.get(part, part)}.{kind}"
+        case [part, kind]:
+            return f"{TENSOR_NAMES.get(part, part)}.{kind}"
+    return name
+
+
+def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """uint8, whole blocks → float32. In pieces that fit a cache: there are many intermediate results."""
+    values, size = GGML_QUANT_SIZES[kind]
+    whole = np.empty(raw.size // size * values, dtype=np.float32)
+    step = max(1, PIECE_BYTES // size)
+    for at in range(0, raw.size // size, step):
+        piece = raw[None, at * size : (at + step) * size]
+        whole[at * values : (at + step) * values] = dequantize(piece, kind)[0]
+    return whole
 
 
 def _unpermute(tensor: Tensor, num_heads: int) -> Tensor:

@@ -26,30 +26,40 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 class HFCheckpoint:
+    """Files are mapped: what `read` returns lies in the page cache until it is copied."""
+
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
         self.source = str(directory)
         index = directory / INDEX
-        self._file_of: dict[str, Path] = {}
-        if index.is_file():
-            shards = _read_json(index).get("weight_map", {})
-            files = {name: directory / name for name in sorted(set(shards.values()))}
-        else:
-            shards = None
-            files = {path.name: path for path in sorted(directory.glob("*.safetensors"))}
-        if not files:
+        shard_of = _read_index(index) if index.is_file() else {}
+        paths = [directory / name for name in sorted({*shard_of.values()})]
+        paths = paths or sorted(directory.glob("*.safetensors"))
+        if not paths:
             raise ValueError(
                 f"{directory}: no *.safetensors in there (other weight formats are not supported)"
             )
-        self._handles = {path: _open(path) for path in files.values()}
+        self._handles = {path: _open(path) for path in paths}
+        self._file_of: dict[str, Path] = {}
         for path, handle in self._handles.items():
-            self._file_of.update(dict.fromkeys(handle.keys(), path))
-        for name, shard in (shards or {}).items():
-            if self._file_of.get(name) != files[shard]:
-                raise ValueError(f"{files[shard]}: tensor {name} is missing, though {INDEX} says it is there")
+            for name in handle.keys():  # noqa: SIM118, it is no dictionary
+                if name in self._file_of:
+                    raise ValueError(f"{path}: tensor {name} is in {self._file_of[name].name} too")
+                self._file_of[name] = path
+        for name, shard in shard_of.items():
+            if self._file_of.get(name) != directory / shard:
+                raise ValueError(
+                    f"{directory / shard}: tensor {name} is missing, though {INDEX} says it is there"
+                )
 
     def names(self) -> Collection[str]:
         return self._file_of.keys()
+
+    def file_of(self, name: str) -> str:
+        return str(self._file_of.get(name, self.source))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handles[self._file_of[name]].get_slice(name).get_shape())
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         path = self._file_of[name]
@@ -57,6 +67,17 @@ class HFCheckpoint:
             return self._handles[path].get_tensor(name)
         except SafetensorError as error:
             raise ValueError(f"{path}: tensor {name} cannot be read: {error}") from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """By tensor, the name of the file that has it."""
+    shard_of = _read_json(path).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise ValueError(f"{path}: has no weight_map that tells the file of each tensor")
+    for name, shard in shard_of.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"{path}: tensor {name} must be in a file beside it, not in {shard!r}")
+    return shard_of
 
 
 def _open(path: Path) -> Any:
@@ -71,7 +92,7 @@ def _open(path: Path) -> Any:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must be a JSON object")

@@ -1,6 +1,8 @@
 """`config.json` of Hugging Face transformers, versions 4 and 5."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from engine.model_config import ModelConfig, RopeScaling
@@ -11,7 +13,8 @@ def model_config_from_hf(
     config: Mapping[str, Any], generation: Mapping[str, Any], source: str
 ) -> ModelConfig:
     """From the parsed `config.json` and `generation_config.json`. Raises `ValueError` naming `source`."""
-    architecture = (config.get("architectures") or ["(none named)"])[0]
+    named = config.get("architectures") or ["(none named)"]
+    architecture = str(named[0] if isinstance(named, list) else named)
     model_class(architecture, source)
 
     def refuse(what: str) -> None:
@@ -31,6 +34,13 @@ def model_config_from_hf(
             raise ValueError(f"{source}: {name} must be a positive integer, not {value!r}")
         return value
 
+    def number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+        value = values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{source}: {name} must be a number above 0, not {value!r}")
+        return float(value)
+
     num_heads = integer("num_attention_heads")
     hidden_size = integer("hidden_size")
     context = integer("max_position_embeddings", 2048)
@@ -38,9 +48,14 @@ def model_config_from_hf(
         context = min(context, integer("sliding_window"))  # within the window, attention is plain attention
     # transformers 5 keeps both rope settings in one dictionary, older ones beside each other.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        refuse(f"rope scaling {rope!r}")
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
         refuse("partial_rotary_factor")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if any(type(token) is not int for token in eos_ids):
+        raise ValueError(f"{source}: eos_token_id must be token ids, not {eos!r}")
     shape = ModelConfig(
         architecture=architecture,
         num_layers=integer("num_hidden_layers"),
@@ -51,32 +66,31 @@ def model_config_from_hf(
         head_dim=integer("head_dim", hidden_size // num_heads),
         vocab_size=integer("vocab_size"),
         max_model_len=context,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_scaling=_rope_scaling(rope, source),
+        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+        rope_theta=number(rope, "rope_theta", number(config, "rope_theta", 10000.0)),
+        rope_scaling=_rope_scaling(rope, partial(number, rope), source),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
-        eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        eos_ids=tuple(eos_ids),
         dtype=config.get("dtype") or config.get("torch_dtype"),
     )
-    if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
-        refuse(f"{num_heads} heads of {shape.head_dim} on {shape.num_kv_heads} KV heads")
+    shape.check(source)
     return shape
 
 
-def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
+def _rope_scaling(rope: Mapping[str, Any], number: Callable[[str], float], source: str) -> RopeScaling | None:
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return None
         case "linear":
-            return RopeScaling("linear", float(rope["factor"]))
+            return RopeScaling("linear", number("factor"))
         case "llama3":
             return RopeScaling(
                 "llama3",
-                float(rope["factor"]),
-                float(rope["low_freq_factor"]),
-                float(rope["high_freq_factor"]),
-                int(rope["original_max_position_embeddings"]),
+                number("factor"),
+                number("low_freq_factor"),
+                number("high_freq_factor"),
+                int(number("original_max_position_embeddings")),
             )
         case other:
             raise ValueError(

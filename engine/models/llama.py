@@ -68,8 +68,10 @@ class Llama:
             for name in (f"model.layers.{i}" for i in range(config.num_layers))
         ]
         self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
-        tied = config.tie_embeddings
-        self.head = Linear(self.embedding if tied else weights.take("lm_head.weight", vocabulary))
+        if config.tie_embeddings:
+            self.head = Linear(self.embedding)
+        else:
+            self.head = Linear.fused(weights, ["lm_head"], [config.vocab_size], config.hidden_size)
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, layer_done: Callable[[int], None]

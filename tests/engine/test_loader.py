@@ -4,14 +4,18 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import Engine, EngineConfig
+from engine.loader.gguf_file import GGUFCheckpoint
+from engine.loader.hf_config import model_config_from_hf
 
 
 def load(path: Path, **config: Any) -> Engine:
@@ -117,6 +121,60 @@ def test_tensor_not_in_the_shard_that_the_index_names(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (None, "has no weight_map"),
+        ([], "has no weight_map"),
+        (
+            {"model.norm.weight": "../x.safetensors"},
+            r"tensor model\.norm\.weight must be in a file beside it",
+        ),
+        ({"model.norm.weight": 7}, r"tensor model\.norm\.weight must be in a file beside it, not in 7"),
+    ],
+)
+def test_broken_index(sharded: Path, weight_map: Any, message: str) -> None:
+    edit_json(sharded / "model.safetensors.index.json", weight_map=weight_map)
+    with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json: {message}"):
+        load(sharded)
+
+
+def test_the_same_tensor_in_two_files(tiny_path: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_path, tmp_path / "copy")
+    shutil.copy(copy / "model.safetensors", copy / "model-2.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: tensor \S+ is in model-2\.safetensors too"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (torch.nan, "float32", r"has values that are not finite numbers in torch\.float32: it is corrupt"),
+        (-torch.inf, "bfloat16", r"has values that are not finite numbers in torch\.bfloat16"),
+        (1e6, "float16", r"has values that are not finite .* it is corrupt, or needs another --dtype"),
+        (1e6, "float32", None),
+        (torch.float8_e4m3fn, "float32", r"is of torch\.float8_e4m3fn, which is not supported"),
+        (torch.int8, "float32", r"is of torch\.int8, which is not supported"),
+    ],
+)
+def test_weights_that_are_no_numbers_or_of_another_kind(
+    tiny_path: Path, tmp_path: Path, value: Any, dtype: str, message: str | None
+) -> None:
+    copy = shutil.copytree(tiny_path, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"  # in the middle of a fused weight
+    if isinstance(value, torch.dtype):
+        tensors[name] = tensors[name].to(value)
+    else:
+        tensors[name][5, 7] = value
+    save_file(tensors, copy / "model.safetensors")
+    if message is None:
+        load(copy, dtype=dtype)
+        return
+    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {name} {message}"):
+        load(copy, dtype=dtype)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_hidden_layers": 4}, r"tensor model\.layers\.3\.self_attn\.q_proj\.weight is missing"),
@@ -139,6 +197,46 @@ def test_configuration_that_does_not_fit(
     edit_json(copy / "config.json", **change)
     with pytest.raises(ValueError, match=message):
         load(copy)
+
+
+def test_any_value_in_a_configuration_is_taken_or_refused_by_name(tiny_path: Path) -> None:
+    config = json.loads((tiny_path / "config.json").read_text())
+    config |= {"rope_scaling": None, "sliding_window": None, "partial_rotary_factor": None}
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+    refused = 0
+    for value in (
+        "x",
+        "",
+        -1,
+        0,
+        1.5,
+        True,
+        [],
+        [None],
+        {},
+        {"rope_type": "linear"},
+        None,
+        float("inf"),
+        1 << 40,
+    ):
+        changes = [{key: value} for key in config]
+        changes += [{"rope_parameters": {**rope, key: value}} for key in rope]
+        for change in changes:
+            read = partial(model_config_from_hf, {**config, **change}, {}, "a/config.json")
+            refused += is_refused(read, "a/config.json")
+    assert refused > 100
+
+
+def is_refused(read: Callable[[], Any], source: str) -> bool:
+    """In no other way than by a ValueError that names `source`."""
+    try:
+        read()
+    except ValueError as error:
+        if not str(error).startswith(f"{source}: "):
+            raise
+        return True
+    return False
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:
@@ -217,13 +315,22 @@ def test_gguf_is_the_same_model(
     assert [r.tokens for r in first.values()] == [r.tokens for r in second.values()]
 
 
-def test_broken_gguf(embedded_model_path: Path, tmp_path: Path) -> None:
-    whole = embedded_model_path.read_bytes()
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[..., Any]) -> bytes:
+    directory = tmp_path_factory.mktemp("gguf")
+    write_gguf(directory / "model.gguf", save_tiny(directory, "Llama"), "llama")
+    return (directory / "model.gguf").read_bytes()
+
+
+def test_broken_gguf(tiny_gguf: bytes, tmp_path: Path) -> None:
+    whole = tiny_gguf
     path = tmp_path / "model.gguf"
+    path.write_bytes(whole)
+    header = GGUFCheckpoint(path)._file._data_start
     path.write_bytes(whole[:-1000])
     with pytest.raises(ValueError, match=r"model\.gguf: cut short, tensor \S+ is not all there"):
         load(path)
-    for cut in (3, 10, 30, 5000, 1_500_000):
+    for cut in (3, 10, 30, header // 2, header - 64):
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=r"model\.gguf: corrupt or cut short at byte"):
             load(path)
@@ -240,9 +347,44 @@ def test_broken_gguf(embedded_model_path: Path, tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b"token_embd.weight", b"token_embx.weight", 1))
     with pytest.raises(ValueError, match=r"tensor token_embd\.weight is missing"):
         load(path)
-    path.write_bytes(whole.replace(b"blk.7.attn_q.weight", b"blk.7.attn_x.weight", 1))
-    with pytest.raises(ValueError, match=r"tensor model\.layers\.7\.self_attn\.q_proj\.weight is missing"):
+    path.write_bytes(whole.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight", 1))
+    with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.self_attn\.q_proj\.weight is missing"):
         load(path)
+
+
+def test_a_gguf_tensor_of_another_kind_is_named(tiny_gguf: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    name = b"blk.1.ffn_up.weight"  # [96, 64], F16
+    at = tiny_gguf.index(name) + len(name) + 4  # behind the number of dimensions, which is 2
+    shape, kind, offset = slice(at, at + 16), slice(at + 16, at + 20), slice(at + 20, at + 28)
+
+    def refused(where: slice, new: bytes, message: str) -> None:
+        path.write_bytes(tiny_gguf[: where.start] + new + tiny_gguf[where.stop :])
+        with pytest.raises(ValueError, match=rf"model\.gguf: .*tensor \S+ {message}"):
+            load(path)
+
+    types = gguf.GGMLQuantizationType
+    refused(kind, struct.pack("<I", 99), "is of type 99, which is not supported")
+    refused(kind, struct.pack("<I", types.I8), "is of type I8, which is not supported")
+    refused(slice(at, at + 20), struct.pack("<QQI", 63, 96, types.Q4_1), r"of type Q4_1 is \[96, 63\]")
+    refused(shape, struct.pack("<QQ", 64, 0), r"of type F16 is \[0, 64\]")
+    refused(shape, struct.pack("<QQ", 64, 1 << 62), "is not all there")
+    refused(shape, struct.pack("<QQ", 64, 95), r"is \[95, 64\], by the model's .* should be \[96, 64\]")
+    refused(offset, struct.pack("<Q", 7), "is at 7, between two others")
+    refused(offset, struct.pack("<Q", 1 << 63), "is not all there")
+
+
+def test_a_damaged_gguf_header_is_taken_or_refused_by_name(tiny_gguf: bytes, tmp_path: Path) -> None:
+    """Every fourth byte of it, in two ways: never another exception, never memory for what is not there."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_gguf)
+    header = GGUFCheckpoint(path)._file._data_start
+    refused = 0
+    for at in range(0, header, 4):
+        for damage in (0xFF, tiny_gguf[at] ^ 0x10):
+            path.write_bytes(tiny_gguf[:at] + bytes([damage]) + tiny_gguf[at + 1 :])
+            refused += is_refused(partial(GGUFCheckpoint, path), str(path))
+    assert refused > header // 4
 
 
 # The user's configuration
