@@ -104,6 +104,10 @@ class Driver:
             raise RuntimeError(f"attempt failed: {self._failed[attempt_id].message}")
         return self._tokens[attempt_id][:count]
 
+    def times(self, attempt_id: bytes) -> list[float]:
+        """When the tokens came that an attempt has so far."""
+        return [at for at, _ in self._tokens[attempt_id]]
+
     async def close(self) -> None:
         assert self._reader is not None
         self._call.cancel()

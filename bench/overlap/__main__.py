@@ -1,0 +1,224 @@
+"""How much of a KV transfer hides behind the prefill, and what the handover costs.
+
+A prefill and a decode worker run as real processes, without Ray or a router; the bench submits to both as a
+router does. Three kinds of run are interleaved, A B C A B C …:
+
+A  both submitted at once: layers stream while later ones are computed.
+   exposed  = decode has all KV injected − prefill sampled the first token
+   handover = token 2 − token 1 at the router, in decode steps (the median gap of the tokens that follow)
+B  decode submitted when prefill is done: the same bytes, with nothing to hide behind.
+   alone    = FETCH → all KV injected
+C  the same prefill without a handover: what its first token takes when nothing is sent.
+
+hidden = 1 − max(0, exposed) ÷ alone: 1 is a transfer nobody waited for, 0 one that began when prefill ended.
+Tokens are timed where a router would see them; the moments inside the workers come from their traces, whose
+clock (CLOCK_MONOTONIC) all processes of a host share. `alone` is also compared with plain sockets that carry
+as many bytes, in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import bench.contract as contract
+from bench.contract import EXIT_CANNOT_MEASURE, Report, Row
+from bench.overlap.picture import picture
+from bench.overlap.streams import (
+    OUTPUT_TOKENS,
+    Background,
+    Streamed,
+    Workers,
+    alone,
+    injected_gaps,
+    prefill_only,
+    prompt_of,
+    streamed,
+)
+from bench.overlap.trace import Trace
+from bench.raw_sockets import RawPair
+from bench.roles import Driver, Roles
+from bench.shapes import write_shape
+
+GPU_SHAPE = "llama-3.1-8b"
+INJECT_S = 4.0
+"""Seconds that gaps are collected, without KV coming in and then with."""
+
+
+def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """Flags of both roles; environment of prefill and of decode."""
+    common = ["--dtype", args.dtype, "--kv-lanes", str(args.lanes), "--trace-dir", str(directory)]
+    if args.device == "cpu":
+        # One core each: on a small machine the two engines would otherwise fight over all of them.
+        return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])], {}, {}
+    import torch
+
+    model = args.model or str(write_shape(GPU_SHAPE, directory))
+    longest = max([args.tokens, 1200, *args.growth]) + 4096
+    common += ["--device", "cuda", "--model", model, "--load-format", "dummy"]
+    common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
+    common += ["--kv-slot-bytes", str(2 << 20), "--kv-slots", "256", "--engine-timeout", "120"]
+    if torch.cuda.device_count() < 2:
+        return [*common, "--gpu-memory-utilization", "0.4"], {}, {}
+    return common, {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+@dataclass
+class Runs:
+    """What was measured, times in seconds."""
+
+    streamed: dict[int, list[Streamed]]  # by size of the batch beside it
+    alones: list[bytes] = field(default_factory=list)  # decode ids
+    prefills: list[float] = field(default_factory=list)  # times to first token without a handover
+    gaps: dict[int, tuple[list[float], list[float]]] = field(
+        default_factory=dict
+    )  # by batch: quiet, injected
+    growth: dict[int, list[bytes]] = field(default_factory=dict)  # decode ids by prompt length
+    raws: list[float] = field(default_factory=list)
+
+
+async def measure(args: argparse.Namespace, report: Report) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        runs = Runs({batch: [] for batch in [0, *args.batch]})
+        with Roles() as roles, closing(RawPair(args.lanes)) as raw:
+            common, for_prefill, for_decode = flags(args, directory)
+            source = roles.start("prefill", *common, environment=for_prefill)
+            target = roles.start("decode", *common, environment=for_decode)
+            drivers = [Driver(source["address"], roles.secret), Driver(target["address"], roles.secret)]
+            for driver in drivers:
+                await driver.attach()
+            workers = Workers(drivers[0], drivers[1], source)
+            for number in range(2):  # lanes, page faults, torch's first calls
+                await streamed(workers, prompt_of(args.tokens, number))
+            for number in range(2, args.rounds + 2):
+                runs.streamed[0].append(await streamed(workers, prompt_of(args.tokens, 3 * number)))
+                runs.alones.append(await alone(workers, prompt_of(args.tokens, 3 * number + 1)))
+                runs.prefills.append(await prefill_only(workers, prompt_of(args.tokens, 3 * number + 2)))
+            for length in args.growth:
+                prompts = [prompt_of(length, 50_000 + 100 * length + n) for n in range(3)]
+                runs.growth[length] = [await alone(workers, prompt) for prompt in prompts]
+            for batch in args.batch:
+                background = await Background.start(workers, batch, context=1000, length=3000)
+                for number in range(args.rounds):
+                    prompt = prompt_of(args.tokens, 1000 * batch + number)
+                    runs.streamed[batch].append(await streamed(workers, prompt))
+                seed = 1000 * batch + 500
+                runs.gaps[batch] = await injected_gaps(workers, background, args.tokens, INJECT_S, seed)
+                await background.stop()
+            for driver in drivers:
+                await driver.close()
+            size = Trace.read(directory).joined[runs.alones[0]].size
+            runs.raws = [raw.seconds(size) for _ in runs.alones]
+        # Complete once the workers are gone and have flushed their traces.
+        trace = Trace.read(directory)
+    report_rows(args, report, runs, trace)
+    if args.picture:
+        of = sorted(runs.streamed[0], key=lambda run: run.handover)[len(runs.streamed[0]) // 2]
+        title = f"A handover of {args.tokens} tokens over {args.lanes} TCP lanes ({args.device})"
+        args.picture.write_text(picture(trace, of.prefill_id, of.decode_id, title))
+
+
+def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Trace) -> None:
+    prefix, on_cpu = f"overlap.tcp.n{args.tokens}", args.device == "cpu"
+    idle = runs.streamed[0]
+    alones = [trace.joined[i].fetch_seconds for i in runs.alones]
+    exposed = [trace.joined[r.decode_id].at - trace.first_token[r.prefill_id] for r in idle]
+    hidden = [1 - max(0.0, e) / lone for e, lone in zip(exposed, alones, strict=True)]
+    report.add(
+        Row(
+            f"{prefix}.hidden", statistics.median(hidden), "share", spread=max(hidden) - min(hidden),
+            goal=0.8 if on_cpu else 0.9, better="higher",
+        )
+    )  # fmt: skip
+    for batch, series in runs.streamed.items():
+        steps = [run.handover / run.step for run in series]
+        beside = f".b{batch}" if batch else ""
+        report.add(
+            Row(
+                f"{prefix}.handover{beside}", statistics.median(steps), "steps",
+                p99=contract.percentile(steps, 0.99), goal=2.5 if on_cpu else 2.0, better="lower",
+            )
+        )  # fmt: skip
+        report.add(Row(f"{prefix}.step{beside}", _median_ms(r.step for r in series), "ms"))
+    ratio, spread = contract.paired_ratio([run.ttft for run in idle], runs.prefills)
+    report.add(
+        Row(
+            f"{prefix}.ttft", _median_ms(run.ttft for run in idle), "ms", ratio=ratio, spread=spread,
+            ratio_to="the same prefill without a handover", goal=1.05, better="lower",
+        )
+    )  # fmt: skip
+    for batch, (quiet, injected) in runs.gaps.items():
+        before, during = (contract.percentile(gaps, 0.99) * 1e3 for gaps in (quiet, injected))
+        report.add(
+            Row(
+                f"{prefix}.ttit_p99.b{batch}", during, "ms", ratio=during / before,
+                ratio_to="while no KV is injected", goal=1.05, better="lower",
+            )
+        )  # fmt: skip
+        report.add(Row(f"{prefix}.ttit.b{batch}", _median_ms(injected), "ms"))
+    report.add(Row(f"{prefix}.exposed", _median_ms(exposed), "ms", p99=max(exposed) * 1e3))
+    ratio, spread = contract.paired_ratio(runs.raws, alones)
+    report.add(
+        Row(
+            f"{prefix}.alone", _median_ms(alones), "ms", ratio=ratio, spread=spread,
+            ratio_to="raw sockets, same bytes and lanes (as speed)",
+        )
+    )  # fmt: skip
+    for length, decode_ids in runs.growth.items():
+        took = statistics.median(trace.joined[i].fetch_seconds for i in decode_ids)
+        report.add(Row(f"overlap.tcp.growth.n{length}", took * 1e3, "ms"))
+        report.add(Row(f"overlap.tcp.growth.n{length}.per_token", took / length * 1e6, "µs"))
+
+
+def _median_ms(seconds: Any) -> float:
+    return statistics.median(seconds) * 1e3
+
+
+def main() -> int:
+    p = contract.parser(__doc__ or "")
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--tokens", type=int, help="prompt length (default: 1000 on a CPU, 2000 on a GPU)")
+    p.add_argument("--rounds", type=int, default=9, help="rounds A B (default: %(default)s)")
+    p.add_argument("--lanes", type=int, help="KV lanes (default: 4 on a CPU, 8 on a GPU)")
+    p.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
+    p.add_argument("--model", help=f"default: the embedded model on a CPU, {GPU_SHAPE} (dummy) on a GPU")
+    p.add_argument(
+        "--batch", type=int, action="append", default=[], metavar="N",
+        help="also measure the handover while N other streams decode; may be repeated",
+    )  # fmt: skip
+    p.add_argument(
+        "--growth", type=int, action="append", default=[], metavar="N",
+        help="also time a transfer of N tokens with nothing to hide behind; may be repeated",
+    )  # fmt: skip
+    p.add_argument("--picture", type=Path, help="draw a handover: an SVG file")
+    args = p.parse_args()
+    has_gpu = bool(contract.machine()["gpus"])
+    if args.device == "cuda" and not has_gpu:
+        print("bench.overlap --device cuda: no GPU here", file=sys.stderr)
+        return EXIT_CANNOT_MEASURE
+    args.device = args.device or ("cuda" if has_gpu else "cpu")
+    on_cpu = args.device == "cpu"
+    args.tokens = args.tokens or (1000 if on_cpu else 2000)
+    args.lanes = args.lanes or (4 if on_cpu else 8)
+    args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
+    if args.short:
+        args.rounds = contract.MIN_PAIRS
+    if args.rounds < contract.MIN_PAIRS:
+        p.error(f"--rounds: at least {contract.MIN_PAIRS}")
+    parameters = {k: v for k, v in vars(args).items() if k not in ("json", "picture")}
+    report = Report("overlap", parameters | {"output_tokens": OUTPUT_TOKENS}, args.json)
+    asyncio.run(measure(args, report))
+    report.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What is submitted to a prefill and a decode worker, and when its tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from bench.roles import Driver, request
+from rpc import worker_pb2 as pb
+
+OUTPUT_TOKENS = 12
+
+
+@dataclass
+class Workers:
+    prefill: Driver
+    decode: Driver
+    source: dict[str, Any]  # what the prefill worker reported
+
+    async def submit_prefill(self, work: pb.Request, *, handover: bool = True) -> bytes:
+        prefill_id = os.urandom(16)
+        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=handover)
+        await self.prefill.send(pb.RouterMessage(prefill=submit))
+        return prefill_id
+
+    async def submit_decode(self, work: pb.Request, prefill_id: bytes) -> bytes:
+        decode_id = os.urandom(16)
+        source = pb.PrefillSource(
+            prefill_id=prefill_id,
+            kv_address=self.source["kv_address"],
+            incarnation=int(self.source["incarnation"]),
+        )
+        submit = pb.SubmitDecode(decode_id=decode_id, request=work, source=source)
+        await self.decode.send(pb.RouterMessage(decode=submit))
+        return decode_id
+
+
+@dataclass
+class Streamed:
+    """A run of kind A, times in seconds."""
+
+    prefill_id: bytes
+    decode_id: bytes
+    ttft: float
+    handover: float
+    step: float
+
+
+async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOKENS) -> Streamed:
+    work = request(prompt, length)
+    submitted = time_now()
+    prefill_id = await workers.submit_prefill(work)
+    decode_id = await workers.submit_decode(work, prefill_id)
+    [(first, token)] = await workers.prefill.tokens(prefill_id, 1)
+    output = await workers.decode.tokens(decode_id, length)
+    assert output[0][1].token_id == token.token_id, "decode must repeat prefill's first token"
+    assert [event.output_index for _, event in output] == list(range(length))
+    at = [when for when, _ in output]
+    step = statistics.median(b - a for a, b in itertools.pairwise(at[1:]))
+    return Streamed(prefill_id, decode_id, first - submitted, at[1] - first, step)
+
+
+async def alone(workers: Workers, prompt: list[int]) -> bytes:
+    """A run of kind B. Returns its decode id."""
+    work = request(prompt, 2)
+    prefill_id = await workers.submit_prefill(work)
+    await workers.prefill.tokens(prefill_id, 1)
+    decode_id = await workers.submit_decode(work, prefill_id)
+    await workers.decode.tokens(decode_id, 2)
+    return decode_id
+
+
+async def prefill_only(workers: Workers, prompt: list[int]) -> float:
+    """A run of kind C. Returns its time to first token."""
+    submitted = time_now()
+    prefill_id = await workers.submit_prefill(request(prompt, 1), handover=False)
+    [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
+    return first - submitted
+
+
+@dataclass
+class Background:
+    """Streams that keep the decode batch at a size while others are measured."""
+
+    workers: Workers
+    attempts: list[bytes]
+
+    @classmethod
+    async def start(cls, workers: Workers, size: int, context: int, length: int) -> Background:
+        attempts: list[bytes] = []
+        for number in range(size):
+            work = request(prompt_of(context, 100_000 + number), length)
+            prefill_id = await workers.submit_prefill(work)
+            attempts.append(await workers.submit_decode(work, prefill_id))
+        for decode_id in attempts:
+            await workers.decode.tokens(decode_id, 2)
+        return cls(workers, attempts)
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        """Seconds between tokens that came in this time, of all streams."""
+        times = [self.workers.decode.times(decode_id) for decode_id in self.attempts]
+        inside = [[at for at in series if since <= at <= until] for series in times]
+        return [b - a for series in inside for a, b in itertools.pairwise(series)]
+
+    async def stop(self) -> None:
+        for decode_id in self.attempts:
+            await self.workers.decode.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=decode_id)))
+
+
+async def injected_gaps(
+    workers: Workers, background: Background, tokens: int, seconds: float, seed: int
+) -> tuple[list[float], list[float]]:
+    """Gaps of the background's tokens while nothing else happens, and while one prompt after the other is
+    handed over: its KV injected, two tokens decoded."""
+    began = time_now()
+    await asyncio.sleep(seconds)
+    quiet_until = time_now()
+    number = itertools.count()
+    while time_now() < quiet_until + seconds:
+        # The next prefill begins before this one's KV is all there, so that some always is on its way.
+        await asyncio.gather(
+            *(streamed(workers, prompt_of(tokens, seed + next(number)), length=3) for _ in range(2))
+        )
+    return background.gaps(began, quiet_until), background.gaps(quiet_until, time_now())
+
+
+def prompt_of(length: int, number: int) -> list[int]:
+    """Token ids that no other prompt shares a prefix with."""
+    return [100 + (number * 7919 + i * 31) % 20_000 for i in range(length)]
+
+
+def time_now() -> float:
+    """The clock of `Driver`."""
+    return asyncio.get_running_loop().time()

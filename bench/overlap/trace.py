@@ -1,0 +1,58 @@
+"""What the workers' traces say about attempts, and the spans of all their processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Joined:
+    at: float
+    size: int  # bytes of KV
+    fetch_seconds: float
+
+
+@dataclass(frozen=True)
+class Span:
+    process: str  # "prefill 0 engine"
+    name: str
+    start: float
+    end: float
+    about: dict[str, Any]
+
+
+@dataclass
+class Trace:
+    """Times in seconds of CLOCK_MONOTONIC, which all processes of a host share."""
+
+    first_token: dict[bytes, float] = field(default_factory=dict)  # by prefill id
+    joined: dict[bytes, Joined] = field(default_factory=dict)  # by decode id
+    spans: list[Span] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, directory: Path) -> Trace:
+        trace = cls()
+        for path in directory.glob("*.trace"):
+            process = path.stem
+            for event in _events(path):
+                at, about = event.get("ts", 0.0) / 1e6, event["args"]
+                match event["name"]:
+                    case "process_name":
+                        process = about["name"]
+                    case "first token":
+                        trace.first_token[bytes.fromhex(about["prefill"])] = at
+                    case "joined":
+                        joined = Joined(at, about["bytes"], about["fetch_us"] / 1e6)
+                        trace.joined[bytes.fromhex(about["decode"])] = joined
+                    case name if event["ph"] == "X":
+                        trace.spans.append(Span(process, name, at, at + event["dur"] / 1e6, about))
+        return trace
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines()[1:]:
+        yield json.loads(line.rstrip(","))
