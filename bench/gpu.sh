@@ -4,7 +4,7 @@
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
 # STEP: tests kernels engine kv overlap disagg (default: all, in this order; disagg where there are two GPUs),
-# sweep. DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has
+# overlap_8000, sweep. DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has
 # the first and decode the second. A step that fails does not stop the others; the exit status says how many did.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -38,7 +38,13 @@ kernels() { python3 -m bench.kernels --device cuda --json "$out/kernels.json"; }
 sweep() { python3 -m bench.kernels --device cuda --sweep --json "$out/sweep.json"; }
 engine() { python3 -m bench.engine --device cuda --json "$out/engine.json"; }
 kv() { python3 -m bench.kv --json "$out/kv.json"; }
-overlap() { python3 -m bench.overlap --device cuda --batch 32 --batch 64 --json "$out/overlap.json"; }
+overlap() {
+    local growth=()
+    for tokens in 1000 2000 4000 8000 16000 32000; do growth+=(--growth "$tokens"); done
+    python3 -m bench.overlap --device cuda --batch 32 --batch 64 "${growth[@]}" \
+        --picture "$out/handover.svg" --json "$out/overlap.json"
+}
+overlap_8000() { python3 -m bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
 disagg() { python3 -m bench.disagg --device cuda --json "$out/disagg.json"; }
 
 failed=0
