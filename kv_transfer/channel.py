@@ -214,8 +214,8 @@ class Channel:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.sock = sock
-        self.pending: list[bytes] = []  # encoded; not empty only while the socket is full
-        self._full = False
+        self.pending: list[bytes] = []  # encoded: posted, or the socket is full
+        self.full = False  # flush when there is room
         self._on_blocked = on_blocked
         self._decode = msgspec.msgpack.Decoder(list[receives]).decode
         self._buffer = memoryview(bytearray(_LARGEST))
@@ -223,14 +223,18 @@ class Channel:
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def send(self, *messages: _Local) -> None:
+    def post(self, *messages: _Local) -> None:
+        """Send with the next `send` or `flush`: one packet, and one wakeup, for many messages."""
         self.pending.extend(map(_encode, messages))
-        if not self._full:
+
+    def send(self, *messages: _Local) -> None:
+        self.post(*messages)
+        if not self.full:
             self.flush()
 
     def flush(self) -> None:
         """Send what waits. Its owner calls this when the socket is writable, or once in a while."""
-        self._full = False
+        self.full = False
         while self.pending:
             count, size = 0, 0
             while count < len(self.pending) and (count == 0 or size + len(self.pending[count]) <= _PACKET):
@@ -240,7 +244,7 @@ class Channel:
             try:
                 self.sock.send(packet)
             except BlockingIOError:
-                self._full = True
+                self.full = True
                 self._on_blocked()
                 return
             except OSError as e:

@@ -4,9 +4,9 @@
 
 On stdin come the TransferConfig as one line of JSON, and the cluster secret in hexadecimal.
 
-One control thread (this file) serves the engine channel, the service socket, the listener and the clock; a
-fixed number of I/O threads serve the lanes. One lock guards all state. It is held for microseconds at a time,
-and never during a system call that moves KV.
+The main thread's loop serves the engine channel, the service socket, the listener, the clock, and lanes; with
+`io_threads` above 1 that many loops share the lanes. One lock guards all state. It is held for microseconds at
+a time, and never during a system call that moves KV.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kv_transfer.arena import Arena
 from kv_transfer.channel import Channel, ChannelClosed, FromReceiver, FromSender
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.decode_side import DecodeSide
+from kv_transfer.process.loop import Loop
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.stats import Counters
 from kv_transfer.process.tcp import TcpConnector
@@ -58,15 +59,16 @@ class TransferProcess:
         self._lock = threading.RLock()
         self._counters = Counters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
-        self._epoll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loop = Loop(self._flush)
+        self._others = [Loop(self._flush) for _ in range(config.io_threads - 1)]
         prefill = config.role == "prefill"
         self._channel = Channel(channel, FromSender if prefill else FromReceiver, self._blocked)
         side_type = PrefillSide if prefill else DecodeSide
         self._side = side_type(config, arena, self._channel, self._counters)
         self._connector = TcpConnector(
-            config, secret, self._lock, self._side, self._counters, self._trace, self._tick_age
-        )
+            config, secret, self._lock, self._side, self._counters, self._trace, self._tick_age,
+            [self._loop, *self._others],
+        )  # fmt: skip
         if isinstance(self._side, DecodeSide):
             self._side.connector = self._connector
         self._listener = _listen(config.host, config.port) if prefill else None
@@ -74,24 +76,32 @@ class TransferProcess:
         self._next_tick = 0.0
         self._next_stats = 0.0
         self._drain_until: float | None = None
-        self._watches_room = False  # in the channel, because something waits to go into it
         self._stopping = False
 
     def run(self, parent_pid: int) -> int:
         """Until SIGTERM, or until an end of a socket closes. The exit code: 0 unless the engine is gone."""
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-        for fd in (self._channel.fileno(), self._service.fileno(), self._wake):
-            self._epoll.register(fd, select.EPOLLIN)
+        self._watch_channel()
+        self._loop.watch(self._service.fileno(), select.EPOLLIN, self._from_service)
         port = 0
         if self._listener is not None:
-            self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+            self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
             port = self._listener.getsockname()[1]
+        threads = [threading.Thread(target=loop.run, name="lanes", daemon=True) for loop in self._others]
+        for thread in threads:
+            thread.start()
         self._tell(spawn.Ready(port))
         try:
             while not self._stopping and os.getppid() == parent_pid:
-                self._serve()
-            self._connector.stop()
+                self._loop.turn(_TICK if self._side.busy or self._drain_until else _IDLE_TICK)
+                self._tick(time.monotonic())
+            with self._lock:
+                self._connector.stop()
+            for loop, thread in zip(self._others, threads, strict=True):
+                loop.stop()
+                thread.join()
+            self._loop.turn(0)
         except ChannelClosed as e:
             log.error("the engine process is gone: %s", e)
             return 1
@@ -99,47 +109,53 @@ class TransferProcess:
             self._trace.close()
         return 0
 
-    def _serve(self) -> None:
-        events = self._epoll.poll(_TICK if self._side.busy or self._drain_until else _IDLE_TICK)
+    def _from_engine(self, _: int) -> None:
         with self._lock:
-            for fd, _ in events:
-                if fd == self._channel.fileno():
-                    self._channel.flush()
-                    for message in self._channel.receive():
-                        self._side.engine(message)
-                elif fd == self._service.fileno():
-                    self._from_service()
-                elif fd == self._wake:
-                    os.eventfd_read(self._wake)
-                elif self._listener is not None:
-                    self._connector.accept(self._listener)
-            if bool(self._channel.pending) != self._watches_room:
-                self._watches_room = not self._watches_room
-                events_wanted = select.EPOLLIN | (select.EPOLLOUT if self._watches_room else 0)
-                self._epoll.modify(self._channel.fileno(), events_wanted)
-            self._tick(time.monotonic())
+            self._channel.flush()
+            for message in self._channel.receive():
+                self._side.engine(message)
+        self._watch_channel()
+
+    def _flush(self) -> None:
+        """At the end of a turn of any loop."""
+        if self._channel.pending:
+            with self._lock:
+                self._channel.send()
+
+    def _watch_channel(self) -> None:
+        """For messages, and for room if something waits to go into it."""
+        room = select.EPOLLOUT if self._channel.full else 0
+        self._loop.watch(self._channel.fileno(), select.EPOLLIN | room, self._from_engine)
+
+    def _accept(self, _: int) -> None:
+        assert self._listener is not None
+        with self._lock:
+            self._connector.accept(self._listener)
 
     def _tick(self, now: float) -> None:
         if self._arena.ticks != self._ticks[0]:
             self._ticks = (self._arena.ticks, now)
-        if now >= self._next_tick:
-            self._next_tick = now + _TICK
-            self._connector.tick(now)
-            self._side.tick(now)
-        if now >= self._next_stats:
-            self._next_stats = now + 1.0
-            self._tell(self._stats())
-            self._trace.flush()
-        if self._drain_until is not None and (self._side.quiet or now >= self._drain_until):
-            self._drain_until = None
-            self._tell(spawn.Drained(self._side.transfers_open))
-            for session in list(self._connector.sessions.values()):
-                session.end("drained", "the worker drains")
+        if now < min(self._next_tick, self._next_stats) and self._drain_until is None:
+            return
+        with self._lock:
+            if now >= self._next_tick:
+                self._next_tick = now + _TICK
+                self._connector.tick(now)
+                self._side.tick(now)
+            if now >= self._next_stats:
+                self._next_stats = now + 1.0
+                self._tell(self._stats())
+                self._trace.flush()
+            if self._drain_until is not None and (self._side.quiet or now >= self._drain_until):
+                self._drain_until = None
+                self._tell(spawn.Drained(self._side.transfers_open))
+                for session in list(self._connector.sessions.values()):
+                    session.end("drained", "the worker drains")
 
     def _tick_age(self, now: float) -> float:
         return now - self._ticks[1] if self._ticks[0] else 0.0
 
-    def _from_service(self) -> None:
+    def _from_service(self, _: int) -> None:
         try:
             packet = self._service.recv(4096)
         except BlockingIOError:
@@ -149,7 +165,8 @@ class TransferProcess:
             return
         match spawn.decode_to_transfer(packet):
             case spawn.StatsRequest():
-                self._tell(self._stats())
+                with self._lock:
+                    self._tell(self._stats())
             case spawn.Drain(timeout):
                 self._side.draining = True
                 self._drain_until = time.monotonic() + timeout
@@ -183,11 +200,11 @@ class TransferProcess:
             self._stopping = True
 
     def _blocked(self) -> None:
-        os.eventfd_write(self._wake, 1)  # have the control thread watch for room in the channel
+        self._loop.wake(self._watch_channel)
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        self._loop.stop()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -150,7 +150,7 @@ class DecodeSide:
 
     def _fetch(self, message: FetchIn, now: float) -> None:
         if self.draining:
-            self._channel.send(FailedIn(message.transfer_id, "draining", retry=False))
+            self._channel.post(FailedIn(message.transfer_id, "draining", retry=False))
             return
         key = (message.address, message.incarnation)
         peer = self._peers.get(key)
@@ -292,7 +292,7 @@ class DecodeSide:
             self._free(ticket.slot)
             self._integrity(transfer, e.kind, str(e))
             return
-        self._channel.send(
+        self._channel.post(
             Arrived(
                 transfer.id, ticket.slot, header.seq, header.layer, header.head_start, header.head_count,
                 header.token_start, header.token_count, header.length,
@@ -358,7 +358,7 @@ class DecodeSide:
 
     def _complete(self, transfer: _Transfer) -> None:
         incoming = transfer.incoming
-        self._channel.send(
+        self._channel.post(
             Complete(
                 transfer.id, incoming.first_token, incoming.frames, incoming.bytes,
                 transfer.first_frame_at, transfer.last_frame_at, transfer.commit_at,
@@ -376,7 +376,7 @@ class DecodeSide:
             transfer.peer.session.send(Abort(reason), transfer.id)
 
     def _fail(self, transfer: _Transfer, reason: str, *, retry: bool) -> None:
-        self._channel.send(FailedIn(transfer.id, reason, retry))
+        self._channel.post(FailedIn(transfer.id, reason, retry))
         self._forget(transfer, reason, time.monotonic())
 
     def _forget(self, transfer: _Transfer, reason: str, now: float) -> None:

@@ -1,21 +1,22 @@
-"""A lane: one TCP connection, cut into frames. And the bounded set of I/O threads that serve all lanes.
+"""A lane: one TCP connection, cut into frames.
 
-A lane belongs to one `IoThread`. That thread alone reads, writes and closes its socket; any thread may
-`push`. Payloads go straight between socket and arena slot: `sendmsg` from it, `recvmsg_into` it, and the
-checksum is computed here, while the bytes are in this core's cache.
+A lane belongs to one `Loop`. Its thread alone reads, writes and closes the socket; any thread may `push`.
+Payloads go straight between socket and arena slot: `sendmsg` from it, `recvmsg_into` it, and the checksum is
+computed here, piece by piece as they come, while the bytes are in this core's cache.
 """
 
 from __future__ import annotations
 
-import os
 import select
 import socket
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import xxhash
+
+from kv_transfer.process.loop import Loop
 from kv_transfer.protocol.frame import (
     HEADER_BYTES,
     FrameError,
@@ -29,9 +30,8 @@ from kv_transfer.protocol.hello import MAX_HELLO_BYTES
 from kv_transfer.protocol.messages import MAX_CONTROL_BYTES
 from kv_transfer.trace import TraceWriter
 
-_BURST = 4 << 20  # bytes that one lane moves before the others of its thread have their turn
+_BURST = 1 << 20  # bytes that one lane moves before the others of its loop have their turn
 _BATCH = 1 << 20  # bytes of small frames that go into one sendmsg
-_SCRATCH = 256 << 10
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class OutgoingFrame:
 
 
 class LaneOwner(Protocol):
-    """Who a lane reports to, from its I/O thread. No method blocks."""
+    """Who a lane reports to, from its loop. No method blocks."""
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any] | None:
         """Where to put the payload, and a ticket for it; None: nowhere, read it away."""
@@ -71,7 +71,7 @@ class LaneOwner(Protocol):
 
 
 class Lane:
-    def __init__(self, sock: socket.socket, thread: IoThread, owner: LaneOwner, trace: TraceWriter) -> None:
+    def __init__(self, sock: socket.socket, loop: Loop, owner: LaneOwner, trace: TraceWriter) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -86,9 +86,9 @@ class Lane:
         self.ticket: Any = None  # of the KV frame being received
         self.closing: tuple[str, str] | None = None
         self.closed = False
-        self.thread = thread
+        self.loop = loop
         self._trace = trace
-        # Outgoing. `push` appends and adds to _queued, the I/O thread removes and adds to _sent.
+        # Outgoing. `push` appends and adds to _queued, the loop removes and adds to _sent.
         self._control: deque[bytes] = deque()
         self._frames: deque[OutgoingFrame] = deque()
         self._out: deque[tuple[memoryview, OutgoingFrame | None]] = deque()  # being written
@@ -101,6 +101,7 @@ class Lane:
         self._header: Header | None = None
         self._payload = memoryview(b"")  # all of it; empty while it goes to scratch
         self._rest = 0  # bytes of the payload still to come
+        self._hash = xxhash.xxh3_64()  # of what came, while there is a ticket
         self._began = 0.0
 
     @property
@@ -121,22 +122,22 @@ class Lane:
         data = pack(header) + payload
         self._queued += len(data)
         self._control.append(data)
-        self.thread.wake(self)
+        self.loop.wake(self.serve)
 
     def push_frame(self, frame: OutgoingFrame) -> None:
         self._queued += HEADER_BYTES + len(frame.payload)
         self._frames.append(frame)
-        self.thread.wake(self)
+        self.loop.wake(self.serve)
 
     def close_soon(self, kind: str, why: str) -> None:
-        """Have the I/O thread close it, after one attempt to write the control messages that are queued."""
+        """Have the loop close it, after one attempt to write the control messages that are queued."""
         self.closing = self.closing or (kind, why)
-        self.thread.wake(self)
+        self.loop.wake(self.serve)
 
-    # ------------------------------------------------------------ I/O thread
+    # ------------------------------------------------------------ the loop's thread
 
-    def serve(self, events: int) -> None:
-        """Do what the socket is ready for; close on the first error."""
+    def serve(self, events: int = 0) -> None:
+        """Read if `events` say so, write what there is; close on the first error."""
         if self.closed:
             return
         try:
@@ -155,7 +156,7 @@ class Lane:
         if self.closed:
             return
         self.closed = True
-        self.thread.forget(self)
+        self.loop.forget(self.sock.fileno())
         self.sock.close()
         if self.ticket is not None:
             assert self._header is not None
@@ -177,7 +178,7 @@ class Lane:
             elif self._payload:
                 want = [self._payload[-self._rest :], head]  # and, in the same call, the next header
             else:
-                want = [self.thread.scratch[: self._rest]]
+                want = [self.loop.scratch[: self._rest]]
             room = sum(map(len, want))
             try:
                 got = self.sock.recvmsg_into(want)[0]
@@ -190,6 +191,9 @@ class Lane:
             full = got == room
             if self._rest:
                 payload = min(got, self._rest)
+                if self.ticket is not None:
+                    at = len(self._payload) - self._rest
+                    self._hash.update(self._payload[at : at + payload])
                 self._rest -= payload
                 got -= payload
                 if self._rest == 0:
@@ -216,6 +220,7 @@ class Lane:
             self._began = time.monotonic()
             place = self.owner.kv_begins(self, header)
             self._payload, self.ticket = place if place is not None else (memoryview(b""), None)
+            self._hash = xxhash.xxh3_64()
         if self._rest == 0:
             self._end()
 
@@ -228,7 +233,7 @@ class Lane:
             self.owner.control(self, header, payload)
         elif self.ticket is not None:
             ticket, self.ticket, self._payload = self.ticket, None, memoryview(b"")
-            self.owner.kv_ends(self, header, ticket, payload_hash(payload) == header.payload_hash)
+            self.owner.kv_ends(self, header, ticket, self._hash.intdigest() == header.payload_hash)
             if self._trace.enabled:
                 self._trace.span("recv", self._began, time.monotonic(), layer=header.layer, seq=header.seq)
 
@@ -253,7 +258,8 @@ class Lane:
                     if self._trace.enabled:
                         h, now = frame.header, time.monotonic()
                         self._trace.span("send", frame.started, now, layer=h.layer, seq=h.seq)
-        self.thread.watch(self, write=bool(self._out or self._control or self._frames))
+        waiting = self._out or self._control or self._frames
+        self.loop.watch(self.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if waiting else 0), self.serve)
 
     def _fill(self) -> bool:
         """Move what is queued into `_out`, control first; False: there is nothing to write."""
@@ -271,62 +277,3 @@ class Lane:
             self._out.append((frame.payload, frame))
             room -= len(frame.payload)
         return bool(self._out)
-
-
-class IoThread(threading.Thread):
-    """Serves its lanes with one epoll set. Other threads only `wake` it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self.lanes = 0  # served here; guarded by who assigns lanes to threads
-        self.scratch = memoryview(bytearray(_SCRATCH))
-        self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._woken: deque[Lane] = deque()
-        self._by_fd: dict[int, Lane] = {}
-        self._watched: dict[int, int] = {}  # fd → the events it is registered for
-        self._stopping = False
-
-    def wake(self, lane: Lane) -> None:
-        """Have `lane` served soon (the first time: from now on). Any thread."""
-        self._woken.append(lane)
-        os.eventfd_write(self._wake_fd, 1)
-
-    def stop(self) -> None:
-        self._stopping = True
-        os.eventfd_write(self._wake_fd, 1)
-
-    def watch(self, lane: Lane, *, write: bool) -> None:
-        fd = lane.sock.fileno()
-        events = select.EPOLLIN | (select.EPOLLOUT if write else 0)
-        before = self._watched.get(fd)
-        if before == events or lane.closed:
-            return
-        if before is None:
-            self._by_fd[fd] = lane
-            self._epoll.register(fd, events)
-        else:
-            self._epoll.modify(fd, events)
-        self._watched[fd] = events
-
-    def forget(self, lane: Lane) -> None:
-        fd = lane.sock.fileno()
-        if self._watched.pop(fd, None) is not None:
-            del self._by_fd[fd]
-            self._epoll.unregister(fd)
-
-    def run(self) -> None:
-        while not self._stopping:
-            for fd, events in self._epoll.poll():
-                if fd != self._wake_fd:
-                    if fd in self._by_fd:
-                        self._by_fd[fd].serve(events)
-                    continue
-                os.eventfd_read(self._wake_fd)
-                while self._woken:
-                    self._woken.popleft().serve(0)
-        for lane in list(self._by_fd.values()):
-            lane.close("stopped", "the transfer process ends")
-        self._epoll.close()
-        os.close(self._wake_fd)

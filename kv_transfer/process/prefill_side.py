@@ -117,7 +117,7 @@ class PrefillSide:
     def session_down(self, session: Session, reason: str, detail: str) -> None:
         del self._sessions[session.number]
         self._apply(self.table.session_down(session.number, time.monotonic()))
-        self._channel.send(SessionGone(session.number))
+        self._channel.post(SessionGone(session.number))
 
     def control(self, session: Session, header: Header, message: Control) -> None:
         now = time.monotonic()
@@ -129,7 +129,7 @@ class PrefillSide:
                 else:
                     self._apply(self.table.fetch(header.transfer_id, session.number, message, now))
             case Credit(total, recall):
-                self._channel.send(Granted(session.number, total, recall))
+                self._channel.post(Granted(session.number, total, recall))
             case Ack() | Abort():
                 held = self.table.open.get(header.transfer_id)
                 if held is not None and held.session != session.number:
@@ -161,7 +161,7 @@ class PrefillSide:
 
     def _give_back(self, frame: OutgoingFrame, *, unsent: bool) -> None:
         self.slots_out -= 1
-        self._channel.send(SlotFree(frame.slot, unsent))
+        self._channel.post(SlotFree(frame.slot, unsent))
 
     # ------------------------------------------------------------ time
 
@@ -181,19 +181,19 @@ class PrefillSide:
                 case Start(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
                     window = min(session.lane_count * _WINDOW_PER_LANE, max(1, self._config.num_slots // 2))
-                    self._channel.send(
+                    self._channel.post(
                         StartOut(
                             prefill_id, transfer_id, number, session.slot_bytes, window,
                             fetch.ranges, fetch.head_start, fetch.head_count,
                         )
                     )  # fmt: skip
                 case Stop(prefill_id, transfer_id):
-                    self._channel.send(StopOut(prefill_id, transfer_id))
+                    self._channel.post(StopOut(prefill_id, transfer_id))
                 case Release(prefill_id, reason):
                     self._counters.transfers[reason] += 1
-                    self._channel.send(ReleasedOut(prefill_id, reason))
+                    self._channel.post(ReleasedOut(prefill_id, reason))
                 case Waiting(prefill_id, gone):
-                    self._channel.send(FetchWaits(prefill_id, gone))
+                    self._channel.post(FetchWaits(prefill_id, gone))
                 case Send(number, transfer_id, reply):
                     if isinstance(reply, Aborted):
                         self._counters.transfers[reply.reason] += 1

@@ -1,7 +1,7 @@
 """The TCP connector: sessions of N lanes, their handshakes, liveness and end.
 
-Lock discipline: `lock` is the transfer process's one lock. It guards all state here and in the lifecycle; I/O
-threads take it for the few microseconds of one callback and never hold it while they read, write or hash.
+Lock discipline: `lock` is the transfer process's one lock. It guards all state here and in the lifecycle; loops
+take it for the few microseconds of one callback and never hold it while they read, write or hash.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Handler, ProtocolError
 from kv_transfer.process.handshake import Handshake, say
-from kv_transfer.process.lane import IoThread, Lane, OutgoingFrame
+from kv_transfer.process.lane import Lane, OutgoingFrame
+from kv_transfer.process.loop import Loop
 from kv_transfer.process.stats import Counters
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
 from kv_transfer.protocol.hello import Initiator, Listener, Refused
@@ -83,7 +84,7 @@ class TcpSession:
             self.up = True
             self._connector.session_is_up(self)
 
-    # ------------------------------------------------------------ LaneOwner, in I/O threads
+    # ------------------------------------------------------------ LaneOwner, in the loops' threads
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any] | None:
         with self._lock:
@@ -167,7 +168,7 @@ class TcpConnector:
 
     def __init__(
         self, config: TransferConfig, secret: bytes, lock: threading.RLock, handler: Handler,
-        counters: Counters, trace: TraceWriter, tick_age: Callable[[float], float],
+        counters: Counters, trace: TraceWriter, tick_age: Callable[[float], float], loops: Sequence[Loop],
     ) -> None:  # fmt: skip
         self.config = config
         self.lock = lock
@@ -186,9 +187,7 @@ class TcpConnector:
             config.role, config.name, config.incarnation, config.model_fingerprint,
             config.layout.fingerprint, config.slot_bytes,
         )  # fmt: skip
-        self._threads = [IoThread(f"lanes {i}") for i in range(config.io_threads)]
-        for thread in self._threads:
-            thread.start()
+        self._loops = loops
 
     # ------------------------------------------------------------ opening
 
@@ -257,7 +256,7 @@ class TcpConnector:
     def lane_closed(self, lane: Lane) -> None:
         self.handshakes.pop(lane, None)
         self.lane_count -= 1
-        lane.thread.lanes -= 1
+        lane.loop.lanes -= 1
 
     # ------------------------------------------------------------ time
 
@@ -285,22 +284,17 @@ class TcpConnector:
                     lane.push(FrameType.PING, NO_TRANSFER, ping)
 
     def stop(self) -> None:
-        """End all sessions and I/O threads. Call without the lock; they need it to finish."""
-        with self.lock:
-            for session in list(self.sessions.values()):
-                session.end("stopped", "the transfer process ends")
-        for thread in self._threads:
-            thread.stop()
-        for thread in self._threads:
-            thread.join()
+        """End all sessions: their lanes say what is queued, and close."""
+        for session in list(self.sessions.values()):
+            session.end("stopped", "the transfer process ends")
 
     def _adopt(self, sock: socket.socket, owner: Handshake) -> Lane:
-        thread = min(self._threads, key=lambda t: t.lanes)
-        thread.lanes += 1
+        loop = min(self._loops, key=lambda x: x.lanes)
+        loop.lanes += 1
         self.lane_count += 1
-        lane = Lane(sock, thread, owner, self._trace)
+        lane = Lane(sock, loop, owner, self._trace)
         self.handshakes[lane] = time.monotonic() + self.config.deadlines.handshake
-        thread.wake(lane)
+        loop.wake(lane.serve)
         return lane
 
 

@@ -413,6 +413,7 @@ def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: 
         (head, body), *_ = slices(10)
         lane.send(KV, body, transfer, **head, payload_hash=1)
         lane.expect(ABORT)
+        until(lambda: select.select([decode.receiver], [], [], 0)[0], "the engine to be told")
         decode.poll()
         if attempt < 2:
             transfer, _ = lane.expect(FETCH)

@@ -1,0 +1,86 @@
+"""An event loop over descriptors, and the threads that run one: what serves all lanes of a process.
+
+The main thread runs the first loop, which has the engine channel, the service socket, the listener and the
+clock besides; with one loop the whole process is one thread, and nothing is handed over between threads nor
+waits for another's turn at the interpreter. More loops pay where there are cores for them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+_SCRATCH = 256 << 10
+_AFTER = 0.001  # seconds that what is said waits for more, while there is more to do
+
+
+class Loop:
+    """`wake` and `stop` are for any thread, the rest for the one that runs it."""
+
+    def __init__(self, after: Callable[[], object]) -> None:
+        """`after` is called when nothing is left to do now, or has not been for a while: it sends on in one
+        message, with one wakeup of its reader, what several events had to say."""
+        self.lanes = 0  # served here; guarded by who assigns lanes to loops
+        self.scratch = memoryview(bytearray(_SCRATCH))  # for bytes that nobody wants
+        self._after = after
+        self._after_due = 0.0
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._soon: deque[Callable[[], object]] = deque()
+        self._calls: dict[int, Callable[[int], object]] = {}
+        self._events: dict[int, int] = {}  # fd → the events it is registered for
+        self._thread = 0  # that runs it
+        self._stopping = False
+
+    def wake(self, call: Callable[[], object] = lambda: None) -> None:
+        """Have `call` called soon, in this loop."""
+        self._soon.append(call)
+        if threading.get_ident() != self._thread:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def stop(self) -> None:
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def watch(self, fd: int, events: int, call: Callable[[int], object]) -> None:
+        """From now on `call(events)` whenever `fd` is ready for one of `events`."""
+        before = self._events.get(fd)
+        if before is None:
+            self._epoll.register(fd, events)
+            self._calls[fd] = call
+        elif before != events:
+            self._epoll.modify(fd, events)
+        self._events[fd] = events
+
+    def forget(self, fd: int) -> None:
+        if self._events.pop(fd, None) is not None:
+            del self._calls[fd]
+            self._epoll.unregister(fd)
+
+    def turn(self, timeout: float | None = None) -> None:
+        """Wait for events (at most so many seconds), and serve each once."""
+        self._thread = threading.get_ident()
+        ready = self._epoll.poll(0)
+        if (not ready and not self._soon) or time.monotonic() >= self._after_due:
+            self._after()
+            self._after_due = time.monotonic() + _AFTER
+            ready = ready or self._epoll.poll(0 if self._soon else timeout)
+        for fd, events in ready:
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+            elif fd in self._calls:
+                self._calls[fd](events)
+        while self._soon:
+            self._soon.popleft()()
+
+    def run(self) -> None:
+        """Until `stop`, and what was asked for before it."""
+        while not self._stopping:
+            self.turn()
+        self.turn(0)
+        self._after()
