@@ -197,36 +197,44 @@ class Cases:
             "torch SDPA (cuDNN)",
         )
 
-    def _slice(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A layer's cache as rows, the rows of a slice of one prompt, and the slice."""
+    def _slice(self, *, into_pool: bool) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:
+        """A layer's cache as rows, the rows of a slice of one prompt, the slice; and what moves it."""
+        from kv_transfer import copy_kernels
+
         tokens, shape = self.shape.prompts[0], self.shape
         kv, tables = self.cache([tokens] * 4)
-        offsets = torch.arange(shape.block_size, device=self.device)
-        rows = (tables[1].long()[:, None] * shape.block_size + offsets).flatten()[:tokens]
-        return kv.flatten(1, 2), rows, self.normal(2, tokens, shape.kv_heads, shape.head_dim)
+        blocks = tables[1].long()
+        rows = (
+            blocks[:, None] * shape.block_size + torch.arange(shape.block_size, device=self.device)
+        ).flatten()
+        dense = self.normal(2, tokens, shape.kv_heads, shape.head_dim)
+        line = copy_kernels.line(kv, blocks, dense.data_ptr(), 0, tokens, 0, shape.kv_heads)
+        table = torch.tensor([line], device=self.device)
+
+        def move() -> None:
+            copy_kernels.launch(table, kv, tokens, shape.kv_heads, into_pool=into_pool)
+            assert len(blocks)  # the kernel knows only its address
+
+        return kv.flatten(1, 2), rows[:tokens], dense, move
 
     def gather(self) -> Case:
-        from kv_transfer.copy_kernels import gather
-
-        pool, rows, dense = self._slice()
+        pool, rows, dense, ours = self._slice(into_pool=False)
         return Case(
             f"gather.t{len(rows)}",
             2 * nbytes(dense),
             0,
-            lambda: gather(pool, rows, 0, dense),
+            ours,
             lambda: torch.index_select(pool, 1, rows),
             "torch index_select",
         )
 
     def scatter(self) -> Case:
-        from kv_transfer.copy_kernels import scatter
-
-        pool, rows, dense = self._slice()
+        pool, rows, dense, ours = self._slice(into_pool=True)
         return Case(
             f"scatter.t{len(rows)}",
             2 * nbytes(dense),
             0,
-            lambda: scatter(dense, pool, rows, 0),
+            ours,
             lambda: pool.index_copy_(1, rows, dense),
             "torch index_copy_",
         )

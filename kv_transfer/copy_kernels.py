@@ -1,50 +1,52 @@
-"""One slice between a paged pool and dense memory, as Triton kernels: what `CudaPool` launches.
+"""Slices between a paged pool and dense memory, any number in one launch, as a Triton kernel: for `CudaPool`.
 
-    gather    dense[h, t, :] = pool[h, rows[t], heads, :]
-    scatter   pool[h, rows[t], heads, :] = dense[h, t, :]        h = 0 (keys), 1 (values)
+    gather    dense[h, t, :] = pool[h, row of position start + t, heads, :]
+    scatter   pool[h, row of position start + t, heads, :] = dense[h, t, :]        h = 0 (keys), 1 (values)
 
-The heads of a slice are neighbours, so each row is one run of bytes, moved as 32-bit words whatever the
-dtype: read once, written once, and no value is ever looked at. In torch: `index_select`, `index_copy_`.
+What differs between the slices of a batch is in a table on the device, a line for each: addresses of the
+layer's pool, of the request's block table and of the dense memory. The heads of a slice are neighbours, so
+each row is one run of bytes, moved as 32-bit words whatever the dtype: read once, written once, and no value
+is ever looked at. In torch: `index_select`, `index_copy_`.
 """
 
-import torch
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread
 WARPS = 4
+FIELDS = 7  # of a line: see `line`
 
 
-def gather(pool: Tensor, rows: Tensor, head_start: int, dense: Tensor) -> None:
-    """pool [2, all rows, all heads, head_dim] → dense [2, tokens, heads, head_dim], contiguous both; the
-    heads from head_start on; rows [tokens] int64."""
-    _launch(pool, rows, head_start, dense, into_pool=False)
+def line(
+    pool: Tensor, blocks: Tensor, dense_address: int, start: int, tokens: int, head_start: int, heads: int
+) -> list[int]:
+    """Of the table: positions [start, start + tokens) and heads [head_start, head_start + heads).
+
+    pool [2, blocks, block size, all heads, head_dim], blocks [blocks of the request] int64: both must live
+    until the launch is over, as must the dense [2, tokens, heads, head_dim] at that address."""
+    words = pool.shape[4] * pool.itemsize // 4  # of a head
+    head = [pool.data_ptr(), blocks.data_ptr(), dense_address]
+    return [*head, start, tokens, head_start * words, heads * words]
 
 
-def scatter(dense: Tensor, pool: Tensor, rows: Tensor, head_start: int) -> None:
-    """The reverse. No row may be named twice."""
-    _launch(pool, rows, head_start, dense, into_pool=True)
-
-
-def _launch(pool: Tensor, rows: Tensor, head_start: int, dense: Tensor, *, into_pool: bool) -> None:
-    tokens, heads, head_dim = dense.shape[1:]
+def launch(table: Tensor, pool: Tensor, most_tokens: int, most_heads: int, *, into_pool: bool) -> None:
+    """Move every line of `table` [lines, FIELDS] int64, on the device. `pool`: any of the layers, they are
+    alike. `most_tokens`, `most_heads`: of any line. Scatter: no row may be named twice in a batch."""
+    _, _, block_size, all_heads, head_dim = pool.shape
     assert pool.is_contiguous(), "rows are runs of bytes"
-    assert dense.is_contiguous(), "rows are runs of bytes"
-    assert head_dim * dense.itemsize % 4 == 0, "moved as 32-bit words"
-    assert rows.shape == (tokens,), f"{tokens} tokens, rows for {tuple(rows.shape)}"
-    head_words = head_dim * dense.itemsize // 4
-    columns = triton.next_power_of_2(heads * head_words)
+    assert head_dim * pool.itemsize % 4 == 0, "moved as 32-bit words"
+    words = head_dim * pool.itemsize // 4
+    columns = triton.next_power_of_2(most_heads * words)
     per_program = max(1, WORDS // columns)
-    _copy[(triton.cdiv(tokens, per_program), 2)](
-        pool.view(torch.int32),
-        rows,
-        dense.view(torch.int32),
-        tokens,
-        heads * head_words,
-        head_start * head_words,
-        pool.shape[2] * head_words,
-        pool.stride(0) // head_dim * head_words,
+    _copy[(triton.cdiv(most_tokens, per_program), 2, len(table))](
+        table,
+        all_heads * words,
+        pool.stride(0) // head_dim * words,
+        LINE=FIELDS,
+        BLOCK=block_size,
         TOKENS=per_program,
         COLUMNS=columns,
         INTO_POOL=into_pool,
@@ -52,26 +54,32 @@ def _launch(pool: Tensor, rows: Tensor, head_start: int, dense: Tensor, *, into_
     )
 
 
-# One compiled kernel for slices of any length, from wherever in a table.
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["rows"])
+@triton.jit
 def _copy(
-    pool,
-    rows,
-    dense,
-    tokens,
-    width,  # words of a row of dense
-    first,  # word in a row of the pool
-    pool_width,
+    table,
+    pool_width,  # words of a row of the pool
     pool_half,  # words of the pool's keys
+    LINE: tl.constexpr,
+    BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTO_POOL: tl.constexpr,
 ):
     half = tl.program_id(1).to(tl.int64)
+    entry = table + tl.program_id(2) * LINE
+    pool = tl.load(entry).to(tl.pointer_type(tl.int32))
+    blocks = tl.load(entry + 1).to(tl.pointer_type(tl.int64))
+    dense = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
+    start = tl.load(entry + 3)
+    tokens = tl.load(entry + 4)
+    first = tl.load(entry + 5)  # word in a row of the pool
+    width = tl.load(entry + 6)  # words of a row of dense
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < width)[None, :]
-    row = tl.load(rows + token, mask=token < tokens, other=0)
+    position = start + token
+    block = tl.load(blocks + position // BLOCK, mask=token < tokens, other=0)
+    row = block * BLOCK + position % BLOCK
     paged = pool + half * pool_half + row[:, None] * pool_width + first + column[None, :]
     packed = dense + half * tokens * width + token.to(tl.int64)[:, None] * width + column[None, :]
     if INTO_POOL:

@@ -6,7 +6,7 @@ waits for the device. In both, a *table* is where one request's positions lie in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,8 +50,11 @@ class Pool(Protocol):
 
     def passed(self, event: Event) -> bool: ...
 
-    def gather(self, piece: Slice, table: Any, slot: int) -> Event:
-        """Pool → slot. When the event has passed, the slot is filled and the pool no longer read."""
+    gather_most: int
+    """How many slices are worth gathering together."""
+
+    def gather(self, batch: Sequence[Staged]) -> Event:
+        """Pool → slots. When the event has passed, the slots are filled and the pool no longer read."""
         ...
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
@@ -74,12 +77,19 @@ def open_pool(
         assert tensor.dtype == getattr(torch, layout.dtype), (
             f"KV is {tensor.dtype}, layout says {layout.dtype}"
         )
-    kind = CudaPool if torch.device(device).type == "cuda" else HostPool
-    return kind(kv_cache, block_size, layout, arena)
+    match torch.device(device).type:
+        case "cuda":
+            return CudaPool(kv_cache, block_size, layout, arena)
+        case "meta":
+            return NoPool()
+        case _:
+            return HostPool(kv_cache, block_size, layout, arena)
 
 
 class HostPool:
     """Bytes are bytes: numpy views of the pool and the arena, no dtype involved."""
+
+    gather_most = 1  # while the next is gathered, this one is on its way
 
     def __init__(
         self, kv_cache: Sequence[torch.Tensor], block_size: int, layout: KVLayout, arena: Arena
@@ -106,35 +116,72 @@ class HostPool:
     def passed(self, event: Event) -> bool:
         return True
 
-    def gather(self, piece: Slice, table: Sequence[int], slot: int) -> Event:
-        pool, staged, heads = self._views(piece, slot)
-        start, stop = piece.token_start, piece.token_start + piece.token_count
-        for position, row, count in runs(table, self._block_size, start, stop):
-            at = position - start
-            staged[:, at : at + count] = pool[:, row : row + count, heads]
+    def gather(self, batch: Sequence[Staged]) -> Event:
+        for item in batch:
+            for pool, staged in self._rows_of(item):
+                staged[:] = pool
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         for item in batch:
-            pool, staged, heads = self._views(item.piece, item.slot)
-            start, stop = item.piece.token_start, item.piece.token_start + item.piece.token_count
-            for position, row, count in runs(item.table, self._block_size, start, stop):
-                at = position - start
-                pool[:, row : row + count, heads] = staged[:, at : at + count]
+            for pool, staged in self._rows_of(item):
+                pool[:] = staged
         return None, None
 
     def close(self) -> None:
         self._rows.clear()
 
-    def _views(self, piece: Slice, slot: int) -> tuple[np.ndarray, np.ndarray, slice]:
-        size = slice_bytes(self._layout, piece)
-        staged = np.frombuffer(self._arena.slot(slot), np.uint8, size)
-        shape = (2, piece.token_count, piece.head_count, self._layout.head_bytes // 2)
+    def _rows_of(self, item: Staged) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Neighbouring rows of the pool, and where they are in the slot."""
+        piece = item.piece
+        staged = np.frombuffer(self._arena.slot(item.slot), np.uint8, slice_bytes(self._layout, piece))
+        staged = staged.reshape(2, piece.token_count, piece.head_count, self._layout.head_bytes // 2)
         heads = slice(piece.head_start, piece.head_start + piece.head_count)
-        return self._rows[piece.layer], staged.reshape(shape), heads
+        start, stop = piece.token_start, piece.token_start + piece.token_count
+        for position, row, count in runs(item.table, self._block_size, start, stop):
+            at = position - start
+            yield self._rows[piece.layer][:, row : row + count, heads], staged[:, at : at + count]
+
+
+class NoPool:
+    """For KV on torch's device "meta", which has no bytes: slots travel as they are. What remains is what
+    moving KV costs without the copies of either device; `bench.kv` measures it."""
+
+    gather_most = 1
+
+    def enter_thread(self) -> None:
+        pass
+
+    def table(self, block_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
+        return block_ids
+
+    def fence(self) -> None:
+        pass
+
+    def record(self) -> Event:
+        return None
+
+    def passed(self, event: Event) -> bool:
+        return True
+
+    def gather(self, batch: Sequence[Staged]) -> Event:
+        return None
+
+    def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
+        return None, None
+
+    def close(self) -> None:
+        pass
 
 
 class CudaPool:
-    """Gathers and scatters on a side stream, between the pool and the pinned arena."""
+    """Gathers and scatters on a side stream, between the pool and the pinned arena.
+
+    However many slices a batch has, it is one kernel, one copy of the kernel's table, and a copy for each
+    run of neighbouring slots. A launch costs the host more than a slice costs the device, and the host has
+    the next step to launch.
+    """
+
+    gather_most = 8
 
     def __init__(
         self, kv_cache: Sequence[torch.Tensor], block_size: int, layout: KVLayout, arena: Arena
@@ -142,33 +189,32 @@ class CudaPool:
         from kv_transfer import copy_kernels  # Triton: on GPUs only
 
         self._kernels = copy_kernels
-        self._rows = [t.flatten(1, 2) for t in kv_cache]  # layer → [2, rows, heads, head_dim]
+        self._layers = list(kv_cache)
         self._device = kv_cache[0].device
         self._block_size = block_size
         self._layout = layout
-        self._dtype = kv_cache[0].dtype
         self._slot_bytes = arena.slot_bytes
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
         # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
         _pin(self._arena)
         self._stream = torch.cuda.Stream(self._device)
-        # Compiles both kernels now, not during the first transfer: one row, there and back.
-        row = torch.zeros(1, dtype=torch.int64, device=self._device)
-        dense = self._rows[0].new_empty(2, 1, *self._rows[0].shape[2:])
-        copy_kernels.gather(self._rows[0], row, 0, dense)
-        copy_kernels.scatter(dense, self._rows[0], row, 0)
+        # What torch has pinned once it gives out again at once; pinning more would wait for the device.
+        _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
+        # Compiles both kernels now, not during the first transfer: one position of block 0, there and back.
+        row = Staged(Slice(0, 0, layout.num_kv_heads, 0, 1), 0, self.table([0], 1))
+        with torch.cuda.stream(self._stream):
+            dense = torch.empty(layout.bytes_per_token_layer, dtype=torch.uint8, device=self._device)
+            for into_pool in (False, True):
+                self._launch([row], [dense.data_ptr()], into_pool=into_pool)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
-        """int64 [num_tokens] on the device: the row of each position."""
+        """int64 [blocks] on the device."""
         assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
-        blocks = torch.tensor(block_ids, dtype=torch.int64).pin_memory()
         with torch.cuda.stream(self._stream):
-            first = blocks.to(self._device, non_blocking=True)[:, None] * self._block_size
-            rows = first + torch.arange(self._block_size, device=self._device)
-            return rows.flatten()[:num_tokens]
+            return self._upload(list(block_ids))
 
     def fence(self) -> None:
         self._stream.wait_event(self.record())
@@ -181,37 +227,87 @@ class CudaPool:
     def passed(self, event: Event) -> bool:
         return event.query()
 
-    def gather(self, piece: Slice, table: torch.Tensor, slot: int) -> Event:
-        staged = self._staged(piece, slot)
+    def gather(self, batch: Sequence[Staged]) -> Event:
         with torch.cuda.stream(self._stream):
-            dense = torch.empty_like(staged, device=self._device)
-            self._kernels.gather(self._rows[piece.layer], _rows_of(piece, table), piece.head_start, dense)
-            staged.copy_(dense, non_blocking=True)
+            batch, dense, addresses, copies = self._stage(batch)
+            self._launch(batch, addresses, into_pool=False)
+            for slot, at, size in copies:
+                self._arena[slot : slot + size].copy_(dense[at : at + size], non_blocking=True)
             return self.record()
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         with torch.cuda.stream(self._stream):
-            dense = [self._staged(x.piece, x.slot).to(self._device, non_blocking=True) for x in batch]
+            batch, dense, addresses, copies = self._stage(batch)
+            for slot, at, size in copies:
+                dense[at : at + size].copy_(self._arena[slot : slot + size], non_blocking=True)
             copied = self.record()
-            for item, source in zip(batch, dense, strict=True):
-                layer, rows = self._rows[item.piece.layer], _rows_of(item.piece, item.table)
-                self._kernels.scatter(source, layer, rows, item.piece.head_start)
+            self._launch(batch, addresses, into_pool=True)
             return copied, self.record()
 
     def close(self) -> None:
         self._stream.synchronize()
         _unpin(self._arena)
-        self._rows.clear()
+        self._layers.clear()
         self._arena = torch.empty(0)
 
-    def _staged(self, piece: Slice, slot: int) -> torch.Tensor:
-        at = slot * self._slot_bytes
-        flat = self._arena[at : at + slice_bytes(self._layout, piece)].view(self._dtype)
-        return flat.view(2, piece.token_count, piece.head_count, self._layout.head_dim)
+    def _stage(
+        self, batch: Sequence[Staged]
+    ) -> tuple[list[Staged], torch.Tensor, list[int], list[tuple[int, int, int]]]:
+        """By slot; memory on the device, the address there of each, and what to copy: (byte of the arena,
+        byte of that memory, size)."""
+        batch = sorted(batch, key=lambda x: x.slot)
+        copies, offsets = coalesce(
+            [(x.slot, slice_bytes(self._layout, x.piece)) for x in batch], self._slot_bytes
+        )
+        dense = torch.empty(copies[-1][1] + copies[-1][2], dtype=torch.uint8, device=self._device)
+        base = dense.data_ptr()
+        return batch, dense, [base + at for at in offsets], copies
+
+    def _launch(self, batch: Sequence[Staged], addresses: Sequence[int], *, into_pool: bool) -> None:
+        lines = [
+            self._kernels.line(
+                self._layers[x.piece.layer], x.table, address, x.piece.token_start, x.piece.token_count,
+                x.piece.head_start, x.piece.head_count,
+            )
+            for x, address in zip(batch, addresses, strict=True)
+        ]  # fmt: skip
+        table = self._upload([field for line in lines for field in line]).view(len(lines), -1)
+        tokens = max(x.piece.token_count for x in batch)
+        heads = max(x.piece.head_count for x in batch)
+        self._kernels.launch(table, self._layers[0], tokens, heads, into_pool=into_pool)
+
+    def _upload(self, numbers: list[int]) -> torch.Tensor:
+        """int64, on the device once the current stream gets there."""
+        return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
 
 
-def _rows_of(piece: Slice, table: torch.Tensor) -> torch.Tensor:
-    return table[piece.token_start : piece.token_start + piece.token_count]
+_SLACK = (
+    256 << 10
+)  # bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host)
+
+
+def coalesce(
+    slots: Sequence[tuple[int, int]], slot_bytes: int
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Few copies between slots (number, bytes used; ascending) and one piece of other memory.
+
+    Gives the copies (byte in the arena, byte in the other memory, size) and where each slot's bytes are in
+    the other memory. Slots of which all but a little is used, and their next neighbours, are one copy."""
+    copies: list[tuple[int, int, int]] = []
+    offsets: list[int] = []
+    before = -2
+    for slot, size in slots:
+        at = slot * slot_bytes
+        if copies and slot == before + 1 and at - sum(copies[-1][::2]) <= _SLACK:
+            start, there, _ = copies[-1]
+            copies[-1] = start, there, at + size - start
+            offsets.append(there + at - start)
+        else:
+            there = -(-sum(copies[-1][1:]) // 16) * 16 if copies else 0  # the kernel moves whole words
+            copies.append((at, there, size))
+            offsets.append(there)
+        before = slot
+    return copies, offsets
 
 
 def _pin(memory: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ consumer.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import select
 import socket
@@ -44,7 +45,10 @@ from kv_transfer.trace import TraceWriter
 if TYPE_CHECKING:
     import torch
 
-_EVENT_POLL = 0.0002  # seconds between looks at CUDA events while some are awaited
+    from kv_transfer.device import Staged
+
+_COPY_POLL = 0.0002  # seconds between looks at CUDA events: while copies run,
+_FORWARD_POLL = 0.0005  # and while only the forward has to get somewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +124,11 @@ class KVSender:
         self._prefills: dict[bytes, _Prefill] = {}
         self._ring: deque[_Transfer] = deque()  # open transfers, next in turn first
         self._sessions: dict[int, _Session] = {}
-        self._gathers: deque[tuple[Any, _Prefill, SliceOut]] = deque()  # in stream order, with their events
+        # In stream order, with the events.
+        self._gathers: deque[tuple[Any, list[tuple[_Prefill, SliceOut]]]] = deque()
         self._fetched: set[bytes] = set()
         self._num_slots = arena.num_slots
-        # Last in, first out: the slot used last is the one that is still in the cache.
+        # A heap, lowest first: few slots are used again and again, and neighbours are copied together.
         self._free = list(range(arena.num_slots))
         self._used_by: dict[int, _Session] = {}  # slot → whose frame it holds
         self._stopping = False
@@ -197,7 +202,8 @@ class KVSender:
             while not self._stopping:
                 write = select.POLLOUT if self._channel.pending else 0
                 poller.register(self._channel.fileno(), select.POLLIN | write)
-                for fd, _ in poller.poll(_EVENT_POLL * 1000 if waiting or self._gathers else None):
+                seconds = _COPY_POLL if self._gathers else _FORWARD_POLL
+                for fd, _ in poller.poll(seconds * 1000 if waiting or self._gathers else None):
                     if fd == self._wake:
                         os.eventfd_read(self._wake)
                 self._channel.flush()
@@ -216,53 +222,75 @@ class KVSender:
                 for message in messages:
                     self._handle(message)
             while self._gathers and self._pool.passed(self._gathers[0][0]):
-                self._gathered(*self._gathers.popleft()[1:])
+                self._gathered(self._gathers.popleft()[1])
             started, waiting = self._gather_next()
             if not started:
                 return waiting
 
     def _gather_next(self) -> tuple[bool, bool]:
-        """Start the next gather, round robin over transfers with credit, a window and a ready slice.
+        """Start the next gather, of the few slices that are next in turn.
 
         Whether one was started, and whether something waits for the forward to get there."""
+        batch: list[tuple[_Prefill, Staged, SliceOut]] = []
+        waiting = False
+        while len(batch) < self._pool.gather_most:
+            transfer, waiting = self._next_in_turn()
+            if transfer is None:
+                break
+            batch.append(self._take(transfer))
+        if not batch:
+            return False, waiting
+        staged = [item for _, item, _ in batch]
+        with self._trace.measure(
+            "gather", slices=len(staged), layers=sorted({x.piece.layer for x in staged})
+        ):
+            done = self._pool.gather(staged)
+        handed = [(prefill, message) for prefill, _, message in batch]
+        if done is None:
+            self._gathered(handed)
+        else:
+            self._gathers.append((done, handed))
+        return True, False
+
+    def _next_in_turn(self) -> tuple[_Transfer | None, bool]:
+        """Round robin over transfers with credit, window and a ready slice; who is skipped keeps its turn."""
         waiting = False
         for transfer in self._ring if self._free else ():
             session = transfer.session
             if not transfer.pending or not session.credits.available or session.slots_out >= session.window:
                 continue
-            piece, event = transfer.pending[0]
-            if event is not None and not self._pool.passed(event):
-                waiting = True
-                continue
-            self._ring.remove(transfer)  # to the back; who is skipped keeps its turn
-            self._ring.append(transfer)
-            transfer.pending.popleft()
-            session.credits.take()
-            session.slots_out += 1
-            slot = self._free.pop()
-            self._used_by[slot] = session
-            prefill = transfer.prefill
-            prefill.gathers += 1
-            with self._trace.measure("gather", layer=piece.layer, token_start=piece.token_start):
-                done = self._pool.gather(piece, prefill.table, slot)
-            message = SliceOut(
-                transfer.id, slot, transfer.seq, piece.layer, piece.head_start, piece.head_count,
-                piece.token_start, piece.token_count, slice_bytes(self._layout, piece),
-            )  # fmt: skip
-            transfer.seq += 1
-            if done is None:
-                self._gathered(prefill, message)
-            else:
-                self._gathers.append((done, prefill, message))
-            return True, False
-        return False, waiting
+            event = transfer.pending[0][1]
+            if event is None or self._pool.passed(event):
+                self._ring.remove(transfer)
+                self._ring.append(transfer)
+                return transfer, False
+            waiting = True
+        return None, waiting
 
-    def _gathered(self, prefill: _Prefill, message: SliceOut) -> None:
-        """The slot is filled: hand it over (the transfer process drops it if its transfer has ended)."""
-        self._channel.send(message)
-        prefill.gathers -= 1
-        if prefill.ended is not None:
-            self._end(prefill, prefill.ended)
+    def _take(self, transfer: _Transfer) -> tuple[_Prefill, Staged, SliceOut]:
+        """Its next slice, with a credit and a slot for it."""
+        from kv_transfer.device import Staged
+
+        piece, _ = transfer.pending.popleft()
+        transfer.session.credits.take()
+        transfer.session.slots_out += 1
+        slot = heapq.heappop(self._free)
+        self._used_by[slot] = transfer.session
+        transfer.prefill.gathers += 1
+        message = SliceOut(
+            transfer.id, slot, transfer.seq, piece.layer, piece.head_start, piece.head_count,
+            piece.token_start, piece.token_count, slice_bytes(self._layout, piece),
+        )  # fmt: skip
+        transfer.seq += 1
+        return transfer.prefill, Staged(piece, slot, transfer.prefill.table), message
+
+    def _gathered(self, handed: list[tuple[_Prefill, SliceOut]]) -> None:
+        """The slots are filled: hand them over. The transfer process drops what is of an ended transfer."""
+        self._channel.send(*(message for _, message in handed))
+        for prefill, _ in handed:
+            prefill.gathers -= 1
+            if prefill.ended is not None:
+                self._end(prefill, prefill.ended)
 
     # ------------------------------------------------------------ commands, in the pump thread
 
@@ -317,7 +345,7 @@ class KVSender:
                 session.slots_out -= 1
                 if unsent:
                     session.credits.drop()
-                self._free.append(slot)
+                heapq.heappush(self._free, slot)
             case Granted(number, total, recall):
                 session = self._session(number)
                 if recall:

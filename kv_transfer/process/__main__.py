@@ -4,9 +4,9 @@
 
 On stdin come the TransferConfig as one line of JSON, and the cluster secret in hexadecimal.
 
-The main thread's loop serves the engine channel, the service socket, the listener, the clock, and lanes; with
-`io_threads` above 1 that many loops share the lanes. One lock guards all state. It is held for microseconds at
-a time, and never during a system call that moves KV.
+The main thread's loop serves the engine channel, the service socket, the listener, the clock, and lanes;
+`io_threads` loops share the lanes. One lock guards all state. It is held for microseconds at a time, and
+never during a system call that moves KV.
 """
 
 from __future__ import annotations

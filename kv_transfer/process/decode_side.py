@@ -6,6 +6,7 @@ belongs to its lane (as ticket); from `Arrived` to `SlotsFree` it belongs to the
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ class DecodeSide:
         self._arena = arena
         self._channel = channel
         self._counters = counters
-        # Last in, first out: the slot used last is the one that is still in the cache.
+        # A heap, lowest first: few slots are used again and again, and neighbours are copied together.
         self._free_slots = list(range(config.num_slots))
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._by_session: dict[int, _Peer] = {}
@@ -271,7 +272,7 @@ class DecodeSide:
             return None
         if transfer.first_frame_at == 0:
             transfer.first_frame_at = time.monotonic()
-        slot = self._free_slots.pop()
+        slot = heapq.heappop(self._free_slots)
         return self._arena.slot(slot)[: header.length], _Ticket(slot, transfer)
 
     def kv_ends(self, session: Session, header: Header, ticket: _Ticket, whole: bool | None) -> None:
@@ -395,7 +396,7 @@ class DecodeSide:
             self._counters.late_frames += 1
 
     def _free(self, slot: int) -> None:
-        self._free_slots.append(slot)
+        heapq.heappush(self._free_slots, slot)
         self.credits.release()
 
     def _back_off(self, peer: _Peer, now: float) -> None:

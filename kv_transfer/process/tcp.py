@@ -1,7 +1,7 @@
 """The TCP connector: sessions of N lanes, their handshakes, liveness and end.
 
-Lock discipline: `lock` is the transfer process's one lock. It guards all state here and in the lifecycle; loops
-take it for the few microseconds of one callback and never hold it while they read, write or hash.
+Lock discipline: `lock` is the transfer process's one lock. It guards all state here and in the lifecycle;
+loops take it for the few microseconds of one callback and never hold it while they read, write or hash.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def main() -> None:
 
     from engine.kernels import AttentionMetadata, HeadNorm, sampling
     from engine.kernels.triton_kernels import TritonKernels
-    from kv_transfer.copy_kernels import gather, scatter
+    from kv_transfer import copy_kernels
 
     def step(
         dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int, *, norm: bool
@@ -69,9 +69,9 @@ def main() -> None:
         qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
         q, k, v = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
         kernels.attention(q, k, v, kv, kernels.plan(metadata, heads, kv_heads, dtype))
-        dense = torch.zeros(2, 3, kv_heads, head_dim, dtype=dtype)
-        gather(kv.flatten(1, 2), torch.arange(3), 0, dense)
-        scatter(dense, kv.flatten(1, 2), torch.arange(3), 0)
+        table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
+        for into_pool in (False, True):
+            copy_kernels.launch(table, kv, 3, kv_heads, into_pool=into_pool)
 
     step(torch.bfloat16, 32, 8, 128, 128, norm=False)  # Llama 3.1 8B
     step(torch.bfloat16, 32, 8, 128, 16, norm=True)  # Qwen3 8B

@@ -1,4 +1,6 @@
-"""Gather and scatter against torch's index operations, bit for bit: compiled on a GPU, else interpreted."""
+"""Batches of slices against torch's index operations, bit for bit: compiled on a GPU, else interpreted."""
+
+from __future__ import annotations
 
 import pytest
 import torch
@@ -6,29 +8,64 @@ import torch
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
-    ("all_heads", "head_start", "heads", "head_dim", "tokens"),
-    [(4, 0, 4, 64, 37), (4, 1, 2, 128, 70), (8, 7, 1, 64, 5), (3, 0, 3, 64, 1), (2, 1, 1, 6, 300)],
+    ("heads", "head_dim", "block_size", "slices"),
+    [
+        (4, 64, 16, [(0, 0, 4, 0, 37)]),
+        (4, 128, 128, [(0, 1, 2, 5, 70), (1, 0, 4, 0, 1), (1, 3, 1, 100, 28)]),
+        (8, 64, 3, [(0, 7, 1, 2, 5), (1, 0, 8, 2, 5)]),
+        (2, 6, 16, [(0, 1, 1, 0, 300), (0, 0, 1, 299, 1), (1, 0, 2, 7, 0x40)]),
+    ],
 )
 def test_equal_torch(
-    kernel_device: str, dtype: str, all_heads: int, head_start: int, heads: int, head_dim: int, tokens: int
-) -> None:
-    from kv_transfer.copy_kernels import gather, scatter
+    kernel_device: str, dtype: str, heads: int, head_dim: int, block_size: int,
+    slices: list[tuple[int, int, int, int, int]],
+) -> None:  # fmt: skip
+    """`slices`: (layer, first head, heads, first position, positions), two requests in turn."""
+    from kv_transfer import copy_kernels
 
-    element, generator = getattr(torch, dtype), torch.Generator().manual_seed(tokens)
+    element, generator = getattr(torch, dtype), torch.Generator().manual_seed(len(slices))
+    blocks = -(-320 // block_size)
     # Bits of any kind, NaN too: they are moved, not computed with.
-    words = torch.randint(-(2**31), 2**31 - 1, (2, 320, all_heads, head_dim), generator=generator)
-    pool = words.to(torch.int32).view(element)[..., :head_dim].contiguous()
-    rows = torch.randperm(320, generator=generator)[:tokens]
-    part = slice(head_start, head_start + heads)
-    expected = pool[:, rows, part].contiguous()
+    shape = (2, 2 * blocks, block_size, heads, head_dim)
+    pools = []
+    for _ in range(2):
+        words = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).to(torch.int32)
+        pools.append(words.view(element)[..., :head_dim].contiguous())
+    tables = torch.randperm(2 * blocks, generator=generator).view(2, blocks)
 
-    ours = torch.zeros_like(expected, device=kernel_device)
-    gather(pool.to(kernel_device), rows.to(kernel_device), head_start, ours)
-    assert torch.equal(ours.cpu().view(torch.uint8), expected.view(torch.uint8))
+    def rows(number: int) -> torch.Tensor:
+        _, _, _, start, tokens = slices[number]
+        position = torch.arange(start, start + tokens)
+        return tables[number % 2][position // block_size] * block_size + position % block_size
 
-    target = torch.ones_like(pool)
-    expected_target = target.clone()
-    expected_target[:, rows, part] = expected
-    target = target.to(kernel_device)
-    scatter(ours, target, rows.to(kernel_device), head_start)
-    assert torch.equal(target.cpu().view(torch.uint8), expected_target.view(torch.uint8))
+    expected = [
+        pools[layer].flatten(1, 2)[:, rows(i), first : first + count].contiguous()
+        for i, (layer, first, count, _, _) in enumerate(slices)
+    ]
+    on_device = [p.to(kernel_device) for p in pools]
+    moved = [torch.zeros_like(e, device=kernel_device) for e in expected]
+    device_tables = tables.to(kernel_device)
+
+    def launch(layers: list[torch.Tensor], *, into_pool: bool) -> None:
+        lines = [
+            copy_kernels.line(
+                layers[layer], device_tables[i % 2], moved[i].data_ptr(), start, tokens, first, count
+            )
+            for i, (layer, first, count, start, tokens) in enumerate(slices)
+        ]
+        table = torch.tensor(lines).to(kernel_device)
+        most = max(s[4] for s in slices), max(s[2] for s in slices)
+        copy_kernels.launch(table, layers[0], *most, into_pool=into_pool)
+
+    launch(on_device, into_pool=False)
+    for ours, right in zip(moved, expected, strict=True):
+        assert torch.equal(ours.cpu().view(torch.uint8), right.view(torch.uint8))
+
+    targets = [torch.ones_like(p) for p in pools]
+    expected_targets = [t.clone() for t in targets]
+    for i, (layer, first, count, _, _) in enumerate(slices):
+        expected_targets[layer].flatten(1, 2)[:, rows(i), first : first + count] = expected[i]
+    targets = [t.to(kernel_device) for t in targets]
+    launch(targets, into_pool=True)
+    for target, right in zip(targets, expected_targets, strict=True):
+        assert torch.equal(target.cpu().view(torch.uint8), right.view(torch.uint8))

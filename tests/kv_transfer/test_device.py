@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kv_transfer.arena import Arena
-from kv_transfer.device import Pool, Staged, open_pool
+from kv_transfer.device import Pool, Staged, coalesce, open_pool
 from kv_transfer.layout import KVLayout, cut
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -54,8 +57,8 @@ def test_from_pool_to_pool(device: str, dtype: str, from_block: int, to_block: i
     tables = sender.table(there, n), receiver.table(here, n)
     pieces = [p for layer in range(2) for h in heads for p in cut(layout, layer, (start, n), h, 8192)]
     for i in range(0, len(pieces), 8):
-        events = [sender.gather(p, tables[0], slot) for slot, p in enumerate(pieces[i : i + 8])]
-        for event in events:
+        few = [Staged(p, slot, tables[0]) for slot, p in enumerate(pieces[i : i + 8])]
+        for event in (sender.gather(few[:3]), sender.gather(few[3:])) if few[3:] else (sender.gather(few),):
             passed(sender, event)
         if other is not arena:
             other.memory[:] = arena.memory
@@ -101,3 +104,26 @@ def test_a_pool_of_another_shape_is_refused() -> None:
     ):
         with pytest.raises(AssertionError):
             open_pool("cpu", [bad], 16, layout, arena)
+
+
+@given(
+    used=st.dictionaries(st.integers(0, 40), st.integers(1, 1 << 20), min_size=1, max_size=20),
+)
+@settings(deadline=None)
+def test_few_copies_cover_every_slot_and_no_other(used: dict[int, int]) -> None:
+    slot_bytes = 1 << 20
+    slots = sorted(used.items())
+    copies, offsets = coalesce(slots, slot_bytes)
+    for (slot, size), offset in zip(slots, offsets, strict=True):
+        (copy,) = [c for c in copies if c[0] <= slot * slot_bytes < c[0] + c[2]]
+        assert offset - copy[1] == slot * slot_bytes - copy[0]
+        assert slot * slot_bytes + size <= copy[0] + copy[2]
+        assert offset % 16 == 0
+    for at, _, size in copies:  # what is written in vain is in slots of this batch
+        assert all(x // slot_bytes in used for x in range(at, at + size, slot_bytes))
+    ends = sorted((there, there + size) for _, there, size in copies)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ends))
+
+
+def test_full_neighbours_are_one_copy() -> None:
+    assert coalesce([(2, 1000), (3, 990), (5, 10)], 1000)[0] == [(2000, 0, 1990), (5000, 2000, 10)]

@@ -41,9 +41,9 @@ class LatePool(device.HostPool):
     def passed(self, event: Any) -> bool:
         return event.passed
 
-    def gather(self, piece: Any, table: Any, slot: int) -> LateEvent:
+    def gather(self, batch: Any) -> LateEvent:
         event = LateEvent()
-        self.work.append((event, lambda: device.HostPool.gather(self, piece, table, slot)))
+        self.work.append((event, lambda: device.HostPool.gather(self, batch)))
         return event
 
     def scatter(self, batch: Any) -> tuple[LateEvent, LateEvent]:
