@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 import msgspec
@@ -27,6 +28,12 @@ class Deadlines(msgspec.Struct, frozen=True):
     tombstone: float = 60.0
 
 
+def _io_threads() -> int:
+    """One for every four cores: the engine has the others, and on few cores threads are only in each other's
+    way."""
+    return min(8, max(1, len(os.sched_getaffinity(0)) // 4))
+
+
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The first line on stdin of `python -m kv_transfer.process`, as JSON."""
 
@@ -44,7 +51,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: int = 256  # prefill: authenticated peers
     max_handshakes: int = 64  # prefill: connections that have not yet proved the secret
     max_waiting: int = 4096  # prefill: FETCHes for prefill ids not yet seen
-    io_threads: int = 4
+    io_threads: int = msgspec.field(default_factory=_io_threads)
     deadlines: Deadlines = Deadlines()
     trace_path: str | None = None
     logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own

@@ -1,0 +1,182 @@
+"""A prefill and a decode worker's KV transfer, each with an engine process of its own, for `bench.kv`."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import secrets
+import select
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import torch
+
+import kv_transfer as kv
+from bench.raw_sockets import MIB
+
+LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+BLOCK = 16
+_INCARNATION = 1
+_SECRET = b"bench.kv: not a secret"
+# Stands in for the package of that name: every checksum, written and expected, is 0.
+_NO_CHECKSUM = """
+def xxh3_64_intdigest(data): return 0
+class xxh3_64:
+    def update(self, data): pass
+    def intdigest(self): return 0
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    lanes: int
+    slots: int
+    slot_bytes: int
+    io_threads: int | None  # None: as in a worker
+    most_bytes: int  # of a transfer
+    device: str = "meta"  # where the pools are; "meta": there are none, slots travel as they are
+    checksums: bool = True
+
+    @property
+    def most_tokens(self) -> int:
+        return self.most_bytes // LAYOUT.bytes_per_token
+
+
+class Side:
+    """One worker: a transfer process, an arena and a pool; the endpoint is made by who uses it."""
+
+    def __init__(self, role: str, settings: Settings) -> None:
+        self.arena = kv.Arena.create(settings.slots, settings.slot_bytes)
+        self.arena.memory[:] = random.Random(0).randbytes(MIB) * (len(self.arena.memory) // MIB)
+        self.channel, theirs = kv.channel_pair()
+        self.service, service = kv.channel_pair()
+        config = kv.TransferConfig(
+            role="prefill" if role == "prefill" else "decode", name=f"{role} 0", incarnation=_INCARNATION,
+            model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
+            slot_bytes=settings.slot_bytes, lanes=settings.lanes,
+        )  # fmt: skip
+        if settings.io_threads is not None:
+            config = msgspec.structs.replace(config, io_threads=settings.io_threads)
+        with _checksums(settings.checksums):
+            self.process = kv.spawn_transfer(
+                config, channel=theirs, arena=self.arena, service=service, secret=_SECRET
+            )
+        theirs.close()
+        service.close()
+        ready = kv.decode_from_transfer(self.service.recv(MIB))
+        assert isinstance(ready, kv.Ready)
+        self.port = ready.port
+        blocks = -(-settings.most_tokens // BLOCK)
+        self.blocks = random.Random(role).sample(range(blocks), blocks)
+        shape = (2, blocks, BLOCK, LAYOUT.num_kv_heads, LAYOUT.head_dim)
+        self.pool = [
+            torch.zeros(shape, dtype=torch.bfloat16, device=settings.device) for _ in range(LAYOUT.num_layers)
+        ]
+
+    def digest(self) -> str:
+        """Of K and V of all layers, in order of positions."""
+        found = hashlib.blake2b()
+        for layer in self.pool:
+            if not layer.is_meta:
+                found.update(layer[:, self.blocks].view(torch.uint8).cpu().numpy().data)
+        return found.hexdigest()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def _prefill(control: Connection, settings: Settings) -> None:
+    """The prefill engine: opens a finished prefill whenever asked to."""
+    torch.set_num_threads(1)
+    side = Side("prefill", settings)
+    for layer in side.pool:
+        layer.normal_()
+    sender = kv.KVSender(side.channel, side.arena, side.pool, BLOCK, LAYOUT, device=settings.device)
+    control.send((side.port, side.process.pid, side.digest()))
+    while (tokens := control.recv()) is not None:
+        prefill_id = secrets.token_bytes(16)
+        sender.open(prefill_id, side.blocks, tokens)
+        sender.ready(prefill_id, None, 0, tokens)
+        sender.commit(prefill_id, kv.FirstToken(1))
+        control.send(prefill_id)
+        while not sender.poll():
+            select.select([sender], [], [])
+    side.stop()
+    sender.shutdown()
+
+
+class Pair:
+    """Decode in this process, prefill in a child. Close it."""
+
+    def __init__(self, settings: Settings) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._control, theirs = context.Pipe()
+        self._child = context.Process(target=_prefill, args=(theirs, settings))
+        self._child.start()
+        self._side = Side("decode", settings)
+        self._receiver = kv.KVReceiver(
+            self._side.channel, self._side.arena, self._side.pool, BLOCK, LAYOUT, device=settings.device
+        )
+        port, pid, self._digest = self._control.recv()
+        self._address = f"127.0.0.1:{port}"
+        assert self._child.pid is not None
+        self._pids = (os.getpid(), self._child.pid, self._side.process.pid, pid)
+
+    def seconds(self, size: int) -> float:
+        """Of one transfer of so many bytes, from fetch() to Injected; the prefill is finished before."""
+        tokens = size // LAYOUT.bytes_per_token
+        self._control.send(tokens)
+        prefill_id = self._control.recv()
+        started = time.perf_counter()
+        self._receiver.fetch(
+            secrets.token_bytes(16), prefill_id=prefill_id, kv_address=self._address,
+            incarnation=_INCARNATION, block_ids=self._side.blocks, num_tokens=tokens,
+        )  # fmt: skip
+        events: Sequence[object] = ()
+        while not events:
+            select.select([self._receiver], [], [], self._receiver.poll_within)
+            events = self._receiver.poll()
+        assert isinstance(events[0], kv.Injected), events
+        return time.perf_counter() - started
+
+    def cpu_seconds(self) -> float:
+        """Of both engines and both transfer processes so far."""
+        return sum(map(cpu_seconds, self._pids))
+
+    def close(self) -> None:
+        """Asserts that the decode pool holds what the prefill pool holds, if there are any."""
+        assert self._side.digest() == self._digest, "KV at decode differs from KV at prefill"
+        self._control.send(None)
+        self._child.join()
+        self._side.stop()
+        self._receiver.shutdown()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and all of its threads so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def _checksums(on: bool) -> Iterator[None]:
+    """What is spawned meanwhile computes checksums, or only believes to."""
+    before = os.environ.get("PYTHONPATH")
+    with tempfile.TemporaryDirectory() as directory:
+        if not on:
+            Path(directory, "xxhash.py").write_text(_NO_CHECKSUM)
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (directory, before)))
+        yield
+        if not on:
+            os.environ.pop("PYTHONPATH")
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
