@@ -11,23 +11,20 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from engine.attention import AttentionMetadata
-from engine.batch import StepBatch, build_batch, upload
+from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.chunk_limit import ChunkLimit
 from engine.config import EngineConfig
-from engine.decode_graphs import DecodeGraphs
 from engine.flight import Flight, Landings, moment
 from engine.grammar import Grammars
-from engine.kernels import HeadNorm, kernels_for
+from engine.kernels import kernels_for
 from engine.live_request import LiveRequest, Phase
 from engine.loader import load_model, open_checkpoint
 from engine.memory import MemoryUse, choose_limits, memory_for, size_pool
 from engine.meters import Meters
+from engine.model_runner import ModelRunner
 from engine.pace import Pace
 from engine.request import (
     CacheObserver,
@@ -38,19 +35,10 @@ from engine.request import (
     Output,
     PrefillChunk,
     StepResult,
+    check_request,
 )
-from engine.sampler import (
-    NOT_FINITE,
-    Draws,
-    Variant,
-    adjust,
-    adjusts,
-    choose,
-    draws_of,
-    to_host,
-    top_logprobs,
-)
-from engine.scheduler import Schedule, Scheduler
+from engine.sampler import NOT_FINITE
+from engine.scheduler import Scheduler
 from engine.warm_up import measure_steps, plan_rehearsal, warm_up
 
 GRAMMAR_WAIT = 0.05
@@ -101,24 +89,25 @@ class Engine:
         self.dtype = limits.dtype
         self.block_size = limits.block_size
         with memory_for("the weights", "choose a smaller --model"):
-            self._model, self.model_fingerprint = load_model(
+            model, self.model_fingerprint = load_model(
                 checkpoint, limits.max_model_len, self.dtype, self.device, starting
             )
         self.model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
-        self._kernels = kernels_for(self.device, self.model_config.head_dim)
         self._grammars = Grammars(checkpoint.source, self.model_config.vocab_size, self.model_config.eos_ids)
-
+        self._runner = ModelRunner(
+            model,
+            kernels_for(self.device, self.model_config.head_dim),
+            self._grammars,
+            self.model_config,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            max_num_seqs=config.max_num_seqs,
+            device=self.device,
+        )
+        self._overlap = False
         self._flights: list[Flight] = []  # in the order of their launch
         self._moment = lambda: moment(self.device)
         self._landings = Landings()
-        self._overlap = False
-        self._graphs: DecodeGraphs | None = None
-        self._tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
-        """What the newest step samples, by row: pending tokens of the step after it are read from here."""
-        self._table_width: int | None = None
-        if self.device.type == "cuda":
-            # One width, since Triton compiles a kernel anew for strides that differ in their divisibility.
-            self._table_width = -(-limits.max_model_len // (16 * self.block_size)) * 16
 
         use = self._measure(starting) if self.device.type == "cuda" else None
         pool = size_pool(config, self.model_config, limits, use)
@@ -127,8 +116,8 @@ class Engine:
             self._open(pool.num_blocks)
             if self.device.type == "cuda":
                 warm_up(self, plan_rehearsal(config, pool.max_model_len), starting)
-                if config.cuda_graphs and self._table_width:
-                    self._graphs = self._captured(self._table_width, starting)
+                if config.cuda_graphs:
+                    self._runner.capture(lambda done: starting("capturing graphs", done))
         self._overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
         self._begin(cache_observer, self.model_fingerprint if config.enable_prefix_caching else None)
         self._computing = computing
@@ -140,21 +129,16 @@ class Engine:
         with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
             self._open(rehearsal.num_blocks(self.block_size), layers=1)
             step = measure_steps(self, rehearsal, self.device, progress)
-        self.kv_cache = []
+        self._runner.close()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         graphs = step.decode if self._config.cuda_graphs else 0
         return MemoryUse(total, free, weights, step.any, graphs)
 
     def _open(self, num_blocks: int, layers: int | None = None) -> None:
-        """An empty cache, and nobody there. With `layers`, only so many layers have memory of their own."""
+        """An empty cache, and nobody there."""
         self.num_blocks = num_blocks
-        model = self.model_config
-        shape = (2, num_blocks, self.block_size, model.num_kv_heads, model.head_dim)
-        own = layers or model.num_layers
-        # Not zeroed: nothing reads what was not written, and the system maps a page when it is first touched.
-        caches = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(own)]
-        self.kv_cache = [caches[layer % own] for layer in range(model.num_layers)]
+        self._runner.open(num_blocks, layers)
         self._begin()
 
     def _begin(self, cache_observer: CacheObserver | None = None, prefix_cache: str | None = None) -> None:
@@ -173,7 +157,6 @@ class Engine:
 
     # One step
 
-    @torch.inference_mode()
     def step(self) -> StepResult:
         """Launches the next step, if one may be, and sees to the oldest that is over; if it could not launch
         any, it waits for that. So the tokens of a step come with this call or, on a GPU, a later one."""
@@ -224,17 +207,25 @@ class Engine:
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
         self._computing(self._ids_under_way | {chunk.live.id for chunk in plan.chunks})
-        batch = build_batch(plan.chunks, self.block_size, self._table_width)
-        flight = Flight(plan, began := self._moment(), began, batch.sampled)
-        graphed = self._run(flight, batch)
-        flight.ended = self._moment()
+        batch = build_batch(plan.chunks, self.block_size, self._runner.table_width)
+        moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
+
+        def layer_done(layer: int) -> None:
+            self._tick()
+            if moved and self._kv_sink is not None:
+                self._kv_sink.layer_done(layer, moved)
+
+        began = self._moment()
+        sampling = self._runner.run(batch, layer_done)
+        flight = Flight(plan, batch.sampled, sampling, began, self._moment())
         for chunk in plan.chunks:
             self._scheduler.launched(chunk)
         for row, live in enumerate(batch.sampled):
             live.promise(row)
         self._flights.append(flight)
         self._landings.expect(flight)
-        self._pace.launched(graphed, started, time.monotonic())
+        kind = len(batch.sampled) if sampling.graphed else None
+        self._pace.launched(kind, started, time.monotonic())
         return True
 
     def _announce(self, started: Sequence[LiveRequest]) -> None:
@@ -247,71 +238,6 @@ class Engine:
     @property
     def _ids_under_way(self) -> set[bytes]:
         return {chunk.live.id for flight in self._flights for chunk in flight.plan.chunks}
-
-    def _run(self, flight: Flight, batch: StepBatch) -> int | None:
-        """Launches forward pass and sampling. Returns the number of requests, if it ran as a graph."""
-        requests, graphs = batch.sampled, self._graphs
-        variant, draws = draws_of(requests, self.model_config.vocab_size)
-        if graphs is not None and batch.only_decodes and len(requests) <= graphs.largest:
-            logits = graphs.forward(batch, draws)
-            if not any(adjusts(live) for live in requests):
-                flight.tokens = to_host(graphs.choose(len(requests), variant))
-            else:
-                self._sample(flight, logits, variant, graphs.draws(len(requests)))
-            return len(requests)
-        logits, on_device = self._run_eagerly(flight.plan, batch, draws)
-        if requests:
-            self._sample(flight, logits, variant, on_device)
-        return None
-
-    def _run_eagerly(
-        self, plan: Schedule, batch: StepBatch, draws: Draws[np.ndarray]
-    ) -> tuple[Tensor, Draws[Tensor]]:
-        """Logits of the sampled rows, and their draws on the device."""
-        token_ids, positions, attention = batch.on(self.device, self.block_size)
-        rows, *fields = upload([batch.sampled_rows, *draws], self.device)
-        moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
-
-        def layer_done(layer: int) -> None:
-            self._tick()
-            if moved and self._kv_sink is not None:
-                self._kv_sink.layer_done(layer, moved)
-
-        hidden = self._forward(token_ids, positions, attention, layer_done)
-        return self._model.logits(hidden[rows]).float(), Draws(*fields)
-
-    def _sample(self, flight: Flight, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> None:
-        """With all that requests may ask for."""
-        requests = flight.sampled
-        grammars = [(live.grammar, live.token_ids) for live in requests]
-        mask, flight.refused = self._grammars.allowed(grammars)
-        adjusted = adjust(logits, requests, self.model_config.eos_ids, mask)
-        tokens = choose(adjusted, logits, variant, draws, self._kernels)
-        self._tokens[: len(requests)] = tokens
-        flight.tokens = to_host(tokens)
-        flight.logprobs = top_logprobs(logits, tokens, requests)
-
-    def _forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        metadata: AttentionMetadata,
-        layer_done: Callable[[int], None],
-    ) -> Tensor:
-        """The forward pass: writes the KV of all tokens, returns the hidden state of each."""
-        kernels = self._kernels
-        num_heads, num_kv_heads = self.model_config.num_heads, self.model_config.num_kv_heads
-        attention = kernels.plan(metadata, num_heads, num_kv_heads, self.dtype)
-
-        def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
-            kv = self.kv_cache[layer]
-            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, metadata.slots)
-            return kernels.attention(q, k, v, kv, attention)
-
-        known = torch.where(
-            token_ids < 0, self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0), token_ids
-        )
-        return self._model(known, positions, attend, layer_done)
 
     def _land(self, flight: Flight, result: StepResult) -> None:
         """Waits until it is over, and sees each request on: to its next token, its handover, its end."""
@@ -326,14 +252,15 @@ class Engine:
         computed = {chunk.live: chunk.stop for chunk in plan.chunks}
         for chunk in plan.chunks:
             self._scheduler.landed(chunk)
-        if flight.tokens is None:
+        sampling = flight.sampling
+        if sampling.tokens is None:
             return
-        logprobs = flight.logprobs.by_row(flight.sampled) if flight.logprobs else {}
-        for row, (live, token) in enumerate(zip(flight.sampled, flight.tokens.tolist(), strict=True)):
+        logprobs = sampling.logprobs.by_row(flight.sampled) if sampling.logprobs else {}
+        for row, (live, token) in enumerate(zip(flight.sampled, sampling.tokens.tolist(), strict=True)):
             if live.phase is Phase.GONE:
                 continue  # it ended while this step was under way
-            if row in flight.refused:
-                result.refused.append((live.id, flight.refused[row]))
+            if row in sampling.refused:
+                result.refused.append((live.id, sampling.refused[row]))
                 self._leave_batch(live)
             elif token == NOT_FINITE:
                 result.failed.append((live.id, "the model's logits are not finite numbers"))
@@ -343,24 +270,6 @@ class Engine:
                 self._scheduler.verified(live, computed[live])
                 live.sampled = True
                 result.outputs.append(self._emit(live, position, logprobs.get(row)))
-
-    def _captured(self, table_width: int, loading: Callable[[str, float], None]) -> DecodeGraphs:
-        def forward(token_ids: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
-            return self._model.logits(self._forward(token_ids, positions, attention, lambda _: None))
-
-        def chosen(logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Tensor:
-            return choose(logits, logits, variant, draws, self._kernels)
-
-        with torch.inference_mode():
-            return DecodeGraphs(
-                forward,
-                chosen,
-                self._tokens,
-                vocabulary=self.model_config.vocab_size,
-                block_size=self.block_size,
-                table_width=table_width,
-                progress=lambda done: loading("capturing graphs", done),
-            )
 
     def _emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
         """The token at this position is known; what that means for its request."""
@@ -459,27 +368,15 @@ class Engine:
             live.grammar = self._grammars.compile(wanted, live.request)
 
     def _validate(self, request: EngineRequest) -> None:
-        vocabulary, longest = self.model_config.vocab_size, self.model_config.max_model_len
-        sampling = request.sampling
         if request.id in self._scheduler.requests:
             raise ValueError(f"request {request.id.hex()} is in the engine already")
-        if not request.prompt_ids:
-            raise ValueError("prompt_ids must not be empty")
-        for name in ("prompt_ids", "output_ids"):
-            if any(not 0 <= token < vocabulary for token in getattr(request, name)):
-                raise ValueError(f"{name} must be token ids, 0 to {vocabulary - 1}")
-        for name in ("stop_token_ids", "logit_bias"):
-            if any(token >= vocabulary for token in getattr(sampling, name)):
-                raise ValueError(f"{name} must be about token ids, 0 to {vocabulary - 1}")
-        if len(request.output_ids) >= sampling.max_tokens:
-            raise ValueError(f"max_tokens is {sampling.max_tokens}, output_ids has {len(request.output_ids)}")
-        if len(request.prompt_ids) + len(request.output_ids) >= longest:
-            raise ValueError(
-                f"prompt_ids and output_ids have {len(request.prompt_ids) + len(request.output_ids)} tokens; "
-                f"with at least one more, the limit is {longest} (max_model_len)"
-            )
+        check_request(request, self.model_config.vocab_size, self.model_config.max_model_len)
 
     # How it stands
+
+    @property
+    def kv_cache(self) -> list[torch.Tensor]:
+        return self._runner.kv_cache
 
     @property
     def blocks_free(self) -> int:

@@ -10,14 +10,13 @@ import queue
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from engine.live_request import LiveRequest
-from engine.sampler import TopLogprobs
+from engine.model_runner import Sampling
 from engine.scheduler import Schedule
 
 
@@ -62,15 +61,14 @@ def moment(device: torch.device) -> Moment:
     return event
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Flight:
     plan: Schedule
+    sampled: list[LiveRequest]
+    """Who gets a token, in the order of `sampling`."""
+    sampling: Sampling
     began: Moment
     ended: Moment
-    sampled: list[LiveRequest] = field(default_factory=list)
-    tokens: Tensor | None = None  # [sampled] int64, on the host once over; None: nobody gets one
-    logprobs: TopLogprobs | None = None
-    refused: dict[int, str] = field(default_factory=dict)  # by row: what is wrong with its grammar
 
     @property
     def over(self) -> bool:

@@ -27,6 +27,26 @@ class EngineRequest:
     """Prefixes are shared in the prefix cache among requests of the same salt only."""
 
 
+def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None:
+    """Raises `ValueError` if a model with so many tokens, and a context of `longest`, can never serve it."""
+    if not request.prompt_ids:
+        raise ValueError("prompt_ids must not be empty")
+    for name in ("prompt_ids", "output_ids"):
+        if any(not 0 <= token < vocabulary for token in getattr(request, name)):
+            raise ValueError(f"{name} must be token ids, 0 to {vocabulary - 1}")
+    for name in ("stop_token_ids", "logit_bias"):
+        if any(token >= vocabulary for token in getattr(request.sampling, name)):
+            raise ValueError(f"{name} must be about token ids, 0 to {vocabulary - 1}")
+    given = len(request.output_ids)
+    if given >= request.sampling.max_tokens:
+        raise ValueError(f"max_tokens is {request.sampling.max_tokens}, output_ids has {given}")
+    if len(request.prompt_ids) + given >= longest:
+        raise ValueError(
+            f"prompt_ids and output_ids have {len(request.prompt_ids) + given} tokens; "
+            f"with at least one more, the limit is {longest} (max_model_len)"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Logprobs:
     """Natural log probabilities of one chosen token, from the model's raw logits (before penalties etc.)."""

@@ -208,8 +208,8 @@ def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: A
     poison = 198  # a token whose embedding is not a number
     requests = crowd(request_of, logit_bias={poison: -1e6})
     engine = tiny_engine(enable_prefix_caching=True)
-    engine._model.embedding = engine._model.embedding.clone()
-    engine._model.embedding[poison] = torch.nan
+    engine._runner.model.embedding = engine._runner.model.embedding.clone()
+    engine._runner.model.embedding[poison] = torch.nan
     victims = [request_of(100 + i, [*PROMPT[: 1 + 2 * i], poison, 7], max_tokens=9) for i in range(4)]
     mixed = [request for pair in zip(requests, victims, strict=False) for request in pair] + requests[4:]
     results = run(engine, mixed)

@@ -1,0 +1,158 @@
+"""What the device computes of a step: from token ids to the next tokens. On a GPU all of it is launched, and
+nothing waited for.
+
+    run(batch) ──▶ forward pass (writes KV) ──▶ logits of the sampled rows ──▶ sampling ──▶ tokens
+
+Steps that only decode are replayed from CUDA graphs, once these are captured; all others are launched kernel
+by kernel, so that `layer_done` is a plain call between two layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionMetadata
+from engine.batch import StepBatch, upload
+from engine.decode_graphs import DecodeGraphs
+from engine.grammar import Grammars
+from engine.kernels import HeadNorm, Kernels
+from engine.model_config import ModelConfig
+from engine.sampler import (
+    Draws,
+    TopLogprobs,
+    Variant,
+    adjust,
+    adjusts,
+    choose,
+    draws_of,
+    to_host,
+    top_logprobs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What a step samples; its tensors are right once the step is over."""
+
+    tokens: Tensor | None = None  # [sampled] int64, on the host, or `NOT_FINITE`; None: nobody gets one
+    logprobs: TopLogprobs | None = None
+    refused: dict[int, str] = field(default_factory=dict)  # by row: what is wrong with its grammar
+    graphed: bool = False
+
+
+class ModelRunner:
+    """Owns the model, its KV cache and its graphs. `kv_cache` is as `engine.Engine` has it."""
+
+    def __init__(
+        self,
+        model: Any,
+        kernels: Kernels,
+        grammars: Grammars,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        block_size: int,
+        max_num_seqs: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.kv_cache: list[Tensor] = []
+        self._kernels = kernels
+        self._grammars = grammars
+        self._config = config
+        self._dtype = dtype
+        self._block_size = block_size
+        self._device = device
+        self._graphs: DecodeGraphs | None = None
+        self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        """What the newest step samples, by row: pending tokens of the step after it are read from here."""
+        self.table_width: int | None = None
+        """Blocks of a row of the block tables; None: as many as a step needs."""
+        if device.type == "cuda":
+            # One width, since Triton compiles a kernel anew for strides that differ in their divisibility.
+            self.table_width = -(-config.max_model_len // (16 * block_size)) * 16
+
+    def open(self, num_blocks: int, layers: int | None = None) -> None:
+        """An empty cache. With `layers`, only so many layers have memory of their own."""
+        config = self._config
+        shape = (2, num_blocks, self._block_size, config.num_kv_heads, config.head_dim)
+        own = layers or config.num_layers
+        # Not zeroed: nothing reads what was not written, and the system maps a page when it is first touched.
+        caches = [torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(own)]
+        self.kv_cache = [caches[layer % own] for layer in range(config.num_layers)]
+
+    def close(self) -> None:
+        """The cache's memory is free."""
+        self.kv_cache = []
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[float], None]) -> None:
+        """From now on graphs serve steps that only decode. The cache stays where it is."""
+        assert self.table_width is not None, "a CPU has no graphs"
+
+        def forward(token_ids: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
+            return self.model.logits(self._forward(token_ids, positions, attention, lambda _: None))
+
+        def chosen(logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Tensor:
+            return choose(logits, logits, variant, draws, self._kernels)
+
+        self._graphs = DecodeGraphs(
+            forward,
+            chosen,
+            self._tokens,
+            vocabulary=self._config.vocab_size,
+            block_size=self._block_size,
+            table_width=self.table_width,
+            progress=progress,
+        )
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch, layer_done: Callable[[int], None]) -> Sampling:
+        """`layer_done(i)`: the KV of layer i is written (on CUDA: its writing is enqueued). Not called where
+        all is one graph, which `batch.only_decodes` says may be."""
+        requests, graphs = batch.sampled, self._graphs
+        variant, draws = draws_of(requests, self._config.vocab_size)
+        if graphs is not None and batch.only_decodes and len(requests) <= graphs.largest:
+            logits = graphs.forward(batch, draws)
+            if not any(adjusts(live) for live in requests):
+                return Sampling(to_host(graphs.choose(len(requests), variant)), graphed=True)
+            return replace(self._sample(batch, logits, variant, graphs.draws(len(requests))), graphed=True)
+        token_ids, positions, attention = batch.on(self._device, self._block_size)
+        rows, *fields = upload([batch.sampled_rows, *draws], self._device)
+        hidden = self._forward(token_ids, positions, attention, layer_done)
+        if not requests:
+            return Sampling()
+        logits = self.model.logits(hidden[rows]).float()
+        return self._sample(batch, logits, variant, Draws(*fields))
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        layer_done: Callable[[int], None],
+    ) -> Tensor:
+        """Writes the KV of all tokens, returns the hidden state of each."""
+        kernels = self._kernels
+        attention = kernels.plan(metadata, self._config.num_heads, self._config.num_kv_heads, self._dtype)
+
+        def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
+            kv = self.kv_cache[layer]
+            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, metadata.slots)
+            return kernels.attention(q, k, v, kv, attention)
+
+        pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
+        known = torch.where(token_ids < 0, pending, token_ids)
+        return self.model(known, positions, attend, layer_done)
+
+    def _sample(self, batch: StepBatch, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Sampling:
+        """With all that requests may ask for."""
+        requests = batch.sampled
+        mask, refused = self._grammars.allowed([(live.grammar, live.token_ids) for live in requests])
+        adjusted = adjust(logits, requests, self._config.eos_ids, mask)
+        tokens = choose(adjusted, logits, variant, draws, self._kernels)
+        self._tokens[: len(requests)] = tokens
+        return Sampling(to_host(tokens), top_logprobs(logits, tokens, requests), refused)
