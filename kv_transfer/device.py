@@ -39,11 +39,6 @@ class Pool(Protocol):
         """Where positions [0, num_tokens) lie."""
         ...
 
-    def fence(self) -> None:
-        """Writes from here on wait for what the current stream has queued: blocks that were just reserved
-        may still be read there, for their last owner."""
-        ...
-
     def record(self) -> Event:
         """An event on the current stream."""
         ...
@@ -107,9 +102,6 @@ class HostPool:
         assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
         return list(block_ids)
 
-    def fence(self) -> None:
-        pass
-
     def record(self) -> Event:
         return None
 
@@ -153,9 +145,6 @@ class NoPool:
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
         return block_ids
-
-    def fence(self) -> None:
-        pass
 
     def record(self) -> Event:
         return None
@@ -215,9 +204,6 @@ class CudaPool:
         assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
         with torch.cuda.stream(self._stream):
             return self._upload(list(block_ids))
-
-    def fence(self) -> None:
-        self._stream.wait_event(self.record())
 
     def record(self) -> Event:
         event = torch.cuda.Event()

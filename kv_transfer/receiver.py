@@ -153,13 +153,13 @@ class KVReceiver:
         num_tokens: int,
         start: int = 0,
     ) -> None:
-        """FETCH positions [start, num_tokens) into `block_ids`. Replaces a live fetch of this decode id."""
+        """FETCH positions [start, num_tokens) into `block_ids`, which nothing that the device still computes
+        may touch. Replaces a live fetch of this decode id."""
         assert 0 <= start <= num_tokens
         self._drop(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         heads = self._layout.num_kv_heads
         request = FetchIn(os.urandom(16), prefill_id, kv_address, incarnation, ranges, 0, heads)
-        self._pool.fence()
         table = self._pool.table(block_ids, num_tokens)
         fetch = _Fetch(decode_id, request, table, time.monotonic())
         self._fetches[decode_id] = self._by_transfer[request.transfer_id] = fetch

@@ -74,27 +74,6 @@ def test_from_pool_to_pool(device: str, dtype: str, from_block: int, to_block: i
         pool.close()
 
 
-@pytest.mark.gpu
-def test_a_write_waits_for_what_the_blocks_were_used_for_before() -> None:
-    """The last owner of a block may still be read by what the compute stream has queued."""
-    layout = KVLayout(1, 1, 8, "float32")
-    arena = Arena.create(4, 4096)
-    (layer,) = kv = cache(layout, 4, 16, "cuda")
-    old = layer[:, 2].clone()
-    pool = open_pool("cuda", kv, 16, layout, arena)
-    torch.cuda._sleep(100_000_000)  # the compute stream is busy; then it reads block 2
-    read = layer[:, 2] + 0
-    pool.fence()
-    table = pool.table([2], 16)
-    arena.slot(0)[:] = bytes(4096)
-    (piece,) = cut(layout, 0, (0, 16), (0, 1), 4096)
-    for event in pool.scatter([Staged(piece, 0, table)]):
-        passed(pool, event)
-    assert torch.equal(read, old)
-    assert not layer[:, 2].any()
-    pool.close()
-
-
 def test_a_pool_of_another_shape_is_refused() -> None:
     layout, arena = KVLayout(1, 4, 8, "float32"), Arena.create(4, 4096)
     for bad in (
