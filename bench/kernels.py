@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.contract import EXIT_CANNOT_MEASURE, Report, Row, interleaved, paired_ratio, parser
 from engine.kernels import AttentionMetadata, Kernels, kernels_for
+from engine.layers import MAX_SKINNY_ROWS, Linear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
 """An H200: its datasheet's bandwidth, and bfloat16 products of random numbers as measured (cuBLAS, 8192³)."""
@@ -40,6 +42,7 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     inner: int = 14336
+    vocabulary: int = 128256
     block_size: int = 128
     dtype: torch.dtype = torch.bfloat16
     batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
@@ -90,6 +93,7 @@ class Cases:
         yield lambda: self.prefill(3 * shape.prompts[0], shape.prompts[0])
         yield self.gather
         yield self.scatter
+        yield from self._sampling()
         yield from self._products()
 
     def normal(self, *size: int) -> Tensor:
@@ -180,12 +184,11 @@ class Cases:
 
     def prefill(self, start: int, tokens: int) -> Case:
         ours, q, k, v = self.attention([(start, start + tokens)])
-        out = torch.empty_like(q)
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
 
-        def theirs() -> None:
-            from engine.kernels.dense_attention import dense_attention
-
-            dense_attention(q, k, v, out)
+        def theirs() -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
 
         visible = tokens * start + tokens * (tokens + 1) // 2
         return Case(
@@ -240,11 +243,12 @@ class Cases:
         )
 
     def _products(self) -> Iterator[Make]:
-        """cuBLAS alone, on the fused weights: the floor that the kernels above come on top of."""
+        """On the fused weights: up to 64 rows our kernel beside cuBLAS, above that cuBLAS alone."""
         shape = self.shape
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         sizes = {"qkv": (shape.hidden, qkv), "out": (shape.hidden, shape.hidden)}
         sizes |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
+        sizes |= {"head": (shape.hidden, shape.vocabulary)}
         for rows, (name, (columns, out)) in itertools.product(
             (*shape.batches, shape.prompts[0]), sizes.items()
         ):
@@ -255,7 +259,67 @@ class Cases:
     def product(self, name: str, rows: int, columns: int, out: int) -> Case:
         x, weight = self.normal(rows, columns), self.normal(out, columns)
         moved = nbytes(x) + nbytes(weight) + rows * out * x.itemsize
-        return Case(f"cublas.{name}.t{rows}", moved, 2 * rows * columns * out, lambda: F.linear(x, weight))
+        flops = 2 * rows * columns * out
+        if rows > MAX_SKINNY_ROWS:
+            return Case(f"cublas.{name}.t{rows}", moved, flops, lambda: F.linear(x, weight))
+        linear = Linear(weight)
+        return Case(
+            f"linear.{name}.t{rows}", moved, flops, lambda: linear(x), lambda: F.linear(x, weight), "cuBLAS"
+        )
+
+    def _sampling(self) -> Iterator[Make]:
+        for rows in (self.shape.batches[0], self.shape.batches[len(self.shape.batches) // 2]):
+            yield lambda rows=rows: self.greedy(rows)
+            yield lambda rows=rows: self.draw(rows)
+            for name, top_k, top_p in (("top_k", 50, 2.0), ("top_p", self.shape.vocabulary, 0.9)):
+                yield lambda rows=rows, name=name, top_k=top_k, top_p=top_p: self.thresholds(
+                    rows, name, top_k, top_p
+                )
+
+    def greedy(self, rows: int) -> Case:
+        from engine.kernels.sampling import greedy
+
+        logits = torch.randn(rows, self.shape.vocabulary, device=self.device)
+        return Case(
+            f"greedy.b{rows}",
+            nbytes(logits),
+            0,
+            lambda: greedy(logits),
+            lambda: (logits.argmax(-1), logits.isfinite().all(-1)),
+            "torch argmax, isfinite",
+        )
+
+    def draw(self, rows: int) -> Case:
+        from engine.kernels.sampling import draw
+        from engine.kernels.torch_kernels import exponentials
+
+        logits = torch.randn(rows, self.shape.vocabulary, device=self.device)
+        temperatures = torch.ones(rows, device=self.device)
+        keys = torch.arange(rows, dtype=torch.int32, device=self.device)
+        clocks = exponentials(keys, self.shape.vocabulary)
+        return Case(
+            f"draw.b{rows}",
+            nbytes(logits),
+            0,
+            lambda: draw(logits, temperatures, keys),
+            lambda: ((logits / temperatures[:, None]).softmax(-1) / clocks).argmax(-1),
+            "torch softmax, argmax, numbers drawn before",
+        )
+
+    def thresholds(self, rows: int, name: str, top_k: int, top_p: float) -> Case:
+        from engine.kernels.sampling import thresholds
+
+        probs = (2.5 * torch.randn(rows, self.shape.vocabulary, device=self.device)).softmax(-1)
+        limits = [torch.full((rows,), x, device=self.device) for x in (top_p, 0.0)]
+        most = torch.full((rows,), top_k, dtype=torch.int32, device=self.device)
+        return Case(
+            f"thresholds.{name}.b{rows}",
+            nbytes(probs),
+            0,
+            lambda: thresholds(probs, most, *limits),
+            lambda: probs.topk(256, dim=-1),
+            "torch topk of 256 alone",
+        )
 
 
 def nbytes(x: Tensor) -> int:
@@ -340,8 +404,9 @@ def choices(cases: Cases) -> list[tuple[ModuleType, dict[str, list[int]], Make]]
     from engine.kernels import decode_attention, prefill_attention
 
     shape = cases.shape
-    tiles = {"BLOCK_M": [64, 128], "BLOCK_N": [64, 128], "WARPS": [4, 8], "STAGES": [2, 3]}
-    pieces: dict[str, Any] = {"PIECES_PER_SM": [2, 4, 8, 16], "BLOCK_N": [32, 64, 128], "STAGES": [2, 3, 4]}
+    tiles = {"BLOCK_M": [64, 128], "BLOCK_N": [64, 128], "WARPS": [4, 8], "STAGES": [3, 5]}
+    pieces: dict[str, Any] = {"PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64], "STAGES": [3, 5]}
+    pieces["FEW_REQUESTS"] = [0]
     long, some = shape.prompts[-1], shape.batches[len(shape.batches) // 2]
     return [
         (prefill_attention, tiles, lambda: cases.prefill(0, long)),

@@ -1,7 +1,7 @@
 """What the models are built of. Weights come from a `Weights` by their Hugging Face names."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,8 @@ from engine.weights import Weights
 
 class Linear:
     """y = x Wᵀ + b; W is [out, in]. On a CPU W is kept in the blocked layout of oneDNN, which would otherwise
-    rearrange it in every call: at small batches that takes longer than the product."""
+    rearrange it in every call: at small batches that takes longer than the product. On a GPU small batches
+    have a kernel of their own."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.packed = _packs(weight.dtype, weight.device)
@@ -21,6 +22,7 @@ class Linear:
             torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if self.packed else weight
         )
         self.bias = bias
+        self.skinny = _skinny(weight, bias) if weight.is_cuda else None
 
     @classmethod
     def fused(
@@ -39,6 +41,8 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if self.skinny is not None and len(x) <= MAX_SKINNY_ROWS:
+            return self.skinny(x)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -47,6 +51,17 @@ def _packs(dtype: torch.dtype, device: torch.device) -> bool:
         dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
+
+def _skinny(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    from engine.kernels.skinny_linear import SkinnyLinear
+
+    if not SkinnyLinear.suits(weight):
+        return None
+    return SkinnyLinear(weight, bias, torch.cuda.get_device_properties(weight.device).multi_processor_count)
+
+
+MAX_SKINNY_ROWS = 64
+"""Of x, on a GPU: above, cuBLAS is faster."""
 
 PACKED_FOR_ROWS = 64
 """Rows of x that the layout is chosen for; measured, it is then good from 1 to 512."""

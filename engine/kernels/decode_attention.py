@@ -10,6 +10,7 @@ once, with the whole GPU, however long or few the contexts are (Flash-Decoding, 
 2. `_split`, one program per (piece, KV head): attention over the piece's keys alone, and the logarithm (to
    the base 2) of its softmax sum: lse(i).
 3. `_combine`, one program per (request, query head): out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max).
+   A request of one piece has its result already.
 
 The number of pieces depends on batch size and device alone, and who takes what is read from the device: a
 captured graph serves whatever lengths come. A request of context 0, as pads a batch, has no piece; it gets 0.
@@ -22,13 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.online_softmax import LOG2_E, attend_tile, cache_rows
+from engine.kernels import overlap
+from engine.kernels.online_softmax import LOG2_E, any_tile, attend, cache_tiles, whole_tile
+from engine.kernels.overlap import inputs_ready
 
-# To be tuned on a GPU (`python -m bench.kernels`).
+# Measured on an H200 (`python -m bench.kernels --sweep`).
+FEW_REQUESTS, FEW_PIECES_PER_SM = 32, 4
 PIECES_PER_SM = 8  # programs of `_split` for each multiprocessor, when there is work for that many
-BLOCK_N = 64  # keys of a tile; a piece is a multiple
-WARPS = 4
-STAGES = 3
+BLOCK_N = 32  # keys of a tile; a piece is a multiple
+BYTES_PER_WARP = 256  # of a key
+STAGES = 5
 ROWS = 16  # least rows of a tensor core product; a group of query heads is padded to it
 
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
@@ -46,7 +50,8 @@ class Pieces:
 def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int) -> Pieces:
     """For contexts [requests] int32."""
     requests = len(contexts)
-    pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
+    per_sm = FEW_PIECES_PER_SM if requests <= FEW_REQUESTS else PIECES_PER_SM
+    pieces = requests + -(-per_sm * multiprocessors // num_kv_heads)
     result = Pieces(contexts.new_empty(pieces, 3), contexts.new_empty(requests + 1))
     _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
         contexts,
@@ -65,30 +70,37 @@ def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int) -> Piec
 def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, pieces: Pieces, out: Tensor) -> None:
     """q and out [requests, num_heads, head_dim], heads dense; block_tables [requests, blocks] int32."""
     requests, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = kv.shape[2], kv.shape[3]
+    _, num_blocks, block_size, num_kv_heads, _ = kv.shape
     group = num_heads // num_kv_heads
     count = len(pieces.work)
     partial = torch.empty((count, num_heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
+    whole = block_size % BLOCK_N == 0
     _split[(count, num_kv_heads)](
         q,
         kv,
+        cache_tiles(kv, BLOCK_N) if whole else kv,
         block_tables,
         pieces.work,
+        pieces.first,
         partial,
         lse,
+        out,
         head_dim**-0.5 * LOG2_E,
         q.stride(0),
+        out.stride(0),
         block_tables.stride(0),
-        kv.stride(0),
+        num_blocks * block_size,
         BLOCK_SIZE=block_size,
         KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         ROWS=max(ROWS, triton.next_power_of_2(group)),
         BLOCK_N=BLOCK_N,
-        num_warps=WARPS,
+        WHOLE=whole,
+        num_warps=max(1, head_dim * kv.itemsize // BYTES_PER_WARP),
         num_stages=STAGES,
+        **overlap.options(),
     )
     _combine[(requests, num_heads)](
         partial,
@@ -99,7 +111,8 @@ def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, pieces: Pieces
         HEADS=num_heads,
         HEAD_DIM=head_dim,
         PIECES=COMBINE_PIECES,
-        num_warps=4,
+        num_warps=1,
+        **overlap.options(),
     )
 
 
@@ -150,21 +163,28 @@ def _partition(
 def _split(
     q,
     kv,
+    cache,
     block_tables,
     work,
+    first,
     partial,
     lse,
+    out,
     scale,
     q_stride,
+    out_stride,
     table_stride,
-    value_offset,
+    slots,
     BLOCK_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    inputs_ready(OVERLAP)
     piece = tl.program_id(0)
     kv_head = tl.program_id(1)
     request = tl.load(work + piece * 3).to(tl.int64)
@@ -178,23 +198,34 @@ def _split(
     heads = kv_head * GROUP + rows_of_q
     in_row = heads[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(q + request * q_stride + in_row, mask=used[:, None], other=0.0)
+    alone = tl.load(first + request + 1) - tl.load(first + request) == 1
 
     table = block_tables + request * table_stride
-    keys = kv + kv_head * HEAD_DIM
-    values = keys + value_offset
-    query_positions = rows_of_q * 0 + (stop - 1)  # the query is the last position, or past the piece
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    for start in tl.range(begin, stop, BLOCK_N):
-        rows = cache_rows(table, start, stop, BLOCK_SIZE, BLOCK_N)
-        m, total, acc = attend_tile(
-            queries, keys, values, rows, start, stop, query_positions, m, total, acc, scale,
-            KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, True,
-        )  # fmt: skip
-    to = piece.to(tl.int64) * KV_HEADS * GROUP
-    tl.store(partial + to * HEAD_DIM + in_row, acc / total[:, None], mask=used[:, None])
-    tl.store(lse + to + heads, m + tl.log2(total), mask=used)
+    last = begin + (stop - begin) // BLOCK_N * BLOCK_N
+    for start in tl.range(begin, last, BLOCK_N):
+        if WHOLE:
+            k, v = whole_tile(cache, table, start, slots, kv_head, BLOCK_SIZE, HEAD_DIM)
+        else:
+            k, v, _ = any_tile(
+                kv, table, start, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
+            )
+        m, total, acc = attend(queries, k, v, None, m, total, acc, scale, False)
+    if last < stop:
+        k, v, inside = any_tile(
+            kv, table, last, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
+        )
+        m, total, acc = attend(queries, k, v, inside[None, :], m, total, acc, scale, True)
+    result = acc / total[:, None]
+    if alone:
+        to_out = out + request * out_stride + in_row
+        tl.store(to_out, result.to(out.dtype.element_ty), mask=used[:, None])
+    else:
+        to = piece.to(tl.int64) * KV_HEADS * GROUP
+        tl.store(partial + to * HEAD_DIM + in_row, result, mask=used[:, None])
+        tl.store(lse + to + heads, m + tl.log2(total), mask=used)
 
 
 @triton.jit
@@ -207,11 +238,15 @@ def _combine(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PIECES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    inputs_ready(OVERLAP)
     request = tl.program_id(0)
     head = tl.program_id(1)
     begin = tl.load(first + request)
     end = tl.load(first + request + 1)
+    if end - begin == 1:
+        return
     dims = tl.arange(0, HEAD_DIM)
     m = -1e30  # not −inf: what has no piece must not become NaN
     total = 0.0

@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_WARPS = 8
+from engine.kernels import overlap
+from engine.kernels.overlap import inputs_ready
+
+MAX_WARPS = 4
 ELEMENTS_PER_WARP = 512  # 16 a thread: two or four 16-byte loads
 
 
@@ -36,12 +39,16 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         BLOCK=block,
         ADD=delta is not None,
         num_warps=warps,
+        **overlap.options(),
     )
     return out
 
 
 @triton.jit
-def _add_rms_norm(residual, delta, weight, out, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _add_rms_norm(
+    residual, delta, weight, out, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr
+):
+    inputs_ready(OVERLAP)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     at = tl.program_id(0).to(tl.int64) * size + columns

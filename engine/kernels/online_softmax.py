@@ -4,6 +4,8 @@ For each row (a query) it keeps, over all tiles so far, the largest score m, the
 the sum of values weighted by exp(score − m). A tile with a larger m shrinks what was summed before it
 (Milakov & Gimelshein 2018). Scores are taken times log₂ e: exp2 is one instruction.
 
+A tile that lies within one block of the cache is a rectangle in memory, [positions, head_dim] of one head,
+which Hopper's copy engine fetches by itself (`whole_tile`); otherwise each row is looked up (`any_tile`).
 Values past `stop` are masked when they are loaded, not only by their weight: slots of the cache that are
 stale or somebody else's may hold NaN, which would come through a weight of zero. Products of float32 take
 three passes of the tensor cores, TF32 and what it leaves out: TF32 alone has 10 bits.
@@ -11,55 +13,67 @@ three passes of the tensor cores, TF32 and what it leaves out: TF32 alone has 10
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = 1.4426950408889634
 
 
+def cache_tiles(kv: Tensor, block_n: int) -> TensorDescriptor:
+    """The cache as rows of all slots, keys' and then values'; what is fetched are BLOCK_N rows of a head."""
+    _, num_blocks, block_size, kv_heads, head_dim = kv.shape
+    rows = kv.view(2 * num_blocks * block_size, kv_heads * head_dim)
+    return TensorDescriptor.from_tensor(rows, [block_n, head_dim])
+
+
 @triton.jit
-def cache_rows(table, start, stop, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which rows of the cache, int64 [BLOCK_N], hold the positions from `start`, a multiple of BLOCK_N; for
-    those from `stop` on, any."""
+def whole_tile(tiles, table, start, slots, kv_head, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Keys and values of as many positions from `start` as `tiles` is for, all of them in one block."""
+    row = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+    return tiles.load([row, kv_head * HEAD_DIM]), tiles.load([row + slots, kv_head * HEAD_DIM])
+
+
+@triton.jit
+def any_tile(
+    kv,
+    table,
+    start,
+    stop,
+    slots,
+    kv_head,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Keys and values of [start, start + BLOCK_N), and which of these are before `stop`. Of the others the
+    values are 0, the keys anything."""
     offsets = tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies within one block: one lookup
+    positions = start + offsets
+    inside = positions < stop
+    if BLOCK_SIZE % BLOCK_N == 0:  # and start a multiple of BLOCK_N: one lookup
         block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
         rows = block * BLOCK_SIZE + start % BLOCK_SIZE + offsets
     else:
-        positions = start + offsets
-        block = tl.load(table + positions // BLOCK_SIZE, mask=positions < stop, other=0).to(tl.int64)
+        block = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         rows = block * BLOCK_SIZE + positions % BLOCK_SIZE
-    return rows
+    keys = kv + kv_head * HEAD_DIM
+    values = keys + slots.to(tl.int64) * (KV_HEADS * HEAD_DIM)
+    at = rows[:, None] * (KV_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
+    k = tl.load(keys + at)
+    v = tl.load(values + at, mask=inside[:, None], other=0.0)
+    return k, v, inside
 
 
 @triton.jit
-def attend_tile(
-    queries,
-    keys,
-    values,
-    rows,
-    start,
-    stop,
-    query_positions,
-    m,
-    total,
-    acc,
-    scale,
-    ROW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Takes in the positions [start, start + BLOCK_N), which are at `rows` of the cache, ROW elements each.
-    Returns the new m, total and acc. Without MASKED every query sees all of them."""
-    at = rows[:, None] * ROW + tl.arange(0, HEAD_DIM)[None, :]
-    positions = start + tl.arange(0, BLOCK_N)
-    k = tl.load(keys + at)
-    v = tl.load(values + at, mask=(positions < stop)[:, None], other=0.0) if MASKED else tl.load(values + at)
-    scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3") * scale
+def attend(queries, k, v, seen, m, total, acc, scale, MASKED: tl.constexpr):
+    """Takes in a tile; with MASKED a query sees only what `seen` [queries, keys] says. Returns the new m,
+    total and acc."""
+    scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
     if MASKED:
-        seen = (positions[None, :] <= query_positions[:, None]) & (positions < stop)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-    new_m = tl.maximum(m, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_m[:, None])
+    new_m = tl.maximum(m, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - new_m[:, None])
     shrink = tl.exp2(m - new_m)
     total = total * shrink + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")

@@ -10,7 +10,7 @@ computed in one pass over the keys, tile by tile (FlashAttention, Dao 2022/2023;
 group) pairs, BLOCK_M of them, and each key is loaded once for all.
 *Ragged batch*: the grid has no dimension for requests; `tiles` lists which tokens of which chunk each program
 takes, longest work first, so that the last wave is short.
-*Causal*: keys that the tile's first token may see need no mask; only the few after it do.
+*Causal*: keys that the tile's first token may see need no mask; only the few after it do, in smaller tiles.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.online_softmax import LOG2_E, attend_tile, cache_rows
+from engine.kernels.online_softmax import LOG2_E, any_tile, attend, cache_tiles, whole_tile
 
-# To be tuned on a GPU (`python -m bench.kernels`); until then what FlashAttention in Triton uses on Hopper.
+# Measured on an H200 (`python -m bench.kernels --sweep`).
 BLOCK_M = 128  # rows of a tile
-BLOCK_N = 64  # keys
+BLOCK_N = 128  # keys
 WARPS = 8
-STAGES = 3
-FLOAT32_STAGES = 1  # more do not fit the shared memory
+STAGES = 5
+MASKED_N = 32  # keys of a tile that the causal mask cuts
 
 
 class Chunk(NamedTuple):
@@ -55,11 +55,15 @@ def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tensor
     """q and out [rows, num_heads, head_dim], heads dense; block_tables [requests, blocks] int32. Writes the
     rows of the chunks that `tiles` is about."""
     _, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = kv.shape[2], kv.shape[3]
-    group = num_heads // num_kv_heads
+    _, num_blocks, block_size, num_kv_heads, _ = kv.shape
+    block_n, stages = BLOCK_N, STAGES
+    if q.dtype is torch.float32 or head_dim > 128:  # else more than the shared memory
+        block_n, stages = min(BLOCK_N, 64), 1
+    whole = block_size % block_n == 0
     _prefill[(len(tiles), num_kv_heads)](
         q,
         kv,
+        cache_tiles(kv, block_n) if whole else kv,
         block_tables,
         tiles,
         out,
@@ -67,15 +71,17 @@ def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tensor
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
-        kv.stride(0),
+        num_blocks * block_size,
         BLOCK_SIZE=block_size,
         KV_HEADS=num_kv_heads,
-        GROUP=group,
+        GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
+        MASKED_N=min(MASKED_N, block_n),
+        WHOLE=whole,
         num_warps=WARPS,
-        num_stages=FLOAT32_STAGES if q.dtype is torch.float32 else STAGES,
+        num_stages=stages,
     )
 
 
@@ -83,6 +89,7 @@ def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tensor
 def _prefill(
     q,
     kv,
+    cache,
     block_tables,
     tiles,
     out,
@@ -90,13 +97,15 @@ def _prefill(
     q_stride,
     out_stride,
     table_stride,
-    value_offset,
+    slots,
     BLOCK_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MASKED_N: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     tile = tiles + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
@@ -117,22 +126,23 @@ def _prefill(
     whole = (first + 1) // BLOCK_N * BLOCK_N  # every query sees all of these
     query_positions = first + token
     table = block_tables + request * table_stride
-    keys = kv + kv_head * HEAD_DIM
-    values = keys + value_offset
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for start in tl.range(0, whole, BLOCK_N):
-        rows = cache_rows(table, start, stop, BLOCK_SIZE, BLOCK_N)
-        m, total, acc = attend_tile(
-            queries, keys, values, rows, start, stop, query_positions, m, total, acc, scale,
-            KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, False,
-        )  # fmt: skip
-    for start in tl.range(whole, stop, BLOCK_N):
-        rows = cache_rows(table, start, stop, BLOCK_SIZE, BLOCK_N)
-        m, total, acc = attend_tile(
-            queries, keys, values, rows, start, stop, query_positions, m, total, acc, scale,
-            KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, True,
-        )  # fmt: skip
+        if WHOLE:
+            k, v = whole_tile(cache, table, start, slots, kv_head, BLOCK_SIZE, HEAD_DIM)
+        else:
+            k, v, _ = any_tile(
+                kv, table, start, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
+            )
+        m, total, acc = attend(queries, k, v, None, m, total, acc, scale, False)
+    for start in tl.range(whole, stop, MASKED_N):
+        k, v, inside = any_tile(
+            kv, table, start, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, MASKED_N
+        )
+        positions = start + tl.arange(0, MASKED_N)
+        seen = (positions[None, :] <= query_positions[:, None]) & inside[None, :]
+        m, total, acc = attend(queries, k, v, seen, m, total, acc, scale, True)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + row_of * out_stride + in_row, result, mask=used)

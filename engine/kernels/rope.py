@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import HeadNorm
+from engine.kernels import HeadNorm, overlap
+from engine.kernels.overlap import inputs_ready
 
 
 def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor) -> None:
@@ -37,6 +38,7 @@ def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tenso
         HEAD_DIM=head_dim,
         NORM=norm is not None,
         num_warps=1,
+        **overlap.options(),
     )
 
 
@@ -54,7 +56,9 @@ def _rope_and_write(
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    inputs_ready(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2

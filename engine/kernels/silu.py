@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels import overlap
+from engine.kernels.overlap import inputs_ready
+
 BLOCK = 1024  # elements a program
 
 
@@ -16,12 +19,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, both = gate_up.shape
     assert gate_up.is_contiguous(), "rows are read as one"
     out = gate_up.new_empty(rows, both // 2)
-    _silu_mul[(rows, triton.cdiv(both // 2, BLOCK))](gate_up, out, both // 2, BLOCK=BLOCK, num_warps=4)
+    _silu_mul[(rows, triton.cdiv(both // 2, BLOCK))](
+        gate_up, out, both // 2, BLOCK=BLOCK, num_warps=4, **overlap.options()
+    )
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    inputs_ready(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size

@@ -1,6 +1,5 @@
 """The kernels of a CUDA device, behind the interface of `engine.kernels`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from engine.attention import AttentionMetadata
 from engine.kernels import HeadNorm, norm, rope, sampling, silu
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
-from engine.kernels.dense_attention import dense_attention, dense_from
 from engine.kernels.prefill_attention import Chunk, prefill_attention, prefill_tiles
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -23,7 +21,6 @@ class TritonPlan:
     block_tables: Tensor  # [requests, blocks] int32
     pieces: Pieces | None  # None: nothing decodes
     tiles: Tensor | None  # of the chunks for `prefill_attention`; None: there are none
-    dense: Sequence[slice]  # rows of the prompts for `dense_attention`
 
 
 class TritonKernels:
@@ -32,12 +29,11 @@ class TritonKernels:
             raise ValueError(
                 f"a model with head_dim {head_dim} cannot run on CUDA ({HEAD_DIMS} can): use --device cpu"
             )
-        self._multiprocessors, self._dense_from = INTERPRETED_MULTIPROCESSORS, None
+        self._multiprocessors = INTERPRETED_MULTIPROCESSORS
         if device.type == "cuda":
             if device.index is not None:
                 torch.cuda.set_device(device)  # Triton launches on the current one
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-            self._dense_from = dense_from(device)
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return norm.add_rms_norm(residual, delta, weight, eps)
@@ -60,18 +56,15 @@ class TritonKernels:
         pieces = None
         if decodes:
             pieces = partition(metadata.contexts[:decodes], num_kv_heads, self._multiprocessors)
-        chunks, dense = [], []
+        chunks = []
         row = decodes
         for request, (start, stop) in enumerate(metadata.prefills, decodes):
-            if start == 0 and self._dense_from is not None and stop >= self._dense_from:
-                dense.append(slice(row, row + stop))
-            else:
-                chunks.append(Chunk(request, row, start, stop))
+            chunks.append(Chunk(request, row, start, stop))
             row += stop - start
         tiles = None
         if chunks:
             tiles = prefill_tiles(chunks, num_heads // num_kv_heads).to(device, non_blocking=True)
-        return TritonPlan(decodes, metadata.block_tables, pieces, tiles, dense)
+        return TritonPlan(decodes, metadata.block_tables, pieces, tiles)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TritonPlan) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -80,8 +73,6 @@ class TritonKernels:
             decode_attention(q[decodes], kv, plan.block_tables, plan.pieces, out[decodes])
         if plan.tiles is not None:
             prefill_attention(q, kv, plan.block_tables, plan.tiles, out)
-        for rows in plan.dense:
-            dense_attention(q[rows], k[rows], v[rows], out[rows])
         return out
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ def main() -> None:
     JITFunction.__getitem__ = compile_instead
 
     from engine.kernels import AttentionMetadata, HeadNorm, sampling
+    from engine.kernels.skinny_linear import SkinnyLinear
     from engine.kernels.triton_kernels import TritonKernels
     from kv_transfer import copy_kernels
 
@@ -69,6 +70,10 @@ def main() -> None:
         qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
         q, k, v = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
         kernels.attention(q, k, v, kv, kernels.plan(metadata, heads, kv_heads, dtype))
+        if dtype is not torch.float32:
+            for tokens in (1, 20, 64):
+                for size in (hidden, 16 * hidden):
+                    SkinnyLinear(torch.zeros(size, hidden, dtype=dtype), None, 132)(x[:tokens])
         table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
         for into_pool in (False, True):
             copy_kernels.launch(table, kv, 3, kv_heads, into_pool=into_pool)
@@ -78,6 +83,7 @@ def main() -> None:
     step(torch.float16, 28, 4, 128, 64, norm=False)  # Qwen2.5 7B
     step(torch.float32, 32, 8, 128, 128, norm=False)  # the most shared memory
     step(torch.bfloat16, 9, 3, 64, 128, norm=False)  # SmolLM2 135M
+    step(torch.bfloat16, 8, 4, 256, 128, norm=True)  # the largest head
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)

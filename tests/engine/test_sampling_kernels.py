@@ -79,6 +79,16 @@ def test_thresholds_among_equals(device: str, monkeypatch: pytest.MonkeyPatch, p
     assert ours.tolist() == [a, b, b, c, 0, a, a, b, b, c, a, a, b]
 
 
+def test_thresholds_among_more_equals_than_are_put_together(device: str) -> None:
+    from engine.kernels.sampling import SEARCH_BLOCK, thresholds
+
+    likely, rest = 3, 2 * SEARCH_BLOCK
+    row = torch.tensor([0.5 / likely] * likely + [0.5 / rest] * rest)
+    params = [SamplingParams(top_k=2), SamplingParams(top_k=4), SamplingParams(top_p=0.6)]
+    ours = thresholds(row.repeat(3, 1).to(device), *limits(params, len(row), device)).cpu()
+    assert torch.equal(ours, torch.stack((row[0], row[-1], row[-1])))
+
+
 def test_thresholds_of_rows_that_are_not_dense(device: str) -> None:
     from engine.kernels.sampling import thresholds
 
@@ -120,7 +130,7 @@ def race(values: Tensor, temperatures: Tensor, keys: Tensor, least: Tensor) -> T
 def test_draw(device: str, limited: bool) -> None:
     from engine.kernels.sampling import draw, thresholds
 
-    rows, vocabulary = 44, 2500
+    rows, vocabulary = 24, 2500
     values = logits(rows, vocabulary)
     temperatures = torch.tensor([0.0, 0.5, 1.0, 3.0]).repeat(rows // 4)
     seeds = np.arange(rows, dtype=np.uint64)
