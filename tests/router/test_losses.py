@@ -43,6 +43,9 @@ async def test_who_loses_one_worker_after_the_other_may_be_why(
     monkeypatch.setattr(strikes, "MAX_LOSSES", 4)
     cluster.decodes[0].steps = asyncio.Semaphore(0)
     request = asyncio.create_task(ask(cluster))
+    prefill = cluster.prefills[0]
+    await prefill.until(lambda w: w.submitted)
+    await cluster.heard(prefill.submitted[0].prefill.prefill_id)  # a new token ends what was counted
     await lose_decode(cluster, 4)
     status, answer = await request
     assert status == 500

@@ -71,10 +71,15 @@ class Broken:
         assert await asyncio.to_thread(self.cluster.leaks_when_idle) == {}
 
     def all_back(self) -> None:
-        for worker in self.cluster.workers:
+        self.back("prefill")
+        self.back("decode")
+
+    def back(self, role: str) -> None:
+        """All of a role are there."""
+        for worker in self.cluster.of(role):
             worker.release()
             worker.wait_life(len(worker.exits) + 1)
-        self.cluster.wait_serving(len(self.cluster.workers))
+            self.cluster.wait_attached(worker)
 
     # ------------------------------------------------------------ the cluster as the router sees it
 

@@ -23,8 +23,7 @@ async def test_killed_in_mid_stream(broken: Broken, role: str, kind: str) -> Non
 
     The killed worker comes back while the next test runs: kills alternate between the roles.
     """
-    await asyncio.to_thread(broken.all_back)
-
+    await asyncio.to_thread(broken.back, role)
     ends: list[int] = []
 
     def kill() -> None:
@@ -99,7 +98,10 @@ async def test_with_no_worker_of_a_role_streams_wait_and_are_kept_alive(broken: 
 
 
 async def test_three_attempts_without_a_token_are_the_end_of_that_request_alone(broken: Broken) -> None:
-    """Whoever prefills it dies in the step. What the other workers decode meanwhile goes on."""
+    """Whoever prefills it dies in the step. What the other workers decode meanwhile goes on.
+
+    After two crashed steps it shares none: a kill may then hit a step of the others, or fall between two.
+    """
     await asyncio.to_thread(broken.all_back)
     doomed = Case("A very long story. " * 300, 4, 0.0, 1)
     others = asyncio.create_task(broken.ride(SHORT[:3]))
@@ -115,7 +117,7 @@ async def test_three_attempts_without_a_token_are_the_end_of_that_request_alone(
             await asyncio.sleep(0.05)
         stream = await reading
     await others
-    assert len(killed) in (3, 4), "a kill between two steps is nobody's fault"
+    assert len(killed) >= 3
     error = stream.error if stream.status == 200 else json.dumps(json.loads(stream.error)["error"])
     assert "times without a new token" in error
     assert "cmpl-" in error or "req" in error
