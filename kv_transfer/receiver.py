@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kv_transfer.device import Staged
 
 _MAX_REFETCHES = 2
-_EVENT_POLL = 0.0005  # seconds between looks at CUDA events while some are awaited
+_EVENT_POLL = 0.0002  # seconds between looks at CUDA events while some are awaited
 
 
 @dataclass(frozen=True, slots=True)

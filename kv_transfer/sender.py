@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,8 +48,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.device import Staged
 
-_COPY_POLL = 0.0002  # seconds between looks at CUDA events: while copies run,
-_FORWARD_POLL = 0.0005  # and while only the forward has to get somewhere
+_DEVICE_POLL = 0.0001  # seconds between looks at CUDA events
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +202,13 @@ class KVSender:
             while not self._stopping:
                 write = select.POLLOUT if self._channel.pending else 0
                 poller.register(self._channel.fileno(), select.POLLIN | write)
-                seconds = _COPY_POLL if self._gathers else _FORWARD_POLL
-                for fd, _ in poller.poll(seconds * 1000 if waiting or self._gathers else None):
+                for_device = waiting or self._gathers
+                ready = poller.poll(0 if for_device else None)
+                for fd, _ in ready:
                     if fd == self._wake:
                         os.eventfd_read(self._wake)
+                if for_device and not ready:
+                    time.sleep(_DEVICE_POLL)  # a poll would round it up to a millisecond
                 self._channel.flush()
                 waiting = self._turn()
         except Exception as e:  # noqa: BLE001  whatever it is, it travels: poll() raises it in the engine

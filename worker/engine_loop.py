@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -43,8 +43,9 @@ from worker.messages import AskStatus, Code, Stop, ToEngine
 log = logging.getLogger(__name__)
 
 IDLE_TICK = 0.5
-RESOLUTION = 0.001
-"""Seconds: of a poll. What is due within is done at once."""
+POLL_RESOLUTION = 0.001
+"""Seconds. A shorter wait is slept, in pieces of at most"""
+SHORT_SLEEP = 0.0002
 
 
 class Role(Protocol):
@@ -181,7 +182,7 @@ def loop(role: Role, parts: Parts) -> None:
     poller.register(engine.landings_fd, zmq.POLLIN)
     while True:
         idle = not engine.has_work
-        readable = dict(poller.poll(_milliseconds(role.poll_within, IDLE_TICK if idle else engine.rest)))
+        readable = _wait(poller, role.poll_within, IDLE_TICK if idle else engine.rest)
         if engine.landings_fd in readable:
             os.eventfd_read(engine.landings_fd)
         elif idle and not readable:
@@ -198,7 +199,7 @@ def loop(role: Role, parts: Parts) -> None:
             else:
                 role.handle(message)
         role.move_kv()
-        if engine.has_work and engine.rest < RESOLUTION:
+        if engine.has_work and not engine.rest:
             result = engine.step()
             if result.seconds:
                 now = time.monotonic()
@@ -211,9 +212,13 @@ def loop(role: Role, parts: Parts) -> None:
             parts.arena.tick()
 
 
-def _milliseconds(poll_within: float | None, rest: float) -> int:
-    within = math.inf if poll_within is None else math.ceil(1000 * poll_within)
-    return int(min(within, 1000 * min(rest, IDLE_TICK)))
+def _wait(poller: zmq.Poller, poll_within: float | None, rest: float) -> dict[Any, int]:
+    """Until something is readable, and no longer than either says."""
+    seconds = min(rest, IDLE_TICK, math.inf if poll_within is None else poll_within)
+    readable = dict(poller.poll(int(seconds / POLL_RESOLUTION)))
+    if not readable and 0 < seconds < POLL_RESOLUTION:
+        time.sleep(min(seconds, SHORT_SLEEP))
+    return readable
 
 
 def _ready(engine: Engine) -> messages.EngineReady:
