@@ -16,7 +16,6 @@ A request with a *grammar* gets only tokens that it allows; it is compiled in a 
 No sockets, no processes, and nothing that pickles.
 """
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
@@ -55,9 +54,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Torch costs a second and 250 MB: only who runs an engine pays, not who configures or describes one.
     if name == "Engine":
-        # Huge pages for tensors of 2 MiB and more: a CPU reads weights faster from them. Torch asks for this
-        # with its first tensor, and never again.
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         from engine.engine import Engine
 
         return Engine

@@ -6,10 +6,11 @@
 Both are the same rehearsal. Requests that nobody sent go through the engine's own steps, so what is measured
 and compiled is what will run: as many prompts as a step can sample for, all in one step that is full to its
 token budget; then decodes of all of them, of half, of a quarter, …; then, beside the last decodes, prompts
-that fill a step, and what had to be cut of them.
+that fill a step, and what had to be cut of them; at last, whatever needs other kernels.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ HEAVIEST: dict[str, Any] = {
     "logprobs": 20,
 }
 """Sampling that takes the most memory."""
+
+PLAINER: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.0}]
+"""Sampling that has kernels of its own where all requests of a step ask for no more."""
 
 LAST_DECODES = 3
 """Tokens that the last of the first prompts still decodes when the long ones come."""
@@ -54,16 +58,22 @@ class StepMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class Wave:
+    """Requests that come when those before have so many tokens to go."""
+
+    when: int
     prompts: list[tuple[int, int]]
-    """(length, max_tokens) of those that come first."""
-    long_prompts: list[int]
-    """Lengths of those that come last."""
+    """(length, max_tokens)"""
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    waves: list[Wave]
 
     def num_blocks(self, block_size: int) -> int:
         """That the cache must have so that nobody waits."""
-        tokens = [sum(prompt) for prompt in self.prompts] + [length + 1 for length in self.long_prompts]
-        blocks = sum(-(-count // block_size) for count in tokens)
+        blocks = sum(-(-sum(prompt) // block_size) for wave in self.waves for prompt in wave.prompts)
         return blocks + blocks // 50 + 1  # the scheduler's watermark
 
 
@@ -75,7 +85,9 @@ def plan_rehearsal(config: EngineConfig, max_model_len: int) -> Rehearsal:
         decodes = 3 + seats.bit_length() - number.bit_length() + (0 if number else LAST_DECODES - 1)
         prompts.append((max(1, min((budget + number) // seats, max_model_len - decodes)), decodes))
     longest = max(1, min(budget * 3 // 2, max_model_len - 1))
-    return Rehearsal(prompts, [longest] * min(budget // longest + 1, seats))
+    long_prompts = [(longest, 1)] * min(budget // longest + 1, seats)
+    plainer = [Wave(0, [(1, 2)], sampling) for sampling in PLAINER]
+    return Rehearsal([Wave(0, prompts, HEAVIEST), Wave(LAST_DECODES, long_prompts, HEAVIEST), *plainer])
 
 
 def measure_steps(
@@ -103,11 +115,16 @@ def warm_up(engine: Steppable, rehearsal: Rehearsal, progress: Callable[[str, fl
 
 def _rehearse(engine: Steppable, rehearsal: Rehearsal) -> Iterator[tuple[bool, float]]:
     """Yields after each step whether it only decoded, and the share that is done."""
-    long_prompts = [(length, 1) for length in rehearsal.long_prompts]
-    total = sum(count for _, count in rehearsal.prompts + long_prompts)
-    to_come = _add(engine, "short", rehearsal.prompts)
-    prefilling = set(to_come)
-    while engine.has_work:
+    waves = deque(enumerate(rehearsal.waves))
+    total = left = sum(count for wave in rehearsal.waves for _, count in wave.prompts)
+    to_come: dict[bytes, int] = {}  # tokens
+    prefilling: set[bytes] = set()
+    while waves or engine.has_work:
+        if waves and sum(to_come.values()) <= waves[0][1].when:
+            number, wave = waves.popleft()
+            added = _add(engine, f"wave {number}", wave)
+            to_come |= added
+            prefilling |= added.keys()
         only_decodes = not prefilling
         result = engine.step()
         if result.failed:
@@ -115,20 +132,18 @@ def _rehearse(engine: Steppable, rehearsal: Rehearsal) -> Iterator[tuple[bool, f
         for output in result.outputs:
             prefilling.discard(output.id)
             to_come[output.id] -= 1
+            left -= 1
             if output.finish_reason:
-                del to_come[output.id]
-        yield only_decodes, 1 - (sum(to_come.values()) + len(long_prompts)) / total
-        if long_prompts and sum(to_come.values()) <= LAST_DECODES:
-            added = _add(engine, "long", long_prompts)
-            to_come |= added
-            prefilling |= added.keys()
-            long_prompts = []
+                left -= to_come.pop(output.id)  # of a short context
+        yield only_decodes, 1 - left / total
 
 
-def _add(engine: Steppable, name: str, prompts: Sequence[tuple[int, int]]) -> dict[bytes, int]:
+def _add(engine: Steppable, name: str, wave: Wave) -> dict[bytes, int]:
     """Returns how many tokens are to come, by request id."""
-    ids = [f"{name} {number}".encode() for number in range(len(prompts))]
-    for request_id, (length, max_tokens) in zip(ids, prompts, strict=True):
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **HEAVIEST)
-        engine.add(EngineRequest(request_id, [0] * length, [], sampling))
-    return dict(zip(ids, (max_tokens for _, max_tokens in prompts), strict=True))
+    to_come = {}
+    for number, (length, max_tokens) in enumerate(wave.prompts):
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **wave.sampling)
+        request = EngineRequest(f"{name} {number}".encode(), [0] * length, [], sampling)
+        engine.add(request)
+        to_come[request.id] = max_tokens
+    return to_come

@@ -166,6 +166,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
         link.close()
         return EXIT_START_FAILED
     gc.collect()
+    gc.enable()
     gc.freeze()  # what was built lives as long as the process: no step shall wait while it is looked through
     link.send(_ready(role.engine))
     loop(role, parts)

@@ -8,10 +8,10 @@ tokens are what Baton promises.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from router.text.gguf_metadata import read_metadata
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -25,7 +25,7 @@ _TEKKEN = (
 )
 _SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2, "tekken": _TEKKEN}
 _PLAIN = ("default", "gpt-2", "smollm")
-_CONTROL, _USER_DEFINED = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
+_CONTROL, _USER_DEFINED = 3, 4  # among a file's types of tokens
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,13 @@ class GGUFModel:
 
 def read_gguf(path: Path) -> GGUFModel:
     """Raises ValueError when it is no GGUF file, or its kind of tokenizer is not supported."""
-    try:
-        fields = gguf.GGUFReader(path).fields
-    except (OSError, ValueError, IndexError) as error:
-        raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
-
-    def get(key: str, default: Any = None) -> Any:
-        return fields[key].contents() if key in fields else default
-
+    get = read_metadata(path).get
     kind, split = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2":
         raise ValueError(f"{path} has a tokenizer of kind {kind!r}; of GGUF files only 'gpt2' is supported")
-    tokens: list[str] = get("tokenizer.ggml.tokens")
+    tokens, merges = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.merges")
+    if not isinstance(tokens, list) or not isinstance(merges, list):
+        raise ValueError(f"{path} has no vocabulary (tokenizer.ggml.tokens and merges)")
     types: list[int] = get("tokenizer.ggml.token_type", [])
 
     def token(name: str) -> str | None:
@@ -63,7 +58,7 @@ def read_gguf(path: Path) -> GGUFModel:
     tokenizer = Tokenizer(
         models.BPE(
             vocab={text: token_id for token_id, text in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in get("tokenizer.ggml.merges")],
+            merges=[tuple(merge.split(" ", 1)) for merge in merges],
         )
     )
     tokenizer.pre_tokenizer = splitter

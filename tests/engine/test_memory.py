@@ -136,7 +136,7 @@ def test_a_rehearsal_does_the_largest_steps_and_leaves_nothing(
     assert stages[-1] == ("warming up", 1.0)
     assert stages == sorted(stages)
     first = watched.steps[0]
-    assert first[0] + first[1] == min(budget, sum(length for length, _ in rehearsal.prompts))
+    assert first[0] + first[1] == min(budget, sum(length for length, _ in rehearsal.waves[0].prompts))
     assert first[2] == seats, "all of them sampled"
     if (seats, budget, context) == (8, 64, 256):
         assert watched.steps[0] == (0, 64, 8)

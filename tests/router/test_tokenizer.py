@@ -180,6 +180,16 @@ def test_what_cannot_be_loaded_is_said_clearly(directory: Path, tmp_path: Path, 
     refused("WordPiece, which is not supported", broken)
 
 
+def test_a_gguf_file_that_is_cut_short_is_refused(embedded_model_path: Path, tmp_path: Path):
+    path = tmp_path / "cut.gguf"
+    with embedded_model_path.open("rb") as whole:
+        header = whole.read(1_600_000)
+    for length in (0, 3, 20, 500, 5_000, 1_000_000):
+        path.write_bytes(header[:length])
+        with pytest.raises(ValueError, match=r"cut\.gguf cannot be read as GGUF"):
+            load_tokenizer(str(path))
+
+
 def test_other_kinds_of_gguf_tokenizers_are_refused_by_name(tmp_path: Path):
     import gguf
 

@@ -1,0 +1,31 @@
+"""A fresh process, from its first import to the first token: `python -m bench.engine.start MODEL` prints the
+seconds of each part as JSON. The file is in the page cache already, or is then."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from itertools import pairwise
+
+PROMPT_TOKENS = 64
+
+
+def main() -> None:
+    marks = [time.perf_counter()]
+    from bench.engine.drive import greedy, prompt
+    from engine import Engine, EngineConfig
+
+    marks.append(time.perf_counter())
+    engine = Engine(EngineConfig(sys.argv[1], dtype="float32"))
+    marks.append(time.perf_counter())
+    engine.add(greedy(prompt(PROMPT_TOKENS, 0), 1))
+    while not engine.step().outputs:
+        pass
+    marks.append(time.perf_counter())
+    imports, load, first_step = (after - before for before, after in pairwise(marks))
+    print(json.dumps({"imports": imports, "load": load, "first_step": first_step}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Which kernels a warm engine would still have to compile, on a machine without a GPU:
+`python -m tests.engine.late_compiles`.
+
+An engine runs the launches of an H200, compiled but not executed: results are zeros, and every row's token is
+made up. First the rehearsal of a start, then traffic of all kinds, which must compile nothing.
+"""
+
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from tests.engine.compile_kernels import NoDriver
+
+SIZES: Any = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "num_blocks": 3000, "block_size": 16}
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.0, "presence_penalty": 1.0},
+]
+TOKEN = 5
+STEPS = 400
+
+compiled: list[str] = []
+
+
+def compile_instead(self: Any, grid: Any) -> Any:
+    def launch(*args: Any, **kwargs: Any) -> None:
+        known = sum(len(caches[0]) for caches in self.device_caches.values())
+        self.run(*args, grid=grid, warmup=True, **kwargs)
+        if sum(len(caches[0]) for caches in self.device_caches.values()) > known:
+            constants = {name: value for name, value in kwargs.items() if name.isupper()}
+            numbers = [value for value in args if isinstance(value, int)]
+            compiled.append(f"{self.fn.__name__} {constants} {numbers}")
+
+    return launch
+
+
+def main() -> int:
+    triton.runtime.driver.set_active(NoDriver())
+    JITFunction.__getitem__ = compile_instead
+    for owner, name in ((torch, "{}"), (torch, "{}_like"), (torch.Tensor, "new_{}")):
+        setattr(owner, name.format("empty"), getattr(owner, name.format("zeros")))
+
+    from engine import Engine, EngineConfig, weights
+    from engine import engine as engine_module
+    from engine.kernels import sampling
+    from engine.kernels.triton_kernels import TritonKernels
+    from engine.warm_up import plan_rehearsal, warm_up
+    from tests.engine.conftest import request, save_tiny
+
+    def kernels_for(_: torch.device, head_dim: int) -> TritonKernels:
+        return TritonKernels(torch.device("cpu"), head_dim)
+
+    race: Any = sampling._race
+
+    def made_up(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, finite = race(*args)
+        return tokens.fill_(TOKEN), finite.fill_(True)
+
+    for module, name, instead in (
+        (engine_module, "kernels_for", kernels_for),
+        (weights, "kernels_for", kernels_for),
+        (sampling, "_race", made_up),
+    ):
+        setattr(module, name, instead)
+
+    with tempfile.TemporaryDirectory() as directory:
+        save_tiny(Path(directory), "Llama", max_position_embeddings=4096)
+        warm = Engine(EngineConfig(directory, dtype="float32", **SIZES))
+    warm_up(warm, plan_rehearsal(EngineConfig("tiny", **SIZES), 4096), lambda *_: None)
+    print(f"{len(compiled)} kernels compiled by the rehearsal", *compiled, sep="\n  ")
+    compiled.clear()
+    rng = random.Random(0)
+    for number in range(STEPS):
+        stats = warm.stats()
+        if stats.running + stats.waiting < rng.choice([1, 5, 20, 63]):
+            prompt = [TOKEN] * rng.choice([1, 2, 17, 100, 600, 1500, 3000])
+            extra: Any = {
+                **rng.choice(SAMPLING),
+                "max_tokens": rng.randrange(1, 40),
+                "ignore_eos": True,
+            }
+            warm.add(request(number, prompt, **extra))
+        warm.step()
+    print(f"{len(compiled)} more in {STEPS} steps", *compiled, sep="\n  ")
+    return bool(compiled)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
