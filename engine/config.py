@@ -21,8 +21,10 @@ class EngineConfig:
     block_size: int | None = None
     """Positions per KV block. None: 128 on CUDA, 16 on a CPU."""
     num_blocks: int | None = None
-    """KV blocks in the pool. None: what fits the memory."""
+    """KV blocks in the pool. None: what a measured step leaves room for; on a CPU, 1 GiB."""
     gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that this process takes: weights, activations, graphs, KV. Other processes on
+    that GPU have shares of their own."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together. None: the model's context, or all of a smaller pool."""
     max_num_seqs: int = 64

@@ -57,10 +57,14 @@ class EngineOptions:
         opt("Tokens in one KV block.", "TOKENS", shown="128 on GPUs, 16 on CPUs", check=between(1)),
     ] = None
     num_blocks: Annotated[
-        int | None, opt("KV blocks in the pool.", "N", shown="what fits the memory", check=between(2))
+        int | None,
+        opt("KV blocks in the pool.", "N", shown="what fits the memory", check=between(2)),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, opt("Share of the GPU's memory for weights and KV.", "SHARE", check=between(0.05, 1.0))
+        float,
+        opt(
+            "Share of its GPU's memory that one worker takes, KV included.", "SHARE", check=between(0.05, 1.0)
+        ),
     ] = 0.9
     seed: Annotated[int, opt("Seed of dummy weights.", "N")] = 0
     num_threads: Annotated[

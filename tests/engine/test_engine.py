@@ -226,6 +226,29 @@ def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: A
     assert all(result.failed is None for result in clean.values())
 
 
+@pytest.mark.parametrize("at", [0, 5, 12, 22, 23], ids="token {}".format)
+@pytest.mark.parametrize("handover", [False, True])
+def test_a_nan_in_any_chunk_of_a_prompt_is_never_shared(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, at: int, handover: bool
+) -> None:
+    """Chunks of 8 tokens, blocks of 4: those before the poison were computed, and are not shared either."""
+    poison = 198
+    engine = tiny_engine(enable_prefix_caching=True, max_num_batched_tokens=8, max_num_seqs=4)
+    engine._runner.model.embedding = engine._runner.model.embedding.clone()
+    engine._runner.model.embedding[poison] = torch.nan
+    prompt = [*range(3, 27)]
+    prompt[at] = poison
+    for number in (1, 2):
+        victim = request_of(number, prompt, max_tokens=9)
+        result = run(engine, [victim], handover=handover)[victim.id]
+        assert result.failed == "the model's logits are not finite numbers"
+        assert not result.outputs
+        assert engine.stats().blocks_cached == 0
+        assert engine.stats().prefix_cache_hits == 0
+        engine.release(victim.id)
+        engine.assert_whole()
+
+
 # Handover
 
 
