@@ -1,5 +1,6 @@
 """Consistent hashing: where sessions live, agreed upon by all routers without a word between them."""
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
@@ -22,8 +23,10 @@ class Ring:
         names = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in workers], dtype=np.uint64)
         points = _points(names).ravel()
         order = np.argsort(points)
-        self._points: list[int] = points[order].tolist()
-        self._rows: list[int] = np.repeat(list(workers.values()), POINTS_PER_WORKER)[order].tolist()
+        # Not lists: their entries would lie all over the memory.
+        self._points = array("Q", points[order].tobytes())
+        rows = np.repeat(np.array(list(workers.values()), np.int64), POINTS_PER_WORKER)
+        self._rows = array("q", rows[order].tobytes())
         self.size = len(workers)
 
     def walk(self, key: int) -> Iterator[int]:
