@@ -10,8 +10,8 @@ Three deployments of two workers each, all of them up, one under load at a time:
                 decode steps, in chunks that the token budget or the target for gaps bounds
 
 `baton bench run` sends an open loop (Poisson) of each rate, and at the end a closed one for the throughput.
-On GPUs the 8B Llama shape with random weights takes 2000 tokens in and 150 out, and two GPUs are needed; on
-a CPU the embedded model takes less.
+On two GPUs the 8B Llama shape with random weights takes 2000 tokens in and 150 out; on a CPU the embedded
+model takes less.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def deployments(roles: Roles, args: argparse.Namespace, directory: Path) -> dict
         model = str(args.model or write_shape("llama-3.1-8b", directory, tokenizer=True))
         engine = ["--model", model, "--load-format", "dummy", "--dtype", "bfloat16", "--device", "cuda"]
         engine += ["--max-model-len", "8192", "--max-num-seqs", "256", "--max-num-batched-tokens", "8192"]
-        engine += ["--gpu-memory-utilization", "0.42", "--engine-timeout", "120"]
+        engine += ["--gpu-memory-utilization", "0.42" if args.gpus > 1 else "0.21", "--engine-timeout", "120"]
         engine += ["--kv-lanes", "8", "--kv-slot-bytes", str(2 << 20), "--kv-slots", "256"]
         router = ["--model", model]
     else:
@@ -65,8 +65,9 @@ def deployments(roles: Roles, args: argparse.Namespace, directory: Path) -> dict
         return roles.start("router", "--port", "0", *router, *workers, *flags)["url"]
 
     target = ("--ttit-target", str(args.ttit_target)) if args.ttit_target else ()
-    prefill, decode = start("prefill", 0, 0), start("decode", 0, 1, *target)
-    colocated = [start("decode", 1 + device, device, *target) for device in (0, 1)]
+    other = min(args.gpus, 2) - 1
+    prefill, decode = start("prefill", 0, 0), start("decode", 0, other, *target)
+    colocated = [start("decode", 1 + number, number * other, *target) for number in (0, 1)]
     return {
         "1p1d": front(prefill, decode, flags=("--no-overflow",)),
         "overflow": front(prefill, decode),
@@ -141,11 +142,13 @@ def main() -> int:
     p.add_argument("--model", type=Path, help="default: the embedded model, or the 8B shape on GPUs")
     p.add_argument("--ttit-target", type=float, metavar="MS", help="of the decode workers")
     args = p.parse_args()
-    gpus = len(contract.machine()["gpus"])
-    if args.device == "cuda" and gpus < 2:
-        print(f"bench.disagg --device cuda: needs two GPUs, there are {gpus}", file=sys.stderr)
+    args.gpus = len(contract.machine()["gpus"])
+    if args.device == "cuda" and not args.gpus:
+        print("bench.disagg --device cuda: no GPU here", file=sys.stderr)
         return EXIT_CANNOT_MEASURE
-    args.device = args.device or ("cuda" if gpus >= 2 else "cpu")
+    args.device = args.device or ("cuda" if args.gpus >= 2 else "cpu")
+    if args.device == "cuda" and args.gpus == 1:
+        print("bench.disagg: all workers share one GPU: a rehearsal, which measures nothing", file=sys.stderr)
     on_cpu = args.device == "cpu"
     args.rate = args.rate or ([0.5] if args.short else [0.5, 1.0] if on_cpu else [4.0, 8.0, 12.0, 16.0, 20.0])
     duration = args.duration or (5.0 if args.short else 30.0 if on_cpu else 20.0)
