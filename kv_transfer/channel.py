@@ -7,6 +7,7 @@ on, until it names it in `SlotsFree` (or the transfer process its `SlotFree`).
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from kv_transfer.protocol.messages import FirstToken, Reason
 _PACKET = 48 << 10  # messages are packed together up to this size; a single one may be larger
 _LARGEST = 256 << 10
 _BUFFER = 1 << 20
+_HOLD = 0.001  # seconds that a message may wait for others
+_FEW = 4  # messages that wait for no more
 
 
 class _Local(msgspec.Struct, array_like=True, tag=True):
@@ -215,6 +218,7 @@ class Channel:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.sock = sock
         self.pending: list[bytes] = []  # encoded: posted, or the socket is full
+        self.due = 0.0  # time.monotonic() when the first of what is posted should go
         self.full = False  # flush when there is room
         self._on_blocked = on_blocked
         self._decode = msgspec.msgpack.Decoder(list[receives]).decode
@@ -223,12 +227,21 @@ class Channel:
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def post(self, *messages: _Local) -> None:
-        """Send with the next `send` or `flush`: one packet, and one wakeup, for many messages."""
-        self.pending.extend(map(_encode, messages))
+    def post(self, message: _Local) -> None:
+        """To be flushed soon: one packet for what one event has to say."""
+        self.pending.append(_encode(message))
+        self.due = 0.0
+
+    def hold(self, message: _Local) -> None:
+        """To be flushed with a few others, or at `due`: the reader's wakeup costs more than the message."""
+        if not self.pending:
+            self.due = time.monotonic() + _HOLD
+        self.pending.append(_encode(message))
+        if len(self.pending) >= _FEW:
+            self.due = 0.0
 
     def send(self, *messages: _Local) -> None:
-        self.post(*messages)
+        self.pending.extend(map(_encode, messages))
         if not self.full:
             self.flush()
 

@@ -138,7 +138,7 @@ class NoPool:
     """For KV on torch's device "meta", which has no bytes: slots travel as they are. What remains is what
     moving KV costs without the copies of either device; `bench.kv` measures it."""
 
-    gather_most = 1
+    gather_most = 8  # as on CUDA
 
     def enter_thread(self) -> None:
         pass

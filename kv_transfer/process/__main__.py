@@ -102,6 +102,7 @@ class TransferProcess:
                 loop.stop()
                 thread.join()
             self._loop.turn(0)
+            self._flush()
         except ChannelClosed as e:
             log.error("the engine process is gone: %s", e)
             return 1
@@ -116,11 +117,17 @@ class TransferProcess:
                 self._side.engine(message)
         self._watch_channel()
 
-    def _flush(self) -> None:
-        """At the end of a turn of any loop."""
-        if self._channel.pending:
-            with self._lock:
-                self._channel.send()
+    def _flush(self) -> float | None:
+        """In every turn of every loop."""
+        channel = self._channel
+        if not channel.pending or channel.full:
+            return None
+        wait = channel.due - time.monotonic()
+        if wait > 0:
+            return wait
+        with self._lock:
+            channel.send()
+        return None
 
     def _watch_channel(self) -> None:
         """For messages, and for room if something waits to go into it."""
@@ -160,6 +167,8 @@ class TransferProcess:
             packet = self._service.recv(4096)
         except BlockingIOError:
             return
+        except ConnectionError:
+            packet = b""
         if not packet:
             self._stopping = True
             return

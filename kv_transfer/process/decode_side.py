@@ -293,7 +293,7 @@ class DecodeSide:
             self._free(ticket.slot)
             self._integrity(transfer, e.kind, str(e))
             return
-        self._channel.post(
+        self._channel.hold(
             Arrived(
                 transfer.id, ticket.slot, header.seq, header.layer, header.head_start, header.head_count,
                 header.token_start, header.token_count, header.length,

@@ -10,24 +10,20 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
 _SCRATCH = 256 << 10
-_AFTER = 0.001  # seconds that what is said waits for more, while there is more to do
 
 
 class Loop:
     """`wake` and `stop` are for any thread, the rest for the one that runs it."""
 
-    def __init__(self, after: Callable[[], object]) -> None:
-        """`after` is called when nothing is left to do now, or has not been for a while: it sends on in one
-        message, with one wakeup of its reader, what several events had to say."""
+    def __init__(self, before: Callable[[], float | None]) -> None:
+        """`before` each wait for events is called, and says within how many seconds again (None: no need)."""
         self.lanes = 0  # served here; guarded by who assigns lanes to loops
         self.scratch = memoryview(bytearray(_SCRATCH))  # for bytes that nobody wants
-        self._after = after
-        self._after_due = 0.0
+        self._before = before
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
@@ -65,12 +61,10 @@ class Loop:
     def turn(self, timeout: float | None = None) -> None:
         """Wait for events (at most so many seconds), and serve each once."""
         self._thread = threading.get_ident()
-        ready = self._epoll.poll(0)
-        if (not ready and not self._soon) or time.monotonic() >= self._after_due:
-            self._after()
-            self._after_due = time.monotonic() + _AFTER
-            ready = ready or self._epoll.poll(0 if self._soon else timeout)
-        for fd, events in ready:
+        again = self._before()
+        if again is not None:
+            timeout = again if timeout is None else min(timeout, again)
+        for fd, events in self._epoll.poll(0 if self._soon else timeout):
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             elif fd in self._calls:
@@ -83,4 +77,4 @@ class Loop:
         while not self._stopping:
             self.turn()
         self.turn(0)
-        self._after()
+        self._before()

@@ -161,7 +161,7 @@ class PrefillSide:
 
     def _give_back(self, frame: OutgoingFrame, *, unsent: bool) -> None:
         self.slots_out -= 1
-        self._channel.post(SlotFree(frame.slot, unsent))
+        self._channel.hold(SlotFree(frame.slot, unsent))
 
     # ------------------------------------------------------------ time
 
