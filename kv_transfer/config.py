@@ -29,9 +29,8 @@ class Deadlines(msgspec.Struct, frozen=True):
 
 
 def _io_threads() -> int:
-    """One for every four cores: the engine has the others, and on few cores threads are only in each other's
-    way."""
-    return min(8, max(1, len(os.sched_getaffinity(0)) // 4))
+    """On few cores threads are only in each other's way."""
+    return min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):

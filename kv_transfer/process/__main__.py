@@ -4,9 +4,10 @@
 
 On stdin come the TransferConfig as one line of JSON, and the cluster secret in hexadecimal.
 
-The main thread's loop serves the engine channel, the service socket, the listener, the clock, and lanes;
-`io_threads` loops share the lanes. One lock guards all state. It is held for microseconds at a time, and
-never during a system call that moves KV.
+The main thread's loop serves the engine channel, the service socket, the listener and the clock. With one I/O
+thread it serves the lanes, too; with more, each of these has a loop of its own for its share of the lanes.
+One lock guards all state. It is held for microseconds at a time, and never during a system call that moves
+KV.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ class TransferProcess:
         self._counters = Counters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._loop = Loop(self._flush)
-        self._others = [Loop(self._flush) for _ in range(config.io_threads - 1)]
+        self._others = [Loop(self._flush) for _ in range(config.io_threads if config.io_threads > 1 else 0)]
         prefill = config.role == "prefill"
         self._channel = Channel(channel, FromSender if prefill else FromReceiver, self._blocked)
         side_type = PrefillSide if prefill else DecodeSide
         self._side = side_type(config, arena, self._channel, self._counters)
         self._connector = TcpConnector(
             config, secret, self._lock, self._side, self._counters, self._trace, self._tick_age,
-            [self._loop, *self._others],
+            self._others or [self._loop],
         )  # fmt: skip
         if isinstance(self._side, DecodeSide):
             self._side.connector = self._connector

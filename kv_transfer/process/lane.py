@@ -30,7 +30,9 @@ from kv_transfer.protocol.hello import MAX_HELLO_BYTES
 from kv_transfer.protocol.messages import MAX_CONTROL_BYTES
 from kv_transfer.trace import TraceWriter
 
+_LOW_WATER = 1 << 20  # bytes of a frame that are worth a wakeup
 _BURST = 1 << 20  # bytes that one lane moves before the others of its loop have their turn
+_SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 _BATCH = 1 << 20  # bytes of small frames that go into one sendmsg
 
 
@@ -71,7 +73,11 @@ class LaneOwner(Protocol):
 
 
 class Lane:
-    def __init__(self, sock: socket.socket, loop: Loop, owner: LaneOwner, trace: TraceWriter) -> None:
+    def __init__(
+        self, sock: socket.socket, loop: Loop, owner: LaneOwner, trace: TraceWriter, *, patient: bool
+    ) -> None:
+        """`patient`: have the kernel wait for much of a frame before it says that there is something. That
+        costs fewer wakeups where cores are few, and speed where a core waits for nothing else."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -103,6 +109,8 @@ class Lane:
         self._rest = 0  # bytes of the payload still to come
         self._hash = xxhash.xxh3_64()  # of what came, while there is a ticket
         self._began = 0.0
+        self._patient = patient
+        self._low_water = 1
 
     @property
     def unsent(self) -> int:
@@ -201,8 +209,19 @@ class Lane:
             self._head_got += got
             if self._head_got == HEADER_BYTES:
                 self._begin()
-            if not full:
-                return  # the socket is empty: a second recv would only say so
+            if not full:  # the socket is empty: a second recv would only say so
+                if self._patient:
+                    self._wait_for(min(self._rest, _LOW_WATER) if self.ticket is not None else 1)
+                return
+
+    def relax(self) -> None:
+        """Read what there is, however little: on a slow line even that is progress."""
+        self._wait_for(1)
+
+    def _wait_for(self, size: int) -> None:
+        if size != self._low_water and not self.closed:
+            self.sock.setsockopt(socket.SOL_SOCKET, _SO_RCVLOWAT, size)
+            self._low_water = size
 
     def _begin(self) -> None:
         header = self._header = parse(self._head)

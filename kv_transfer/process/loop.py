@@ -1,8 +1,7 @@
 """An event loop over descriptors, and the threads that run one: what serves all lanes of a process.
 
-The main thread runs the first loop, which has the engine channel, the service socket, the listener and the
-clock besides; with one loop the whole process is one thread, and nothing is handed over between threads nor
-waits for another's turn at the interpreter. More loops pay where there are cores for them.
+With one loop the whole process is one thread: nothing is handed over between threads, nor waits for another's
+turn at the interpreter. More loops pay where there are cores for them.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ from kv_transfer.protocol.messages import (
     Fetch,
 )
 
-# Slots on their way per lane: one being written and the next. More would only fall out of the cache.
-_WINDOW_PER_LANE = 2
+# Slots on their way per lane: one being written, the next, and what is not yet known to be sent.
+_WINDOW_PER_LANE = 4
 
 
 class PrefillSide:

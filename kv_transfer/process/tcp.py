@@ -279,9 +279,12 @@ class TcpConnector:
             elif session.lanes and now >= min(x.heard for x in session.lanes.values()) + limits.peer_dead:
                 self.counters.expire("peer_dead", f"{session.name}: silent for {limits.peer_dead} s")
                 session.end("dead", "silent")
-            elif ping is not None:
+            else:
                 for lane in session.lanes.values():
-                    lane.push(FrameType.PING, NO_TRANSFER, ping)
+                    if ping is not None:
+                        lane.push(FrameType.PING, NO_TRANSFER, ping)
+                    if lane.ticket is not None:
+                        lane.loop.wake(lane.relax)
 
     def stop(self) -> None:
         """End all sessions: their lanes say what is queued, and close."""
@@ -292,7 +295,7 @@ class TcpConnector:
         loop = min(self._loops, key=lambda x: x.lanes)
         loop.lanes += 1
         self.lane_count += 1
-        lane = Lane(sock, loop, owner, self._trace)
+        lane = Lane(sock, loop, owner, self._trace, patient=len(self._loops) == 1)
         self.handshakes[lane] = time.monotonic() + self.config.deadlines.handshake
         loop.wake(lane.serve)
         return lane

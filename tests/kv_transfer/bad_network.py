@@ -1,0 +1,120 @@
+"""A network between two workers that does what it is told: lanes go through it, frame by frame.
+
+What a network may do to TCP it does to bytes (delay, throttle, cut, half-open); what only a broken NIC,
+switch or proxy does, it does to frames (corrupt, reorder, duplicate, lose one).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+HEADER, KV = 64, 4
+FAULTS = (
+    "delay",
+    "throttle",
+    "cut",
+    "truncate",
+    "half-open",
+    "corrupt",
+    "header",
+    "reorder",
+    "duplicate",
+    "lose",
+)
+
+
+@dataclass
+class BadNetwork:
+    """`fault` holds for frames from prefill to decode; each of `hits` first ones that come by suffers it."""
+
+    port: int  # of the prefill worker
+    fault: str = ""
+    hits: int = 0
+    chance: float = 1.0  # that a frame is hit at all
+    bytes_per_second: float = 125_000.0  # of "throttle": 1 Mbit/s
+    address: str = ""
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        server = self._do(asyncio.start_server(self._carry, "127.0.0.1", 0))
+        self.address = "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._do(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+
+    async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        """One lane, both ways, until either end closes."""
+        ends = [back]
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            far, forth = await asyncio.open_connection("127.0.0.1", self.port)
+            ends.append(forth)
+            ways = [asyncio.create_task(way) for way in (self._plain(near, forth), self._frames(far, back))]
+            done, others = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in others:
+                way.cancel()
+            await asyncio.gather(*done, *others, return_exceptions=True)
+        for end in ends:
+            end.close()
+
+    async def _plain(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            to.write(data)
+            await to.drain()
+
+    async def _frames(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        kept = b""  # back, to come after the next one
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await source.readexactly(HEADER)
+                frame = bytearray(head + await source.readexactly(int.from_bytes(head[44:48], "little")))
+                hit = head[5] == KV and self.hits > 0 and self.rng.random() < self.chance
+                self.hits -= hit
+                match self.fault if hit else "":
+                    case "delay":
+                        await asyncio.sleep(self.rng.random() * 0.1)
+                    case "throttle":
+                        await asyncio.sleep(len(frame) / self.bytes_per_second)
+                    case "cut":
+                        return
+                    case "truncate":
+                        to.write(frame[: self.rng.randrange(1, len(frame))])
+                        await to.drain()
+                        return
+                    case "half-open":
+                        await asyncio.sleep(3600)
+                    case "corrupt":
+                        frame[self.rng.randrange(HEADER, len(frame))] ^= 1 << self.rng.randrange(8)
+                    case "header":
+                        frame[self.rng.randrange(HEADER)] ^= 1 << self.rng.randrange(8)
+                    case "reorder":
+                        kept, frame = bytes(frame), bytearray(kept)
+                    case "duplicate":
+                        frame += frame
+                    case "lose":
+                        frame = bytearray()
+                to.write(frame)
+                if kept and not hit:
+                    to.write(kept)
+                    kept = b""
+                await to.drain()

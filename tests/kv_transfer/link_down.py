@@ -1,0 +1,47 @@
+"""`unshare -rn python -m tests.kv_transfer.link_down`: transfers while the link goes down, and comes back."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import kv_transfer as kv
+
+from .conftest import Decode, Pair, Prefill, until
+
+DEADLINES = kv.Deadlines(hold=60.0, progress=1.0, peer_dead=1.0, ping=0.2, unreachable=20.0, handshake=2.0)
+TOKENS = 200
+
+
+def link(state: str) -> None:
+    subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+
+def main() -> None:
+    link("up")
+    pair = Pair(Prefill(deadlines=DEADLINES), Decode(deadlines=DEADLINES))
+    prefill_id = pair.prefill.open(TOKENS)
+    blocks = pair.prefill.held[prefill_id]
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, TOKENS)
+    pair.prefill.sender.ready(prefill_id, None, 0, TOKENS // 2)
+    pair.until(lambda: pair.decode.stats().kv_frames > 3, "half of it")
+    link("down")
+    pair.prefill.sender.ready(prefill_id, None, TOKENS // 2, TOKENS)
+    pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
+    pair.until(lambda: pair.decode.stats().sessions == 0, "decode to give the peer up")
+    pair.until(lambda: pair.prefill.stats().sessions == 0, "prefill to give the peer up")
+    assert pair.decode.stats().deadlines["peer_dead"] >= 1
+    down_until = time.monotonic() + DEADLINES.peer_dead
+    until(lambda: time.monotonic() > down_until, "the link to stay down")
+    link("up")
+    event = pair.event(decode_id)
+    assert isinstance(event, kv.Injected), event
+    pair.assert_same(blocks, decode_id, 0, TOKENS)
+    pair.assert_whole()
+    print("injected after the link was down")
+    pair.decode.close()
+    pair.prefill.close()
+
+
+if __name__ == "__main__":
+    main()
