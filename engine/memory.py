@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -71,11 +72,16 @@ def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
         raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}")
-    most = CPU_POOL_BYTES
+    most, weights = CPU_POOL_BYTES, model.num_parameters * dtype.itemsize
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        check_weights_fit(config, model.num_parameters * dtype.itemsize, free, total)
+        check_weights_fit(config, weights, free, total)
         most = total
+    elif weights > (free := host_memory()):
+        raise ValueError(
+            f"--model {config.model}: its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory "
+            "are available; free some, or choose a smaller model or --dtype"
+        )
     token = model.kv_elements_per_token * dtype.itemsize
     capacity = config.num_blocks * block_size if config.num_blocks else most // token
     return Limits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity))
@@ -98,6 +104,15 @@ def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int)
             f"{gib(free)} are free, and --gpu-memory-utilization {config.gpu_memory_utilization} allows "
             f"{gib(may)}. Free some, raise that, or choose a smaller model or --dtype"
         )
+
+
+def host_memory() -> int:
+    """Bytes that this process could have: of the machine, and within the limit of its container."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    of_container = limit.read_text().strip() if limit.is_file() else "max"
+    return kib * 1024 if of_container == "max" else min(kib * 1024, int(of_container))
 
 
 def size_pool(config: EngineConfig, model: ModelConfig, limits: Limits, use: MemoryUse | None) -> PoolSize:

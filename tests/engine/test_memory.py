@@ -73,6 +73,17 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded() -> None:
             check_weights_fit(config, weights * GIB, free * GIB, 80 * GIB)
 
 
+def test_weights_that_cannot_fit_the_machine(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(str(tiny_path), dtype="float32", num_blocks=64)
+    monkeypatch.setattr("engine.memory.host_memory", lambda: 500_000)
+    Engine(config)
+    monkeypatch.setattr("engine.memory.host_memory", lambda: 400_000)
+    with pytest.raises(
+        ValueError, match=r"its weights take 0\.00 GiB in torch\.float32, and 0\.00 GiB of mem"
+    ):
+        Engine(config)
+
+
 def test_running_out_of_memory_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
     with (
