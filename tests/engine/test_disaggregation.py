@@ -136,6 +136,7 @@ def test_tiny_model(
             assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-4)
 
 
+@pytest.mark.long  # tests/system has it with processes, KV lanes and all
 def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) -> None:
     def engine(**config: Any) -> Engine:
         return Engine(EngineConfig(model=str(embedded_model_path), dtype="float32", device=DEVICE, **config))

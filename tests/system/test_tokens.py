@@ -27,10 +27,12 @@ async def ask(client: openai.AsyncOpenAI, model: str, golden: dict[str, Any]) ->
 async def test_one_at_a_time(
     aclient: openai.AsyncOpenAI, model_id: str, goldens: list[dict[str, Any]]
 ) -> None:
+    """The shortest, the longest, and each fourth of them."""
+    by_length = sorted(goldens, key=lambda golden: len(golden["prompt_ids"]))
     assert len(goldens) >= 20
-    assert max(len(g["prompt_ids"]) for g in goldens) >= 1500
-    assert min(len(g["prompt_ids"]) for g in goldens) == 1
-    for golden in goldens:
+    assert len(by_length[-1]["prompt_ids"]) >= 1500
+    assert len(by_length[0]["prompt_ids"]) == 1
+    for golden in (*by_length[:-1:4], by_length[-1]):
         got, prompt_tokens = await ask(aclient, model_id, golden)
         assert prompt_tokens == len(golden["prompt_ids"]), golden
         assert got == golden["output_ids"], golden
@@ -41,11 +43,12 @@ async def test_eight_at_a_time(
 ) -> None:
     gate = asyncio.Semaphore(8)
 
-    async def one(golden: dict[str, Any]) -> list[int]:
+    async def one(golden: dict[str, Any]) -> tuple[list[int], int]:
         async with gate:
-            return (await ask(aclient, model_id, golden))[0]
+            return await ask(aclient, model_id, golden)
 
     answers = await asyncio.gather(*(one(g) for g in goldens))
-    for golden, got in zip(goldens, answers, strict=True):
+    for golden, (got, prompt_tokens) in zip(goldens, answers, strict=True):
+        assert prompt_tokens == len(golden["prompt_ids"]), golden
         assert got == golden["output_ids"], golden
     server.assert_whole()
