@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from cluster.display import Display
 from cluster.local_ray import import_ray
 from cluster.plan import Plan, RoleSpec
+from cluster.ports import check_ports
 from cluster.role_process import RoleState
-from cluster.serve import check_ports
 from cluster.signals import StopSignals
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import urllib.request
 from collections import deque
 from collections.abc import Coroutine
@@ -20,8 +19,8 @@ from cluster.display import Display
 from cluster.janitor import Janitor
 from cluster.lifeline import adopt_orphans
 from cluster.local_ray import LocalRay
-from cluster.options import FrontOptions
 from cluster.plan import Plan, RoleSpec
+from cluster.ports import check_ports
 from cluster.processes import OrphanReaper, end_descendants
 from cluster.role_process import RoleState
 from cluster.rundir import RunDir
@@ -48,27 +47,6 @@ def run(plan: Plan) -> int:
         return serve(plan, roles, plan.ray.ray_address)
     check_ports(plan.front)
     return asyncio.run(LocalCluster(plan, roles).run())
-
-
-def check_ports(front: FrontOptions) -> None:
-    """Raises ValueError when the router could not listen somewhere."""
-    asked = [("port", front.host, front.port), ("grpc-port", front.host, front.grpc_port)]
-    asked.append(("admin-port", front.admin_host, front.admin_port))
-    with contextlib.ExitStack() as held:  # until all are checked: two of them may be the same
-        for flag, host, port in asked:
-            if port is None:
-                continue
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise ValueError(
-                    f"--{flag} {port}: cannot listen on {host}:{port} ({error.strerror}); choose another "
-                    "port or host, or stop what listens there"
-                ) from error
-            probe.listen()  # else the next one might share it
 
 
 class CannotStart(Exception):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import app
 from cluster.options import FrontOptions
-from cluster.serve import check_ports
+from cluster.ports import check_ports
 
 
 def free_port() -> int:
