@@ -7,9 +7,9 @@ to schedule and launch one as it did before.
 
 from collections.abc import Hashable
 
-HOST_MARGIN = 1.5
+HOST_MARGIN = 1.25
 """Of the time that a launch takes on average; and on top of that:"""
-MARGIN_SECONDS = 0.0004
+MARGIN_SECONDS = 0.0003
 DECAY = 0.8
 
 
