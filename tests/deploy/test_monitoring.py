@@ -14,6 +14,7 @@ from .conftest import K8S, ROOT, Object, of_kind
 
 MONITORING = K8S / "components" / "monitoring"
 GRAFANA = ROOT / "deploy" / "grafana"
+OBSERVABILITY = ROOT / "docs" / "observability.md"
 AUTOSCALING = K8S / "components" / "autoscaling"
 
 
@@ -35,13 +36,18 @@ def rules(objects: list[Object]) -> dict[str, str]:
     return {r["record"]: r["expr"] for group in groups(objects, "baton-autoscaling") for r in group["rules"]}
 
 
-def test_rules_read_what_workers_export(overlays: dict[str, list[Object]]) -> None:
+def test_rules_read_what_services_are_scraped_for(overlays: dict[str, list[Object]]) -> None:
+    services = {service["metadata"]["name"] for service in of_kind(overlays["plain"], "Service")}
     for name, expression in rules(overlays["plain"]).items():
-        jobs = set(re.findall(r'job="baton-(\w+)"', expression))
-        [role] = jobs
-        read = set(re.findall(r"[a-z_:]*:[a-z_:]+", expression))
+        read = re.findall(r'([a-z_]+:[a-z_]+){job="([a-z-]+)"}', expression)
         assert read, name
-        assert read <= exported(role), name
+        assert len(read) == len(re.findall(r"[a-z_]+:[a-z_]+", expression)), f"{name}: each of one job"
+        for series, job in read:
+            assert job in services, name
+            if job == "baton":  # the router's
+                assert f"`{series}`" in OBSERVABILITY.read_text(), name
+            else:
+                assert series in exported(job.removeprefix("baton-")), name
 
 
 def test_autoscalers_read_what_rules_record_and_the_adapter_offers(overlays: dict[str, list[Object]]) -> None:
