@@ -307,7 +307,7 @@ class Cases:
         )
 
     def thresholds(self, rows: int, name: str, top_k: int, top_p: float) -> Case:
-        from engine.kernels.sampling import thresholds
+        from engine.kernels.thresholds import thresholds
 
         probs = (2.5 * torch.randn(rows, self.shape.vocabulary, device=self.device)).softmax(-1)
         limits = [torch.full((rows,), x, device=self.device) for x in (top_p, 0.0)]
@@ -332,6 +332,7 @@ Seconds = Callable[[Sequence[Callable[[], object]]], Callable[[], float]]
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may still be filling the inputs
     with torch.cuda.stream(side):  # compiles, chooses algorithms, allocates: before the capture
         for call in calls:
             call()
@@ -379,7 +380,7 @@ def measure(make: Make, seconds: Seconds) -> list[Row]:
 
 
 def sweep(
-    cases: Cases, seconds: Seconds, choices: Sequence[tuple[ModuleType, dict[str, list[int]], Make]]
+    cases: Cases, seconds: Seconds, choices: Sequence[tuple[ModuleType, dict[str, list[Any]], Make]]
 ) -> list[Row]:
     rows = []
     for module, constants, make in choices:
@@ -400,18 +401,20 @@ def sweep(
     return sorted(rows, key=lambda row: (row.name.split(" ")[0], row.value))
 
 
-def choices(cases: Cases) -> list[tuple[ModuleType, dict[str, list[int]], Make]]:
-    from engine.kernels import decode_attention, prefill_attention
+def choices(cases: Cases) -> list[tuple[ModuleType, dict[str, list[Any]], Make]]:
+    from engine.kernels import decode_attention, prefill_attention, thresholds
+    from engine.kernels.prefill_attention import Shape as Tile
 
     shape = cases.shape
-    tiles = {"BLOCK_M": [64, 128], "BLOCK_N": [64, 128], "WARPS": [4, 8], "STAGES": [3, 5]}
-    pieces: dict[str, Any] = {"PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64], "STAGES": [3, 5]}
-    pieces["FEW_REQUESTS"] = [0]
+    tiles = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]
+    pieces = {"FEW_REQUESTS": [0], "PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7]}
+    search = {"PIVOTS": [4, 8, 16], "PROGRAMS": [256, 512, 1024]}
     long, some = shape.prompts[-1], shape.batches[len(shape.batches) // 2]
     return [
-        (prefill_attention, tiles, lambda: cases.prefill(0, long)),
+        (prefill_attention, {"LONG": tiles, "STAGES": [3, 5]}, lambda: cases.prefill(0, long)),
         (decode_attention, pieces, lambda: cases.decode(f"b{some}", [shape.context] * some)),
         (decode_attention, pieces, lambda: cases.decode("b1", [shape.context])),
+        (thresholds, search, lambda: cases.thresholds(some, "top_p", shape.vocabulary, 0.9)),
     ]
 
 

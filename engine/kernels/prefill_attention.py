@@ -14,6 +14,7 @@ takes, longest work first, so that the last wave is short.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,21 @@ from torch import Tensor
 from engine.kernels.online_softmax import LOG2_E, any_tile, attend, cache_tiles, whole_tile
 
 # Measured on an H200 (`python -m bench.kernels --sweep`).
-BLOCK_M = 128  # rows of a tile
-BLOCK_N = 128  # keys
-WARPS = 8
 STAGES = 5
 MASKED_N = 32  # keys of a tile that the causal mask cuts
+
+
+class Shape(NamedTuple):
+    """Of a program's tiles."""
+
+    block_m: int  # rows
+    block_n: int  # keys
+    warps: int
+
+
+SHORT = Shape(64, 64, 4)  # two programs share a multiprocessor
+LONG = Shape(128, 128, 8)
+LONG_FROM = 4096  # positions
 
 
 class Chunk(NamedTuple):
@@ -38,34 +49,42 @@ class Chunk(NamedTuple):
     stop: int
 
 
-def prefill_tiles(chunks: Sequence[Chunk], group: int) -> Tensor:
-    """int32 [tiles, 4], on the host: request, first row of q, number of tokens and first position of each
-    tile; those that see most keys come first. group: query heads that share a KV head."""
-    step = BLOCK_M // group
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Who computes what in one step, the same for all layers."""
+
+    work: Tensor  # int32 [tiles, 4]: request, first row of q, number of tokens, first position
+    shape: Shape
+
+
+def prefill_tiles(chunks: Sequence[Chunk], group: int, device: torch.device) -> Tiles:
+    """Tiles that see most keys come first. group: query heads that share a KV head."""
+    shape = LONG if max(chunk.stop for chunk in chunks) >= LONG_FROM else SHORT
+    step = shape.block_m // group
     tiles = [
         (chunk.request, chunk.row + position - chunk.start, min(step, chunk.stop - position), position)
         for chunk in chunks
         for position in range(chunk.start, chunk.stop, step)
     ]
     tiles.sort(key=lambda tile: -tile[3])
-    return torch.tensor(tiles, dtype=torch.int32)
+    return Tiles(torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True), shape)
 
 
-def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tensor, out: Tensor) -> None:
+def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tiles, out: Tensor) -> None:
     """q and out [rows, num_heads, head_dim], heads dense; block_tables [requests, blocks] int32. Writes the
     rows of the chunks that `tiles` is about."""
     _, num_heads, head_dim = q.shape
     _, num_blocks, block_size, num_kv_heads, _ = kv.shape
-    block_n, stages = BLOCK_N, STAGES
+    (block_m, block_n, warps), stages = tiles.shape, STAGES
     if q.dtype is torch.float32 or head_dim > 128:  # else more than the shared memory
-        block_n, stages = min(BLOCK_N, 64), 1
+        block_n, stages = SHORT.block_n, 1
     whole = block_size % block_n == 0
-    _prefill[(len(tiles), num_kv_heads)](
+    _prefill[(len(tiles.work), num_kv_heads)](
         q,
         kv,
         cache_tiles(kv, block_n) if whole else kv,
         block_tables,
-        tiles,
+        tiles.work,
         out,
         head_dim**-0.5 * LOG2_E,
         q.stride(0),
@@ -76,11 +95,11 @@ def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tensor
         KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
-        MASKED_N=min(MASKED_N, block_n),
+        MASKED_N=MASKED_N,
         WHOLE=whole,
-        num_warps=WARPS,
+        num_warps=warps,
         num_stages=stages,
     )
 

@@ -6,8 +6,8 @@ order of Hugging Face checkpoints) it becomes
     (a · cos θ − b · sin θ,  b · cos θ + a · sin θ)
 
 for query and key heads, after RMSNorm over the head where the model has one (Qwen3). Values stay. Queries and
-keys are rotated in place, keys and values also go to the cache. One program per (token, KV head): the query
-heads that share the KV head, its key and its value. In float32, rounded once.
+keys are rotated in place, keys and values also go to the cache. A program takes a KV head of some tokens:
+the query heads that share it, its key and its value. In float32, rounded once.
 """
 
 import triton
@@ -17,6 +17,9 @@ from torch import Tensor
 from engine.kernels import HeadNorm, overlap
 from engine.kernels.overlap import inputs_ready
 
+MANY = 1024  # tokens; from there on a program takes several
+TOKENS = 4
+
 
 def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor) -> None:
     tokens, heads, head_dim = qkv.shape
@@ -24,12 +27,14 @@ def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tenso
     group = heads // num_kv_heads - 2
     assert qkv.is_contiguous(), "it is written in place"
     assert kv.is_contiguous(), "a slot is one row of each half"
-    _rope_and_write[(tokens, num_kv_heads)](
+    own = TOKENS if tokens >= MANY else 1
+    _rope_and_write[(triton.cdiv(tokens, own), num_kv_heads)](
         qkv,
         rotary,
         qkv if norm is None else norm.scale,
         kv,
         slots,
+        tokens,
         kv.stride(0),
         0.0 if norm is None else norm.eps,
         KV_HEADS=num_kv_heads,
@@ -37,18 +42,20 @@ def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tenso
         ROWS=triton.next_power_of_2(group + 1),
         HEAD_DIM=head_dim,
         NORM=norm is not None,
-        num_warps=1,
+        TOKENS=own,
+        num_warps=own,
         **overlap.options(),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rope_and_write(
     qkv,
     rotary,
     scale,
     kv,
     slots,
+    tokens,
     value_offset,
     eps,
     KV_HEADS: tl.constexpr,
@@ -56,42 +63,48 @@ def _rope_and_write(
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NORM: tl.constexpr,
+    TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
-    dims = tl.arange(0, half)
-    rows = tl.arange(0, ROWS)  # the group's query heads, then its key head
-    head = tl.where(rows < GROUP, kv_head * GROUP + rows, KV_HEADS * GROUP + kv_head)
-    used = (rows <= GROUP)[:, None]
+    token_size: tl.constexpr = (GROUP + 2) * KV_HEADS * HEAD_DIM
+    dims = tl.arange(0, half)[None, :]
+    rows = tl.arange(0, TOKENS * ROWS)  # of each token: the group's query heads, then its key head
+    token = (tl.program_id(0) * TOKENS + rows // ROWS).to(tl.int64)
+    row = rows % ROWS
+    head = tl.where(row < GROUP, kv_head * GROUP + row, KV_HEADS * GROUP + kv_head)
+    used = (row <= GROUP) & (token < tokens)
 
-    in_head = head[:, None] * HEAD_DIM + dims[None, :]
-    at = qkv + token * ((GROUP + 2) * KV_HEADS * HEAD_DIM) + in_head
-    a = tl.load(at, mask=used, other=0.0).to(tl.float32)
-    b = tl.load(at + half, mask=used, other=0.0).to(tl.float32)
+    in_head = head[:, None] * HEAD_DIM + dims
+    at = qkv + token[:, None] * token_size + in_head
+    a = tl.load(at, mask=used[:, None], other=0.0).to(tl.float32)
+    b = tl.load(at + half, mask=used[:, None], other=0.0).to(tl.float32)
     if NORM:
         factor = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM + eps)[:, None]
-        a = a * factor * tl.load(scale + in_head, mask=used, other=0.0).to(tl.float32)
-        b = b * factor * tl.load(scale + in_head + half, mask=used, other=0.0).to(tl.float32)
+        a = a * factor * tl.load(scale + in_head, mask=used[:, None], other=0.0).to(tl.float32)
+        b = b * factor * tl.load(scale + in_head + half, mask=used[:, None], other=0.0).to(tl.float32)
     # The table's rows are cos θ twice, then −sin θ and sin θ.
-    angles = rotary + token * 2 * HEAD_DIM + dims
-    cos = tl.load(angles)[None, :]
-    sin = tl.load(angles + HEAD_DIM + half)[None, :]
+    angles = rotary + token[:, None] * (2 * HEAD_DIM) + dims
+    cos = tl.load(angles, mask=used[:, None], other=0.0)
+    sin = tl.load(angles + HEAD_DIM + half, mask=used[:, None], other=0.0)
     element: tl.constexpr = qkv.dtype.element_ty
     turned_a = (a * cos - b * sin).to(element)
     turned_b = (b * cos + a * sin).to(element)
-    tl.store(at, turned_a, mask=used)
-    tl.store(at + half, turned_b, mask=used)
+    tl.store(at, turned_a, mask=used[:, None])
+    tl.store(at + half, turned_b, mask=used[:, None])
 
-    slot = tl.load(slots + token)
-    if slot >= 0:
-        to = kv + (slot * KV_HEADS + kv_head) * HEAD_DIM
-        key = to + dims[None, :] + rows[:, None] * 0
-        tl.store(key, turned_a, mask=(rows == GROUP)[:, None])
-        tl.store(key + half, turned_b, mask=(rows == GROUP)[:, None])
-        whole = tl.arange(0, HEAD_DIM)
-        value_head = (GROUP + 1) * KV_HEADS + kv_head
-        value = tl.load(qkv + token * ((GROUP + 2) * KV_HEADS * HEAD_DIM) + value_head * HEAD_DIM + whole)
-        tl.store(to + value_offset + whole, value)
+    slot = tl.load(slots + token, mask=used, other=-1)
+    key = kv + ((slot * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims
+    written = ((row == GROUP) & (slot >= 0))[:, None]
+    tl.store(key, turned_a, mask=written)
+    tl.store(key + half, turned_b, mask=written)
+
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    slot = tl.load(slots + token, mask=token < tokens, other=-1)
+    there = (slot >= 0)[:, None]
+    value_head = (GROUP + 1) * KV_HEADS + kv_head
+    value = tl.load(qkv + token[:, None] * token_size + value_head * HEAD_DIM + dims, mask=there)
+    tl.store(kv + value_offset + ((slot * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims, value, mask=there)

@@ -8,7 +8,8 @@ from torch import Tensor
 from engine.attention import AttentionMetadata
 from engine.kernels import HeadNorm, norm, rope, sampling, silu
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
-from engine.kernels.prefill_attention import Chunk, prefill_attention, prefill_tiles
+from engine.kernels.prefill_attention import Chunk, Tiles, prefill_attention, prefill_tiles
+from engine.kernels.thresholds import thresholds
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 INTERPRETED_MULTIPROCESSORS = 4
@@ -20,7 +21,7 @@ class TritonPlan:
     num_decodes: int
     block_tables: Tensor  # [requests, blocks] int32
     pieces: Pieces | None  # None: nothing decodes
-    tiles: Tensor | None  # of the chunks for `prefill_attention`; None: there are none
+    tiles: Tiles | None  # None: there are no chunks
 
 
 class TritonKernels:
@@ -63,7 +64,7 @@ class TritonKernels:
             row += stop - start
         tiles = None
         if chunks:
-            tiles = prefill_tiles(chunks, num_heads // num_kv_heads).to(device, non_blocking=True)
+            tiles = prefill_tiles(chunks, num_heads // num_kv_heads, device)
         return TritonPlan(decodes, metadata.block_tables, pieces, tiles)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TritonPlan) -> Tensor:
@@ -89,4 +90,4 @@ class TritonKernels:
         return sampling.draw(logits, temperature, keys, probs, least)
 
     def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        return sampling.thresholds(probs, top_k, top_p, min_p)
+        return thresholds(probs, top_k, top_p, min_p)

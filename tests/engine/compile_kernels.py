@@ -42,6 +42,7 @@ def main() -> None:
 
     from engine.kernels import AttentionMetadata, HeadNorm, sampling
     from engine.kernels.skinny_linear import SkinnyLinear
+    from engine.kernels.thresholds import thresholds
     from engine.kernels.triton_kernels import TritonKernels
     from kv_transfer import copy_kernels
 
@@ -90,7 +91,7 @@ def main() -> None:
     whole = torch.zeros(4, dtype=torch.int32)
     sampling.greedy(logits.bfloat16())
     sampling.draw(logits, limit, whole)
-    sampling.draw(logits, limit, whole, logits, sampling.thresholds(logits, whole, limit, limit))
+    sampling.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
 
 
 if __name__ == "__main__":

@@ -218,9 +218,28 @@ def test_heads_are_normalised_before_they_are_rotated(
     step.check(triton_kernels, kernel_device, norm)
 
 
-def test_chunks_longer_than_a_tile(triton_kernels: Kernels, kernel_device: str) -> None:
-    """Several tiles, in front of each whole tiles of keys and one that the causal mask cuts."""
+@pytest.mark.parametrize("long_from", [100, 4096])
+def test_chunks_longer_than_a_tile(
+    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, long_from: int
+) -> None:
+    """Several tiles, in front of each whole tiles of keys and those that the causal mask cuts."""
+    from engine.kernels import prefill_attention
+
+    monkeypatch.setattr(prefill_attention, "LONG_FROM", long_from)
     Step([(0, 70), (130, 200)], (4, 1), 64, 128, F16).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_tokens_are_rotated_by_one_program(
+    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """As many do not fill the last; Qwen3's norm, three query heads."""
+    from engine.kernels import rope
+
+    monkeypatch.setattr(rope, "MANY", 1)
+    step = Step([(9, 10), (0, 6)], (3, 1), 64, 16, dtype)
+    norm = HeadNorm(1 + normal(4, 64).to(dtype) / 4, 1e-6)
+    step.check(triton_kernels, kernel_device, norm)
 
 
 @settings(max_examples=6)
