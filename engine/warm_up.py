@@ -30,8 +30,9 @@ HEAVIEST: dict[str, Any] = {
 }
 """Sampling that takes the most memory."""
 
-PLAINER: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.0}]
-"""Sampling that has kernels of its own where all requests of a step ask for no more."""
+PLAINER: list[tuple[int, dict[str, Any]]] = [(24, {"temperature": 1.0}), (48, {"temperature": 0.0})]
+"""Sampling that has kernels of its own where all requests of a step ask for no more; and lengths of prompts
+that matrix products have kernels of their own for, however few requests may decode."""
 
 LAST_DECODES = 3
 """Tokens that the last of the first prompts still decodes when the long ones come."""
@@ -86,7 +87,7 @@ def plan_rehearsal(config: EngineConfig, max_model_len: int) -> Rehearsal:
         prompts.append((max(1, min((budget + number) // seats, max_model_len - decodes)), decodes))
     longest = max(1, min(budget * 3 // 2, max_model_len - 1))
     long_prompts = [(longest, 1)] * min(budget // longest + 1, seats)
-    plainer = [Wave(0, [(1, 2)], sampling) for sampling in PLAINER]
+    plainer = [Wave(0, [(max(1, min(n, max_model_len - 2)), 2)], sampling) for n, sampling in PLAINER]
     return Rehearsal([Wave(0, prompts, HEAVIEST), Wave(LAST_DECODES, long_prompts, HEAVIEST), *plainer])
 
 
