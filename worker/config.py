@@ -78,7 +78,7 @@ class WorkerConfig:
     metrics_port: int = 0
     kv_lanes: int = 4
     """TCP connections to each prefill worker."""
-    kv_slot_bytes: int = 1 << 20
+    kv_slot_bytes: int = 2 << 20
     """One slice of KV on the wire and one slot of the staging arena; a few MiB at most."""
     kv_slots: int = 64
     """Slots of the arena: it takes kv_slots × kv_slot_bytes of host memory."""

@@ -18,7 +18,7 @@ class TransferOptions:
     ] = 4
     kv_slot_bytes: Annotated[
         int, opt("One slice of KV on the wire, one slot of the staging arena.", "BYTES", check=between(1))
-    ] = 1 << 20
+    ] = 2 << 20
     kv_slots: Annotated[int, opt("Slots of a worker's staging arena.", "N", check=between(1))] = 64
 
 

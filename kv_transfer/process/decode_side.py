@@ -84,6 +84,7 @@ class _Peer:
     retry_at: float = 0.0
     backoff: float = _BACKOFF[0]
     used: float = 0.0  # when it last had something to do
+    moved: float = 0.0  # when a frame of any of its transfers last came
 
 
 class DecodeSide:
@@ -238,6 +239,8 @@ class DecodeSide:
                 self._stale(header)  # crossed our ABORT, or the sender's own end after everything came
             elif isinstance(message, Commit):
                 self._commit(transfer, header, message)
+            elif isinstance(message, Aborted) and message.reason == "deadline" and _dry(transfer):
+                session.end("lost", "frames do not come")
             elif isinstance(message, Aborted):
                 # "deadline" with nothing sent: the prefill never showed up, and will not for a second FETCH.
                 retry = message.reason == "integrity" or (message.reason == "deadline" and message.frames > 0)
@@ -284,7 +287,7 @@ class DecodeSide:
                 self._integrity(transfer, "payload", "payload checksum does not match")
             self.settle()
             return
-        transfer.moved = transfer.last_frame_at = time.monotonic()
+        transfer.moved = transfer.last_frame_at = transfer.peer.moved = time.monotonic()
         self._counters.kv_frames += 1
         self._counters.kv_bytes += header.length
         try:
@@ -339,8 +342,11 @@ class DecodeSide:
                 continue  # how long the prefill computes is the router's business
             elif now >= max(transfer.moved, peer.session.kv_heard) + limits.progress:
                 self._counters.expire("progress", f"{incoming.frames} frames came")
-                self._abort(transfer, "deadline")
-                self._fail(transfer, "deadline", retry=True)
+                if _dry(transfer):
+                    peer.session.end("lost", "frames do not come")
+                else:
+                    self._abort(transfer, "deadline")
+                    self._fail(transfer, "deadline", retry=True)
         for key, peer in list(self._peers.items()):
             if peer.transfers:
                 peer.used = now
@@ -402,3 +408,11 @@ class DecodeSide:
     def _back_off(self, peer: _Peer, now: float) -> None:
         peer.retry_at = now + peer.backoff
         peer.backoff = min(2 * peer.backoff, _BACKOFF[1])
+
+
+def _dry(transfer: _Transfer) -> bool:
+    """COMMIT came, and since this transfer last moved no frame of any other came over its session, either.
+
+    Then the frames that both sides count as on their way are lost, and with them their credits: only a new
+    session has any."""
+    return transfer.incoming.committed and transfer.peer.moved <= transfer.moved

@@ -18,6 +18,8 @@ import pytest
 
 import kv_transfer as kv
 
+from .conftest import until
+
 FAST = kv.Deadlines(fetch_wait=0.5, hold=0.6, progress=2.0, unreachable=0.6, tombstone=30.0)
 
 
@@ -115,6 +117,34 @@ def test_a_prefill_that_computes_nothing_yet_starves_nobody(
     slow.sender.commit(slow_id, kv.FirstToken(1))
     assert isinstance(waiting.event(slow_fetch), kv.Injected)
     waiting.assert_whole()
+
+
+def test_a_receiver_that_does_not_read_keeps_nobody_waiting(
+    make_prefill: Any, make_decode: Any, pair_of: Any
+) -> None:
+    """Its engine hangs: neither prefill's forward pass nor another decode worker notices."""
+    prefill = make_prefill(slots=8, blocks=256)
+    stuck, other = make_decode(name="decode stuck", slots=4), make_decode(name="decode other")
+    a, b = pair_of(prefill, stuck), pair_of(prefill, other)
+    first = prefill.open(500)
+    lost = stuck.fetch(prefill, first, 500)
+    until(lambda: prefill.sender.has_fetch(first), "the FETCH", prefill.sender)
+    for layer in range(3):
+        prefill.sender.ready(first, layer, 0, 500)
+    prefill.sender.commit(first, kv.FirstToken(1))
+    until(lambda: stuck.stats().slots_free <= 2, "its arena to fill up", prefill.sender)
+    for _ in range(3):
+        second = prefill.hold(400)
+        blocks = prefill.held[second]
+        taken = other.fetch(prefill, second, 400)
+        assert isinstance(b.event(taken), kv.Injected)
+        b.assert_same(blocks, taken, 0, 400)
+        other.release(taken)
+    blocks = prefill.held[first]
+    assert isinstance(a.event(lost), kv.Injected)
+    a.assert_same(blocks, lost, 0, 500)
+    a.assert_whole()
+    b.assert_whole()
 
 
 def test_a_new_fetch_supersedes(make_prefill: Any, make_decode: Any, pair_of: Any) -> None:
@@ -216,14 +246,16 @@ def test_asking_for_positions_that_are_not_there(make_pair: Any) -> None:
     pair.assert_whole()
 
 
-def test_cancel_at_random_moments(make_pair: Any) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [80, pytest.param(1_000, marks=pytest.mark.long)])
+def test_cancel_at_random_moments(make_pair: Any, count: int) -> None:
     """Many fetches are cancelled, at either side, and their blocks re-used at once: no late byte lands."""
     pair = make_pair({"slots": 8, "blocks": 128}, {"slots": 8, "blocks": 48})
     rng = random.Random(3)
     running: dict[bytes, tuple[bytes, int, list[int]]] = {}
     cancel_at: dict[bytes, float] = {}
     ended = 0
-    while ended < 80:
+    while ended < count:
         select.select([pair.prefill.sender, pair.decode.receiver], [], [], 0.001)
         pair.poll()
         if len(running) < 6 and len(pair.decode.free) > 8 and len(pair.prefill.free) > 8:

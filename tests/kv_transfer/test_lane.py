@@ -1,0 +1,135 @@
+"""A lane alone, in this process: whatever bytes come, it hands over what was sent, or nothing."""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+from typing import Any
+
+import pytest
+import xxhash
+
+from kv_transfer.process.lane import Lane, OutgoingFrame
+from kv_transfer.process.loop import Loop
+from kv_transfer.protocol.frame import FrameType, Header, pack
+from kv_transfer.trace import TraceWriter
+
+BURST = 32  # frames
+
+
+class Owner:
+    """Takes every KV frame; keeps those whose checksum matched."""
+
+    def __init__(self) -> None:
+        self.whole: list[tuple[Header, bytes]] = []
+        self.seen = 0
+        self.closed = ""
+
+    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
+        payload = memoryview(bytearray(header.length))
+        return payload, payload
+
+    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
+        self.seen += 1
+        if whole:
+            self.whole.append((header, bytes(ticket)))
+
+    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
+        raise AssertionError("no control message was sent")
+
+    def frame_begins(self, frame: OutgoingFrame) -> bool:
+        raise AssertionError("it only receives")
+
+    def frame_sent(self, frame: OutgoingFrame) -> None:
+        raise AssertionError("it only receives")
+
+    def frame_dropped(self, frame: OutgoingFrame) -> None:
+        raise AssertionError("it only receives")
+
+    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
+        self.closed = kind
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+def flipped(rng: random.Random, data: bytes, start: int, stop: int) -> bytes:
+    damaged = bytearray(data)
+    for at in rng.sample(range(start, stop), rng.randrange(1, 4)):
+        damaged[at] ^= 1 << rng.randrange(8)
+    return bytes(damaged)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("patient", [True, False])
+@pytest.mark.parametrize("count", [5_000, pytest.param(500_000, marks=pytest.mark.long)])
+def test_a_mutated_frame_is_never_whole(count: int, patient: bool) -> None:
+    """Bursts of frames, all payloads but one damaged; the last has a damaged header, or half is missing."""
+    rng = random.Random(count)
+    loop = Loop(lambda: None)
+    mutated = 0
+    while mutated < count:
+        near, far = connected()
+        owner = Owner()
+        lane = Lane(far, loop, owner, TraceWriter(None, ""), patient=patient)
+        lane.max_payload = 4096
+        burst, right = b"", rng.randrange(BURST - 1)
+        expected: list[tuple[Header, bytes]] = []
+        for seq in range(BURST):
+            payload = rng.randbytes(rng.randrange(4, 600))
+            head = Header(
+                FrameType.KV, rng.randbytes(16), layer=rng.randrange(9), seq=seq, length=len(payload),
+                payload_hash=xxhash.xxh3_64_intdigest(payload),
+            )  # fmt: skip
+            frame = pack(head) + payload
+            if seq == right:
+                expected.append((head, payload))
+            elif seq < BURST - 1:
+                frame = flipped(rng, frame, 64, len(frame))
+            else:
+                frame = (
+                    flipped(rng, frame, 0, 64) if rng.random() < 0.9 else frame[: rng.randrange(len(frame))]
+                )
+            mutated += seq != right
+            burst += frame
+        near.sendall(burst)
+        near.shutdown(socket.SHUT_WR)
+        lane.serve()
+        while not owner.closed:
+            loop.turn(1.0)
+        near.close()
+        assert owner.whole == expected, "a damaged frame was believed, or an undamaged one was not"
+        assert owner.seen >= BURST - 1
+        assert owner.closed in ("header", "eof")
+
+
+def test_a_patient_lane_reads_what_there_is_when_told_to() -> None:
+    """On a slow line a frame comes in dribs and drabs: each is progress, though none is a megabyte."""
+    near, far = connected()
+    loop, owner = Loop(lambda: None), Owner()
+    lane = Lane(far, loop, owner, TraceWriter(None, ""), patient=True)
+    lane.max_payload = 4 << 20
+    payload = random.Random(1).randbytes(2 << 20)
+    head = Header(FrameType.KV, length=len(payload), payload_hash=xxhash.xxh3_64_intdigest(payload))
+    lane.serve()
+    near.sendall(pack(head) + payload[:1000])
+    while lane.ticket is None:
+        loop.turn(1.0)
+    heard = lane.heard
+    near.sendall(payload[1000:2000])
+    assert not select.select([far], [], [], 0.2)[0], "it waits for more than that"
+    loop.wake(lane.relax)
+    while lane.heard == heard:
+        loop.turn(1.0)
+    near.setblocking(False)
+    at = 2000
+    while not owner.whole:
+        if select.select([], [near], [], 0)[1] and at < len(payload):
+            at += near.send(payload[at : at + 65536])
+        loop.turn(0.01)
+    assert owner.whole == [(head, payload)]
+    lane.close("stopped", "")
