@@ -7,8 +7,8 @@ program takes BLOCK_N rows of W and one of SPLITS parts of their columns, so tha
 as the GPU runs at once, each with several tiles on their way. Of the programs of the same rows the one that
 finishes last adds up the parts, in the order of the parts and not of their arrival: no timing changes y.
 
-cuBLAS leaves the memory idle for some 4 µs of each product, and from 17 rows on reads it more slowly; this
-takes 2 % to 8 % less time up to 64 rows, and launches that overlap (`overlap`) as much again.
+Beside cuBLAS a layer's products take 3 % less time up to 64 rows, with launches that overlap (`overlap`) 6 %: both
+read W at over 4 TB/s, and lose some 4 µs around it (docs/benchmarks.md).
 """
 
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from engine.kernels.overlap import inputs_ready
 BLOCK_N = 64
 SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are on their way
 MAX_STAGES = 8
+MAX_SPLITS = 8
 
 
 class Tiling(NamedTuple):
@@ -34,14 +35,16 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def tiling(rows: int, size: int, multiprocessors: int) -> Tiling:
-    """Measured on an H200. Many programs share a multiprocessor by two; few are made more by splitting."""
+def tiling(rows: int, inner: int, size: int, multiprocessors: int) -> Tiling:
+    """Of x [rows, inner] and W [size, inner], measured on an H200. Many programs share a multiprocessor by
+    two; few are made more by splitting."""
     padded = max(16, triton.next_power_of_2(rows))
     tiles = triton.cdiv(size, BLOCK_N)
     columns = 128 if padded == 64 or tiles > multiprocessors else 256
     room = SHARED_BYTES // 2 if tiles > multiprocessors else SHARED_BYTES
     stages = min(MAX_STAGES, room // (2 * columns * (BLOCK_N + padded)))
-    return Tiling(padded, columns, max(1, multiprocessors // tiles), stages)
+    splits = min(multiprocessors // tiles, triton.cdiv(inner, columns), MAX_SPLITS)
+    return Tiling(padded, columns, max(1, splits), stages)
 
 
 class SkinnyLinear:
@@ -66,7 +69,7 @@ class SkinnyLinear:
         """x [rows, in], contiguous, 1 to 64 rows; returns [rows, out]."""
         assert x.is_contiguous(), "read as a matrix"
         (rows, inner), size = x.shape, len(self._weight)
-        block_m, block_k, splits, stages = tiling(rows, size, self._multiprocessors)
+        block_m, block_k, splits, stages = tiling(rows, inner, size, self._multiprocessors)
         tiles = len(self._finished)
         out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
         parts = out
