@@ -7,8 +7,8 @@ program takes BLOCK_N rows of W and one of SPLITS parts of their columns, so tha
 as the GPU runs at once, each with several tiles on their way. Of the programs of the same rows the one that
 finishes last adds up the parts, in the order of the parts and not of their arrival: no timing changes y.
 
-Beside cuBLAS a layer's products take 3 % less time up to 64 rows, with launches that overlap (`overlap`) 6 %: both
-read W at over 4 TB/s, and lose some 4 µs around it (docs/benchmarks.md).
+Beside cuBLAS a layer's products take 3 % less time up to 64 rows, and 6 % with launches that overlap
+(`overlap`): both read W at over 4 TB/s, and lose some 4 µs around it (docs/benchmarks.md).
 """
 
 from typing import NamedTuple

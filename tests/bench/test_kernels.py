@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from bench import kernels as bench
+from bench.kernels import __main__ as command
+from bench.kernels import measure as bench
+from bench.kernels.cases import Cases, Shape
 
-TINY = bench.Shape(
-    heads=4, kv_heads=2, head_dim=16, inner=64, block_size=16, dtype=torch.float16,
-    batches=(1, 2), context=3, prompts=(17, 18),
+TINY = Shape(
+    heads=4, kv_heads=2, head_dim=16, inner=64, vocabulary=300, block_size=16, dtype=torch.float16,
+    batches=(1, 2), context=3, prompts=(17, 70),
 )  # fmt: skip
 
 
@@ -20,15 +22,15 @@ def one_second_each(calls: Sequence[Callable[[], object]]) -> Callable[[], float
 
 
 @pytest.fixture
-def cases(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> bench.Cases:
+def cases(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Cases:
     from engine.kernels.triton_kernels import TritonKernels
 
     monkeypatch.setattr(bench, "BEYOND_CACHE", 0)
     device = torch.device(kernel_device)
-    return bench.Cases(TINY, TritonKernels(device, TINY.head_dim), device)
+    return Cases(TINY, TritonKernels(device, TINY.head_dim), device)
 
 
-def test_every_case_runs_and_makes_rows(cases: bench.Cases) -> None:
+def test_every_case_runs_and_makes_rows(cases: Cases) -> None:
     rows = {row.name: row for make in cases for row in bench.measure(make, one_second_each)}
     assert len(rows) % 3 == 0
     for name in (
@@ -37,11 +39,14 @@ def test_every_case_runs_and_makes_rows(cases: bench.Cases) -> None:
         "rope_and_write.t17",
         "decode_attention.b2",
         "decode_attention.b2.ragged",
-        "prefill_attention.18",
+        "prefill_attention.70",
         "prefill_attention.17.after51",
         "gather.t17",
         "scatter.t17",
-        "cublas.gate_up.t2",
+        "greedy.b2",
+        "draw.b1",
+        "thresholds.top_p.b1",
+        "linear.gate_up.t2",
     ):
         assert rows[f"kernels.{name}.time"].value == 1e6, "a second, in µs"
     # 4 rows of 64 elements of 2 bytes: residual in and out, delta, result
@@ -49,7 +54,7 @@ def test_every_case_runs_and_makes_rows(cases: bench.Cases) -> None:
     assert rows["kernels.gather.t17"].ratio == 1.0
 
 
-def test_a_sweep_tries_every_choice_and_leaves_the_constants_alone(cases: bench.Cases) -> None:
+def test_a_sweep_tries_every_choice_and_leaves_the_constants_alone(cases: Cases) -> None:
     from engine.kernels import decode_attention
 
     stages = decode_attention.STAGES
@@ -58,12 +63,12 @@ def test_a_sweep_tries_every_choice_and_leaves_the_constants_alone(cases: bench.
     )
     assert [row.name for row in found] == [f"kernels.decode_attention.b1 STAGES={n}" for n in (1, 2, 7)]
     assert stages == decode_attention.STAGES
-    assert len(bench.choices(cases)) == 3
+    assert len(bench.choices(cases)) == 4
 
 
 def test_without_a_gpu_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["bench.kernels", "--device", "cpu"])
-    assert bench.main() == 2
+    assert command.main() == 2
     assert "needs --device cuda" in capsys.readouterr().err

@@ -1,37 +1,21 @@
-"""Each GPU kernel of the engine and of KV transfer beside torch's own and the hardware's limit.
-
-    python -m bench.kernels --device cuda [--json PATH]     all kernels, Llama-3.1-8B's shapes, bfloat16
-    python -m bench.kernels --device cuda --sweep           times of the attention kernels by their constants
-
-Times are of replayed CUDA graphs, over input sets that together exceed the L2 cache. Bytes are those that
-must move (each input read once, each output written once), operations those that causality leaves.
-What a kernel is bound by, bandwidth or arithmetic, decides in which unit it is told.
-"""
+"""What is measured: each kernel, what torch has for the same, and the least that it must move and compute."""
 
 from __future__ import annotations
 
 import itertools
-import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.contract import EXIT_CANNOT_MEASURE, Report, Row, interleaved, paired_ratio, parser
-from engine.kernels import AttentionMetadata, Kernels, kernels_for
+from engine.kernels import AttentionMetadata, Kernels
 from engine.layers import MAX_SKINNY_ROWS, Linear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
 """An H200: its datasheet's bandwidth, and bfloat16 products of random numbers as measured (cuBLAS, 8192³)."""
-BEYOND_CACHE = 256 << 20  # bytes that the input sets of a case have together, at least
-MAX_SETS = 32
-PAIRS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +171,7 @@ class Cases:
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
 
         def theirs() -> Tensor:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
                 return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
 
         visible = tokens * start + tokens * (tokens + 1) // 2
@@ -216,7 +200,7 @@ class Cases:
 
         def move() -> None:
             copy_kernels.launch(table, kv, tokens, shape.kv_heads, into_pool=into_pool)
-            assert len(blocks)  # the kernel knows only its address
+            _ = blocks, dense  # kept: the kernel knows only their addresses
 
         return kv.flatten(1, 2), rows[:tokens], dense, move
 
@@ -324,124 +308,3 @@ class Cases:
 
 def nbytes(x: Tensor) -> int:
     return x.numel() * x.itemsize
-
-
-Seconds = Callable[[Sequence[Callable[[], object]]], Callable[[], float]]
-"""Prepares calls to be timed; the result says how long all of them take together, this time."""
-
-
-def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which may still be filling the inputs
-    with torch.cuda.stream(side):  # compiles, chooses algorithms, allocates: before the capture
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def once() -> float:
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    once()
-    return once
-
-
-def measure(make: Make, seconds: Seconds) -> list[Row]:
-    case = make()
-    sets = [case, *(make() for _ in range(min(MAX_SETS, BEYOND_CACHE // max(1, case.bytes))))]
-    ours, theirs = seconds([case.ours for case in sets]), None
-    if all(case.torch for case in sets):
-        theirs = seconds([case.torch for case in sets if case.torch])
-    times, their_times = interleaved(ours, theirs or ours, PAIRS)
-    each = statistics.median(times) / len(sets)
-    work, limit, unit, scale = case.bytes, BYTES_PER_S, "GB/s", 1e9
-    if case.arithmetic:
-        work, limit, unit, scale = case.flops, FLOPS_PER_S, "TFLOP/s", 1e12
-    row = Row(f"kernels.{case.name}", work / each / scale, unit)
-    if theirs:
-        ratio, spread = paired_ratio(their_times, times)
-        row = replace(row, ratio=ratio, ratio_to=f"speed of {case.torch_is}", spread=spread)
-    return [
-        row,
-        Row(f"kernels.{case.name}.time", each * 1e6, "µs"),
-        Row(f"kernels.{case.name}.of_limit", work / each / limit, f"of {limit / scale:g} {unit}"),
-    ]
-
-
-# Which constants are best
-
-
-def sweep(
-    cases: Cases, seconds: Seconds, choices: Sequence[tuple[ModuleType, dict[str, list[Any]], Make]]
-) -> list[Row]:
-    rows = []
-    for module, constants, make in choices:
-        before = {name: getattr(module, name) for name in constants}
-        for values in itertools.product(*constants.values()):
-            chosen = dict(zip(constants, values, strict=True))
-            for name, value in chosen.items():
-                setattr(module, name, value)
-            label = " ".join(f"{name}={value}" for name, value in chosen.items())
-            try:
-                time = measure(make, seconds)[1]
-            except Exception as error:  # noqa: BLE001 - a choice that does not fit the device is an answer too
-                print(f"{module.__name__} {label}: {type(error).__name__}", file=sys.stderr)
-            else:
-                rows.append(replace(time, name=f"{time.name.removesuffix('.time')} {label}"))
-        for name, value in before.items():
-            setattr(module, name, value)
-    return sorted(rows, key=lambda row: (row.name.split(" ")[0], row.value))
-
-
-def choices(cases: Cases) -> list[tuple[ModuleType, dict[str, list[Any]], Make]]:
-    from engine.kernels import decode_attention, prefill_attention, thresholds
-    from engine.kernels.prefill_attention import Shape as Tile
-
-    shape = cases.shape
-    tiles = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]
-    pieces = {"FEW_REQUESTS": [0], "PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7]}
-    search = {"PIVOTS": [4, 8, 16], "PROGRAMS": [256, 512, 1024]}
-    long, some = shape.prompts[-1], shape.batches[len(shape.batches) // 2]
-    return [
-        (prefill_attention, {"LONG": tiles, "STAGES": [3, 5]}, lambda: cases.prefill(0, long)),
-        (decode_attention, pieces, lambda: cases.decode(f"b{some}", [shape.context] * some)),
-        (decode_attention, pieces, lambda: cases.decode("b1", [shape.context])),
-        (thresholds, search, lambda: cases.thresholds(some, "top_p", shape.vocabulary, 0.9)),
-    ]
-
-
-def main() -> int:
-    arguments = parser(__doc__ or "")
-    arguments.add_argument(
-        "--sweep", action="store_true", help="time the attention kernels by their constants"
-    )
-    args = arguments.parse_args()
-    if args.device == "cpu" or not torch.cuda.is_available():
-        print("bench.kernels measures GPU kernels: it needs --device cuda, and a GPU", file=sys.stderr)
-        return EXIT_CANNOT_MEASURE
-    device = torch.device("cuda")
-    shape = Shape(batches=(1, 64), prompts=(2000,)) if args.short else Shape()
-    cases = Cases(shape, kernels_for(device, shape.head_dim), device)
-    report = Report(
-        "kernels", {"shape": "llama-3.1-8b", "dtype": "bfloat16", "block_size": shape.block_size}, args.json
-    )
-    with torch.inference_mode():
-        if args.sweep:
-            report.rows += sweep(cases, graph_seconds, choices(cases))
-        else:
-            for make in cases:
-                report.rows += measure(make, graph_seconds)
-    report.finish()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

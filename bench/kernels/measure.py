@@ -1,0 +1,108 @@
+"""How long a case takes, and which constants of a kernel make it shortest."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from bench.contract import Row, interleaved, paired_ratio
+from bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S, Cases, Make
+
+BEYOND_CACHE = 256 << 20  # bytes that the input sets of a case have together, at least
+MAX_SETS = 32
+PAIRS = 7
+
+Seconds = Callable[[Sequence[Callable[[], object]]], Callable[[], float]]
+"""Prepares calls to be timed; the result says how long all of them take together, this time."""
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may still be filling the inputs
+    with torch.cuda.stream(side):  # compiles, chooses algorithms, allocates: before the capture
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def once() -> float:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    once()
+    return once
+
+
+def measure(make: Make, seconds: Seconds) -> list[Row]:
+    case = make()
+    sets = [case, *(make() for _ in range(min(MAX_SETS, BEYOND_CACHE // max(1, case.bytes))))]
+    ours, theirs = seconds([case.ours for case in sets]), None
+    if all(case.torch for case in sets):
+        theirs = seconds([case.torch for case in sets if case.torch])
+    times, their_times = interleaved(ours, theirs or ours, PAIRS)
+    each = statistics.median(times) / len(sets)
+    work, limit, unit, scale = case.bytes, BYTES_PER_S, "GB/s", 1e9
+    if case.arithmetic:
+        work, limit, unit, scale = case.flops, FLOPS_PER_S, "TFLOP/s", 1e12
+    row = Row(f"kernels.{case.name}", work / each / scale, unit)
+    if theirs:
+        ratio, spread = paired_ratio(their_times, times)
+        row = replace(row, ratio=ratio, ratio_to=f"speed of {case.torch_is}", spread=spread)
+    return [
+        row,
+        Row(f"kernels.{case.name}.time", each * 1e6, "µs"),
+        Row(f"kernels.{case.name}.of_limit", work / each / limit, f"of {limit / scale:g} {unit}"),
+    ]
+
+
+def sweep(
+    cases: Cases, seconds: Seconds, choices: Sequence[tuple[ModuleType, dict[str, list[Any]], Make]]
+) -> list[Row]:
+    rows = []
+    for module, constants, make in choices:
+        before = {name: getattr(module, name) for name in constants}
+        for values in itertools.product(*constants.values()):
+            chosen = dict(zip(constants, values, strict=True))
+            for name, value in chosen.items():
+                setattr(module, name, value)
+            label = " ".join(f"{name}={value}" for name, value in chosen.items())
+            try:
+                time = measure(make, seconds)[1]
+            except Exception as error:  # noqa: BLE001 - a choice that does not fit the device is an answer too
+                print(f"{module.__name__} {label}: {type(error).__name__}", file=sys.stderr)
+            else:
+                rows.append(replace(time, name=f"{time.name.removesuffix('.time')} {label}"))
+        for name, value in before.items():
+            setattr(module, name, value)
+    return sorted(rows, key=lambda row: (row.name.split(" ")[0], row.value))
+
+
+def choices(cases: Cases) -> list[tuple[ModuleType, dict[str, list[Any]], Make]]:
+    from engine.kernels import decode_attention, prefill_attention, thresholds
+    from engine.kernels.prefill_attention import Shape as Tile
+
+    shape = cases.shape
+    tiles = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]
+    pieces = {"FEW_REQUESTS": [0], "PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7]}
+    search = {"PIVOTS": [4, 8, 16], "PROGRAMS": [256, 512, 1024]}
+    long, some = shape.prompts[-1], shape.batches[len(shape.batches) // 2]
+    return [
+        (prefill_attention, {"LONG": tiles, "STAGES": [3, 5]}, lambda: cases.prefill(0, long)),
+        (decode_attention, pieces, lambda: cases.decode(f"b{some}", [shape.context] * some)),
+        (decode_attention, pieces, lambda: cases.decode("b1", [shape.context])),
+        (thresholds, search, lambda: cases.thresholds(some, "top_p", shape.vocabulary, 0.9)),
+    ]
