@@ -302,7 +302,9 @@ class Scheduler:
 
     @property
     def _has_seat(self) -> bool:
-        return len(self.running) + len(self.reserved) < self.max_num_seqs
+        """Who only waits for its last token is in no step any more."""
+        seated = sum(not live.ends_with_pending for live in self.running)
+        return seated + len(self.reserved) < self.max_num_seqs
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

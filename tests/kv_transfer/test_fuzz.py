@@ -335,7 +335,7 @@ def assert_pool(decode: Any, blocks: list[int], frames: list[Frame]) -> None:
         start = head["token_start"]
         expected = torch.frombuffer(bytearray(body), dtype=torch.int32).view(2, 16, 2, 16)
         rows = decode.rows(blocks, head["layer"], start, start + 16)
-        assert torch.equal(rows.view(torch.int32), expected)
+        assert torch.equal(rows.view(torch.int32).cpu(), expected)
 
 
 @pytest.mark.timeout(1800)

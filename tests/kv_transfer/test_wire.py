@@ -205,7 +205,7 @@ def assert_pool(decode: Any, blocks: list[int], frames: list[tuple[dict[str, int
     """The pool holds these bytes (noise: NaNs among them, hence integers)."""
     for head, body in frames:
         expected = torch.frombuffer(bytearray(body), dtype=torch.int32).view(2, 10, 2, 16)
-        assert torch.equal(decode.rows(blocks, head["layer"], 0, 10).view(torch.int32), expected)
+        assert torch.equal(decode.rows(blocks, head["layer"], 0, 10).view(torch.int32).cpu(), expected)
 
 
 def ended(decode: Any, until: Any) -> Any:
@@ -232,7 +232,7 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
         kind, which, head, payload = lane.read()
         assert (kind, which, head["seq"], head["token_count"]) == (KV, transfer, seq, 10)
         got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
-        assert torch.equal(got, expected[head["layer"]])
+        assert torch.equal(got, expected[head["layer"]].cpu())
     lane.say(CREDIT, [5, True])
     kind, _, _, payload = lane.read()
     assert (kind, unpack(payload)) == (CREDIT, [5, 3])
