@@ -471,10 +471,26 @@ def kv_refetched(decode: Any, fake: FakePrefill) -> Lane:
 
 
 def test_a_commit_whose_frames_never_come(fetching: Any, until: Any) -> None:
-    decode, _, lane, transfer, _ = fetching(progress=0.5)
+    """Nor any other: the frames are lost, and their credits with them. Only a new session has any."""
+    decode, fake, lane, transfer, _ = fetching(progress=0.5)
     lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
-    assert lane.expect(ABORT) == (transfer, ["deadline"])
+    assert lane.read()[0] == 0, "the session ends"
     assert decode.stats().deadlines == {"progress": 1}
+    asked(kv_refetched(decode, fake))
+
+
+def test_a_transfer_that_stalls_beside_one_that_does_not(fetching: Any, until: Any) -> None:
+    decode, fake, lane, transfer, _ = fetching(progress=0.5)
+    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
+    decode.receiver.fetch(
+        b"e", prefill_id=b"q" * 16, kv_address=fake.address, incarnation=5, block_ids=decode.allocate(10),
+        num_tokens=10,
+    )  # fmt: skip
+    other, _ = lane.expect(FETCH)
+    head, body = slices(10)[0]
+    lane.send(KV, body, other, **head)
+    assert lane.expect(ABORT) == (transfer, ["deadline"])
+    assert decode.stats().sessions == 1
 
 
 def test_a_peer_that_falls_silent(fetching: Any, until: Any) -> None:
