@@ -50,6 +50,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             kv_host=given.network.kv_host,
             kv_port=given.network.kv_port,
             metrics_port=given.network.metrics_port,
+            kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
             kv_lanes=given.transfer.kv_lanes,
             kv_slot_bytes=given.transfer.kv_slot_bytes,
             kv_slots=given.transfer.kv_slots,

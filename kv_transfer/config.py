@@ -47,6 +47,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0  # 0: chosen, and told in Ready
     lanes: int = 4  # decode opens this many to each prefill worker (fewer when there are many peers)
     max_lanes: int = 64  # decode: over all peers
+    bind: tuple[str, ...] = ()  # decode: interfaces or own addresses that lanes go out from, in turn
     max_sessions: int = 256  # prefill: authenticated peers
     max_handshakes: int = 64  # prefill: connections that have not yet proved the secret
     max_waiting: int = 4096  # prefill: FETCHes for prefill ids not yet seen

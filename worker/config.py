@@ -76,6 +76,8 @@ class WorkerConfig:
     None: `host`, or where that is a wildcard this machine's own address."""
     kv_port: int = 0
     metrics_port: int = 0
+    kv_bind: tuple[str, ...] = ()
+    """Decode: interfaces, or addresses of this machine, that KV lanes take in turn. Empty: by route."""
     kv_lanes: int = 4
     """TCP connections to each prefill worker."""
     kv_slot_bytes: int = 2 << 20
@@ -120,6 +122,8 @@ class WorkerConfig:
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
                 "lanes, at most 65536)"
             )
+        for source in self.kv_bind:
+            _check_source(source)
         if self.kv_host in _WILDCARDS:
             raise ValueError(
                 f"--kv-host: {self.kv_host!r} cannot be told to decode workers; give the address of the "
@@ -188,3 +192,19 @@ class WorkerConfig:
         if self.trace_dir is None:
             return None
         return str(Path(self.trace_dir) / f"{self.role}-{self.index}-{process}.trace")
+
+
+def _check_source(source: str) -> None:
+    """ValueError unless `source` is an interface or an address of this machine."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if source in interfaces:
+        return
+    try:
+        family = socket.AF_INET6 if ":" in source else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((source, 0))
+    except OSError as error:
+        raise ValueError(
+            f"--kv-bind: {source!r} is no address of this machine ({error}); its interfaces are "
+            + ", ".join(interfaces)
+        ) from error

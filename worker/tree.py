@@ -136,6 +136,7 @@ class WorkerTree:
             host=config.kv_address() or config.host,
             port=config.kv_port,
             lanes=config.kv_lanes,
+            bind=config.kv_bind,
             deadlines=TransferDeadlines(
                 fetch_wait=deadlines.hold,
                 hold=deadlines.hold,

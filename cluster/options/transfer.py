@@ -16,6 +16,14 @@ class TransferOptions:
     kv_lanes: Annotated[
         int, opt("TCP connections from a decode worker to each prefill worker.", "N", check=between(1))
     ] = 4
+    kv_bind: Annotated[
+        str | None,
+        opt(
+            "Interfaces or own addresses that a decode worker's lanes take in turn.",
+            "NIC,NIC",
+            shown="by route",
+        ),
+    ] = None
     kv_slot_bytes: Annotated[
         int, opt("One slice of KV on the wire, one slot of the staging arena.", "BYTES", check=between(1))
     ] = 2 << 20

@@ -6,6 +6,7 @@ loops take it for the few microseconds of one callback and never hold it while t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -196,8 +197,9 @@ class TcpConnector:
         session = TcpSession(self, os.urandom(16), lanes)
         sockets: list[socket.socket] = []
         try:
-            for _ in range(lanes):
-                sockets.append(_connecting(address))
+            sources = itertools.cycle(self.config.bind or (None,))
+            for source in itertools.islice(sources, lanes):
+                sockets.append(_connecting(address, source))
         except OSError:
             for sock in sockets:
                 sock.close()
@@ -301,9 +303,10 @@ class TcpConnector:
         return lane
 
 
-def _connecting(address: tuple[str, int]) -> socket.socket:
+def _connecting(address: tuple[str, int], source: str | None) -> socket.socket:
     """A socket whose connect is under way, or done; OSError if it cannot even start.
 
+    `source`: the interface that it goes out from and that the KV comes in by, or an address of this machine.
     Only numeric addresses: a name lookup would block everybody here.
     """
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -311,6 +314,10 @@ def _connecting(address: tuple[str, int]) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     sock.setblocking(False)
     try:
+        if source is not None and source in (name for _, name in socket.if_nameindex()):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, source.encode())
+        elif source is not None:
+            sock.bind((source, 0))
         sock.connect(sockaddr)
     except BlockingIOError:
         pass

@@ -21,7 +21,7 @@ DEADLINES = kv.Deadlines(
     handshake=2.0, fetch_wait=5.0, hold=30.0, progress=1.5, peer_dead=1.5, ping=0.2, unreachable=3.0
 )
 TOKENS = 120  # 24 frames
-ROUNDS = [pytest.param(2), pytest.param(60, marks=pytest.mark.long)]
+ROUNDS = [pytest.param(1), pytest.param(40, marks=pytest.mark.long)]
 
 
 @pytest.fixture

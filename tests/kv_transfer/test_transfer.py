@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import kv_transfer as kv
@@ -369,6 +370,27 @@ def test_idle_lanes_close_and_reopen(make_pair: Any) -> None:
         assert isinstance(pair.event(pair.decode.fetch(pair.prefill, pair.prefill.hold(20), 20)), kv.Injected)
         pair.until(lambda: pair.prefill.stats().lanes == pair.decode.stats().lanes == 0, "the lanes to close")
     pair.assert_whole()
+
+
+@pytest.mark.parametrize(
+    ("bind", "sources"),
+    [
+        ((), {"127.0.0.1": 4}),
+        (("127.0.0.2", "127.0.0.3"), {"127.0.0.2": 2, "127.0.0.3": 2}),
+        (("lo", "127.0.0.9", "127.0.0.8"), {"127.0.0.1": 2, "127.0.0.9": 1, "127.0.0.8": 1}),
+    ],
+)
+def test_lanes_take_the_given_ways_in_turn(
+    make_pair: Any, bind: tuple[str, ...], sources: dict[str, int]
+) -> None:
+    pair = make_pair(decode={"bind": bind})
+    prefill_id = pair.prefill.hold(60)
+    blocks = pair.prefill.held[prefill_id]
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 60)
+    assert isinstance(pair.event(decode_id), kv.Injected)
+    pair.assert_same(blocks, decode_id, 0, 60)
+    lanes = psutil.Process(pair.prefill.process.pid).net_connections()
+    assert Counter(lane.raddr.ip for lane in lanes if lane.raddr) == sources
 
 
 def test_drain_lets_what_runs_end(make_pair: Any) -> None:
