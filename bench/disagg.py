@@ -106,6 +106,7 @@ def measure(args: argparse.Namespace, load: Load, report: Report) -> None:
                 found = run_load(url, load, directory, "--rate", str(rate))
                 series[f"{deployment}.r{rate:g}"] = found
                 rows(report, f"disagg.{deployment}.r{rate:g}", found, GOALS.get(rate), args.device)
+                report.write()  # what is measured stays, whenever somebody stops it
         saturated = {
             deployment: run_load(url, load, directory, "--concurrency", str(load.concurrency))
             for deployment, url in urls.items()
