@@ -3,8 +3,9 @@
 `baton serve --prefill 1:3 --decode 1:2` with the embedded model under an open-loop load (Poisson arrivals): a
 quiet phase, a busy one, and a quiet one that is long enough to shrink again. Loads are shares of what one
 prefill worker can do here, measured first. The TTFT target is ambitious, so that a load that leaves two cores
-some air is too much for one worker, and decode has blocks for three requests. Reported: requests that failed,
-how large the pools became, and TTFT by phase; with `--svg`, load, replicas and TTFT over time as a picture.
+some air is too much for one worker, and decode has blocks for three requests. Without overflow, so that each
+pool has a load of its own. Reported: requests that failed, how large the pools became, and TTFT by phase;
+with `--svg`, load, replicas and TTFT over time as a picture.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _TEXT = (
 )
 _FLAGS = (
     "--dtype", "float32", "--num-threads", "1", "--num-blocks", "32", "--block-size", "16",
-    "--prefill", "1:3", "--decode", "1:2", "--drain-timeout", "30",
+    "--prefill", "1:3", "--decode", "1:2", "--drain-timeout", "30", "--no-overflow",
 )  # fmt: skip
 
 

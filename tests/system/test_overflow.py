@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 
 from bench.chaos.cluster import LocalCluster
 
-from .recovery import FLAGS, SHORT, Broken, each_has
+from .recovery import FLAGS, LONG, SHORT, Broken, each_has
 
 # Steps may take as long as they like, so every prompt is short.
-GENEROUS = ("--ttit-target", "5000")
+GENEROUS = ("--ttit-target", "5000", "--enable-prefix-caching")
 
 
 @pytest.fixture(scope="module")
@@ -47,4 +48,24 @@ async def test_decode_prefills_and_goes_on_through_kills(overflowing: Broken) ->
     await asyncio.to_thread(prefill.wait_exit, 1)
     await overflowing.ride(SHORT[:4])
     prefill.release()
+    await overflowing.settled()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+async def test_decode_prefills_the_rest_of_what_it_has_cached(overflowing: Broken) -> None:
+    """A prompt of several chunks, whose KV came from a prefill worker the first time."""
+
+    def cached() -> float:
+        with urllib.request.urlopen(overflowing.cluster.url + "/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        found = [x for x in lines if x.startswith("baton:overflow_total{") and 'reason="cached"' in x]
+        return float(found[0].split()[-1])
+
+    await asyncio.to_thread(overflowing.all_back)
+    await until_it_overflows(overflowing)
+    before = await asyncio.to_thread(cached)
+    await overflowing.ride(LONG[2:3])
+    await overflowing.ride(LONG[2:3])
+    assert await asyncio.to_thread(cached) == before + 1
     await overflowing.settled()
