@@ -148,9 +148,11 @@ def picture(seen: Seen, phases: Sequence[Phase]) -> str:
 def main(argv: Sequence[str] | None = None) -> Report:
     p = parser(__doc__ or "")
     p.add_argument("--svg", type=Path, metavar="PATH", help="write the picture here")
-    p.add_argument("--low", type=float, default=0.1, metavar="S", help="load of the quiet phases, as a share")
     p.add_argument(
-        "--high", type=float, default=0.7, metavar="S", help="… and of the busy phase, of one worker"
+        "--low", type=float, default=0.04, metavar="S", help="load of the quiet phases, as a share"
+    )
+    p.add_argument(
+        "--high", type=float, default=0.6, metavar="S", help="… and of the busy phase, of one worker"
     )
     p.add_argument("--output-len", type=int, default=16, metavar="N", help="tokens of an answer")
     p.add_argument("--ttft-target", type=float, default=300, metavar="MS")
