@@ -1,6 +1,7 @@
 """KV over TCP loopback: GB/s from one worker to the other, next to raw sockets. All in turn, by twos.
 
     python -m bench.kv [--json PATH] [--short] [--table] [--device cpu|cuda] [--lanes N]
+                         [--peer NAME=PYTHON …]
 
 `kv.tcp.lanes4.64MiB`  arena to arena: transfer processes, channels, frames, checksums, credits, from fetch()
                        until the receiver reports it injected, without the copies between arena and pool. The
@@ -13,17 +14,23 @@
                        scatter compete with the sockets for cores; with `--device cuda` they are the GPU's
 `….cpu`, `….raw.cpu`   CPU seconds for each GB, of all processes
 
+`--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: these engines, each installed for that Python, in turn with
+ours: `kv.vs.nixl_read.256MiB` is our GB/s, and the ratio to theirs (kv_peer_driver.py; settings in PEERS).
 `--table`: 1 to 16 lanes × 1 MiB to 1 GiB, arena to arena, each next to raw sockets with as many streams.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -32,6 +39,17 @@ from bench.kv_pair import BLOCK, Pair, Settings, cpu_seconds
 from bench.raw_sockets import MIB, RawPair
 
 SIZES = (64, 256)  # MiB
+# Row → engine, goal for ours ÷ theirs, pieces of a transfer, environment: the best of those tried.
+PEERS: dict[str, tuple[str, float, int, dict[str, str]]] = {
+    "nixl_read": ("nixl", 2.0, 4, {
+        "UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "2m", "UCX_TCP_RX_SEG_SIZE": "2m",
+        "UCX_TCP_SNDBUF": "4m", "UCX_TCP_RCVBUF": "4m",
+    }),
+    "nixl_write": ("nixl", 1.0, 4, {
+        "UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "512k", "UCX_TCP_RX_SEG_SIZE": "512k",
+    }),
+    "mooncake": ("mooncake", 1.0, 16, {}),
+}  # fmt: skip
 TABLE_LANES = (1, 2, 4, 8, 16)
 TABLE_SIZES = (1, 4, 16, 64, 256, 1024)
 
@@ -86,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--slots", type=int, default=16, help="arena slots of either side")
     p.add_argument("--slot-bytes", type=int, default=4 * MIB, help="of an arena slot, the largest frame")
     p.add_argument("--io-threads", type=int, help="of a transfer process (default: as in a worker)")
+    p.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="nixl or mooncake")
     p.add_argument("--table", action="store_true", help="lanes × sizes; minutes")
     args = p.parse_args(arguments)
     torch.set_num_threads(1)
@@ -100,8 +119,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         with closing(RawPair(args.lanes)) as raw:
             rows(report, settings, device, sockets(raw), pairs)
+        pythons = dict(each.split("=", 1) for each in args.peer)
+        peers(report, settings, pythons, pairs)
     report.finish()
     return 0
+
+
+class Peer:
+    """Another engine in processes of its own, which run only while it has its turn: they poll. Close it."""
+
+    def __init__(self, name: str, python: str, most_bytes: int) -> None:
+        _, _, pieces, environment = PEERS[name]
+        driver = Path(__file__).with_name("kv_peer_driver.py")
+        self._process = subprocess.Popen(
+            [python, str(driver), name.replace("_", "-"), str(most_bytes), str(pieces)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=os.environ | environment, start_new_session=True,
+        )  # fmt: skip
+
+    def seconds(self, size: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
+        self._process.stdin.write(f"{size}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):  # the rest is its log
+                os.killpg(self._process.pid, signal.SIGSTOP)
+                return json.loads(line)["seconds"]
+        raise RuntimeError(f"{self._process.args} ended")
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+        self._process.communicate("")
+
+
+def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: int) -> None:
+    for name, (engine, goal, pieces, environment) in PEERS.items():
+        if engine not in pythons:
+            continue
+        print(f"{name}: {pieces} pieces, {environment}")
+        with (
+            closing(Pair(settings)) as pair,
+            closing(Peer(name, pythons[engine], settings.most_bytes)) as peer,
+        ):
+            for mib in SIZES:
+                size = mib * MIB
+                pair.seconds(size), peer.seconds(size)
+                speeds, theirs = interleaved(
+                    lambda size=size: size / 1e9 / pair.seconds(size),
+                    lambda size=size: size / 1e9 / peer.seconds(size),
+                    pairs,
+                )
+                ratio, spread = paired_ratio(speeds, theirs)
+                report.add(
+                    Row(
+                        f"kv.vs.{name}.{mib}MiB", statistics.median(speeds), "GB/s", ratio=ratio,
+                        ratio_to=name, spread=spread, goal=goal, better="higher",
+                    )
+                )  # fmt: skip
+                report.add(Row(f"kv.{name}.{mib}MiB", statistics.median(theirs), "GB/s"))
 
 
 def rows(report: Report, settings: Settings, device: str, raw: Way, pairs: int) -> None:

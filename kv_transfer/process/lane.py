@@ -147,6 +147,7 @@ class Lane:
     def serve(self, events: int = 0) -> None:
         """Read if `events` say so, write what there is; close on the first error."""
         if self.closed:
+            self._drop()  # pushed while its owner did not know yet
             return
         try:
             if self.closing is None and events & ~select.EPOLLOUT:
@@ -170,12 +171,16 @@ class Lane:
             assert self._header is not None
             ticket, self.ticket, self._payload = self.ticket, None, memoryview(b"")
             self.owner.kv_ends(self, self._header, ticket, None)
-        dropped = [frame for _, frame in self._out if frame is not None] + list(self._frames)
-        self._out.clear()
-        self._frames.clear()
-        for frame in dropped:
-            self.owner.frame_dropped(frame)
+        self._drop()
         self.owner.lane_closed(self, kind, why)
+
+    def _drop(self) -> None:
+        unsent = [frame for _, frame in self._out if frame is not None]
+        self._out.clear()
+        while self._frames:
+            unsent.append(self._frames.popleft())
+        for frame in unsent:
+            self.owner.frame_dropped(frame)
 
     def _read(self) -> None:
         budget = _BURST

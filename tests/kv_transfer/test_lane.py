@@ -25,6 +25,7 @@ class Owner:
         self.whole: list[tuple[Header, bytes]] = []
         self.seen = 0
         self.closed = ""
+        self.dropped: list[OutgoingFrame] = []
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
         payload = memoryview(bytearray(header.length))
@@ -45,7 +46,7 @@ class Owner:
         raise AssertionError("it only receives")
 
     def frame_dropped(self, frame: OutgoingFrame) -> None:
-        raise AssertionError("it only receives")
+        self.dropped.append(frame)
 
     def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
         self.closed = kind
@@ -133,3 +134,18 @@ def test_a_patient_lane_reads_what_there_is_when_told_to() -> None:
         loop.turn(0.01)
     assert owner.whole == [(head, payload)]
     lane.close("stopped", "")
+
+
+def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -> None:
+    """The lane closes in its loop, and another thread does not know it yet."""
+    near, far = connected()
+    loop, owner = Loop(lambda: None), Owner()
+    lane = Lane(far, loop, owner, TraceWriter(None, ""), patient=False)
+    lane.serve()
+    near.close()
+    while not owner.closed:
+        loop.turn(1.0)
+    frame = OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 0)
+    lane.push_frame(frame)
+    loop.turn(1.0)
+    assert owner.dropped == [frame]

@@ -1,0 +1,111 @@
+"""Other transfer engines between two processes, from registered memory to registered memory, for `bench.kv`.
+
+    PYTHON bench/kv_peer_driver.py nixl-read|nixl-write|mooncake BYTES PIECES
+
+Run by a Python that has the engine installed; imports nothing of ours. For each line on stdin, a number of
+bytes, that many are moved and the seconds are printed. The environment tunes the engine.
+"""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+MIB = 1 << 20
+
+
+class Nixl:
+    def __init__(self, name: str, size: int, operation: str = "") -> None:
+        from nixl._api import nixl_agent, nixl_agent_config  # pyrefly: ignore
+
+        self.memory = memory(size)
+        self._operation = operation
+        self._agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        self._agent.register_memory(
+            self._agent.get_reg_descs([(self.memory.ctypes.data, size, 0, "")], "DRAM")
+        )
+        self._peer = b""
+
+    def address(self) -> str:
+        return base64.b64encode(self._agent.get_agent_metadata()).decode()
+
+    def connect(self, address: str) -> None:
+        self._peer = self._agent.add_remote_agent(base64.b64decode(address))
+
+    def move(self, theirs: int, size: int, pieces: int) -> None:
+        part = size // pieces
+        ends = [
+            self._agent.get_xfer_descs([(base + i * part, part, 0) for i in range(pieces)], "DRAM")
+            for base in (self.memory.ctypes.data, theirs)
+        ]
+        transfer = self._agent.initialize_xfer(self._operation, *ends, self._peer)
+        state = self._agent.transfer(transfer)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(transfer)
+        assert state == "DONE", state
+        self._agent.release_xfer_handle(transfer)
+
+
+class Mooncake:
+    def __init__(self, name: str, size: int) -> None:
+        from mooncake.engine import TransferEngine  # pyrefly: ignore
+
+        self.memory = memory(size)
+        self._engine = TransferEngine()
+        assert self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+        assert self._engine.register_memory(self.memory.ctypes.data, size) == 0
+        self._peer = ""
+
+    def address(self) -> str:
+        return f"127.0.0.1:{self._engine.get_rpc_port()}"
+
+    def connect(self, address: str) -> None:
+        self._peer = address
+
+    def move(self, theirs: int, size: int, pieces: int) -> None:
+        part = size // pieces
+        ours = self.memory.ctypes.data
+        starts = [i * part for i in range(pieces)]
+        done = self._engine.batch_transfer_sync_write(
+            self._peer, [ours + at for at in starts], [theirs + at for at in starts], [part] * pieces
+        )
+        assert done >= 0, done
+
+
+def memory(size: int) -> np.ndarray:
+    return np.frombuffer(os.urandom(MIB) * (size // MIB), np.uint8).copy()
+
+
+def engine(what: str, name: str, size: int) -> Nixl | Mooncake:
+    return (
+        Mooncake(name, size) if what == "mooncake" else Nixl(name, size, what.removeprefix("nixl-").upper())
+    )
+
+
+def main() -> None:
+    what, size, pieces = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if len(sys.argv) > 4:
+        target = engine(what, "target", size)
+        print(json.dumps({"address": target.address(), "memory": target.memory.ctypes.data}), flush=True)
+        sys.stdin.readline()
+        return
+    child = subprocess.Popen(
+        [sys.executable, *sys.argv, "target"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    found = json.loads(next(line for line in child.stdout if line.startswith("{")))  # they log to stdout
+    initiator = engine(what, "initiator", size)
+    initiator.connect(found["address"])
+    for line in sys.stdin:
+        started = time.perf_counter()
+        initiator.move(found["memory"], int(line), pieces)
+        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
+    child.communicate("")
+
+
+if __name__ == "__main__":
+    main()
