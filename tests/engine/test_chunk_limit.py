@@ -50,3 +50,24 @@ def test_it_follows_what_changes() -> None:
 def test_where_decodes_alone_take_as_long_nothing_fits_but_what_began_goes_on() -> None:
     limit = fed(ChunkLimit(0.009, 2048))
     assert (limit.fitting, limit.tokens) == (0, LEAST)
+
+
+def test_where_mixing_alone_takes_too_long_half_of_what_a_chunk_adds_is_work() -> None:
+    """As on a GPU where mixed steps are launched kernel by kernel: 10 ms, and 25 µs a token."""
+    limit = ChunkLimit(0.008, 2048)
+    chunks = []
+    for _ in range(40):
+        limit.record(4, 0, 0.005)
+        limit.record(4, limit.tokens, 0.005 + 0.010 + limit.tokens * 25e-6)
+        chunks.append(limit.tokens)
+    assert limit.fitting == 0, "nobody is sent here for that"
+    assert chunks[-1] == pytest.approx(400, rel=0.05)
+
+
+def test_what_mixing_costs_is_taken_off_what_fits() -> None:
+    limit = ChunkLimit(0.030, 2048)
+    for tokens in (50, 200, 80, 120) * 10:
+        limit.record(4, 0, STEP)
+        limit.record(4, tokens, STEP + 0.005 + tokens * TOKEN)
+    assert limit.fitting == pytest.approx(150, abs=1)
+    assert limit.seconds == pytest.approx(0.030, abs=TOKEN)
