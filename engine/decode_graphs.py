@@ -105,15 +105,11 @@ class DecodeGraphs:
                 )
         torch.cuda.synchronize()
 
-    @property
-    def largest(self) -> int:
-        return self._sizes[-1]
-
     def forward(self, batch: StepBatch, draws: Draws[np.ndarray]) -> Tensor:
-        """Launches the forward pass of a batch that only decodes, of at most `largest` requests. Returns the
-        logits of its rows [rows, vocabulary], float32: until the next step they are there."""
+        """Launches the forward pass of a batch that only decodes. Returns the logits of its rows
+        [rows, vocabulary], float32: until the next step they are there."""
         rows = len(batch.contexts)
-        size = self._size(rows)
+        size = self.size(rows)
         staging = self._staging[0]
         self._staging.reverse()
         values = {
@@ -132,14 +128,15 @@ class DecodeGraphs:
 
     def choose(self, rows: int, variant: Variant) -> Tensor:
         """Launches the sampling of what `forward` left. Returns [rows] int64, part of `tokens`."""
-        self._choose[self._size(rows), variant].replay()
+        self._choose[self.size(rows), variant].replay()
         return self._tokens[:rows]
 
     def draws(self, rows: int) -> Draws[Tensor]:
         """Those given to `forward`, on the device."""
         return Draws(*(self._static.fields[name][:rows] for name in Draws._fields))
 
-    def _size(self, rows: int) -> int:
+    def size(self, rows: int) -> int:
+        """Of the batch that so many are padded to."""
         return next(size for size in self._sizes if size >= rows)
 
     def _run_forward(self, rows: int, forward: Forward) -> None:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from engine.batch import build_batch
 from engine.block_pool import BlockPool
 from engine.chunk_limit import ChunkLimit
 from engine.config import EngineConfig
-from engine.flight import Flight, Landings, moment
+from engine.flight import Flight, Landings, Moment, moment
 from engine.grammar import Grammars
 from engine.kernels import kernels_for
 from engine.live_request import LiveRequest, Phase
@@ -77,6 +78,7 @@ class Engine:
         self.device = torch.device(config.device)
         self._config = config
         self._kv_sink = kv_sink
+        self._has_graphs = config.cuda_graphs and kv_sink is None  # there are no calls between their layers
         self._tick = tick
         self._computing = _nothing
 
@@ -106,7 +108,7 @@ class Engine:
         )
         self._overlap = False
         self._flights: list[Flight] = []  # in the order of their launch
-        self._moment = lambda: moment(self.device)
+        self._moment: Callable[[], Moment] = partial(moment, self.device)
         self._landings = Landings()
 
         use = self._measure(starting) if self.device.type == "cuda" else None
@@ -116,7 +118,7 @@ class Engine:
             self._open(pool.num_blocks)
             if self.device.type == "cuda":
                 warm_up(self, plan_rehearsal(config, pool.max_model_len), starting)
-                if config.cuda_graphs:
+                if self._has_graphs:
                     self._runner.capture(lambda done: starting("capturing graphs", done))
         self._overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
         self._begin(cache_observer, self.model_fingerprint if config.enable_prefix_caching else None)
@@ -132,7 +134,7 @@ class Engine:
         self._runner.close()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        graphs = step.decode if self._config.cuda_graphs else 0
+        graphs = step.decode if self._has_graphs else 0
         return MemoryUse(total, free, weights, step.any, graphs)
 
     def _open(self, num_blocks: int, layers: int | None = None) -> None:
@@ -172,26 +174,6 @@ class Engine:
             return True
         return self._overlap and len(self._flights) == 1 and self._scheduler.may_look_ahead
 
-    @property
-    def rest(self) -> float:
-        """Seconds until `step` has something to do, unless it is called for with what comes in meanwhile or
-        by `landings_fd`. Infinite: only then."""
-        if not self._flights or self._flights[0].over:
-            return 0.0
-        if not self._may_launch or not self._scheduler.has_next:
-            return math.inf
-        return max(0.0, self._pace.due - time.monotonic())
-
-    @property
-    def landings_fd(self) -> int:
-        """An eventfd, readable when a launched step is over; for the caller to read."""
-        return self._landings.fd
-
-    @property
-    def waits_for_device(self) -> bool:
-        """Something is being computed: the next sign of life is its end."""
-        return bool(self._flights)
-
     def _launch(self, result: StepResult) -> bool:
         """False: there was nothing to compute."""
         started = time.monotonic()
@@ -224,8 +206,7 @@ class Engine:
             live.promise(row)
         self._flights.append(flight)
         self._landings.expect(flight)
-        kind = len(batch.sampled) if sampling.graphed else None
-        self._pace.launched(kind, started, time.monotonic())
+        self._pace.launched(sampling.padded, started, time.monotonic())
         return True
 
     def _announce(self, started: Sequence[LiveRequest]) -> None:
@@ -383,9 +364,34 @@ class Engine:
         return self._scheduler.pool.free
 
     @property
+    def blocks_leaving(self) -> int:
+        """Of requests that have ended: free once the steps that are under way are over."""
+        return self._scheduler.blocks_leaving
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` would do anything: False also while all that waits, waits for blocks."""
         return bool(self._flights or self._scheduler.running) or self._scheduler.can_admit
+
+    @property
+    def rest(self) -> float:
+        """Seconds until `step` has something to do, unless it is called for with what comes in meanwhile or
+        by `landings_fd`. Infinite: only then."""
+        if not self._flights or self._flights[0].over:
+            return 0.0
+        if not self._may_launch or not self._scheduler.has_next:
+            return math.inf
+        return max(0.0, self._pace.due - time.monotonic())
+
+    @property
+    def landings_fd(self) -> int:
+        """An eventfd, readable when a launched step is over; for the caller to read."""
+        return self._landings.fd
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Something is being computed: the next sign of life is its end."""
+        return bool(self._flights)
 
     @property
     def idle(self) -> bool:
@@ -398,21 +404,4 @@ class Engine:
         self._scheduler.assert_whole()
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            tokens_waiting=scheduler.tokens_waiting,
-            blocks_free=scheduler.pool.free,
-            blocks_total=scheduler.pool.num_blocks,
-            blocks_cached=scheduler.pool.cached,
-            held=len(scheduler.held),
-            reservations=len(scheduler.reserved),
-            preemptions=self._meters.preemptions,
-            prefix_cache_queries=scheduler.prefix_queries,
-            prefix_cache_hits=scheduler.prefix_hits,
-            prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
-            step_seconds=self._meters.step_seconds,
-            chunk_tokens=self._chunk_limit.fitting,
-            chunk_seconds=self._chunk_limit.seconds,
-        )
+        return self._meters.stats(self._scheduler, self._chunk_limit)

@@ -46,6 +46,8 @@ class LiveRequest:
     """Launched steps, not known to be over, that read and write its blocks."""
     longest: int = field(init=False)
     """Tokens at which it ends, whichever they are."""
+    needs_tokens: bool = field(init=False)
+    """What it may have next depends on the token before: it is not computed while that is pending."""
     blocks: list[int] = field(default_factory=list)
     """Block table: position p lives in slot blocks[p // block_size] * block_size + p % block_size."""
     num_computed: int = 0
@@ -66,7 +68,10 @@ class LiveRequest:
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
-        self.longest = len(self.request.prompt_ids) + self.request.sampling.max_tokens
+        p = self.request.sampling
+        self.longest = len(self.request.prompt_ids) + p.max_tokens
+        penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
+        self.needs_tokens = penalised or p.structured_output is not None
 
     @property
     def id(self) -> bytes:
@@ -90,13 +95,6 @@ class LiveRequest:
     def ends_with_pending(self) -> bool:
         """Nothing is left to compute here, whatever the pending token is."""
         return self.pending > 0 and (self.handover or len(self.token_ids) >= self.longest)
-
-    @property
-    def needs_tokens(self) -> bool:
-        """What it may have next depends on the token before: it is not computed while that is pending."""
-        p = self.request.sampling
-        penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
-        return penalised or self.grammar is not None
 
     def promise(self, row: int) -> None:
         """A launched step samples its next token."""

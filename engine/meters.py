@@ -1,6 +1,8 @@
-"""Running averages of what steps cost, for those who plan by them."""
+"""How an engine stands, and running averages of what its steps cost: for those who plan by them."""
 
-from engine.scheduler import Schedule
+from engine.chunk_limit import ChunkLimit
+from engine.request import EngineStats
+from engine.scheduler import Schedule, Scheduler
 
 DECAY = 0.9
 """What a step's weight shrinks by with each step after it."""
@@ -30,3 +32,22 @@ class Meters:
     @property
     def step_seconds(self) -> float:
         return self._seconds / self._steps if self._steps else 0.0
+
+    def stats(self, scheduler: Scheduler, chunk_limit: ChunkLimit) -> EngineStats:
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            tokens_waiting=scheduler.tokens_waiting,
+            blocks_free=scheduler.pool.free,
+            blocks_total=scheduler.pool.num_blocks,
+            blocks_cached=scheduler.pool.cached,
+            held=len(scheduler.held),
+            reservations=len(scheduler.reserved),
+            preemptions=self.preemptions,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            step_seconds=self.step_seconds,
+            chunk_tokens=chunk_limit.fitting,
+            chunk_seconds=chunk_limit.seconds,
+        )

@@ -40,7 +40,8 @@ class Sampling:
     tokens: Tensor | None = None  # [sampled] int64, on the host, or `NOT_FINITE`; None: nobody gets one
     logprobs: TopLogprobs | None = None
     refused: dict[int, str] = field(default_factory=dict)  # by row: what is wrong with its grammar
-    graphed: bool = False
+    padded: int | None = None
+    """Rows of the graphs that the step was replayed from; None: it was not."""
 
 
 class ModelRunner:
@@ -115,17 +116,18 @@ class ModelRunner:
         all is one graph, which `batch.only_decodes` says may be."""
         requests, graphs = batch.sampled, self._graphs
         variant, draws = draws_of(requests, self._config.vocab_size)
-        if graphs is not None and batch.only_decodes and len(requests) <= graphs.largest:
-            logits = graphs.forward(batch, draws)
+        if graphs is not None and batch.only_decodes:
+            rows = len(requests)
+            logits, padded = graphs.forward(batch, draws), graphs.size(rows)
             if not any(adjusts(live) for live in requests):
-                return Sampling(to_host(graphs.choose(len(requests), variant)), graphed=True)
-            return replace(self._sample(batch, logits, variant, graphs.draws(len(requests))), graphed=True)
+                return Sampling(to_host(graphs.choose(rows, variant)), padded=padded)
+            return replace(self._sample(batch, logits, variant, graphs.draws(rows)), padded=padded)
         token_ids, positions, attention = batch.on(self._device, self._block_size)
-        rows, *fields = upload([batch.sampled_rows, *draws], self._device)
+        sampled, *fields = upload([batch.sampled_rows, *draws], self._device)
         hidden = self._forward(token_ids, positions, attention, layer_done)
         if not requests:
             return Sampling()
-        logits = self.model.logits(hidden[rows]).float()
+        logits = self.model.logits(hidden[sampled]).float()
         return self._sample(batch, logits, variant, Draws(*fields))
 
     def _forward(

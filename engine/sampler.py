@@ -168,7 +168,8 @@ def _masked(adjusted: Tensor, logits: Tensor, mask: TokenMask, requests: Sequenc
     device = logits.device
     is_set = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
     table = torch.zeros((256, 8), device=device).masked_fill_(is_set == 0, -torch.inf)
-    octets = mask.bits.view(torch.uint8).to(device).int()
+    bits = mask.bits.pin_memory() if logits.is_cuda else mask.bits
+    octets = bits.view(torch.uint8).to(device, non_blocking=True).int()
     barred = embedding(octets, table).flatten(1)[:, : logits.shape[1]]  # [rows, vocabulary]: 0 or -inf
     index = _moved(mask.rows, torch.int64, logits)
     chosen = adjusted[index] + barred

@@ -177,9 +177,9 @@ class Scheduler:
     @property
     def may_look_ahead(self) -> bool:
         """Whether a step may be scheduled while another is under way, its tokens unknown: nobody needs to
-        know them to go on, shares no step, or may have to make room."""
+        know them to go on, shares no step, or would have to make room."""
         return (
-            len(self.running) <= self.pool.free
+            sum(self._grows(live) for live in self.running) <= self.pool.free
             and not any(live.needs_tokens or live.alone for live in self.running)
             and not (self.waiting and self.waiting[0].alone)
         )
@@ -217,9 +217,13 @@ class Scheduler:
             if entered and self._cache_observer is not None:
                 self._cache_observer.cached(live.request, live.token_ids, entered)
 
+    def _grows(self, live: LiveRequest) -> bool:
+        """Whether its next token needs a block that it has not."""
+        return len(live.blocks) * self.block_size <= live.num_computed and not live.ends_with_pending
+
     def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
         """Makes sure of a block for the token to compute; False: `live` itself had to make room."""
-        while len(live.blocks) * self.block_size <= live.num_computed:
+        while self._grows(live):
             if self.pool.free:
                 live.blocks += self.pool.allocate(1)
                 break
@@ -305,6 +309,11 @@ class Scheduler:
         """Who only waits for its last token is in no step any more."""
         seated = sum(not live.ends_with_pending for live in self.running)
         return seated + len(self.reserved) < self.max_num_seqs
+
+    @property
+    def blocks_leaving(self) -> int:
+        """Of requests that have ended: free once the launched steps that have them are over."""
+        return sum(len(live.blocks) for live in self._leaving)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

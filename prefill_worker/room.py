@@ -14,6 +14,11 @@ class Pool(Protocol):
     @property
     def blocks_free(self) -> int: ...
 
+    @property
+    def blocks_leaving(self) -> int:
+        """That will be free without anybody's doing."""
+        ...
+
 
 class Prefill(Protocol):
     tokens: int
@@ -36,7 +41,7 @@ def prefills_to_drop(
         started: those that have blocks already.
         has_fetch: whether a decode worker has asked for a prefill.
     """
-    lacking = -pool.blocks_free
+    lacking = -pool.blocks_free - pool.blocks_leaving
     # Stable: equal ranks stay in order of arrival, as in the engine's queue.
     waiting = [item for item in prefills.items() if item[0] not in started and not item[1].closed]
     for prefill_id, prefill in sorted(waiting, key=lambda item: item[1].rank):

@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -106,8 +106,6 @@ class Parts:
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
         """Raises ValueError for what the user got wrong."""
         config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
-        if kv_sink is not None:
-            config = replace(config, cuda_graphs=False)  # of steps that only decode: it has none
         engine = Engine(
             config,
             kv_sink=kv_sink,

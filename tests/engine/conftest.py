@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams
+from engine.flight import moment
 from tests.device import DEVICE
 
 torch.set_num_threads(1)
@@ -124,6 +125,37 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
             "cuda_graphs": False,
         }
         return Engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, tick=tick)
+
+    return make
+
+
+class LateMoment:
+    """Of a device that is behind: it has passed a point only when somebody waited for it."""
+
+    def __init__(self) -> None:
+        self._moment = moment(torch.device(DEVICE))
+        self._passed = False
+
+    def query(self) -> bool:
+        return self._passed
+
+    def synchronize(self) -> None:
+        self._moment.synchronize()
+        self._passed = True
+
+    def elapsed_time(self, later: "LateMoment", /) -> float:
+        return self._moment.elapsed_time(later._moment)
+
+
+@pytest.fixture
+def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """Its device is as late as can be."""
+
+    def make(**config: Any) -> Engine:
+        engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
+        engine._moment = LateMoment
+        engine._landings.expect = lambda flight: None  # it would wait, and so let time pass
+        return engine
 
     return make
 

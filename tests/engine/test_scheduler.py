@@ -444,3 +444,17 @@ def test_what_is_cached_does_not_wait_to_be_computed():
     assert scheduler.tokens_waiting == 2
     add(scheduler, 3, 12)
     assert scheduler.tokens_waiting == 2 + 4, "a block that ends the prompt is computed again"
+
+
+def test_a_step_is_scheduled_ahead_while_those_who_grow_in_it_have_room() -> None:
+    scheduler = make(num_blocks=6)
+    for number, length in enumerate([BLOCK, 2, 3]):
+        add(scheduler, number, length)
+    reserved = scheduler.reserve(EngineRequest(b"r", [1] * (BLOCK - 1)))
+    assert reserved is not None
+    step(scheduler)
+    assert scheduler.may_look_ahead, "one grows, and two blocks are free"
+    scheduler.pool.allocate(1)
+    assert scheduler.may_look_ahead, "one grows, and one block is free, though three run"
+    scheduler.pool.allocate(1)
+    assert not scheduler.may_look_ahead

@@ -6,6 +6,7 @@ from prefill_worker.room import prefills_to_drop
 @dataclass
 class Pool:
     blocks_free: int
+    blocks_leaving: int = 0
     block_size: int = 10
 
 
@@ -18,9 +19,9 @@ class Prefill:
 
 
 def dropped(
-    free: int, prefills: dict[bytes, Prefill], started: set[bytes], fetched: set[bytes]
+    free: int, prefills: dict[bytes, Prefill], started: set[bytes], fetched: set[bytes], leaving: int = 0
 ) -> list[bytes]:
-    return prefills_to_drop(Pool(free), prefills, started, fetched.__contains__)
+    return prefills_to_drop(Pool(free, leaving), prefills, started, fetched.__contains__)
 
 
 HELD = {b"h1": Prefill(held=True), b"h2": Prefill(held=True), b"h3": Prefill(held=True)}
@@ -55,6 +56,9 @@ def test_those_who_are_served_before_it_need_room_too() -> None:
 def test_blocks_on_their_way_back_are_not_asked_for_twice() -> None:
     prefills = {b"c": Prefill(held=True, closed=True), **HELD, b"w": Prefill()}
     assert dropped(0, prefills, {b"c", *HELD}, {b"w"}) == []
+    del prefills[b"c"]
+    assert dropped(0, prefills, set(HELD), {b"w"}, leaving=1) == []
+    assert dropped(0, prefills, set(HELD), {b"w"}) == [b"h1"]
 
 
 def test_a_running_prefill_is_left_alone() -> None:

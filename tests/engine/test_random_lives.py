@@ -1,0 +1,221 @@
+"""Requests that come, join, end and go at any moment, on two engines whose devices are late: each gets the
+tokens that it gets from an engine that waits, as far as it gets, and nothing is left of any."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineRequest, Output, StructuredOutput
+from engine.flight import Flight
+from tests.engine.conftest import LateMoment
+from tests.engine.test_disaggregation import slots
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "logprobs": 1},
+    {"temperature": 0.8, "top_k": 30, "top_p": 0.9},
+    {"temperature": 1.0, "min_tokens": 6, "logit_bias": {7: 3.0}},
+    {"temperature": 1.0, "stop_token_ids": tuple(range(3, 60))},
+    {"stop_token_ids": tuple(range(3, 150)), "min_tokens": 3},
+    {"temperature": 1.2, "frequency_penalty": 0.7},
+    {"temperature": 1.0, "structured_output": StructuredOutput("regex", "[a-z]{2,9}!")},
+]
+BLOCK = 4
+NEED_TOKENS = 2
+"""The last so many kinds: nothing is launched ahead beside them."""
+
+
+def requests_of(request_of: Any, kinds: list[dict[str, Any]]) -> list[EngineRequest]:
+    """Most share a prefix with some others."""
+    rng = random.Random(5)
+    trunks = [[rng.randrange(3, 190) for _ in range(40)] for _ in range(3)]
+    requests = []
+    for number in range(64):
+        prompt = rng.choice(trunks)[: rng.choice([1, 4, 8, 9, 16, 21, 33])]
+        prompt = prompt + [rng.randrange(3, 190) for _ in range(rng.choice([0, 1, 5]))]
+        kind = rng.choice(kinds)
+        most = max(rng.choice([1, 2, 3, 9, 14]), kind.get("min_tokens", 0))
+        sampling = {"max_tokens": most, "seed": number, **kind}
+        requests.append(request_of(number, prompt, priority=rng.choice([0, 0, 0, 1]), **sampling))
+        requests[-1].alone = rng.random() < 0.05
+    return requests
+
+
+class Lives:
+    """A prefill engine, a decode engine, and what anybody may ask of them."""
+
+    def __init__(self, prefill: Engine, decode: Engine, expected: dict[bytes, Any]) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.expected = expected
+        self.tables: dict[bytes, list[int]] = {}
+        self.moved: dict[bytes, Counter[int]] = {}  # positions by layer, of prefills
+        self.first: dict[bytes, Output] = {}  # held, wait for room
+        self.reserved: dict[bytes, tuple[EngineRequest, Any]] = {}
+        self.got: dict[bytes, list[int]] = {}
+        self.where: dict[bytes, Engine] = {}
+        self.written: dict[int, set[int]] = {}  # blocks, by id() of the launched step that writes to them
+        self.ahead = 0
+        prefill._kv_sink = self
+        prefill._landings.expect = decode._landings.expect = self.launched
+
+    def prefill_started(self, request_id: bytes, block_ids: Any, num_tokens: int, num_cached: int) -> None:
+        self.tables[request_id] = list(block_ids)
+        self.moved[request_id] = Counter(dict.fromkeys(range(3), num_cached))
+
+    def layer_done(self, layer: int, chunks: Any) -> None:
+        for chunk in chunks:
+            assert self.moved[chunk.request_id][layer] == chunk.start
+            self.moved[chunk.request_id][layer] = chunk.stop
+
+    def launched(self, flight: Flight) -> None:
+        chunks = flight.plan.chunks
+        self.written[id(flight)] = {block for c in chunks for block in c.live.blocks[c.start // BLOCK :]}
+
+    def step(self, engine: Engine) -> None:
+        result = engine.step()
+        self.ahead += len(engine._flights) == 2
+        assert not result.failed
+        assert not result.refused
+        for output in result.outputs:
+            self.emit(output)
+            if engine is self.prefill and not output.finish_reason:
+                self.first[output.id] = output
+            elif output.finish_reason:
+                self.ended(output)
+        for request_id in result.preempted:
+            del self.where[request_id]
+
+    def emit(self, output: Output) -> None:
+        assert output.id in self.where, "of a request that has ended"
+        got = self.got.setdefault(output.id, [])
+        assert output.output_index == len(got), "lost or repeated"
+        got.append(output.token)
+        assert got == self.expected[output.id].tokens[: len(got)]
+
+    def ended(self, output: Output) -> None:
+        assert self.got[output.id] == self.expected[output.id].tokens
+        assert output.finish_reason == self.expected[output.id].finish_reason
+        if self.where.pop(output.id) is self.prefill:
+            self.prefill.release(output.id)
+
+    def reserve(self, request: EngineRequest) -> None:
+        table = self.decode.reserve(request)
+        if table is not None:
+            self.reserved[request.id] = request, table
+
+    def hand_over(self, request_id: bytes) -> None:
+        request, target = self.reserved.pop(request_id)
+        first, count = self.first.pop(request_id), len(request.prompt_ids)
+        assert self.moved[request_id] == Counter(dict.fromkeys(range(3), count))
+        assert self.under_way(self.decode).isdisjoint(target)
+        for source_kv, target_kv in zip(self.prefill.kv_cache, self.decode.kv_cache, strict=True):
+            kv = source_kv.flatten(1, 2)[:, slots(self.tables[request_id], self.prefill.block_size, count)]
+            target_kv.flatten(1, 2)[:, slots(target, self.decode.block_size, count)] = kv
+        self.prefill.release(request_id)
+        self.where[request_id] = self.decode
+        again = self.decode.join(request_id, first.token, first.logprobs)
+        assert (again.output_index, again.token) == (0, first.token)
+
+    def cancel(self, request_id: bytes) -> None:
+        self.where.pop(request_id, None)
+        self.first.pop(request_id, None)
+        self.reserved.pop(request_id, None)
+        self.prefill.cancel(request_id)
+        self.decode.cancel(request_id)
+
+    def live(self, requests: list[EngineRequest], rng: random.Random) -> None:
+        todo = requests.copy()
+        rng.shuffle(todo)
+        while todo or self.where:
+            if todo and rng.random() < 0.4:
+                request = todo.pop()
+                match rng.randrange(4):
+                    case 0:
+                        self.decode.add(request)
+                        self.where[request.id] = self.decode
+                    case 1:
+                        if self.decode.start(request) is not None:
+                            self.where[request.id] = self.decode
+                    case _:
+                        self.prefill.add(request, handover=True)
+                        self.where[request.id] = self.prefill
+            by_id = {request.id: request for request in requests}
+            for request_id in sorted(self.first.keys() - self.reserved.keys()):
+                self.reserve(by_id[request_id])
+            for request_id in sorted(self.first.keys() & self.reserved.keys()):
+                if rng.random() < 0.5:
+                    self.hand_over(request_id)
+            if self.where and rng.random() < 0.04:
+                self.cancel(rng.choice(sorted(self.where)))
+            for engine in rng.sample([self.prefill, self.decode], rng.randrange(3)):
+                if engine.has_work:
+                    self.step(engine)
+                self.garble(engine)
+        for engine in (self.prefill, self.decode):
+            while engine.has_work:
+                self.step(engine)
+            assert engine.idle
+            engine.assert_whole()
+
+    def under_way(self, engine: Engine) -> set[int]:
+        """Blocks that launched steps may be writing to."""
+        return set[int]().union(*(self.written[id(flight)] for flight in engine._flights))
+
+    def garble(self, engine: Engine) -> None:
+        """What nobody owns, anybody may write to."""
+        free = engine._scheduler.pool._free
+        assert self.under_way(engine).isdisjoint(free)
+        for kv in engine.kv_cache:
+            kv[:, free] = 1e4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"num_blocks": 26, "max_num_seqs": 5, "max_num_batched_tokens": 24}, id="small pool"),
+        pytest.param(
+            {
+                "num_blocks": 22,
+                "max_num_seqs": 4,
+                "max_num_batched_tokens": 8,
+                "enable_prefix_caching": True,
+            },
+            id="small pool, prefix cache",
+        ),
+        pytest.param({"max_num_seqs": 2, "max_num_batched_tokens": 9}, id="two seats"),
+    ],
+)
+def test_random_lives(
+    tiny_engine: Callable[..., Engine],
+    late_engine: Callable[..., Engine],
+    spelled_path: Path,
+    run: Any,
+    request_of: Any,
+    config: dict[str, Any],
+) -> None:
+    rng = random.Random(1)
+
+    class SometimesLate(LateMoment):
+        def query(self) -> bool:
+            self._passed = self._passed or rng.random() < 0.2
+            return self._passed
+
+    def engine() -> Engine:
+        late = late_engine(model=str(spelled_path), cuda_graphs=False, block_size=BLOCK, **config)
+        late._moment = SometimesLate
+        return late
+
+    waits = tiny_engine(model=str(spelled_path), num_blocks=2048, max_num_batched_tokens=4096)
+    prefill, decode, ahead = engine(), engine(), 0
+    for kinds in (KINDS[:-NEED_TOKENS], KINDS):
+        requests = requests_of(request_of, kinds)
+        lives = Lives(prefill, decode, run(waits, requests))
+        lives.live(requests, rng)
+        ahead += lives.ahead
+    assert ahead > 30, "or this shows nothing"
+    assert bool(decode.stats().preemptions) == ("num_blocks" in config)
