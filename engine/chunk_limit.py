@@ -89,9 +89,15 @@ class ChunkLimit:
             return 0
         if not self._prompts.known:
             return min(FIRST, self._most)
-        spare, slope = self._spare - self._prompts.start, self._prompts.slope
-        tokens = self._most if spare >= slope * self._most else int(spare / slope)
+        tokens = self._worth(self._spare - self._prompts.start)
         return tokens if tokens >= LEAST else 0
+
+    def _worth(self, seconds: float) -> int:
+        """Tokens that take so long, of as many as a step can have; they may seem to take no time at all."""
+        slope = self._prompts.slope
+        if seconds <= 0:
+            return 0
+        return self._most if seconds >= slope * self._most else int(seconds / slope)
 
     @property
     def seconds(self) -> float:
@@ -105,4 +111,4 @@ class ChunkLimit:
         """That such a step takes of prompts which are here already."""
         if self.fitting or not self._prompts.known or not self._prompts.slope:
             return max(LEAST, self.fitting)
-        return min(self._most, max(LEAST, int(self._prompts.start / self._prompts.slope)))
+        return max(LEAST, self._worth(self._prompts.start))

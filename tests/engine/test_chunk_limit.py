@@ -71,3 +71,12 @@ def test_what_mixing_costs_is_taken_off_what_fits() -> None:
         limit.record(4, tokens, STEP + 0.005 + tokens * TOKEN)
     assert limit.fitting == pytest.approx(150, abs=1)
     assert limit.seconds == pytest.approx(0.030, abs=TOKEN)
+
+
+def test_larger_chunks_that_took_less_time_are_no_reason_to_fail() -> None:
+    limit = ChunkLimit(0.009, 2048)
+    for tokens, seconds in ((64, 0.050), (8, 0.070)) * 10:
+        limit.record(4, 0, 0.005)
+        limit.record(4, tokens, seconds)
+    assert (limit.fitting, limit.tokens) == (0, LEAST)
+    assert limit.seconds == pytest.approx(0.060, rel=0.1)
