@@ -143,8 +143,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         alone = self._next_alone()
         # Decodes go first, so that no prefill delays them, and the oldest goes first of all: the victim of a
-        # preemption is younger than whoever was scheduled before.
-        for live in sorted(self.running, key=lambda r: (r.num_left > 1, r.order)):
+        # preemption is younger than whoever was scheduled before. (They are in order; sorting keeps that.)
+        for live in sorted(self.running, key=lambda r: r.num_left > 1):
             if chunk_limit is not None and live.num_left > 1:
                 budget = min(budget, chunk_limit) if plan.chunks or self.reserved else budget
                 chunk_limit = None

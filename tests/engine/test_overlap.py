@@ -1,6 +1,9 @@
 """Steps that are launched before the tokens of the one before are known: nothing changes but the time."""
 
+import os
 import random
+import select
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +133,52 @@ def test_a_nan_is_no_token_for_the_step_behind_it(
     results = run(engine, [victim, other])
     assert results[victim.id].failed == "the model's logits are not finite numbers"
     assert len(results[other.id].tokens) == 9
+    engine.assert_whole()
+
+
+class ToldMoment:
+    """Passed when somebody says so."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        self.query = self._told.is_set
+        self.happens = self._told.set
+
+    def synchronize(self) -> None:
+        self._told.wait()
+
+    def elapsed_time(self, later: "ToldMoment", /) -> float:
+        return 1.0
+
+
+def test_a_landing_wakes_who_waits_for_it(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+    engine = tiny_engine(overlap=True)
+    moments: list[ToldMoment] = []
+
+    def moment() -> ToldMoment:
+        moments.append(ToldMoment())
+        return moments[-1]
+
+    engine._moment = moment
+    poll = select.poll()
+    poll.register(engine.landings_fd, select.POLLIN)
+    for number in range(3):
+        engine.add(request_of(number, PROMPT, max_tokens=3 + number, ignore_eos=True))
+    tokens = steps = 0
+    while engine.has_work:
+        while engine.has_work and not engine.rest:
+            tokens += len(engine.step().outputs)
+            steps += 1
+        if engine.has_work:
+            assert engine.rest == float("inf")
+            assert not poll.poll(0), "nothing to do, and nobody says otherwise"
+            began, ended = moments.pop(0), moments.pop(0)
+            began.happens()
+            ended.happens()
+            assert poll.poll(60_000)
+            os.eventfd_read(engine.landings_fd)
+    assert tokens == 3 + 4 + 5
+    assert steps <= 2 * 5 + 1, "each step is launched by one call and landed by one, at most"
     engine.assert_whole()
 
 
