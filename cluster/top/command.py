@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ COLUMNS = (
 
 def run(endpoint: EndpointOptions, top: TopOptions) -> int:
     """Raises ValueError where nothing answers at first; later on that is shown, and asked again."""
+    if not top.once:  # explicitly: a program that a script starts with `&` has it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # how one leaves
         asyncio.run(_run(endpoint, top))
     return 0
