@@ -80,12 +80,17 @@ def build_batch(chunks: list[Chunk], block_size: int, table_width: int | None = 
     )
 
 
+def aligned(size: int) -> int:
+    """Bytes to the next place where an array may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """On a GPU in one copy, which waits for nothing and nobody waits for: from pinned memory, which torch
     keeps until the copy is over."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    offsets = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+    offsets = np.cumsum([0, *(aligned(array.nbytes) for array in arrays)]).tolist()
     packed = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
     host = packed.numpy()
     for array, at in zip(arrays, offsets, strict=False):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionMetadata
-from engine.batch import ALIGNMENT, StepBatch
+from engine.batch import StepBatch, aligned
 from engine.sampler import Draws, Variant
 
 Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
@@ -48,14 +48,14 @@ class _Inputs:
         for name, dtype in FIELDS.items():
             size = rows * np.dtype(dtype).itemsize
             self.fields[name] = memory[at : at + size].view(getattr(torch, np.dtype(dtype).name))
-            at += -(-size // ALIGNMENT) * ALIGNMENT
+            at += aligned(size)
         self.tables = memory[at:].view(torch.int32).view(rows, width)
         self.before_tables = at
 
     @staticmethod
     def bytes(rows: int, width: int) -> int:
-        padded = (-(-rows * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT for dtype in FIELDS.values())
-        return sum(padded) + 4 * rows * width
+        fields = sum(aligned(rows * np.dtype(dtype).itemsize) for dtype in FIELDS.values())
+        return fields + 4 * rows * width
 
 
 class DecodeGraphs:
