@@ -4,7 +4,7 @@ nothing waited for.
     run(batch) ──▶ forward pass (writes KV) ──▶ logits of the sampled rows ──▶ sampling ──▶ tokens
 
 Steps that only decode are replayed from CUDA graphs, once these are captured; all others are launched kernel
-by kernel, so that `layer_done` is a plain call between two layers.
+by kernel, so that `layer_done` is a plain call in the middle of a layer.
 """
 
 from collections.abc import Callable
@@ -144,11 +144,12 @@ class ModelRunner:
         def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
             kv = self.kv_cache[layer]
             q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, metadata.slots)
+            layer_done(layer)  # so early, since only the rest of the last layer hides that one's transfer
             return kernels.attention(q, k, v, kv, attention)
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)
-        return self.model(known, positions, attend, layer_done)
+        return self.model(known, positions, attend)
 
     def _sample(self, batch: StepBatch, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Sampling:
         """With all that requests may ask for."""

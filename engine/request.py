@@ -146,7 +146,7 @@ class PrefillChunk:
 class KVSink(Protocol):
     """Takes KV out of the engine's cache while it is being computed. Owned by the caller.
 
-    Called in the thread that calls `Engine.step`, between the launches of two layers: it must not block.
+    Called in the thread that calls `Engine.step`, between two launches of a layer: it must not block.
     Only requests that were added with `handover=True` are reported.
     """
 

@@ -73,15 +73,12 @@ class Llama:
         else:
             self.head = Linear.fused(weights, ["lm_head"], [config.vocab_size], config.hidden_size)
 
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, layer_done: Callable[[int], None]
-    ) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [tokens, hidden_size] of a step's tokens."""
         residual, delta = F.embedding(token_ids, self.embedding), None
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
             delta = layer(i, residual, delta, rotary, attend)
-            layer_done(i)
         return self.norm(residual, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -280,8 +280,16 @@ def read(engine: Engine, blocks: Sequence[int], count: int) -> list[torch.Tensor
     return [cache.flatten(1, 2)[:, index].clone() for cache in engine.kv_cache]
 
 
+def _noted(function: Callable[..., Any], order: list[str]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        order.append(function.__name__)
+        return function(*args)
+
+    return noted
+
+
 def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Recorder()
     ticks: list[None] = []
@@ -290,6 +298,9 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     )
     sink.engine = engine
     ticks.clear()
+    order: list[str] = []
+    for owner, name in ((engine._runner._kernels, "attention"), (sink, "layer_done")):
+        monkeypatch.setattr(owner, name, _noted(getattr(owner, name), order))
     request = request_of(1, PROMPT, max_tokens=4, ignore_eos=True)
     plain = request_of(2, PROMPT, max_tokens=2)
     engine.add(request, handover=True)
@@ -297,6 +308,7 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     results = run(engine)
     assert len(ticks) % (engine.model_config.num_layers + 1) == 0  # each layer, and the end of the step
     assert len(ticks) > 0
+    assert order[:6] == ["layer_done", "attention"] * 3, "told after what could have hidden the transfer"
     started, *layers = sink.events
     assert started[:2] == ("started", request.id)
     assert started[3:] == (9, 0)
