@@ -3,6 +3,7 @@ launch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -46,24 +47,21 @@ class StepBatch:
 def build_batch(chunks: list[Chunk], block_size: int, table_width: int | None = None) -> StepBatch:
     """`table_width`: blocks of a row of the block tables; None: as many as the longest request has."""
     # Decodes by length: those of like length are attended to together.
-    decodes = sorted((c for c in chunks if c.stop - c.start == 1), key=lambda c: c.stop)
+    decodes = sorted([c for c in chunks if c.stop - c.start == 1], key=attrgetter("stop"))
     prefills = [c for c in chunks if c.stop - c.start > 1]
     chunks = decodes + prefills
 
-    tokens: list[int] = []
-    for c in chunks:
-        own = c.live.token_ids[c.start : c.stop]
-        tokens += [-1 - c.live.row] if own == [PENDING] else own
-    starts = np.array([c.start for c in chunks])
+    newest = [c.live.token_ids[c.start] for c in decodes]
+    tokens = [t if t != PENDING else -1 - c.live.row for t, c in zip(newest, decodes, strict=True)]
+    for c in prefills:
+        tokens += c.live.token_ids[c.start : c.stop]
     stops = np.array([c.stop for c in chunks])
-    ends = np.cumsum(stops - starts)
-    positions = np.arange(ends[-1]) - np.repeat(ends - stops, stops - starts)
+    lengths = np.array([1] * len(decodes) + [c.stop - c.start for c in prefills])
+    ends = np.cumsum(lengths)
+    positions = np.arange(ends[-1]) - np.repeat(ends - stops, lengths)
 
-    tables = np.zeros((len(chunks), table_width or -(-int(stops.max()) // block_size)), dtype=np.int32)
-    for table, chunk in zip(tables, chunks, strict=True):
-        used = chunk.live.blocks[: -(-chunk.stop // block_size)]
-        table[: len(used)] = used
-    request = np.repeat(np.arange(len(chunks)), stops - starts)
+    tables = _block_tables(chunks, table_width)
+    request = np.repeat(np.arange(len(chunks)), lengths)
     slots = tables[request, positions // block_size] * np.int64(block_size) + positions % block_size
 
     sampled = [i for i, c in enumerate(chunks) if c.stop == len(c.live.token_ids)]
@@ -78,6 +76,18 @@ def build_batch(chunks: list[Chunk], block_size: int, table_width: int | None = 
         sampled=[chunks[i].live for i in sampled],
         sampled_rows=ends[sampled] - 1,
     )
+
+
+def _block_tables(chunks: Sequence[Chunk], width: int | None) -> np.ndarray:
+    """[requests, width] int32, zero past a request's blocks. Row by row it would take longer than all else
+    here."""
+    tables = [c.live.blocks for c in chunks]
+    used = np.array([len(table) for table in tables])
+    padded = np.zeros((len(tables), width or int(used.max())), dtype=np.int32)
+    begins = np.arange(len(tables)) * padded.shape[1] - (np.cumsum(used) - used)
+    flat = np.frombuffer(b"".join(tables), dtype=np.int32)
+    padded.reshape(-1)[np.arange(len(flat)) + np.repeat(begins, used)] = flat
+    return padded
 
 
 def aligned(size: int) -> int:

@@ -177,8 +177,7 @@ class Engine:
     def _launch(self, result: StepResult) -> bool:
         """False: there was nothing to compute."""
         started = time.monotonic()
-        overflowing = any(live.hand_back and live.num_left > 1 for live in self._scheduler.running)
-        plan = self._scheduler.schedule(self._chunk_limit.tokens if overflowing else None)
+        plan = self._scheduler.schedule(self._chunk_limit.tokens)
         for live in plan.started:
             live.started = live.started or started
         result.preempted += [live.id for live in plan.handed_back]
@@ -188,7 +187,8 @@ class Engine:
             if not self._flights:
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
-        self._computing(self._ids_under_way | {chunk.live.id for chunk in plan.chunks})
+        ids = frozenset([chunk.live.id for chunk in plan.chunks])
+        self._computing(ids.union(*(flight.ids for flight in self._flights)))
         batch = build_batch(plan.chunks, self.block_size, self._runner.table_width)
         moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
 
@@ -199,9 +199,8 @@ class Engine:
 
         began = self._moment()
         sampling = self._runner.run(batch, layer_done)
-        flight = Flight(plan, batch.sampled, sampling, began, self._moment())
-        for chunk in plan.chunks:
-            self._scheduler.launched(chunk)
+        flight = Flight(plan, ids, batch.sampled, sampling, began, self._moment())
+        self._scheduler.launched(plan.chunks)
         for row, live in enumerate(batch.sampled):
             live.promise(row)
         self._flights.append(flight)
@@ -216,10 +215,6 @@ class Engine:
                     live.id, tuple(live.blocks), len(live.token_ids), live.num_cached
                 )
 
-    @property
-    def _ids_under_way(self) -> set[bytes]:
-        return {chunk.live.id for flight in self._flights for chunk in flight.plan.chunks}
-
     def _land(self, flight: Flight, result: StepResult) -> None:
         """Waits until it is over, and sees each request on: to its next token, its handover, its end."""
         flight.ended.synchronize()
@@ -229,10 +224,8 @@ class Engine:
         self._pace.landed(seconds, time.monotonic())
         self._meters.record(plan, seconds)
         self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
-        self._computing(self._ids_under_way)
-        computed = {chunk.live: chunk.stop for chunk in plan.chunks}
-        for chunk in plan.chunks:
-            self._scheduler.landed(chunk)
+        self._computing(frozenset().union(*(later.ids for later in self._flights)))
+        self._scheduler.landed(plan.chunks)
         sampling = flight.sampling
         if sampling.tokens is None:
             return
@@ -248,31 +241,20 @@ class Engine:
                 self._leave_batch(live)
             else:
                 position = live.learn(token)
-                self._scheduler.verified(live, computed[live])
-                live.sampled = True
+                self._scheduler.verified(live, position)
                 result.outputs.append(self._emit(live, position, logprobs.get(row)))
 
     def _emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
         """The token at this position is known; what that means for its request."""
         finish_reason = live.finish_reason(position, self.model_config.eos_ids)
-        output_index = position - len(live.request.prompt_ids)
-        output = Output(
-            id=live.id,
-            output_index=output_index,
-            token=live.token_ids[position],
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            cached_tokens=live.num_cached,
-        )
-        if live.started is not None and output_index == len(live.request.output_ids):
-            output = replace(
-                output,
-                queue_seconds=live.started - live.arrived,
-                prefill_seconds=time.monotonic() - live.started,
-            )
         if finish_reason or live.handover:
             self._leave_batch(live)
-        return output
+        request = live.request
+        index, token = position - len(request.prompt_ids), live.token_ids[position]
+        queued = prefilled = 0.0
+        if live.started is not None and index == len(request.output_ids):
+            queued, prefilled = live.started - live.arrived, time.monotonic() - live.started
+        return Output(live.id, index, token, logprobs, finish_reason, live.num_cached, queued, prefilled)
 
     def _leave_batch(self, live: LiveRequest) -> None:
         """Nothing more is computed for it. Whoever takes over its KV may still be reading the blocks, also

@@ -64,6 +64,8 @@ def moment(device: torch.device) -> Moment:
 @dataclass(frozen=True, slots=True)
 class Flight:
     plan: Schedule
+    ids: frozenset[bytes]
+    """Whom it computes."""
     sampled: list[LiveRequest]
     """Who gets a token, in the order of `sampling`."""
     sampling: Sampling

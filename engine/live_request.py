@@ -1,10 +1,14 @@
 """What the engine remembers about a request from `add` or `reserve` until its end."""
 
+import math
 import time
+from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from engine.request import EngineRequest
 
@@ -14,6 +18,12 @@ if TYPE_CHECKING:
 
 PENDING = -1
 """In `LiveRequest.token_ids`: a token that a launched step samples, and that the host does not know yet."""
+
+
+DRAW = np.dtype(
+    [("seed", "u8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4")], align=True
+)
+"""How a request wants its tokens drawn, for the sampler to read of many at once."""
 
 
 class Phase(Enum):
@@ -35,6 +45,7 @@ class LiveRequest:
     arrival: int
     """Ticket number: the engine's n-th request."""
     handover: bool = False
+    id: bytes = field(init=False)
     hand_back: bool = False
     """When others need its blocks it goes back to whoever sent it, and is not computed again here."""
     token_ids: list[int] = field(init=False)
@@ -48,7 +59,13 @@ class LiveRequest:
     """Tokens at which it ends, whichever they are."""
     needs_tokens: bool = field(init=False)
     """What it may have next depends on the token before: it is not computed while that is pending."""
-    blocks: list[int] = field(default_factory=list)
+    plain_from: float = field(init=False)
+    """Tokens from which on nothing but `draw` says how the next is chosen."""
+    alone: bool = field(init=False)
+    """Shares no step: it has not shown yet that it can be computed."""
+    draw: bytes = field(init=False)
+    """A `DRAW`."""
+    blocks: "array[int]" = field(default_factory=lambda: array("i"))
     """Block table: position p lives in slot blocks[p // block_size] * block_size + p % block_size."""
     num_computed: int = 0
     """KV of positions [0, num_computed) is in the cache."""
@@ -59,23 +76,23 @@ class LiveRequest:
     num_published: int = 0
     """The first so many blocks were offered to the prefix cache."""
     arrived: float = field(default_factory=time.monotonic)
-    sampled: bool = False
-    """A token of it was sampled here."""
     started: float | None = None
     """When the step began that first computed some of it; None: waiting, or computed elsewhere."""
     grammar: "Grammar | None" = None
     """What its next token must satisfy; None: nothing."""
 
     def __post_init__(self) -> None:
+        self.id = self.request.id
+        self.alone = self.request.alone
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
-        p = self.request.sampling
-        self.longest = len(self.request.prompt_ids) + p.max_tokens
+        p, prompt = self.request.sampling, len(self.request.prompt_ids)
+        self.longest = prompt + p.max_tokens
         penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
         self.needs_tokens = penalised or p.structured_output is not None
-
-    @property
-    def id(self) -> bytes:
-        return self.request.id
+        special = self.needs_tokens or p.logit_bias or p.logprobs is not None
+        self.plain_from = math.inf if special else prompt + p.min_tokens
+        seed = p.seed & (1 << 64) - 1
+        self.draw = np.array((seed, p.temperature, p.top_k, p.top_p, p.min_p), DRAW).tobytes()
 
     @property
     def order(self) -> tuple[int, bool, int]:
@@ -104,20 +121,16 @@ class LiveRequest:
 
     def learn(self, token: int) -> int:
         """The oldest pending token is known. Returns its position."""
-        position = self.num_known
+        position = len(self.token_ids) - self.pending
         self.token_ids[position] = token
         self.pending -= 1
+        self.alone = False
         return position
 
     @property
     def num_computable(self) -> int:
         """The same without the last one, which would be sampled from, while its grammar is being compiled."""
         return self.num_left if self.grammar is None or self.grammar.ready else self.num_left - 1
-
-    @property
-    def alone(self) -> bool:
-        """Shares no step: it has not shown yet that it can be computed."""
-        return self.request.alone and not self.sampled
 
     @property
     def num_generated(self) -> int:

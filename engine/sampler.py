@@ -19,12 +19,12 @@ from torch.nn.functional import embedding
 
 from engine.grammar import TokenMask
 from engine.kernels import SMALLEST_TEMPERATURE, Kernels
-from engine.live_request import LiveRequest
+from engine.live_request import DRAW, LiveRequest
 from engine.request import Logprobs
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 
-NO_TOP_P = 2.0  # rounded sums of probabilities may pass 1, so what is no limit must be above it
+NO_TOP_P = np.float32(2)  # rounded sums of probabilities may pass 1, so what is no limit must be above it
 NOT_FINITE = -1
 """In place of a token, where logits are not finite: nothing can be sampled from them."""
 
@@ -48,18 +48,18 @@ class Draws(NamedTuple, Generic[Array]):
 
 
 def draws_of(requests: Sequence[LiveRequest], vocabulary: int) -> tuple[Variant, Draws[np.ndarray]]:
-    params = [live.request.sampling for live in requests]
-    drawn = [p for p in params if p.temperature > 0]
-    filtered = any(p.top_k or p.top_p < 1 or p.min_p for p in drawn)
-    variant = Variant.FILTERED if filtered else Variant.DRAWN if drawn else Variant.GREEDY
-    seeds = np.array([p.seed & (1 << 64) - 1 for p in params], dtype=np.uint64)
+    wanted = np.frombuffer(b"".join([live.draw for live in requests]), DRAW)
     positions = np.array([len(live.token_ids) for live in requests], dtype=np.uint64)
+    drawn = wanted["temperature"] > 0
+    some_top_k, some_top_p = wanted["top_k"] > 0, wanted["top_p"] < 1
+    filtered = drawn & (some_top_k | some_top_p | (wanted["min_p"] > 0))
+    variant = Variant.FILTERED if filtered.any() else Variant.DRAWN if drawn.any() else Variant.GREEDY
     return variant, Draws(
-        np.array([p.temperature for p in params], dtype=np.float32),
-        draw_keys(seeds, positions),
-        np.array([p.top_k or vocabulary for p in params], dtype=np.int32),
-        np.array([p.top_p if p.top_p < 1 else NO_TOP_P for p in params], dtype=np.float32),
-        np.array([p.min_p for p in params], dtype=np.float32),
+        wanted["temperature"].copy(),
+        draw_keys(wanted["seed"], positions),
+        np.where(some_top_k, wanted["top_k"], np.int32(vocabulary)),
+        np.where(some_top_p, wanted["top_p"], NO_TOP_P),
+        wanted["min_p"].copy(),
     )
 
 
@@ -99,9 +99,7 @@ def choose(
 
 def adjusts(live: LiveRequest) -> bool:
     """Whether `adjust` changes its logits, or `top_logprobs` is about it."""
-    p = live.request.sampling
-    few = live.num_generated < p.min_tokens
-    return live.needs_tokens or bool(p.logit_bias) or few or p.logprobs is not None
+    return len(live.token_ids) < live.plain_from
 
 
 def adjust(

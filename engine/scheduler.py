@@ -7,16 +7,18 @@ scheduled, so a prefill never stops for lack of blocks. Only decoding grows; whe
 youngest request makes room.
 """
 
+from array import array
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.block_pool import BlockPool, extend_hash_chain, salted_root
 from engine.live_request import LiveRequest, Phase
 from engine.request import CacheObserver, EngineRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Positions [start, stop) of one request, to be computed in this step."""
 
     live: LiveRequest
@@ -37,11 +39,11 @@ class Schedule:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(c.stop - c.start for c in self.chunks if c.stop - c.start > 1)
+        return sum(stop - start for _, start, stop in self.chunks if stop - start > 1)
 
     @property
     def decodes(self) -> int:
-        return sum(c.stop - c.start == 1 for c in self.chunks)
+        return sum(stop - start == 1 for _, start, stop in self.chunks)
 
 
 class Scheduler:
@@ -95,7 +97,7 @@ class Scheduler:
             return None
         live = self._register(request, Phase.RESERVED)
         live.hand_back = True
-        live.blocks = self.pool.allocate(need)
+        live.blocks.extend(self.pool.allocate(need))
         self.reserved.add(live)
         return live
 
@@ -118,7 +120,7 @@ class Scheduler:
         if need > self.pool.free:
             return False
         live.token_ids = tokens
-        live.blocks += self.pool.allocate(max(0, need))
+        live.blocks.extend(self.pool.allocate(max(0, need)))
         return True
 
     def join(self, live: LiveRequest) -> None:
@@ -137,23 +139,22 @@ class Scheduler:
     # The step
 
     def schedule(self, chunk_limit: int | None = None) -> Schedule:
-        """`chunk_limit`: prompt tokens that a step may take which somebody waits for who decodes, or is about
-        to."""
+        """`chunk_limit`: prompt tokens that a step may take of those who were started beside others that
+        decode, or are about to."""
         plan = Schedule()
         budget = self.max_num_batched_tokens
         alone = self._next_alone()
         # Decodes go first, so that no prefill delays them, and the oldest goes first of all: the victim of a
-        # preemption is younger than whoever was scheduled before. (They are in order; sorting keeps that.)
-        for live in sorted(self.running, key=lambda r: r.num_left > 1):
-            if chunk_limit is not None and live.num_left > 1:
-                budget = min(budget, chunk_limit) if plan.chunks or self.reserved else budget
-                chunk_limit = None
-            count = min(live.num_computable, budget)
-            turn = live is alone if alone is not None else not live.alone
-            turn = turn and not live.ends_with_pending
-            if turn and count and live.phase is Phase.RUNNING and self._grow(live, plan):
-                plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
-                budget -= count
+        # preemption is younger than whoever was scheduled before.
+        in_turn = [r for r in self.running if (r is alone if alone else not r.alone)]
+        prefills = [r for r in in_turn if r.num_left > 1]
+        for live in [r for r in in_turn if r.num_left <= 1] if prefills else in_turn:
+            budget -= self._go_on(live, budget, plan)
+        started = any(live.hand_back for live in prefills)
+        if started and chunk_limit is not None and (plan.chunks or self.reserved):
+            budget = min(budget, chunk_limit)
+        for live in prefills:
+            budget -= self._go_on(live, budget, plan)
         while budget and not plan.recomputed and not plan.handed_back and self.can_admit:
             if self.waiting[0] is not alone and (alone is not None or self.waiting[0].alone):
                 break
@@ -164,6 +165,16 @@ class Scheduler:
                 plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
             budget -= count
         return plan
+
+    def _go_on(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
+        """Tokens that the step computes of one who runs."""
+        count = min(live.num_computable, budget)
+        if not count or live.ends_with_pending or live.phase is not Phase.RUNNING:
+            return 0
+        if self._grows(live) and not self._grow(live, plan):
+            return 0
+        plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
+        return count
 
     def _next_alone(self) -> LiveRequest | None:
         """Whose step this is, where somebody shares none: every second one, as long as there are others."""
@@ -178,36 +189,38 @@ class Scheduler:
     def may_look_ahead(self) -> bool:
         """Whether a step may be scheduled while another is under way, its tokens unknown: nobody needs to
         know them to go on, shares no step, or would have to make room."""
-        return (
-            sum(self._grows(live) for live in self.running) <= self.pool.free
-            and not any(live.needs_tokens or live.alone for live in self.running)
-            and not (self.waiting and self.waiting[0].alone)
-        )
+        if any(live.needs_tokens or live.alone for live in self.running):
+            return False
+        if self.waiting and self.waiting[0].alone:
+            return False
+        free = self.pool.free  # nobody grows by more than one
+        return len(self.running) <= free or sum(self._grows(live) for live in self.running) <= free
 
     @property
     def has_next(self) -> bool:
         """Whether a step could compute anything beyond what is under way."""
         return self.can_admit or any(not live.ends_with_pending for live in self.running)
 
-    def launched(self, chunk: Chunk) -> None:
-        """A step writes the chunk's KV, before anything that is launched later."""
-        chunk.live.num_computed = chunk.stop
-        chunk.live.flights += 1
+    def launched(self, chunks: Sequence[Chunk]) -> None:
+        """A step writes the chunks' KV, before anything that is launched later."""
+        for live, _, stop in chunks:
+            live.num_computed = stop
+            live.flights += 1
 
-    def landed(self, chunk: Chunk) -> None:
-        """That step is over, and touches the chunk's blocks no more."""
-        live = chunk.live
-        live.flights -= 1
-        if live in self._leaving and not live.flights:
-            self._leaving.remove(live)
-            self._free(live)
+    def landed(self, chunks: Sequence[Chunk]) -> None:
+        """That step is over, and touches the chunks' blocks no more."""
+        for live, _, _ in chunks:
+            live.flights -= 1
+            if not live.flights and live in self._leaving:
+                self._leaving.remove(live)
+                self._free(live)
 
     def verified(self, live: LiveRequest, computed: int) -> None:
         """Logits that depend on the KV of the first `computed` positions were finite: full blocks of these
         may be shared from now on."""
-        if self.prefix_cache_root is not None:
+        full = computed // self.block_size
+        if self.prefix_cache_root is not None and full > live.num_published:
             self._hash_blocks(live, self.prefix_cache_root)
-            full = computed // self.block_size
             entered = [
                 (index, live.block_hashes[index])
                 for index in range(live.num_published, full)
@@ -225,7 +238,7 @@ class Scheduler:
         """Makes sure of a block for the token to compute; False: `live` itself had to make room."""
         while self._grows(live):
             if self.pool.free:
-                live.blocks += self.pool.allocate(1)
+                live.blocks.extend(self.pool.allocate(1))
                 break
             victim = max((r for r in self.running if not r.handover), key=lambda r: r.order)
             self._preempt(victim, plan)
@@ -241,7 +254,7 @@ class Scheduler:
             return
         self.running.remove(victim)
         self.pool.release(victim.blocks)
-        victim.blocks = []
+        del victim.blocks[:]
         victim.num_computed = 0
         victim.phase = Phase.WAITING
         insort(self.waiting, victim, key=lambda r: r.order)
@@ -271,7 +284,8 @@ class Scheduler:
         """Gives it blocks for all that is to be computed, and a place in the batch."""
         hits = self._prefix_hits(live)
         self.pool.share(hits)
-        live.blocks = hits + self.pool.allocate(self._blocks_for(len(live.token_ids)) - len(hits))
+        own = self.pool.allocate(self._blocks_for(len(live.token_ids)) - len(hits))
+        live.blocks = array("i", [*hits, *own])
         live.num_computed = live.num_cached = len(hits) * self.block_size
         live.num_published = len(hits)
         live.phase = Phase.RUNNING
@@ -351,7 +365,7 @@ class Scheduler:
 
     def _free(self, live: LiveRequest) -> None:
         self.pool.release(live.blocks)
-        live.blocks = []
+        del live.blocks[:]
 
     def assert_whole(self) -> None:
         """Without requests nothing is left of any."""

@@ -1,6 +1,7 @@
 """Paged attention against plain attention over each request's own tokens."""
 
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(seed: int, block_s
     chunks, sequences = [], []
     for start, stop in spans:
         live = LiveRequest(EngineRequest(b"", list(range(stop))), Phase.RUNNING, 0)
-        live.blocks = [free.pop() for _ in range(-(-stop // block_size))]
+        live.blocks = array("i", [free.pop() for _ in range(-(-stop // block_size))])
         keys_values = torch.randn(2, stop, KV_HEADS, DIM, generator=generator)
         for position in range(start):
             block, offset = live.blocks[position // block_size], position % block_size
@@ -74,7 +75,7 @@ def plain(q: torch.Tensor, keys_values: torch.Tensor, start: int) -> torch.Tenso
 def test_only_tokens_that_complete_their_request_are_sampled() -> None:
     def live(tokens: int) -> LiveRequest:
         result = LiveRequest(EngineRequest(b"", list(range(tokens))), Phase.RUNNING, 0)
-        result.blocks = [0, 1, 2]
+        result.blocks = array("i", [0, 1, 2])
         return result
 
     chunks = [Chunk(live(9), 0, 4), Chunk(live(9), 4, 9), Chunk(live(3), 2, 3)]

@@ -44,12 +44,12 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     """What the engine does in a step, without a model: every sampled token is 7."""
     plan = scheduler.schedule(chunk_limit)
     for chunk in plan.chunks:
-        scheduler.launched(chunk)
-        scheduler.landed(chunk)
+        scheduler.launched([chunk])
+        scheduler.landed([chunk])
         live = chunk.live
         if live.num_left == 0:
             scheduler.verified(live, chunk.stop)
-            live.sampled = True
+            live.alone = False
             live.token_ids.append(7)
             if live.handover:
                 scheduler.hold(live)
@@ -118,10 +118,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             before = list(live.blocks), list(live.token_ids)
             output = [7] * (len(live.token_ids) - len(live.request.prompt_ids) + more)
             if self.scheduler.extend_reservation(live, output):
-                assert live.blocks[: len(before[0])] == before[0]
+                assert list(live.blocks[: len(before[0])]) == before[0]
                 assert len(live.blocks) * BLOCK >= len(live.token_ids) + 1
             else:
-                assert (live.blocks, live.token_ids) == before
+                assert (list(live.blocks), live.token_ids) == before
 
     @rule(request_id=ids)
     def join(self, request_id: bytes) -> None:
@@ -161,15 +161,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert chunk.start == computed[live.id]
         for request_id, blocks in handovers.items():
             live = scheduler.requests[request_id]
-            assert (live.phase, live.blocks) == (Phase.RUNNING, blocks), "a prefill was preempted"
+            assert (live.phase, list(live.blocks)) == (Phase.RUNNING, blocks), "a prefill was preempted"
         for live in plan.recomputed:
             assert not live.hand_back
-            assert (live.phase, live.blocks, live.num_computed) == (Phase.WAITING, [], 0)
+            assert (live.phase, list(live.blocks), live.num_computed) == (Phase.WAITING, [], 0)
         for live in plan.handed_back:
             assert live.hand_back
             assert live.id not in scheduler.requests
         for chunk in plan.chunks:
-            scheduler.launched(chunk)
+            scheduler.launched([chunk])
             if chunk.live.num_left == 0:
                 chunk.live.promise(0)
         self.flights.append(plan.chunks)
@@ -179,14 +179,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def land(self) -> None:
         scheduler, chunks = self.scheduler, self.flights.pop(0)
         for chunk in chunks:
-            scheduler.landed(chunk)
+            scheduler.landed([chunk])
         for chunk in chunks:
             live = chunk.live
             if live.phase is Phase.GONE or chunk.stop < live.num_known:
                 continue
             live.learn(7)
             scheduler.verified(live, chunk.stop)
-            live.sampled = True
+            live.alone = False
             if live.handover:
                 scheduler.hold(live)
             elif live.num_known >= live.longest:
@@ -212,7 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for live in list(self.scheduler.requests.values()):
             self.scheduler.drop(live)
         for chunk in [chunk for chunks in self.flights for chunk in chunks]:
-            self.scheduler.landed(chunk)
+            self.scheduler.landed([chunk])
         self.scheduler.assert_whole()
 
 
@@ -292,7 +292,7 @@ def test_what_is_held_or_reserved_keeps_its_blocks_whatever_happens() -> None:
     grows = add(scheduler, 3, 4)
     recomputed = [live for _ in range(12) for live in step(scheduler).recomputed]
     assert recomputed[0] is grows, "it can only preempt itself"
-    assert (held.blocks, reserved.blocks) == kept
+    assert (list(held.blocks), list(reserved.blocks)) == kept
 
 
 def test_growth_wins_over_new_reservations() -> None:
@@ -370,8 +370,8 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     scheduler = make(budget=8, prefix_cache=True)
     first = add(scheduler, 1, 16)
     plan = scheduler.schedule()
-    scheduler.launched(plan.chunks[0])
-    scheduler.landed(plan.chunks[0])
+    scheduler.launched(plan.chunks)
+    scheduler.landed(plan.chunks)
     second = add(scheduler, 2, 16)
     scheduler.drop(first)
     scheduler.schedule()

@@ -36,9 +36,10 @@ class Worker:
             self.scheduler.add(request, handover=True)
             lives.append(self.scheduler.requests[request.id])
         while any(live.num_left for live in lives):
-            for chunk in self.scheduler.schedule().chunks:
-                self.scheduler.launched(chunk)
-                self.scheduler.landed(chunk)
+            chunks = self.scheduler.schedule().chunks
+            self.scheduler.launched(chunks)
+            self.scheduler.landed(chunks)
+            for chunk in chunks:
                 if chunk.live.num_left == 0:
                     self.scheduler.verified(chunk.live, chunk.stop)
         for live in lives:
