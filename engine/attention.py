@@ -21,7 +21,8 @@ class AttentionMetadata:
 
     The tensors are on the engine's device. For a captured graph they are static: made once for the largest
     batch, sliced for a smaller one, overwritten before each replay; rows that pad a batch have slot −1 and
-    context 0 (the torch reference knows no padding)."""
+    context 0, tiles that pad it zeros. There, `num_decodes` is a bound: where requests end that decode, and
+    rows of chunks follow, contexts are 0 (the torch reference knows neither)."""
 
     block_size: int
     slots: Tensor  # [rows] int64: where the KV of each row goes
@@ -29,6 +30,9 @@ class AttentionMetadata:
     contexts: Tensor  # [requests] int32: positions of each request, those of this step included
     num_decodes: int
     prefills: Sequence[tuple[int, int]]  # (start, stop) positions of each chunk, on the host
+    tiles: Tensor | None = (
+        None  # [tiles, 4] int32, as `kernels.tiles` has it: what a graph reads for `prefills`
+    )
 
 
 @dataclass(frozen=True, slots=True)

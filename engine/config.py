@@ -40,8 +40,7 @@ class EngineConfig:
     overlap: bool | None = None
     """Whether a step is launched before the tokens of the one before it are known. None: on CUDA."""
     cuda_graphs: bool = True
-    """Whether steps that only decode are replayed from CUDA graphs; a CPU has none, nor has who hands KV over
-    layer by layer."""
+    """Whether steps are replayed from CUDA graphs; a CPU has none."""
 
     def __post_init__(self) -> None:
         def require(flag: str, value: object, holds: bool, remedy: str) -> None:

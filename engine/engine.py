@@ -40,6 +40,7 @@ from engine.request import (
 )
 from engine.sampler import NOT_FINITE
 from engine.scheduler import Scheduler
+from engine.step_graphs import LARGEST
 from engine.warm_up import measure_steps, plan_rehearsal, warm_up
 
 GRAMMAR_WAIT = 0.05
@@ -78,7 +79,6 @@ class Engine:
         self.device = torch.device(config.device)
         self._config = config
         self._kv_sink = kv_sink
-        self._has_graphs = config.cuda_graphs and kv_sink is None  # there are no calls between their layers
         self._tick = tick
         self._computing = _nothing
 
@@ -118,8 +118,12 @@ class Engine:
             self._open(pool.num_blocks)
             if self.device.type == "cuda":
                 warm_up(self, plan_rehearsal(config, pool.max_model_len), starting)
-                if self._has_graphs:
-                    self._runner.capture(lambda done: starting("capturing graphs", done))
+                if config.cuda_graphs:
+                    self._runner.capture(
+                        config.max_num_batched_tokens,
+                        by_layer=kv_sink is not None,
+                        progress=lambda done: starting("capturing graphs", done),
+                    )
         self._overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
         self._begin(cache_observer, self.model_fingerprint if config.enable_prefix_caching else None)
         self._computing = computing
@@ -134,7 +138,9 @@ class Engine:
         self._runner.close()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        graphs = step.decode if self._has_graphs else 0
+        graphs = 0
+        if self._config.cuda_graphs:
+            graphs = step.decode + step.any * LARGEST // max(LARGEST, self._config.max_num_batched_tokens)
         return MemoryUse(total, free, weights, step.any, graphs)
 
     def _open(self, num_blocks: int, layers: int | None = None) -> None:
@@ -205,7 +211,8 @@ class Engine:
             live.promise(row)
         self._flights.append(flight)
         self._landings.expect(flight)
-        self._pace.launched(sampling.padded, started, time.monotonic())
+        only_decodes = sampling.size is not None and not sampling.size.chunks
+        self._pace.launched(sampling.size if only_decodes else None, started, time.monotonic())
         return True
 
     def _announce(self, started: Sequence[LiveRequest]) -> None:

@@ -3,12 +3,13 @@ nothing waited for.
 
     run(batch) ──▶ forward pass (writes KV) ──▶ logits of the sampled rows ──▶ sampling ──▶ tokens
 
-Steps that only decode are replayed from CUDA graphs, once these are captured; all others are launched kernel
-by kernel, so that `layer_done` is a plain call in the middle of a layer.
+            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
+            layer_done(layer)  # so early, since only the rest of the last layer hides that one's transfer
+            return kernels.attention(q, k, v, kv, plan)
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from engine.attention import AttentionMetadata
 from engine.batch import StepBatch, upload
-from engine.decode_graphs import DecodeGraphs
 from engine.grammar import Grammars
 from engine.kernels import HeadNorm, Kernels
+from engine.kernels.tiles import SHORT
 from engine.model_config import ModelConfig
 from engine.sampler import (
     Draws,
@@ -31,6 +32,7 @@ from engine.sampler import (
     to_host,
     top_logprobs,
 )
+from engine.step_graphs import LayerDone, Size, StepGraphs, Widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class Sampling:
     tokens: Tensor | None = None  # [sampled] int64, on the host, or `NOT_FINITE`; None: nobody gets one
     logprobs: TopLogprobs | None = None
     refused: dict[int, str] = field(default_factory=dict)  # by row: what is wrong with its grammar
-    padded: int | None = None
-    """Rows of the graphs that the step was replayed from; None: it was not."""
+    size: Size | None = None
+    """Of the graphs that the step was replayed from; None: it was not."""
 
 
 class ModelRunner:
@@ -67,7 +69,7 @@ class ModelRunner:
         self._dtype = dtype
         self._block_size = block_size
         self._device = device
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """What the newest step samples, by row: pending tokens of the step after it are read from here."""
         self.table_width: int | None = None
@@ -90,72 +92,91 @@ class ModelRunner:
         self.kv_cache = []
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[float], None]) -> None:
-        """From now on graphs serve steps that only decode. The cache stays where it is."""
+    def capture(
+        self, max_num_batched_tokens: int, *, by_layer: bool, progress: Callable[[float], None]
+    ) -> None:
+        """From now on graphs serve the steps that they are for. The cache stays where it is. `by_layer`:
+        `layer_done` must be called for steps of prompts."""
         assert self.table_width is not None, "a CPU has no graphs"
-
-        def forward(token_ids: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
-            return self.model.logits(self._forward(token_ids, positions, attention, lambda _: None))
-
-        def chosen(logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Tensor:
-            return choose(logits, logits, variant, draws, self._kernels)
-
-        self._graphs = DecodeGraphs(
-            forward,
-            chosen,
+        config = self._config
+        tile = SHORT.tokens(config.num_heads // config.num_kv_heads)
+        widths = Widths(self.table_width, config.hidden_size, config.vocab_size, tile)
+        self._graphs = StepGraphs(
+            self,
             self._tokens,
-            vocabulary=self._config.vocab_size,
+            widths,
+            dtype=self._dtype,
             block_size=self._block_size,
-            table_width=self.table_width,
+            max_num_batched_tokens=max_num_batched_tokens,
+            by_layer=by_layer,
             progress=progress,
         )
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch, layer_done: Callable[[int], None]) -> Sampling:
+    def run(self, batch: StepBatch, layer_done: LayerDone) -> Sampling:
         """`layer_done(i)`: the KV of layer i is written (on CUDA: its writing is enqueued). Not called where
-        all is one graph, which `batch.only_decodes` says may be."""
+        graphs serve the step that were not captured by layer."""
         requests, graphs = batch.sampled, self._graphs
         variant, draws = draws_of(requests, self._config.vocab_size)
-        if graphs is not None and batch.only_decodes:
-            rows = len(requests)
-            logits, padded = graphs.forward(batch, draws), graphs.size(rows)
+        size = graphs.size(batch) if graphs is not None else None
+        if graphs is not None and size is not None:
+            graphs.forward(size, batch, draws, layer_done)
+            if not requests:
+                return Sampling(size=size)
+            logits, on_device = graphs.logits(len(requests)), graphs.draws(len(requests))
             if not any(adjusts(live) for live in requests):
-                return Sampling(to_host(graphs.choose(rows, variant)), padded=padded)
-            return replace(self._sample(batch, logits, variant, graphs.draws(rows)), padded=padded)
+                return Sampling(to_host(graphs.choose(len(requests), variant)), size=size)
+            return self._sample(batch, logits, variant, on_device, size)
         token_ids, positions, attention = batch.on(self._device, self._block_size)
         sampled, *fields = upload([batch.sampled_rows, *draws], self._device)
-        hidden = self._forward(token_ids, positions, attention, layer_done)
+        hidden = self.forward(token_ids, positions, attention, layer_done)
         if not requests:
             return Sampling()
-        logits = self.model.logits(hidden[sampled]).float()
-        return self._sample(batch, logits, variant, Draws(*fields))
+        logits = self.logits(hidden[sampled]).float()
+        return self._sample(batch, logits, variant, Draws(*fields), None)
 
-    def _forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        metadata: AttentionMetadata,
-        layer_done: Callable[[int], None],
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, layer_done: LayerDone
     ) -> Tensor:
         """Writes the KV of all tokens, returns the hidden state of each."""
         kernels = self._kernels
-        attention = kernels.plan(metadata, self._config.num_heads, self._config.num_kv_heads, self._dtype)
+        plan = kernels.plan(attention, self._config.num_heads, self._config.num_kv_heads, self._dtype)
 
         def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
             kv = self.kv_cache[layer]
+<<<<<<< HEAD
             q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, metadata.slots)
             layer_done(layer)  # so early, since only the rest of the last layer hides that one's transfer
             return kernels.attention(q, k, v, kv, attention)
+=======
+            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
+            return kernels.attention(q, k, v, kv, plan)
+>>>>>>> 72670d5 (CUDA graphs for steps with prompts, too; cut between layers where KV is handed over)
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)
         return self.model(known, positions, attend)
 
-    def _sample(self, batch: StepBatch, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Sampling:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """In the model's dtype."""
+        return self.model.logits(hidden)
+
+    def choose(self, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Tensor:
+        """Tokens of rows that ask for nothing else."""
+        return choose(logits, logits, variant, draws, self._kernels)
+
+    def _sample(
+        self,
+        batch: StepBatch,
+        logits: Tensor,
+        variant: Variant,
+        draws: Draws[Tensor],
+        size: Size | None,
+    ) -> Sampling:
         """With all that requests may ask for."""
         requests = batch.sampled
         mask, refused = self._grammars.allowed([(live.grammar, live.token_ids) for live in requests])
         adjusted = adjust(logits, requests, self._config.eos_ids, mask)
         tokens = choose(adjusted, logits, variant, draws, self._kernels)
         self._tokens[: len(requests)] = tokens
-        return Sampling(to_host(tokens), top_logprobs(logits, tokens, requests), refused)
+        return Sampling(to_host(tokens), top_logprobs(logits, tokens, requests), refused, size)

@@ -20,8 +20,10 @@ class Pace:
         self._under_way: list[tuple[Hashable | None, float]] = []  # kind, when the device can begin
 
     def launched(self, kind: Hashable | None, began: float, now: float) -> None:
-        """The host spent [began, now) on a step; None: how long such a one takes is not foreseeable."""
-        self._host += (1 - DECAY) * (now - began - self._host) if self._host else now - began
+        """The host spent [began, now) on a step; None: how long such a one takes is not foreseeable, nor
+        does it tell how long the host needs for another kind."""
+        if kind is not None:
+            self._host += (1 - DECAY) * (now - began - self._host) if self._host else now - began
         self._under_way.append((kind, now))
 
     def landed(self, device_seconds: float, now: float) -> None:

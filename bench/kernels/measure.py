@@ -92,16 +92,17 @@ def sweep(
 
 
 def choices(cases: Cases) -> list[tuple[ModuleType, dict[str, list[Any]], Make]]:
-    from engine.kernels import decode_attention, prefill_attention, thresholds
-    from engine.kernels.prefill_attention import Shape as Tile
+    from engine.kernels import decode_attention, prefill_attention, thresholds, tiles
+    from engine.kernels.tiles import Shape as Tile
 
     shape = cases.shape
-    tiles = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]
+    shapes = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]
     pieces = {"FEW_REQUESTS": [0], "PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7]}
     search = {"PIVOTS": [4, 8, 16], "PROGRAMS": [256, 512, 1024]}
     long, some = shape.prompts[-1], shape.batches[len(shape.batches) // 2]
     return [
-        (prefill_attention, {"LONG": tiles, "STAGES": [3, 5]}, lambda: cases.prefill(0, long)),
+        (tiles, {"LONG": shapes}, lambda: cases.prefill(0, long)),
+        (prefill_attention, {"STAGES": [3, 5]}, lambda: cases.prefill(0, long)),
         (decode_attention, pieces, lambda: cases.decode(f"b{some}", [shape.context] * some)),
         (decode_attention, pieces, lambda: cases.decode("b1", [shape.context])),
         (thresholds, search, lambda: cases.thresholds(some, "top_p", shape.vocabulary, 0.9)),

@@ -13,9 +13,7 @@ takes, longest work first, so that the last wave is short.
 *Causal*: keys that the tile's first token may see need no mask; only the few after it do, in smaller tiles.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -23,51 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.online_softmax import LOG2_E, any_tile, attend, cache_tiles, whole_tile
+from engine.kernels.tiles import SHORT, Shape
 
 # Measured on an H200 (`python -m bench.kernels --sweep`).
 STAGES = 5
 MASKED_N = 32  # keys of a tile that the causal mask cuts
 
 
-class Shape(NamedTuple):
-    """Of a program's tiles."""
-
-    block_m: int  # rows
-    block_n: int  # keys
-    warps: int
-
-
-SHORT = Shape(64, 64, 4)  # two programs share a multiprocessor
-LONG = Shape(128, 128, 8)
-LONG_FROM = 4096  # positions
-
-
-class Chunk(NamedTuple):
-    request: int  # index into the block tables
-    row: int  # of q: the chunk's first token
-    start: int  # positions [start, stop)
-    stop: int
-
-
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Who computes what in one step, the same for all layers."""
 
-    work: Tensor  # int32 [tiles, 4]: request, first row of q, number of tokens, first position
+    work: Tensor  # [tiles, 4] int32, as `tile_work` has it; a row of zeros: nothing
     shape: Shape
-
-
-def prefill_tiles(chunks: Sequence[Chunk], group: int, device: torch.device) -> Tiles:
-    """Tiles that see most keys come first. group: query heads that share a KV head."""
-    shape = LONG if max(chunk.stop for chunk in chunks) >= LONG_FROM else SHORT
-    step = shape.block_m // group
-    tiles = [
-        (chunk.request, chunk.row + position - chunk.start, min(step, chunk.stop - position), position)
-        for chunk in chunks
-        for position in range(chunk.start, chunk.stop, step)
-    ]
-    tiles.sort(key=lambda tile: -tile[3])
-    return Tiles(torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True), shape)
 
 
 def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tiles, out: Tensor) -> None:
@@ -131,6 +97,8 @@ def _prefill(
     request = tl.load(tile).to(tl.int64)
     row = tl.load(tile + 1).to(tl.int64)
     tokens = tl.load(tile + 2)
+    if tokens == 0:
+        return
     first = tl.load(tile + 3)
     stop = first + tokens
 

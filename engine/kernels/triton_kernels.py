@@ -8,8 +8,9 @@ from torch import Tensor
 from engine.attention import AttentionMetadata
 from engine.kernels import HeadNorm, norm, rope, sampling, silu
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
-from engine.kernels.prefill_attention import Chunk, Tiles, prefill_attention, prefill_tiles
+from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.thresholds import thresholds
+from engine.kernels.tiles import SHORT, shape_for, tile_work
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 INTERPRETED_MULTIPROCESSORS = 4
@@ -57,14 +58,13 @@ class TritonKernels:
         pieces = None
         if decodes:
             pieces = partition(metadata.contexts[:decodes], num_kv_heads, self._multiprocessors)
-        chunks = []
-        row = decodes
-        for request, (start, stop) in enumerate(metadata.prefills, decodes):
-            chunks.append(Chunk(request, row, start, stop))
-            row += stop - start
         tiles = None
-        if chunks:
-            tiles = prefill_tiles(chunks, num_heads // num_kv_heads, device)
+        if metadata.tiles is not None:
+            tiles = Tiles(metadata.tiles, SHORT)
+        elif metadata.prefills:
+            shape = shape_for(metadata.prefills)
+            work = tile_work(metadata.prefills, decodes, shape.tokens(num_heads // num_kv_heads))
+            tiles = Tiles(torch.from_numpy(work).to(device, non_blocking=True), shape)
         return TritonPlan(decodes, metadata.block_tables, pieces, tiles)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TritonPlan) -> Tensor:

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +174,12 @@ class Step:
             return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
 
         m = self.metadata
-        metadata = AttentionMetadata(
-            m.block_size, put(m.slots), put(m.block_tables), put(m.contexts), m.num_decodes, m.prefills
+        metadata = replace(
+            m,
+            slots=put(m.slots),
+            block_tables=put(m.block_tables),
+            contexts=put(m.contexts),
+            tiles=None if m.tiles is None else put(m.tiles),
         )
         kv, rotary = put(self.kv), put(self.rotary)
         if norm is not None:
@@ -204,6 +209,35 @@ def test_mixed_batch(
     Step(RAGGED, (4, 2), head_dim, block_size, dtype).check(triton_kernels, kernel_device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_padded_as_for_a_graph(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype
+) -> None:
+    """Rows without a slot, requests without a context, tiles of zeros: they write nothing, and what is not
+    padding comes out as ever."""
+    from engine.kernels.tiles import SHORT, tile_work
+
+    step = Step(RAGGED, (4, 2), 64, 16, dtype)
+    expected, expected_kv, _ = step.run(triton_kernels, kernel_device)
+    rows, padded, m = len(expected), len(expected) + 5, step.metadata
+    work = torch.from_numpy(tile_work(m.prefills, m.num_decodes, SHORT.tokens(2)))
+    contexts = torch.zeros(padded, dtype=torch.int32)
+    contexts[: m.num_decodes] = m.contexts[: m.num_decodes]
+    step.qkv = F.pad(step.qkv, (0, 0, 0, 0, 0, padded - rows), value=torch.nan)
+    step.rotary = F.pad(step.rotary, (0, 0, 0, 0, 0, padded - rows))
+    step.metadata = replace(
+        m,
+        slots=F.pad(m.slots, (0, padded - rows), value=-1),
+        contexts=contexts,
+        num_decodes=padded,
+        prefills=[],
+        tiles=F.pad(work, (0, 0, 0, 3)),
+    )
+    out, kv, _ = step.run(triton_kernels, kernel_device)
+    close(out[:rows], expected.cpu())
+    assert torch.equal(kv.nan_to_num(9.0), expected_kv.nan_to_num(9.0))
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (4, 1), (5, 1), (6, 1), (7, 1), (8, 1)])
 def test_query_heads_per_kv_head(triton_kernels: Kernels, kernel_device: str, heads: tuple[int, int]) -> None:
     Step([(30, 31), (66, 67), (20, 40)], heads, 64, 32, F16).check(triton_kernels, kernel_device)
@@ -223,9 +257,9 @@ def test_chunks_longer_than_a_tile(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, long_from: int
 ) -> None:
     """Several tiles, in front of each whole tiles of keys and those that the causal mask cuts."""
-    from engine.kernels import prefill_attention
+    from engine.kernels import tiles
 
-    monkeypatch.setattr(prefill_attention, "LONG_FROM", long_from)
+    monkeypatch.setattr(tiles, "LONG_FROM", long_from)
     Step([(0, 70), (130, 200)], (4, 1), 64, 128, F16).check(triton_kernels, kernel_device)
 
 

@@ -1,0 +1,44 @@
+"""How attention to the chunks of a step is cut into pieces of work. Pure, and on the host."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Shape(NamedTuple):
+    """Of what one program computes."""
+
+    block_m: int  # rows: (token, head of the group) pairs
+    block_n: int  # keys at a time
+    warps: int
+
+    def tokens(self, group: int) -> int:
+        """Of a tile, where so many query heads share a KV head."""
+        return self.block_m // group
+
+
+# Measured on an H200 (`python -m bench.kernels --sweep`).
+SHORT = Shape(64, 64, 4)  # two programs share a multiprocessor
+LONG = Shape(128, 128, 8)
+LONG_FROM = 4096  # positions
+
+
+def shape_for(prefills: Sequence[tuple[int, int]]) -> Shape:
+    """For chunks (start, stop)."""
+    return LONG if max(stop for _, stop in prefills) >= LONG_FROM else SHORT
+
+
+def tile_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int) -> np.ndarray:
+    """[tiles, 4] int32: request (index into the block tables), first row of q, number of tokens (at most
+    `tokens`), first position. Chunks (start, stop) follow `num_decodes` requests of one row each. Tiles that
+    see most keys come first, so that the last programs are short."""
+    tiles, row = [], num_decodes
+    for request, (start, stop) in enumerate(prefills, num_decodes):
+        tiles += [
+            (request, row + position - start, min(tokens, stop - position), position)
+            for position in range(start, stop, tokens)
+        ]
+        row += stop - start
+    tiles.sort(key=lambda tile: -tile[3])
+    return np.array(tiles, dtype=np.int32).reshape(-1, 4)

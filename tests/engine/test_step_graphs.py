@@ -1,0 +1,95 @@
+"""What is replayed from graphs (on a GPU) is what is launched kernel by kernel."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, PrefillChunk
+from engine.step_graphs import batch_sizes, chunk_sizes
+from tests.device import DEVICE
+
+PROMPTS = [list(range(3, 3 + n)) for n in (1, 2, 15, 16, 17, 40, 70, 100)]
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 16, 17, 64, 256, 1000, 1024])
+@pytest.mark.parametrize("sizes", [batch_sizes, chunk_sizes])
+def test_there_is_a_size_for_every_step(sizes: Callable[[int], list[int]], most: int) -> None:
+    found = sizes(most)
+    assert found == sorted(set(found))
+    assert found[-1] == most
+    assert found[0] >= 1
+
+
+def test_few_rows_of_a_step_with_chunks_are_padding() -> None:
+    sizes = chunk_sizes(1024)
+    assert len(sizes) == 20
+    for rows in range(65, 1025):
+        padded = next(size for size in sizes if size >= rows)
+        assert padded - rows <= padded / 5
+
+
+class LayersSeen:
+    """Keeps what the cache holds at the time that a layer is said to be done."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.tables: dict[bytes, list[int]] = {}
+        self.kv: dict[tuple[bytes, int, int], torch.Tensor] = {}
+        self.order: list[int] = []
+
+    def prefill_started(
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+    ) -> None:
+        self.tables[request_id] = list(block_ids)
+
+    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+        assert self.engine is not None
+        self.order.append(layer)
+        size = self.engine.block_size
+        for chunk in chunks:
+            table = self.tables[chunk.request_id]
+            slots = [table[p // size] * size + p % size for p in range(chunk.start, chunk.stop)]
+            index = torch.tensor(slots, device=DEVICE)
+            seen = self.engine.kv_cache[layer].flatten(1, 2)[:, index]
+            for position, value in zip(range(chunk.start, chunk.stop), seen.unbind(1), strict=True):
+                self.kv[chunk.request_id, layer, position] = value
+
+
+@pytest.mark.parametrize("budget", [1024, 48])
+def test_each_layer_is_done_when_it_is_said_to_be(
+    tiny_engine: Callable[..., Engine], request_of: Any, budget: int
+) -> None:
+    """With graphs as without: prompts alone and together, whole and in chunks."""
+    seen: list[LayersSeen] = []
+    tokens: list[dict[bytes, int]] = []
+    for graphs in (False, True):
+        sink = LayersSeen()
+        engine = sink.engine = tiny_engine(
+            kv_sink=sink,
+            cuda_graphs=graphs,
+            num_blocks=128,
+            max_num_batched_tokens=budget,
+            max_num_seqs=8,
+        )
+        sink.order.clear()
+        found: dict[bytes, int] = {}
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(request_of(number, prompt, max_tokens=2), handover=True)
+            if number % 3 == 0:
+                continue  # two at once
+            while engine.has_work:
+                for output in engine.step().outputs:
+                    found[output.id] = output.token
+                    engine.release(output.id)
+        engine.assert_whole()
+        layers = engine.model_config.num_layers
+        assert sink.order == list(range(layers)) * (len(sink.order) // layers)
+        seen.append(sink)
+        tokens.append(found)
+    assert tokens[0] == tokens[1]
+    plain, replayed = seen
+    assert plain.kv.keys() == replayed.kv.keys()
+    for key, value in plain.kv.items():
+        torch.testing.assert_close(replayed.kv[key], value)
