@@ -3,9 +3,8 @@ nothing waited for.
 
     run(batch) ──▶ forward pass (writes KV) ──▶ logits of the sampled rows ──▶ sampling ──▶ tokens
 
-            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
-            layer_done(layer)  # so early, since only the rest of the last layer hides that one's transfer
-            return kernels.attention(q, k, v, kv, plan)
+Steps are replayed from CUDA graphs, once these are captured; those of more rows than graphs are for are
+launched kernel by kernel.
 """
 
 from collections.abc import Callable
@@ -144,14 +143,9 @@ class ModelRunner:
 
         def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
             kv = self.kv_cache[layer]
-<<<<<<< HEAD
-            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, metadata.slots)
-            layer_done(layer)  # so early, since only the rest of the last layer hides that one's transfer
-            return kernels.attention(q, k, v, kv, attention)
-=======
             q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
+            layer_done(layer)  # so early, since only the rest of the last layer hides that one's transfer
             return kernels.attention(q, k, v, kv, plan)
->>>>>>> 72670d5 (CUDA graphs for steps with prompts, too; cut between layers where KV is handed over)
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)

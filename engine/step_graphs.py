@@ -7,7 +7,8 @@ rows decode, in the other chunks of prompts follow those that do. *logits* of th
 *choose*, their tokens: by their number. A step is padded to the next size that was captured: rows that pad it
 have slot −1, and no context or tile says anything of them, so they write nothing and attend to nothing.
 
-Where KV is handed over layer by layer, *forward* is one graph for each layer, and a call between two of them.
+Where KV is handed over layer by layer, *forward* is cut where that of a layer is written, and there is a call
+between two graphs.
 All graphs share one pool of memory: one runs at a time, and what it leaves (hidden states, logits, tokens) is
 in memory of its own. Inputs are laid out so that those of a step are one copy.
 """

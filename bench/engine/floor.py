@@ -62,12 +62,24 @@ class Floor:
     def decode_ms(self, batch: int, context: int) -> float:
         inputs = self._inputs(batch)
         gemms = self._graphed(lambda: self._gemms(inputs, batch))
-        return gemms + batch * self._shape.kv_bytes(context) / KV_READ_BYTES_PER_S * 1e3
+        return gemms + self._kv_read_ms(batch, context)
 
     def prefill_ms(self, sequences: int, tokens: int) -> float:
         """GEMMs of all tokens, causal attention of each sequence by torch's fastest kernel."""
         inputs = self._inputs(sequences * tokens)
-        gemms = _median_ms(lambda: self._gemms(inputs, sequences), 5)
+        return _median_ms(lambda: self._gemms(inputs, sequences), 5) + self._attention_ms(sequences, tokens)
+
+    def mixed_ms(self, batch: int, context: int, prompt: int, chunk: int) -> float:
+        """A step that decodes `batch` requests and prefills `chunk` tokens of prompts of that length."""
+        inputs = self._inputs(batch + chunk)
+        gemms = self._graphed(lambda: self._gemms(inputs, batch))
+        return gemms + self._attention_ms(1, prompt) * chunk / prompt + self._kv_read_ms(batch, context)
+
+    def _kv_read_ms(self, batch: int, context: int) -> float:
+        return batch * self._shape.kv_bytes(context) / KV_READ_BYTES_PER_S * 1e3
+
+    def _attention_ms(self, sequences: int, tokens: int) -> float:
+        """Causal, of all layers."""
         s = self._shape
         q = torch.randn(sequences, s.heads, tokens, s.head_dim, device="cuda", dtype=torch.bfloat16)
         k, v = (
@@ -83,7 +95,7 @@ class Floor:
         for backend in (backends.CUDNN_ATTENTION, backends.FLASH_ATTENTION):
             with torch.nn.attention.sdpa_kernel(backend):
                 timed.append(_median_ms(attention, 5))
-        return gemms + s.layers * min(timed)
+        return s.layers * min(timed)
 
     def _inputs(self, rows: int) -> dict[int, torch.Tensor]:
         """A [rows, width] tensor for each width that a GEMM reads."""

@@ -27,7 +27,10 @@ MODEL = "llama-3.1-8b"
 CONTEXT = 1064
 DECODE_MUST_MS = {1: 4.5, 8: 4.8, 32: 5.8, 64: 6.9, 128: 9.8, 256: 16.8}  # by batch
 PREFILL_MUST_MS = {(1, 2000): 49.8, (1, 8000): 212.0, (4, 2000): 194.0, (16, 2000): 752.0}
-THROUGHPUT_MUST = {32: 2000.0, 128: 2500.0}  # output tokens/s by running requests
+PROMPT, OUTPUT = 2000, 150  # tokens of a request of the throughput rows
+THROUGHPUT_MUST = {(32, 512): 2000.0, (128, 8192): 2500.0}
+"""Output tokens/s by (running requests, --max-num-batched-tokens): of 512, 1024, 2048, 8192 and 16384 the
+best. A step with a prompt reads the weights for those that decode, too: of few, many such steps are best."""
 HBM_BYTES_PER_S = 4.8e12
 GEMM_FLOPS = 790e12
 
@@ -36,6 +39,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     floor = Floor(_shape())
     decode_floor = {batch: floor.decode_ms(batch, CONTEXT) for batch in DECODE_MUST_MS}
     prefill_floor = {work: floor.prefill_ms(*work) for work in PREFILL_MUST_MS}
+    throughput_floor = {work: _throughput_floor(floor, *work) for work in THROUGHPUT_MUST}
     del floor
     gc.collect()
     torch.cuda.empty_cache()
@@ -43,14 +47,17 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         engine = _engine(Path(directory), 256, 16384)  # prefills in one piece if they fit
         _prefills(engine, report, prefill_floor, rounds=3 if args.short else 9)
         _decodes(engine, report, decode_floor, steps=32 if args.short else 128)
-        for running, must in THROUGHPUT_MUST.items():
+        for (running, chunk), must in THROUGHPUT_MUST.items():
             del engine
             gc.collect()
             torch.cuda.empty_cache()
-            engine = _engine(Path(directory), running, 8192)
+            engine = _engine(Path(directory), running, chunk)
             rate = _throughput(engine, requests=running * (2 if args.short else 6))
-            name = f"engine.throughput.b{running}"
+            name, most = f"engine.throughput.b{running}", throughput_floor[running, chunk]
             report.add(Row(name, rate, "tokens/s", goal=must, better="higher"))
+            report.add(
+                Row(f"{name}.floor", most, "tokens/s", ratio=rate / most, ratio_to="cuBLAS floor, same run")
+            )
 
 
 def _engine(directory: Path, running: int, chunk: int) -> Engine:
@@ -108,9 +115,22 @@ def _decodes(engine: Any, report: Report, floors: dict[int, float], steps: int) 
 def _throughput(engine: Engine, requests: int) -> float:
     """Output tokens per second, from the first prompt to the last token."""
     for number in range(requests):
-        engine.add(greedy(prompt(2000, 7_000_000 + number), 150))
+        engine.add(greedy(prompt(PROMPT, 7_000_000 + number), OUTPUT))
     began = time.perf_counter()
     return drain(engine) / (time.perf_counter() - began)
+
+
+def _throughput_floor(floor: Floor, running: int, budget: int) -> float:
+    """Output tokens per second of an engine that always has a prompt in its queue, and whose steps take the
+    floor's time: some with as many prompt tokens as fit (whole prompts, if one fits), the others without."""
+    room = budget - running
+    chunk = room // PROMPT * PROMPT or room
+    context = PROMPT + OUTPUT // 2
+    mixed, steps = PROMPT / chunk, OUTPUT / running  # of each request
+    assert mixed <= steps, "there are steps without prompts"
+    seconds = mixed * floor.mixed_ms(running, context, PROMPT, chunk) / 1e3
+    seconds += (steps - mixed) * floor.decode_ms(running, context) / 1e3
+    return OUTPUT / seconds
 
 
 def _shape() -> Shape:
