@@ -391,7 +391,10 @@ class KVSender:
     def _plan_all(self, transfer: _Transfer) -> None:
         prefill = transfer.prefill
         last = transfer.ranges[-1][1] if transfer.ranges else 0
-        if last > prefill.num_tokens or transfer.heads[1] > self._layout.num_kv_heads:
+        first_head, head = transfer.heads
+        position = (head - first_head) * self._layout.head_bytes  # the least that a frame carries
+        there = last <= prefill.num_tokens and head <= self._layout.num_kv_heads
+        if not there or position > transfer.slot_bytes:
             self._channel.send(RefuseFetch(transfer.id))
             self._drop_transfer(prefill)
             return

@@ -88,7 +88,9 @@ class PrefillSide:
             case CommitOut(transfer_id, first_token, frames, size):
                 self._apply(self.table.commit(transfer_id, Commit(first_token, frames, size), now))
             case RefuseFetch(transfer_id):
-                self._counters.refuse("fetch_range", "a FETCH asks for positions or heads that are not there")
+                self._counters.refuse(
+                    "fetch_range", "a FETCH asks for what is not there, or no frame can carry"
+                )
                 self._apply(self.table.refuse(transfer_id, now))
             case CloseOut(prefill_id, reason):
                 self._apply(self.table.close(prefill_id, reason, now))

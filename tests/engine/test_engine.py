@@ -346,6 +346,22 @@ def test_a_first_token_that_ends_the_request_leaves_its_blocks_until_release(
         engine.assert_whole()
 
 
+def test_logprobs_are_of_the_models_own_logits(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    """Whatever is done to these before a token is chosen."""
+    engine = tiny_engine()
+    plain = request_of(1, PROMPT, max_tokens=1, logprobs=4)
+    (own,) = run(engine, [plain])[plain.id].outputs
+    third = own.logprobs.top_ids[2]
+    biased = request_of(2, PROMPT, max_tokens=1, logprobs=4, logit_bias={third: 100.0}, presence_penalty=1.0)
+    (output,) = run(engine, [biased])[biased.id].outputs
+    assert output.token == third
+    assert output.logprobs.logprob == pytest.approx(own.logprobs.top_logprobs[2])
+    assert output.logprobs.top_ids == own.logprobs.top_ids
+    assert output.logprobs.top_logprobs == pytest.approx(own.logprobs.top_logprobs)
+
+
 def test_cached_prefix_is_announced_as_ready(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -187,4 +189,135 @@ class Credits(RuleBasedStateMachine):
 
 
 TestCredits = Credits.TestCase
-TestCredits.settings = settings(max_examples=100, stateful_step_count=60)
+TestCredits.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+class Sessions:
+    """The transfers of some sessions, each of as many frames, through a pool of two slots; every message and
+    frame is on its way for any length of time. Nobody has to compute, nor to be cancelled, ever."""
+
+    def __init__(self, frames: tuple[int, ...]) -> None:
+        self.pool = CreditPool(2)
+        self.senders = [SenderCredits() for _ in frames]
+        self.frames = list(frames)
+        self.computed = [0] * len(frames)
+        self.flying = [0] * len(frames)
+        self.in_use = 0
+        self.to_sender: list[list[Credit]] = [[] for _ in frames]
+        self.to_pool: list[list[tuple[int, int]]] = [[] for _ in frames]
+        for session, count in enumerate(frames):
+            self.pool.open(session)
+            self.pool.want(session, count)
+        self.settle()
+
+    def arrived(self, session: int) -> int:
+        return self.pool.accounts[session].arrived
+
+    def settle(self) -> None:
+        for session, credit in self.pool.settle():
+            self.to_sender[session].append(credit)
+
+    @property
+    def served(self) -> bool:
+        """Whoever has something to send has sent it."""
+        return all(self.computed[s] <= self.arrived(s) for s in range(len(self.frames)))
+
+    def moves(self) -> list[tuple[str, int]]:
+        """What happens by itself, sooner or later."""
+        moves = [("slot_free", 0)] if self.in_use else []
+        for session, sender in enumerate(self.senders):
+            if self.to_sender[session]:
+                moves.append(("credit_comes", session))
+            if self.to_pool[session]:
+                moves.append(("answer_comes", session))
+            if sender.available and self.computed[session] > sender.used:
+                moves.append(("send", session))
+            if self.flying[session]:
+                moves.append(("frame_comes", session))
+        return moves
+
+    def choices(self) -> list[tuple[str, int]]:
+        """What may happen, or never."""
+        sessions = range(len(self.frames))
+        return [("compute", s) for s in sessions if self.computed[s] < self.frames[s]] + [
+            ("cancel", s) for s in sessions if self.frames[s] > self.computed[s]
+        ]
+
+    def compute(self, session: int) -> None:
+        self.computed[session] += 1
+
+    def cancel(self, session: int) -> None:
+        """What is computed still goes out, as frames do that are on their way when their transfer ends."""
+        self.frames[session] = self.computed[session]
+        self.wanted(session)
+
+    def wanted(self, session: int) -> None:
+        self.pool.want(session, max(0, self.frames[session] - self.arrived(session)))
+        self.settle()
+
+    def send(self, session: int) -> None:
+        self.senders[session].take()
+        self.flying[session] += 1
+
+    def frame_comes(self, session: int) -> None:
+        self.flying[session] -= 1
+        self.pool.arrive(session)
+        self.in_use += 1
+        self.wanted(session)
+
+    def slot_free(self, _: int) -> None:
+        self.in_use -= 1
+        self.pool.release()
+        self.settle()
+
+    def credit_comes(self, session: int) -> None:
+        credit = self.to_sender[session].pop(0)
+        if credit.recall:
+            self.to_pool[session].append((credit.total, self.senders[session].recall()))
+        else:
+            self.senders[session].grant(credit.total)
+
+    def answer_comes(self, session: int) -> None:
+        self.pool.returned(session, *self.to_pool[session].pop(0))
+        self.settle()
+
+    def key(self) -> tuple[object, ...]:
+        """Two states that differ in nothing but how late it is are one."""
+        grants = sorted(a.last_grant for a in self.pool.accounts.values())
+        return (
+            self.pool.free, self.in_use, tuple(self.frames), tuple(self.computed), tuple(self.flying),
+            tuple(
+                (a.granted, a.arrived, a.want, a.recalled, grants.index(a.last_grant))
+                for a in self.pool.accounts.values()
+            ),
+            tuple((s.granted, s.used) for s in self.senders),
+            tuple((c.total, c.recall) for mail in self.to_sender for c in (*mail, Credit(-1))),
+            tuple(answer for mail in self.to_pool for answer in (*mail, (-1, -1))),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("frames", [(3, 2), (1, 1, 1)])
+def test_every_order_of_events_can_end_with_all_served(frames: tuple[int, ...]) -> None:
+    """All states there are. From each, what happens by itself leads to where whoever has something to send
+    has sent it, although others hold credits that they may never use; three sessions share two slots, too."""
+    worlds = [Sessions(frames)]
+    number = {worlds[0].key(): 0}
+    before: list[set[int]] = [set()]  # state → those that become it by themselves
+    for at, world in enumerate(worlds):  # grows
+        assert world.pool.free + world.pool.promised + world.in_use == 2
+        by_themselves = world.moves()
+        for name, session in by_themselves + world.choices():
+            after = pickle.loads(pickle.dumps(world))  # noqa: S301  a copy, and faster than deepcopy
+            getattr(after, name)(session)
+            reached = number.setdefault(after.key(), len(worlds))
+            if reached == len(worlds):
+                worlds.append(after)
+                before.append(set())
+            if (name, session) in by_themselves:
+                before[reached].add(at)
+    good = {at for at, world in enumerate(worlds) if world.served}
+    edge = list(good)
+    while edge:
+        edge = [at for reached in edge for at in before[reached] if at not in good and not good.add(at)]
+    assert len(good) == len(worlds), "somebody starves"
+    assert len(worlds) > 1000, "the exploration became trivial"

@@ -180,6 +180,25 @@ def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: A
         sender.close(bytes([i]), "cancelled")
 
 
+@pytest.mark.parametrize(
+    ("slot_bytes", "stop", "heads"),
+    [(4096, 41, 1), (4096, 40, 2), (63, 40, 1)],
+    ids=["positions", "heads", "room"],
+)
+def test_a_fetch_that_cannot_be_served_is_refused_and_nothing_else(
+    sending: Any, until: Any, slot_bytes: int, stop: int, heads: int
+) -> None:
+    """Of what a peer may ask for, nothing ends the pump, and with it the worker."""
+    bench, sender, _ = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    sender.ready(b"p", 0, 0, 40)
+    bench.channel.send(ch.StartOut(b"p", b"t" * 16, 1, slot_bytes, 4, ((0, stop),), 0, heads))
+    assert bench.next(until, ch.RefuseFetch) == ch.RefuseFetch(b"t" * 16)
+    sender.close(b"p", "cancelled")
+    assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]
+
+
 def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:
     bench = Bench(kv.KVSender, ch.FromSender)
     bench.channel.send(ch.SlotFree(3, False))  # a slot that it never gave

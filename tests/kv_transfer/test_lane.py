@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import select
 import socket
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import xxhash
 
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
+from kv_transfer.process.tcp import TcpSession
 from kv_transfer.protocol.frame import FrameType, Header, pack
 from kv_transfer.trace import TraceWriter
 
@@ -149,3 +151,21 @@ def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -
     lane.push_frame(frame)
     loop.turn(1.0)
     assert owner.dropped == [frame]
+
+
+def test_a_frame_goes_to_the_lane_with_the_fewest_unsent_bytes() -> None:
+    """Not in turn: one that is slow, or has a large frame, is given less."""
+    sockets = [connected() for _ in range(3)]
+    loop = Loop(lambda: None)  # not running: nothing leaves
+    connector = SimpleNamespace(sessions_made=0, lock=None, handler=None)
+    session = TcpSession(cast("Any", connector), b"s" * 16, 3)
+    session.lanes = {
+        n: Lane(far, loop, Owner(), TraceWriter(None, ""), patient=False)
+        for n, (_, far) in enumerate(sockets)
+    }
+    for size in (5000, 1000, 3000, 1000, 1000, 1):  # to lane 0, 1, 2, 1, 1, then 2 has least
+        session.send_frame(OutgoingFrame(Header(FrameType.KV, length=size), memoryview(bytes(size)), 0))
+    assert [lane.unsent for lane in session.lanes.values()] == [64 + 5000, 3 * (64 + 1000), 2 * 64 + 3001]
+    for pair in sockets:
+        for sock in pair:
+            sock.close()

@@ -127,7 +127,9 @@ class World:
         if isinstance(message, Fetch):
             self.apply(self.held.fetch(transfer_id, session, message, self.now))
         elif isinstance(message, Ack):
-            self.apply(self.held.ack(transfer_id, self.now))
+            effects = self.held.ack(transfer_id, self.now)
+            assert not effects or transfer_id == self.started, "an ACK of another transfer than the current"
+            self.apply(effects)
         else:
             self.apply(self.held.abort(transfer_id, message.reason, self.now))
 
