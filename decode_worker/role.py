@@ -159,8 +159,8 @@ class DecodeRole:
 
     # ------------------------------------------------------------ KV
 
-    def move_kv(self) -> None:
-        for event in self._receiver.poll():
+    def move_kv(self, spare: float) -> None:
+        for event in self._receiver.poll(spare):
             match event:
                 case Injected():
                     self._join(event)

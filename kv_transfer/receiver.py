@@ -2,10 +2,14 @@
 
 One thread, the engine's. A slot named in `Arrived` is ours until its copy is over; a fetch's blocks are
 written to until the event of its last scatter has passed, and nothing is reported of it before that.
+
+Injecting costs the host some 0.2 ms, and the thread has steps to launch in time: so while the device
+computes, slices wait a little for others, and all of them for a launch that is due.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -39,6 +43,9 @@ if TYPE_CHECKING:
 
 _MAX_REFETCHES = 2
 _EVENT_POLL = 0.0002  # seconds between looks at CUDA events while some are awaited
+_INJECTING = 0.0005  # seconds that it may take the host, rarely longer
+_HOLD = 0.002  # seconds that a slice waits for others
+_MOST = 16  # slices injected at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ class _Fetch:
     frames: int = 0  # taken from the channel
     bytes: int = 0
     scatter_at: float = 0.0  # the first one
-    complete: Complete | None = None
+    complete: Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event
     outcome: Failed | Closed | None = None  # reported when the last scatter is over
 
@@ -139,6 +146,8 @@ class KVReceiver:
         self._channel = Channel(channel, ToReceiver)
         self._fetches: dict[bytes, _Fetch] = {}  # by decode id, until an outcome is certain
         self._by_transfer: dict[bytes, _Fetch] = {}
+        self._arrivals: deque[Arrived] = deque()  # not yet looked at
+        self._oldest = 0.0  # when the first of them came
         self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
         self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
 
@@ -176,23 +185,22 @@ class KVReceiver:
             if ending.decode_id == decode_id and isinstance(ending.outcome, Failed):
                 ending.outcome = Closed(decode_id)
 
-    def poll(self) -> list[Injected | Failed | Closed]:
-        """Write what arrived into its blocks, report what ended. Call once per step, or when readable."""
-        batch: list[Staged] = []
-        free: list[int] = []
+    def poll(self, spare: float = math.inf) -> list[Injected | Failed | Closed]:
+        """Write what arrived into its blocks, report what ended. Call once per step, or when readable.
+        `spare`: seconds until a step is to be launched behind one that is computed; infinite: none is."""
         while messages := self._channel.receive():
             for message in messages:
                 match message:
-                    case Arrived():
-                        self._arrived(message, batch, free)
-                    case Complete(transfer_id):
-                        if transfer_id in self._by_transfer:
-                            self._by_transfer[transfer_id].complete = message
                     case FailedIn(transfer_id, reason, retry):
                         if transfer_id in self._by_transfer:
                             self._failed(self._by_transfer[transfer_id], reason, retry)
-        if batch:
-            self._inject(batch)
+                    case Complete(transfer_id):
+                        if transfer_id in self._by_transfer:
+                            self._by_transfer[transfer_id].complete = message
+                    case Arrived():
+                        self._oldest = self._oldest if self._arrivals else time.monotonic()
+                        self._arrivals.append(message)
+        free = self._take(spare)
         while self._copies and self._pool.passed(self._copies[0][0]):
             free += self._copies.popleft()[1]
         if free:
@@ -207,13 +215,13 @@ class KVReceiver:
     @property
     def poll_within(self) -> float | None:
         """Poll again within these seconds although fileno() is silent: scatters run. None: no need."""
-        waiting = self._copies or self._ending or self._channel.pending
+        waiting = self._arrivals or self._copies or self._ending or self._channel.pending
         return _EVENT_POLL if waiting or any(f.complete for f in self._fetches.values()) else None
 
     @property
     def idle(self) -> bool:
         """No fetch open, no slot held by this side."""
-        return not (self._fetches or self._ending or self._copies)
+        return not (self._fetches or self._ending or self._arrivals or self._copies)
 
     def shutdown(self) -> None:
         """Close the channel. Nothing is written into blocks afterwards."""
@@ -222,13 +230,28 @@ class KVReceiver:
 
     # ------------------------------------------------------------ inside
 
-    def _arrived(self, m: Arrived, batch: list[Staged], free: list[int]) -> None:
+    def _take(self, spare: float) -> list[int]:
+        """Inject what arrived, as far as there is time for it. Slots that nobody wants are free at once."""
+        until, free = time.monotonic() + spare - _INJECTING, []
+        is_late = spare == math.inf or any(f.complete for f in self._fetches.values())
+        while self._arrivals and (now := time.monotonic()) <= until:
+            if not is_late and now - self._oldest < _HOLD:
+                break
+            batch: list[Staged] = []
+            while self._arrivals and len(batch) < _MOST:
+                arrived = self._arrivals.popleft()
+                if arrived.transfer_id in self._by_transfer:
+                    batch.append(self._staged(arrived))
+                else:
+                    free.append(arrived.slot)  # cancelled, or fetched anew
+            if batch:
+                self._inject(batch)
+        return free
+
+    def _staged(self, m: Arrived) -> Staged:
         from kv_transfer.device import Staged
 
-        fetch = self._by_transfer.get(m.transfer_id)
-        if fetch is None:
-            free.append(m.slot)  # cancelled, or fetched anew
-            return
+        fetch = self._by_transfer[m.transfer_id]
         piece = Slice(m.layer, m.head_start, m.head_count, m.token_start, m.token_count)
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
         start, stop = fetch.request.ranges[0]
@@ -236,7 +259,7 @@ class KVReceiver:
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
         fetch.bytes += m.length
-        batch.append(Staged(piece, m.slot, fetch.table))
+        return Staged(piece, m.slot, fetch.table)
 
     def _inject(self, batch: list[Staged]) -> None:
         now = time.monotonic()
@@ -273,8 +296,12 @@ class KVReceiver:
 
     def _ended(self) -> list[Injected | Failed | Closed]:
         out: list[Injected | Failed | Closed] = []
-        for fetch in [f for f in self._fetches.values() if f.complete is not None]:
-            if self._over(fetch):
+        for fetch in list(self._fetches.values()):
+            if (complete := fetch.complete) is None:
+                continue
+            if fetch.frames < complete.frames:
+                assert self._arrivals, "complete without all frames"
+            elif self._over(fetch):
                 out.append(self._injected(fetch))
         for fetch in [f for f in self._ending if self._over(f)]:
             assert fetch.outcome is not None

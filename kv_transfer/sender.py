@@ -13,7 +13,6 @@ import os
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +47,9 @@ if TYPE_CHECKING:
 
     from kv_transfer.device import Staged
 
-_DEVICE_POLL = 0.0001  # seconds between looks at CUDA events
+# Seconds between looks at CUDA events: while a forward pass is launched, each look holds up the thread that
+# does it (the GIL changes hands twice), and what waits meanwhile is hidden; once it is over, neither is so.
+_LOOK, _LOOK_AFTER = 0.0005, 0.0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class KVSender:
         self._released: deque[Released] = deque()
         self._error: Exception | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._asleep = False  # the pump, until it is woken
         self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The pump's.
         self._channel = Channel(channel, ToSender)
@@ -148,7 +150,9 @@ class KVSender:
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         """K/V of [start, stop) in `layer` (None: all layers) is written once the current stream gets here."""
         if start < stop:
-            self._command(self._ready, prefill_id, layer, start, stop, self._pool.record())
+            self._commands.append((self._ready, (prefill_id, layer, start, stop, self._pool.record())))
+            if self._asleep:  # else it will look soon enough
+                os.eventfd_write(self._wake, 1)
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         """All positions of all layers are ready, and this is the first token. Hold until ACK."""
@@ -196,39 +200,46 @@ class KVSender:
     def _pump(self) -> None:
         try:
             self._pool.enter_thread()
-            poller = select.poll()
-            poller.register(self._wake, select.POLLIN)
-            waiting = False
+            channel, waiting = self._channel, False
             while not self._stopping:
-                write = select.POLLOUT if self._channel.pending else 0
-                poller.register(self._channel.fileno(), select.POLLIN | write)
-                for_device = waiting or self._gathers
-                ready = poller.poll(0 if for_device else None)
-                for fd, _ in ready:
-                    if fd == self._wake:
-                        os.eventfd_read(self._wake)
-                if for_device and not ready:
-                    time.sleep(_DEVICE_POLL)  # a poll would round it up to a millisecond
-                self._channel.flush()
-                waiting = self._turn()
+                look = (_LOOK_AFTER if self._is_late else _LOOK) if waiting else None
+                self._asleep = not waiting
+                if self._commands:  # from before it was seen to be asleep
+                    look = 0
+                # Not poll, which rounds up to milliseconds.
+                readable, *_ = select.select(
+                    [self._wake, channel], [channel] if channel.pending else [], [], look
+                )
+                self._asleep = False
+                if self._wake in readable:
+                    os.eventfd_read(self._wake)
+                channel.flush()
+                waiting = self._turn(channel in readable)
         except Exception as e:  # noqa: BLE001  whatever it is, it travels: poll() raises it in the engine
             self._error = e
             os.eventfd_write(self._notify, 1)
 
-    def _turn(self) -> bool:
-        """Take what came, then gather all that may be. True: something waits for the forward to get there."""
+    @property
+    def _is_late(self) -> bool:
+        """KV is still to leave of a prefill that is over."""
+        over = (t for t in self._ring if t.prefill.first_token is not None)
+        return any(t.pending or t.prefill.gathers for t in over)
+
+    def _turn(self, readable: bool) -> bool:
+        """Take what came, then gather all that may be. True: the device will have something for us."""
         while True:
             while self._commands:
                 function, args = self._commands.popleft()
                 function(*args)
-            while messages := self._channel.receive():
+            while readable and (messages := self._channel.receive()):
                 for message in messages:
                     self._handle(message)
             while self._gathers and self._pool.passed(self._gathers[0][0]):
                 self._gathered(self._gathers.popleft()[1])
             started, waiting = self._gather_next()
             if not started:
-                return waiting
+                return waiting or bool(self._gathers)
+            readable = True
 
     def _gather_next(self) -> tuple[bool, bool]:
         """Start the next gather, of the few slices that are next in turn.

@@ -124,7 +124,7 @@ class PrefillRole:
 
     # ------------------------------------------------------------ KV
 
-    def move_kv(self) -> None:
+    def move_kv(self, spare: float) -> None:
         for released in self._sender.poll():
             self._released(released)
         for prefill_id in prefills_to_drop(
@@ -146,6 +146,9 @@ class PrefillRole:
     def after_step(self, result: StepResult) -> None:
         for output in result.outputs:
             self._first_token(output)
+        self._attempts.flush()  # before the pump has anything to do, which it would do at the same time
+        for output in result.outputs:
+            self._hand_over(output)
         for prefill_id, message in result.failed:
             self._attempts.fail(prefill_id, Code.ENGINE, message)
             self._close(prefill_id, "gone")
@@ -172,6 +175,9 @@ class PrefillRole:
             )
         )
         self._attempts.token(output)
+
+    def _hand_over(self, output: Output) -> None:
+        prefill = self._prefills[output.id]
         if not prefill.handover:
             del self._prefills[output.id]
             self._attempts.end(output.id)

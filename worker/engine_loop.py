@@ -67,8 +67,9 @@ class Role(Protocol):
 
     def handle(self, message: ToEngine) -> None: ...
 
-    def move_kv(self) -> None:
-        """Takes what the KV channel reported. Never waits."""
+    def move_kv(self, spare: float) -> None:
+        """Takes what the KV channel reported. Never waits; what may take more than `spare` seconds is left
+        for the next call."""
 
     def after_step(self, result: StepResult) -> None: ...
 
@@ -197,7 +198,7 @@ def loop(role: Role, parts: Parts) -> None:
                 link.send(_status(role, parts.counters, message.question))
             else:
                 role.handle(message)
-        role.move_kv()
+        role.move_kv(engine.rest if engine.waits_for_device else math.inf)
         if engine.has_work and not engine.rest:
             result = engine.step()
             if result.seconds:

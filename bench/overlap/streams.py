@@ -90,10 +90,10 @@ class Background:
     attempts: list[bytes]
 
     @classmethod
-    async def start(cls, workers: Workers, size: int, context: int, length: int) -> Background:
+    async def start(cls, workers: Workers, size: int, context: int, length: int, seed: int) -> Background:
         attempts: list[bytes] = []
         for number in range(size):
-            work = request(prompt_of(context, 100_000 + number), length)
+            work = request(prompt_of(context, seed + number), length)
             prefill_id = await workers.submit_prefill(work)
             attempts.append(await workers.submit_decode(work, prefill_id))
         for decode_id in attempts:
@@ -106,26 +106,36 @@ class Background:
         inside = [[at for at in series if since <= at <= until] for series in times]
         return [b - a for series in inside for a, b in itertools.pairwise(series)]
 
-    async def stop(self) -> None:
-        for decode_id in self.attempts:
+    async def stop(self, count: int | None = None) -> None:
+        """Ends so many of them; None: all."""
+        ended, self.attempts = self.attempts[:count], self.attempts[len(self.attempts[:count]) :]
+        for decode_id in ended:
             await self.workers.decode.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=decode_id)))
 
 
-async def injected_gaps(
-    workers: Workers, background: Background, tokens: int, seconds: float, seed: int
-) -> tuple[list[float], list[float]]:
-    """Gaps of the background's tokens while nothing else happens, and while one prompt after the other is
-    handed over: its KV injected, two tokens decoded."""
+AT_ONCE = 2
+"""Prompts handed over: a prefill begins before the last one's KV is all there, so some always comes in."""
+
+
+async def quiet_gaps(background: Background, context: int, seconds: float, seed: int) -> list[float]:
+    """Gaps of the background's tokens while nothing else happens. The batch is as large as it becomes when
+    others are handed over: so many more decode beside it."""
+    more = await Background.start(background.workers, AT_ONCE, context, 3000, seed)
     began = time_now()
     await asyncio.sleep(seconds)
-    quiet_until = time_now()
-    number = itertools.count()
-    while time_now() < quiet_until + seconds:
-        # The next prefill begins before this one's KV is all there, so that some always is on its way.
-        await asyncio.gather(
-            *(streamed(workers, prompt_of(tokens, seed + next(number)), length=3) for _ in range(2))
-        )
-    return background.gaps(began, quiet_until), background.gaps(quiet_until, time_now())
+    gaps = background.gaps(began, time_now())
+    await more.stop()
+    return gaps
+
+
+async def injected_gaps(background: Background, tokens: int, seconds: float, seed: int) -> list[float]:
+    """The same while one prompt after the other is handed over: its KV injected, two tokens decoded."""
+    number = itertools.count(seed)
+    began = time_now()
+    while time_now() < began + seconds:
+        prompts = [prompt_of(tokens, next(number)) for _ in range(AT_ONCE)]
+        await asyncio.gather(*(streamed(background.workers, prompt, length=3) for prompt in prompts))
+    return background.gaps(began, time_now())
 
 
 def prompt_of(length: int, number: int) -> list[int]:

@@ -259,6 +259,38 @@ def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> Non
         assert got.numpy().tobytes() == data[layer]
 
 
+def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    arrive(bench, transfer_id, 4, 0)
+    assert receiver.poll(spare=0.0) == []
+    assert pool.work == [], "injected while a step is to be launched"
+    assert receiver.poll_within is not None
+    assert not receiver.idle
+    until(lambda: receiver.poll(spare=1.0) or pool.work, "it to have waited for others", seconds=5)
+    arrive(bench, transfer_id, 2, 1)
+    complete(bench, transfer_id)
+    receiver.poll(spare=1.0)
+    assert len(pool.work) == 4, "the last of a transfer waits for no others"
+    pool.go(4)
+    (event,) = receiver.poll(spare=0.0)
+    assert isinstance(event, kv.Injected)
+    assert receiver.idle
+
+
+def test_what_waits_for_others_is_not_written_once_it_is_cancelled(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    arrive(bench, fetch(bench, until), 4, 0)
+    assert receiver.poll(spare=0.0) == []
+    receiver.cancel(b"d")
+    assert receiver.poll(spare=0.0) == [kv.Closed(b"d")], "its blocks are free, and may soon be another's"
+    assert receiver.poll() == []
+    assert pool.work == []
+    bench.next(until, ch.CancelIn)
+    assert bench.next(until, ch.SlotsFree).slots == [4]
+    assert receiver.idle
+
+
 @pytest.mark.parametrize("how", ["cancel", "failure", "failure, then cancel"])
 def test_blocks_are_given_back_only_after_the_last_scatter(receiving: Any, until: Any, how: str) -> None:
     bench, receiver, pool = receiving
