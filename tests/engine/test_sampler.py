@@ -11,7 +11,7 @@ import torch
 from engine import EngineRequest, SamplingParams
 from engine.kernels.torch_kernels import TorchKernels, exponentials
 from engine.live_request import LiveRequest, Phase
-from engine.sampler import NOT_FINITE, Draws, adjust, choose, draw_keys, draws_of, top_logprobs
+from engine.sampler import NOT_FINITE, Draws, adjust, adjusts, choose, draw_keys, draws_of, top_logprobs
 
 VOCABULARY = 1000
 EOS = (2,)
@@ -203,6 +203,28 @@ def test_logprobs_are_the_models_own() -> None:
     assert by_row[0].top_logprobs == pytest.approx(expected[0].topk(3).values.tolist())
     assert (by_row[1].logprob, by_row[1].top_ids) == (pytest.approx(float(expected[1].max())), ())
     assert 2 not in by_row
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, False),
+        ({"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7}, False),
+        ({"min_tokens": 3}, False),  # it has as many
+        ({"min_tokens": 4}, True),
+        ({"logit_bias": {5: 1.0}}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"logprobs": 0}, True),
+    ],
+)
+def test_what_a_graph_cannot_do_is_known_beforehand(params: dict[str, Any], expected: bool) -> None:
+    """Steps that only decode, and nobody asks for more, leave `adjust` and `top_logprobs` out."""
+    request, values = live([5], [6, 7, 8], **params), logits(1)
+    changed = adjust(values, [request], EOS, None) is not values
+    told = top_logprobs(values, torch.tensor([5]), [request]) is not None
+    assert adjusts(request) == (changed or told) == expected
 
 
 @pytest.mark.parametrize(
