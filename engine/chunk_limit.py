@@ -1,13 +1,12 @@
 """How many prompt tokens a decode step may take beside its own, so that those who decode hardly notice.
 
-Learnt from the steps themselves: what a step costs that only decodes, what it costs to mix one with a prompt
-at all, and what each prompt token adds (stall-free batching, Sarathi-Serve, Agrawal 2024, with a measured
-budget instead of a fixed one). Pure.
+Learnt from the steps themselves: what a step costs that only decodes, and what each prompt token adds to one
+(stall-free batching, Sarathi-Serve, Agrawal 2024, with a measured budget instead of a fixed one). Pure.
 
-    seconds(mixed step) = step + mixing + tokens · slope
+    seconds(step with prompts) = step + tokens · slope
 
-Mixing costs something where a step that only decodes is cheaper to launch. If it alone passes the budget,
-small chunks would only mean more such steps: then one is so large that half of what it adds is work.
+That is not quite a line: the first tokens are cheap, as the weights are read anyway. But the slope is that of
+chunks of late, whose size is the limit itself, so where it settles the step takes what it may.
 """
 
 DECAY = 0.9
@@ -16,40 +15,8 @@ GROWTH = 1.5
 """Without a target, a step may take so many times what it takes without a prompt."""
 FIRST = 64
 """Tokens to learn from, before it is known what they cost."""
-LEAST = 8
+LEAST = 16
 """Tokens that are taken in any case: what has begun must go on."""
-
-
-class _Line:
-    """Least squares through (tokens, seconds that they added), the newer the heavier."""
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def record(self, tokens: int, added: float) -> None:
-        self._weight = DECAY * self._weight + 1
-        self._x = DECAY * self._x + tokens
-        self._y = DECAY * self._y + added
-        self._xx = DECAY * self._xx + tokens * tokens
-        self._xy = DECAY * self._xy + tokens * added
-
-    @property
-    def known(self) -> bool:
-        return self._weight > 0
-
-    @property
-    def slope(self) -> float:
-        """Seconds per token; of chunks of one size all that they added is by the token."""
-        spread = self._xx * self._weight - self._x * self._x
-        if spread > 1e-6 * self._xx * self._weight:
-            slope = (self._xy * self._weight - self._x * self._y) / spread
-            return min(max(slope, 0.0), self._y / self._x)
-        return self._y / self._x
-
-    @property
-    def start(self) -> float:
-        """Seconds that are added whatever the number of tokens."""
-        return max(0.0, (self._y - self.slope * self._x) / self._weight)
 
 
 class ChunkLimit:
@@ -60,16 +27,18 @@ class ChunkLimit:
         self._target = target
         self._most = most
         self._steps = self._step_seconds = 0.0  # that only decoded
-        self._prompts = _Line()
+        self._prompt_tokens = self._added_seconds = 0.0
+        self._reach = 0.0  # the largest chunk of late
 
     def record(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """A step of so many decoding requests and prompt tokens took `seconds`."""
-        if decodes and not prompt_tokens:
+        if prompt_tokens:
+            self._prompt_tokens = DECAY * self._prompt_tokens + prompt_tokens
+            self._reach = max(DECAY * self._reach, prompt_tokens)
+            self._added_seconds = DECAY * self._added_seconds + max(0.0, seconds - self.step_seconds)
+        elif decodes:
             self._steps = DECAY * self._steps + 1
             self._step_seconds = DECAY * self._step_seconds + seconds
-        elif prompt_tokens:
-            added = seconds - self.step_seconds if decodes else seconds
-            self._prompts.record(prompt_tokens, max(0.0, added))
 
     @property
     def step_seconds(self) -> float:
@@ -77,38 +46,31 @@ class ChunkLimit:
         return self._step_seconds / self._steps if self._steps else 0.0
 
     @property
-    def _spare(self) -> float:
-        """Seconds that a prompt may add to a step."""
-        step = self.step_seconds
-        return (GROWTH * step if self._target is None else self._target) - step
+    def _slope(self) -> float:
+        """Seconds that a prompt token adds."""
+        return self._added_seconds / self._prompt_tokens
 
     @property
     def fitting(self) -> int:
         """Prompt tokens that fit into a step with decodes. 0: too few to be worth it, or nothing is known."""
-        if not self._steps or self._spare <= 0:
+        step = self.step_seconds
+        spare = (GROWTH * step if self._target is None else self._target) - step
+        if not self._steps or spare <= 0:
             return 0
-        if not self._prompts.known:
+        if not self._prompt_tokens:
             return min(FIRST, self._most)
-        tokens = self._worth(self._spare - self._prompts.start)
+        most = min(self._most, int(2 * self._reach))  # beyond, the slope is a guess
+        tokens = most if spare >= self._slope * most else int(spare / self._slope)
         return tokens if tokens >= LEAST else 0
-
-    def _worth(self, seconds: float) -> int:
-        """Tokens that take so long, of as many as a step can have; they may seem to take no time at all."""
-        slope = self._prompts.slope
-        if seconds <= 0:
-            return 0
-        return self._most if seconds >= slope * self._most else int(seconds / slope)
 
     @property
     def seconds(self) -> float:
         """That a step with so many is expected to take."""
-        if not self._prompts.known:
+        if not self._prompt_tokens:
             return GROWTH * self.step_seconds
-        return self.step_seconds + self._prompts.start + self.fitting * self._prompts.slope
+        return self.step_seconds + self.fitting * self._slope
 
     @property
     def tokens(self) -> int:
         """That such a step takes of prompts which are here already."""
-        if self.fitting or not self._prompts.known or not self._prompts.slope:
-            return max(LEAST, self.fitting)
-        return max(LEAST, self._worth(self._prompts.start))
+        return max(LEAST, self.fitting)
