@@ -133,6 +133,27 @@ def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until
     sender.close(b"p", "cancelled")
 
 
+def test_what_was_cached_leaves_before_and_beside_what_is_computed(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    sender.ready(b"p", None, 0, 16)
+    pool.recorded[0].passed = True
+    start(bench, b"p")
+    until(lambda: len(pool.work) == 2, "the gathers of both layers")
+    sender.ready(b"p", 0, 16, 40)
+    pool.go(2)
+    out = [bench.next(until, ch.SliceOut) for _ in range(2)]
+    assert [(s.layer, s.token_start, s.token_count) for s in out] == [(0, 0, 16), (1, 0, 16)]
+    assert pool.work == [], "nothing is computed yet"
+    pool.recorded[1].passed = True
+    until(lambda: pool.work, "the gather of what is computed")
+    pool.go()
+    s = bench.next(until, ch.SliceOut)
+    assert (s.seq, s.layer, s.token_start, s.token_count) == (2, 0, 16, 24)
+    sender.close(b"p", "cancelled")
+
+
 def test_closing_releases_only_after_the_gathers_that_run(sending: Any, until: Any) -> None:
     bench, sender, pool = sending
     sender.open(b"p", [5, 1, 3], 40)

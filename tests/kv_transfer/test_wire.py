@@ -470,6 +470,19 @@ def kv_refetched(decode: Any, fake: FakePrefill) -> Lane:
     return fake.accept()
 
 
+def test_a_session_lost_once_all_has_come_costs_nothing(fetching: Any, until: Any) -> None:
+    """Nothing is asked for again, and prefill learns over the next session that it may let go."""
+    decode, fake, lane, transfer, blocks = fetching()
+    frames = serve(lane, transfer)
+    kind, _, _, payload = lane.read()
+    assert (kind, unpack(payload)) == (CREDIT, [4, True]), "decode misses nothing any more"
+    lane.sock.close()
+    until(lambda: decode.stats().sessions == 0, "decode to notice")
+    assert isinstance(ended(decode, until), kv.Injected)
+    assert_pool(decode, blocks, frames)
+    assert fake.accept().expect(ACK) == (transfer, [])
+
+
 def test_a_commit_whose_frames_never_come(fetching: Any, until: Any) -> None:
     """Nor any other: the frames are lost, and their credits with them. Only a new session has any."""
     decode, fake, lane, transfer, _ = fetching(progress=0.5)
