@@ -395,7 +395,8 @@ def test_a_bad_frame_ends_the_transfer_not_the_lane(
     assert lane.expect(ABORT) == (transfer, ["integrity"])
     refused(decode, until, counter)
     assert decode.stats().checksum_failures == ({"payload": 1} if counter == "payload" else {})
-    decode.poll()
+    fetch = decode.receiver._fetches[b"d"]
+    until(lambda: decode.poll() or fetch.refetches, "the engine to ask again", decode.receiver)
     again, _ = lane.expect(FETCH)
     assert again != transfer
     while lane.sent == lane.granted:
