@@ -1,5 +1,6 @@
 """How much of what: the arithmetic with made-up GPUs, and what a real one is asked to show."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,15 @@ def test_the_pool_is_what_is_left_of_this_process_share() -> None:
     assert pool(use(free=20)).num_blocks == int(17.5 * GIB) // BLOCK_BYTES
     # A second worker that wants as much for itself disturbs nobody.
     assert pool(use(free=30), gpu_memory_utilization=0.45) == pool(use(), gpu_memory_utilization=0.45)
+
+
+def test_what_goes_where_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine")
+    size = pool(use())
+    assert caplog.messages == [
+        "memory: weights 15.00 GiB, activations of the largest step 2.00 GiB, CUDA graphs 0.50 GiB, CUDA "
+        f"itself 1.00 GiB, KV pool 53.50 GiB: {size.num_blocks} blocks of 128, {size.num_blocks * 128} tokens"
+    ]
 
 
 def test_the_pool_holds_no_more_than_anybody_could_use() -> None:
