@@ -4,7 +4,7 @@ One thread, the engine's. A slot named in `Arrived` is ours until its copy is ov
 written to until the event of its last scatter has passed, and nothing is reported of it before that.
 
 Injecting costs the host some 0.2 ms, and the thread has steps to launch in time: so while the device
-computes, slices wait a little for others, and all of them for a launch that is due.
+computes, slices wait a little for others, but for those of the last layer, and all for a launch that is due.
 """
 
 from __future__ import annotations
@@ -233,7 +233,9 @@ class KVReceiver:
     def _take(self, spare: float) -> list[int]:
         """Inject what arrived, as far as there is time for it. Slots that nobody wants are free at once."""
         until, free = time.monotonic() + spare - _INJECTING, []
-        is_late = spare == math.inf or any(f.complete for f in self._fetches.values())
+        last = self._layout.num_layers - 1
+        complete = any(f.complete for f in self._fetches.values())
+        is_late = spare == math.inf or complete or any(m.layer == last for m in self._arrivals)
         while self._arrivals and (now := time.monotonic()) <= until:
             if not is_late and now - self._oldest < _HOLD:
                 break

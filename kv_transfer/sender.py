@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
     from kv_transfer.device import Staged
 
-# Seconds between looks at CUDA events: while a forward pass is launched, each look holds up the thread that
-# does it (the GIL changes hands twice), and what waits meanwhile is hidden; once it is over, neither is so.
-_LOOK, _LOOK_AFTER = 0.0005, 0.0001
+# Seconds between looks at CUDA events: each one, and each gather, holds up the thread that launches a forward
+# pass (the GIL changes hands), and what waits meanwhile is hidden; once it is launched, neither is so.
+_LOOK, _LOOK_LAUNCHED = 0.002, 0.0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class _Prefill:
     table: Any = None  # None until open()
     num_tokens: int = 0
     ready: list[tuple[int, int, int, Any]] = field(default_factory=list)  # (layer, start, stop, event)
+    launched: bool = False  # nothing more becomes ready
     first_token: FirstToken | None = None
     transfer: _Transfer | None = None
     gathers: int = 0  # enqueued, their events not passed
@@ -202,7 +203,7 @@ class KVSender:
             self._pool.enter_thread()
             channel, waiting = self._channel, False
             while not self._stopping:
-                look = (_LOOK_AFTER if self._is_late else _LOOK) if waiting else None
+                look = (_LOOK_LAUNCHED if self._is_urgent else _LOOK) if waiting else None
                 self._asleep = not waiting
                 if self._commands:  # from before it was seen to be asleep
                     look = 0
@@ -220,10 +221,9 @@ class KVSender:
             os.eventfd_write(self._notify, 1)
 
     @property
-    def _is_late(self) -> bool:
-        """KV is still to leave of a prefill that is over."""
-        over = (t for t in self._ring if t.prefill.first_token is not None)
-        return any(t.pending or t.prefill.gathers for t in over)
+    def _is_urgent(self) -> bool:
+        """KV is still to leave of a prefill that will soon be over."""
+        return any(t.prefill.launched and (t.pending or t.prefill.gathers) for t in self._ring)
 
     def _turn(self, readable: bool) -> bool:
         """Take what came, then gather all that may be. True: the device will have something for us."""
@@ -328,7 +328,9 @@ class KVSender:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is not None:
             return  # closed meanwhile
-        for i in range(self._layout.num_layers) if layer is None else (layer,):
+        layers = range(self._layout.num_layers) if layer is None else (layer,)
+        prefill.launched = layers[-1] == self._layout.num_layers - 1 and stop == prefill.num_tokens
+        for i in layers:
             entry = (i, start, stop, event)
             prefill.ready.append(entry)
             if prefill.transfer is not None:

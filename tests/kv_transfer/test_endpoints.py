@@ -292,7 +292,7 @@ def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
     arrive(bench, transfer_id, 2, 1)
     complete(bench, transfer_id)
     receiver.poll(spare=1.0)
-    assert len(pool.work) == 4, "the last of a transfer waits for no others"
+    assert len(pool.work) == 4, "the last layer waits for no others"
     pool.go(4)
     (event,) = receiver.poll(spare=0.0)
     assert isinstance(event, kv.Injected)
