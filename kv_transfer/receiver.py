@@ -45,6 +45,7 @@ _MAX_REFETCHES = 2
 _EVENT_POLL = 0.0002  # seconds between looks at CUDA events while some are awaited
 _INJECTING = 0.0005  # seconds that it may take the host, rarely longer
 _HOLD = 0.002  # seconds that a slice waits for others
+_PATIENCE = 0.02  # seconds after which launches wait for it: where the host is behind, one is always due
 _MOST = 16  # slices injected at once
 
 
@@ -232,6 +233,8 @@ class KVReceiver:
 
     def _take(self, spare: float) -> list[int]:
         """Inject what arrived, as far as there is time for it. Slots that nobody wants are free at once."""
+        if self._arrivals and time.monotonic() - self._oldest > _PATIENCE:
+            spare = math.inf
         until, free = time.monotonic() + spare - _INJECTING, []
         last = self._layout.num_layers - 1
         complete = any(f.complete for f in self._fetches.values())

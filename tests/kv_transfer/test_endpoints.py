@@ -299,6 +299,19 @@ def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
     assert receiver.idle
 
 
+def test_where_a_launch_is_always_due_slices_do_not_wait_for_ever(receiving: Any, until: Any) -> None:
+    """The device is done before the host has launched the next step: else nobody would ever join."""
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    for layer in range(2):
+        arrive(bench, transfer_id, layer, layer)
+    complete(bench, transfer_id)
+    until(lambda: receiver.poll(spare=0.0) or pool.work, "it to lose patience")
+    pool.go(2)
+    (event,) = receiver.poll(spare=0.0)
+    assert isinstance(event, kv.Injected)
+
+
 def test_what_waits_for_others_is_not_written_once_it_is_cancelled(receiving: Any, until: Any) -> None:
     bench, receiver, pool = receiving
     arrive(bench, fetch(bench, until), 4, 0)
