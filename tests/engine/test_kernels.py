@@ -201,10 +201,12 @@ class Step:
 RAGGED = [(0, 1), (15, 16), (70, 71), (0, 5), (3, 20), (60, 95)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (64, 256), (128, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype"),
+    [(64, 16, F32), (64, 256, F16), (128, 64, F16), pytest.param(128, 128, BF16, marks=pytest.mark.gpu)],
+)
 def test_mixed_batch(
-    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, head_dim: int, block_size: int
+    triton_kernels: Kernels, kernel_device: str, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
     Step(RAGGED, (4, 2), head_dim, block_size, dtype).check(triton_kernels, kernel_device)
 
