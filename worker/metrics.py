@@ -52,6 +52,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._server: tuple[WSGIServer, Thread] | None = None
+        self._closing = False
         self._queue = self._histogram(
             "vllm:request_queue_time_seconds", "Accepted until its prefill begins.", _SECONDS
         )
@@ -90,17 +91,23 @@ class Metrics(Collector):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         server = make_server(host, port, plain, Server, handler_class=_Quiet)
-        thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread = Thread(target=self._serve, args=(server,), name="metrics", daemon=True)
         thread.start()
         self._server = (server, thread)
         return server.server_port
 
+    def _serve(self, server: WSGIServer) -> None:
+        """As `serve_forever`, which however wakes twice a second to see whether it should end."""
+        while not self._closing:
+            server.handle_request()
+
     def close(self) -> None:
         if self._server is not None:
             server, thread = self._server
-            server.shutdown()
-            server.server_close()
+            self._closing = True
+            server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             thread.join()
+            server.server_close()
 
     def cache_config(self, engine: EngineReady, prefix_caching: bool) -> None:
         self._cache_config = {

@@ -17,7 +17,7 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from bench.chaos.cluster import LocalCluster
+from bench.chaos.cluster import LocalCluster, leaks_when_idle
 from bench.chaos.faults import Happened, plan, torment
 from bench.chaos.load import Load, judge, pauses
 from bench.chaos.streams import Stream, cases, expected
@@ -64,7 +64,7 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     happened = [one for track in await asyncio.gather(*tracks) for one in track]
     stop.set()
     await loading
-    leaks = await asyncio.to_thread(cluster.leaks_when_idle)
+    leaks = await asyncio.to_thread(leaks_when_idle, cluster.url)
     verdict = judge(load.streams, right, [one for one in happened if one.role == "router"])
     for line in (*verdict.errors[:10], *(f"{name}: {count}" for name, count in leaks.items())):
         print(line, file=sys.stderr)

@@ -6,6 +6,7 @@ is no backoff: what is killed a hundred times comes back a hundred times.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -165,7 +166,8 @@ class LocalCluster:
         return [worker for worker in self.workers if worker.role == role]
 
     def __enter__(self) -> LocalCluster:
-        try:
+        with contextlib.ExitStack() as unless_it_is_up:
+            unless_it_is_up.callback(self.close)
             for role, count in self._counts.items():
                 self.workers += [Worker(self, role, i, self._flags[role]) for i in range(count)]
             port = str(_free_port())  # the same for all of its lives
@@ -176,9 +178,7 @@ class LocalCluster:
             for worker in self.workers:
                 worker.wait_life(1)
             self.wait_serving(len(self.workers))
-        except BaseException:
-            self.close()
-            raise
+            unless_it_is_up.pop_all()
         return self
 
     def __exit__(
@@ -228,23 +228,6 @@ class LocalCluster:
             lines = page.read().decode().splitlines()
         return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith((name + "{", name + " ")))
 
-    def leaks(self) -> dict[str, int]:
-        """What is not whole in the pools of any worker; empty when all is well."""
-        found: dict[str, int] = {}
-        for worker in self.status()["workers"]:
-            status, name = worker["status"], f"{worker['role']} {worker['index']}"
-            found |= {f"{name}: {key}": status[key] for key in _MUST_BE_ZERO}
-            for pool in ("blocks", "arena_slots"):
-                found[f"{name}: {pool} missing"] = status[f"{pool}_total"] - status[f"{pool}_free"]
-        return {name: count for name, count in found.items() if count}
-
-    def leaks_when_idle(self, within: float = WHOLE_S) -> dict[str, int]:
-        """As `leaks`, once nothing changes any more: releases follow the last token."""
-        deadline = time.monotonic() + within
-        while (found := self.leaks()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return found
-
     # ------------------------------------------------------------ for workers
 
     def spawn(self, role: str, *flags: str, log: Path) -> tuple[subprocess.Popen[bytes], Any]:
@@ -279,6 +262,27 @@ class LocalCluster:
         draft = self._file.with_suffix(".new")
         draft.write_text("".join(f"{w.lives[-1]['address']}\n" for w in self.workers if w.ready))
         draft.replace(self._file)
+
+
+def leaks(url: str) -> dict[str, int]:
+    """What is not whole in the pools of any worker of a router; empty when all is well."""
+    found: dict[str, int] = {}
+    with urllib.request.urlopen(url + "/status", timeout=30) as response:
+        workers = json.load(response)["workers"]
+    for worker in workers:
+        status, name = worker["status"], f"{worker['role']} {worker['index']}"
+        found |= {f"{name}: {key}": status[key] for key in _MUST_BE_ZERO}
+        for pool in ("blocks", "arena_slots"):
+            found[f"{name}: {pool} missing"] = status[f"{pool}_total"] - status[f"{pool}_free"]
+    return {name: count for name, count in found.items() if count}
+
+
+def leaks_when_idle(url: str, within: float = WHOLE_S) -> dict[str, int]:
+    """As `leaks`, once nothing changes any more: releases follow the last token."""
+    deadline = time.monotonic() + within
+    while (found := leaks(url)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 def _free_port() -> int:

@@ -1,14 +1,15 @@
 """Tokens equal those of transformers for the same file, and text comes back whole."""
 
+import json
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
-import transformers
 
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 
@@ -50,6 +51,8 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def reference(embedded_model_path: Path):
+    import transformers  # which takes seconds, and more to read the file
+
     folder, name = embedded_model_path.parent, embedded_model_path.name
     return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
 
@@ -65,11 +68,25 @@ def random_texts(count: int) -> list[str]:
     return ["".join(piece() for _ in range(rng.randrange(60))) for _ in range(count)]
 
 
+GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").read_text())
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=range(len(GOLDENS)))
+def test_prompts_are_those_that_transformers_made(tokenizer: ModelTokenizer, golden: dict[str, Any]):
+    """In every script and of every kind; the long tests below ask transformers for thousands more."""
+    made = (
+        tokenizer.encode(golden["prompt"]) if "prompt" in golden else tokenizer.encode_chat(golden["messages"])
+    )
+    assert made == golden["prompt_ids"]
+
+
+@pytest.mark.long
 def test_tokens_are_those_of_transformers(tokenizer: ModelTokenizer, reference):
     for text in [*TEXTS, *random_texts(2000)]:
         assert tokenizer.encode(text) == reference(text)["input_ids"], repr(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("messages", MESSAGES)
 def test_chat_prompts_are_those_of_transformers(tokenizer: ModelTokenizer, reference, messages):
     expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -77,6 +94,7 @@ def test_chat_prompts_are_those_of_transformers(tokenizer: ModelTokenizer, refer
     assert tokenizer.encode_chat(messages) == reference(expected, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.long
 def test_decoding_is_that_of_transformers(tokenizer: ModelTokenizer, reference):
     rng = random.Random(3)
     for _ in range(500):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -70,16 +71,19 @@ def tree(pid: int) -> list[Process]:
     return [process for process in descendants(pid) if process.alive]
 
 
+def command_lines(pid: int) -> dict[Process, str]:
+    """Of the living descendants; a role's begins with its title."""
+    lines = {}
+    for process in tree(pid):
+        with contextlib.suppress(OSError):  # gone
+            lines[process] = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
+    return lines
+
+
 def titled(pid: int, title: str) -> Process | None:
     """The descendant with this title: `baton: decode 0`."""
-    for process in tree(pid):
-        try:
-            line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        except OSError:
-            continue  # gone
-        if line.partition(b"\0")[0].strip().decode() == title:
-            return process
-    return None
+    lines = command_lines(pid).items()
+    return next((process for process, line in lines if line.partition("\0")[0].strip() == title), None)
 
 
 def alive(processes: list[Process]) -> list[Process]:
@@ -113,6 +117,12 @@ def listening(processes: list[Process]) -> set[int]:
             if (inode := target.removeprefix("socket:[").rstrip("]")) in ports:
                 found.add(ports[inode])
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def answers(port: int) -> bool:

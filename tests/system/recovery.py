@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.chaos.cluster import LocalCluster, Worker
+from bench.chaos.cluster import LocalCluster, Worker, leaks_when_idle
 from bench.chaos.streams import Case, Stream, cases, new_session, read
 
 FLAGS = (
@@ -68,7 +68,7 @@ class Broken:
         for worker in self.cluster.workers:
             incarnations = [life["incarnation"] for life in worker.lives]
             assert len(set(incarnations)) == len(incarnations) == len(worker.exits) + 1
-        assert await asyncio.to_thread(self.cluster.leaks_when_idle) == {}
+        assert await asyncio.to_thread(leaks_when_idle, self.cluster.url) == {}
 
     def all_back(self) -> None:
         self.back("prefill")

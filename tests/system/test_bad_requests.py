@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Server
+from .serve import Serve
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -56,7 +56,7 @@ def post(url: str, body: bytes) -> tuple[int, Any]:
 
 @pytest.mark.parametrize(("path", "body", "status", "param", "reason"), CASES)
 def test_refused(
-    server: Server, model_id: str, path: str, body: Any, status: int, param: str | None, reason: str
+    server: Serve, model_id: str, path: str, body: Any, status: int, param: str | None, reason: str
 ) -> None:
     raw = body if isinstance(body, bytes) else json.dumps({"model": model_id, **body}).encode()
     got_status, answer = post(server.url + path, raw)
@@ -68,7 +68,7 @@ def test_refused(
         assert (error["param"] or "").split(".")[0].split("[")[0] == param, error
 
 
-def test_unknown_path(server: Server) -> None:
+def test_unknown_path(server: Serve) -> None:
     status, answer = post(server.url + "/v1/embeddings", b"{}")
     assert status == 404
     assert "/v1/embeddings" in answer["error"]["message"]

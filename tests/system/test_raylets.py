@@ -15,16 +15,15 @@ import subprocess
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from bench.chaos.cluster import leaks_when_idle
 from bench.chaos.load import Load, judge
 from bench.chaos.streams import Case, cases, expected
 
-from .conftest import assert_whole, free_port
-from .machine import Machine, alive, titled, tree, until
+from .machine import Machine, alive, command_lines, free_port, titled, tree, until
 from .raylets import Raylets
 
 T = TypeVar("T")
@@ -139,10 +138,10 @@ class Joined:
     def assert_whole(self) -> None:
         """Nothing orphaned: one process for each role, in the one place where its actor is; pools whole."""
         head = self.raylets.process.pid
-        titles = [Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0")[0].decode() for p in tree(head)]
+        titles = [line.partition("\0")[0] for line in command_lines(head).values()]
         for name in (*self.names, "router 0"):
             assert titles.count(f"baton: {name}") == 1, titles
-        assert_whole(self.url, 15)
+        assert leaks_when_idle(self.url) == {}
 
     def kill(self, name: str) -> None:
         os.kill(self.roles()[name]["pid"], signal.SIGKILL)

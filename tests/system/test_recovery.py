@@ -14,33 +14,24 @@ from bench.chaos.streams import Case, Stream, new_session, read
 
 from .recovery import LONG, MIXED, SHORT, Broken, each_has
 
-KILLS = [(role, kind) for kind in KINDS for role in ("decode", "prefill")]
 
-
-@pytest.mark.parametrize(("role", "kind"), KILLS)
-async def test_killed_in_mid_stream(broken: Broken, role: str, kind: str) -> None:
-    """Decode under eight streams; prefill while it computes and streams four long prompts beside them.
-
-    The killed worker comes back while the next test runs: kills alternate between the roles.
-    """
-    await asyncio.to_thread(broken.back, role)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_killed_in_mid_stream(broken: Broken, kind: str) -> None:
+    """Prefill while it computes and streams four long prompts, then decode under all eight streams."""
+    await asyncio.to_thread(broken.all_back)
     ends: list[int] = []
 
-    def kill() -> None:
+    def kill(role: str) -> None:
         victim = broken.busiest(role)
         count = len(victim.exits) + 1
         victim.kill(kind)
         ends.append(victim.wait_exit(count))
 
-    if role == "decode":
-        await broken.ride(SHORT, (each_has(3), kill))
-    else:
-        await broken.ride(MIXED, (broken.transferring, kill))
+    await broken.ride(
+        MIXED, (broken.transferring, lambda: kill("prefill")), (each_has(3), lambda: kill("decode"))
+    )
     code = -signal.SIGKILL if kind == "service" else 1
-    assert ends == [code], "the whole worker ends with any of its parts"
-
-
-async def test_all_came_back_and_every_pool_is_whole(broken: Broken) -> None:
+    assert ends == [code, code], "the whole worker ends with any of its parts"
     await broken.settled()
 
 

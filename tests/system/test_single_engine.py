@@ -11,7 +11,7 @@ import openai
 
 from engine import Engine, EngineConfig, EngineRequest, SamplingParams
 
-from .conftest import Server
+from .serve import Serve
 
 PROMPT_LENGTHS = (1, 2, 17, 40, 63, 128, 200, 257, 300, 511, 700, 900)  # the cluster's step budget is 256
 NUM_TOKENS = 20
@@ -47,7 +47,7 @@ def single_engine(model: Path, work: list[tuple[list[int], dict[str, Any]]]) -> 
 
 
 async def test_equals_one_engine(
-    server: Server, aclient: openai.AsyncOpenAI, model_id: str, embedded_model_path: Path
+    server: Serve, aclient: openai.AsyncOpenAI, model_id: str, embedded_model_path: Path
 ) -> None:
     work = requests()
 

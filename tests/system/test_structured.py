@@ -13,7 +13,7 @@ import openai
 
 from engine import Engine, EngineConfig, EngineRequest, SamplingParams, StructuredOutput
 
-from .conftest import Server
+from .serve import Serve
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -37,7 +37,7 @@ PROMPT = "A person in one line of JSON, with name, age and tags:"
 
 
 async def test_output_is_valid_and_equals_one_engine(
-    server: Server, aclient: openai.AsyncOpenAI, model_id: str, embedded_model_path: Path
+    server: Serve, aclient: openai.AsyncOpenAI, model_id: str, embedded_model_path: Path
 ) -> None:
     async def ask(body: dict[str, Any], seed: int) -> Any:
         answer = await aclient.completions.create(

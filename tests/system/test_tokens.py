@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from .conftest import Server
+from .serve import Serve
 
 NUM_TOKENS = 32
 
@@ -39,7 +39,7 @@ async def test_one_at_a_time(
 
 
 async def test_eight_at_a_time(
-    server: Server, aclient: openai.AsyncOpenAI, model_id: str, goldens: list[dict[str, Any]]
+    server: Serve, aclient: openai.AsyncOpenAI, model_id: str, goldens: list[dict[str, Any]]
 ) -> None:
     gate = asyncio.Semaphore(8)
 

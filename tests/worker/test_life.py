@@ -127,39 +127,6 @@ def test_sigterm_during_the_start_leaves_nothing(start: Starter) -> None:
     assert_nothing_left(worker, tree)
 
 
-# ---------------------------------------------------------------- death
-
-
-@pytest.mark.parametrize(("role", "kind"), [("prefill", "engine"), ("decode", "transfer")])
-async def test_a_dead_child_ends_the_whole_tree(start: Starter, role: str, kind: str) -> None:
-    worker = start(role).wait_ready()
-    tree = worker.tree()
-    child = worker.child(kind)
-    async with attached(worker) as stream:
-        child.kill()
-        assert await exit_code(worker) == 1
-        await asyncio.wait_for(stream.ended.wait(), 5)
-    assert_nothing_left(worker, tree)
-    assert f"{role} 0 {kind} (pid {child.pid}) was killed by SIGKILL" in worker.log.read_text()
-
-
-@pytest.mark.parametrize(("role", "kind"), [("decode", "engine"), ("prefill", "transfer")])
-async def test_a_hung_child_is_as_dead_as_a_killed_one(start: Starter, role: str, kind: str) -> None:
-    worker = start(role, deadlines={"engine": 2.0}).wait_ready()
-    tree = worker.tree()
-    worker.child(kind).suspend()
-    assert await exit_code(worker) == 1
-    assert_nothing_left(worker, tree)
-    assert f"{role} 0 {kind} gave no sign of life" in worker.log.read_text()
-
-
-def test_all_children_die_with_the_service(start: Starter) -> None:
-    worker = start("decode").wait_ready()
-    tree = worker.tree()
-    assert worker.stop(signal.SIGKILL) == -signal.SIGKILL
-    assert_nothing_left(worker, tree)
-
-
 # ---------------------------------------------------------------- end
 
 

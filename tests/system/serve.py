@@ -1,0 +1,83 @@
+"""One `baton serve`, as a user's shell would have it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import urllib.request
+from typing import Any
+
+from bench.chaos.cluster import leaks_when_idle
+from cluster.processes import Process
+
+from .machine import BATON, Machine, alive, answers, free_port, listening, titled, tree, until
+
+START_S, STOP_S = 120.0, 60.0
+
+
+class Serve:
+    """On its way up until `until_ready` returns. `ignoring`: signals, as for what a shell starts with `&`."""
+
+    def __init__(self, machine: Machine, *flags: str, ignoring: tuple[int, ...] = ()) -> None:
+        def ignore() -> None:
+            for signum in ignoring:
+                signal.signal(signum, signal.SIG_IGN)
+
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = machine.outputs / f"{self.port}.log"
+        self.machine = machine
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*BATON, "serve", "--port", str(self.port), "--dtype", "float32", *flags],
+                env=machine.environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=ignore,
+            )
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def until_ready(self) -> None:
+        def ready() -> bool | None:
+            assert self.process.poll() is None, self.output()
+            return True if "Ready in" in self.output() and "Stop:" in self.output() else None
+
+        until(ready, START_S, "ready")
+
+    def role(self, name: str) -> Process | None:
+        """The service process of a role, or "decode 0 engine"."""
+        return titled(self.process.pid, f"baton: {name}")
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return json.load(response)
+
+    def incarnations(self) -> dict[str, str]:
+        """Of the workers that serve, by name."""
+        workers = self.get("/status")["workers"]
+        return {f"{w['role']} {w['index']}": w["incarnation"] for w in workers if w["state"] == "ready"}
+
+    def assert_whole(self) -> None:
+        """All pools are whole, soon after the last answer: releases are asynchronous."""
+        assert leaks_when_idle(self.url) == {}
+
+    def stop(self, signum: int) -> None:
+        """Sends the signal, and asserts a clean end: exit code, processes, ports."""
+        processes = tree(self.process.pid)
+        ports = listening(processes)
+        assert len(processes) > 10, "Ray, and two or three processes for each worker"
+        assert self.port in ports
+        self.process.send_signal(signum)
+        assert self.process.wait(STOP_S) == 0, self.output()
+        assert alive(processes) == [], "no process outlives serve, not even for a moment"
+        assert [port for port in ports if answers(port)] == []
+        assert self.output().splitlines()[-2:] == ["Stopping …", "Stopped."], "nothing had to be killed"
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()

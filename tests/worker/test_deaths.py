@@ -1,0 +1,107 @@
+"""When one process of a worker dies or hangs, all of them end, and the routers learn which attempts the
+engine was computing: only these may be why."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from rpc import worker_pb2 as pb
+from tests.cluster_helpers import (
+    WorkerProcess,
+    WorkerStream,
+    attached,
+    request,
+    sampling,
+    start_worker,
+    tiny_model,
+)
+
+# One prompt is one step, so long that a signal hits a step and not the moment between two.
+ENGINE = {"load_format": "dummy", "num_blocks": 5000, "max_num_batched_tokens": 3900}
+PROMPT = [7] * 3900
+
+
+@dataclass(frozen=True)
+class Death:
+    role: str
+    kind: str
+    """Whose death it is: "service", "engine" or "transfer"."""
+    how: signal.Signals
+    log: str = ""
+    """What the worker says of it, but for the process's name; empty: it cannot."""
+    failures: int = 0
+    """How many attempts it is about."""
+
+
+KILLED, HUNG = "(pid {pid}) was killed by SIGKILL", "gave no sign of life"
+DEATHS = [
+    Death("prefill", "engine", signal.SIGKILL, KILLED, failures=1),
+    Death("prefill", "engine", signal.SIGSTOP, HUNG, failures=1),
+    Death("decode", "transfer", signal.SIGKILL, KILLED),
+    Death("prefill", "transfer", signal.SIGSTOP, HUNG),
+    Death("decode", "service", signal.SIGKILL),
+]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, WorkerProcess]]:
+    """One for each death; they start side by side."""
+    directory = tmp_path_factory.mktemp("deaths")
+    model = tiny_model(directory / "model")
+    started = {
+        death: start_worker(death.role, model, directory / str(i), engine=ENGINE, deadlines={"engine": 2.0})
+        for i, death in enumerate(DEATHS)
+    }
+    yield started
+    for worker in started.values():
+        worker.popen.kill()
+        worker.popen.wait()
+
+
+async def queued(stream: WorkerStream, role: str) -> list[bytes]:
+    """More prompts than it can compute soon; the first is being computed."""
+    ids: list[bytes] = []
+    for _ in range(12 if role == "prefill" else 6):  # a decode worker refuses those that it has no room for
+        asked = request(PROMPT, sampling())
+        if role == "prefill":
+            ids.append(await stream.submit_prefill(asked, handover=True))
+        else:
+            ids.append(asked.request_id)
+            await stream.send(decode=pb.SubmitDecode(decode_id=ids[-1], request=asked))
+    while (await stream.stub.GetStatus(pb.StatusRequest())).tokens_waiting == 0:
+        pass
+    await asyncio.sleep(0.02)  # it answers between two steps
+    return ids
+
+
+def failures(stream: WorkerStream, ids: list[bytes]) -> list[pb.AttemptFailed]:
+    queues = [stream.events[attempt_id] for attempt_id in ids]
+    found = [queue.get_nowait().message for queue in queues for _ in range(queue.qsize())]
+    return [message for message in found if isinstance(message, pb.AttemptFailed)]
+
+
+@pytest.mark.parametrize("death", DEATHS, ids=lambda d: f"{d.role}-{d.kind}-{d.how.name}")
+async def test_the_whole_tree_ends(workers: dict[Death, WorkerProcess], death: Death) -> None:
+    worker = workers[death].wait_ready()
+    service, *others = worker.tree()
+    victim = worker.child(death.kind) if death.kind != "service" else service
+    async with attached(worker) as stream:
+        ids = await queued(stream, death.role)
+        victim.send_signal(death.how)
+        code = await asyncio.to_thread(worker.popen.wait, 20)
+        await asyncio.wait_for(stream.ended.wait(), 20)
+        failed = failures(stream, ids)
+    assert code == (-signal.SIGKILL if death.kind == "service" else 1)
+    _, alive = psutil.wait_procs(others, timeout=5)
+    assert alive == []
+    assert list(worker.run_dir.iterdir()) == []
+    if death.log:
+        said = f"{death.role} 0 {death.kind} {death.log.format(pid=victim.pid)}"
+        assert said in worker.log.read_text()
+    assert [failure.code for failure in failed] == [pb.FAILURE_CODE_ENGINE] * death.failures
+    for failure in failed:
+        assert f"it was being computed when {death.role} 0 engine" in failure.message
