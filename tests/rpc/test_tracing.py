@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from rpc import tracing
 from rpc.tracing import open_tracer, valid_traceparent
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -45,6 +46,7 @@ class Missing:
         if name.split(".")[0] == "opentelemetry":
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
+from rpc import tracing
 from rpc.tracing import open_tracer
 import router, worker.service
 open_tracer({endpoint!r}, "baton", {{}})
@@ -57,8 +59,11 @@ open_tracer({endpoint!r}, "baton", {{}})
         assert "pip install 'baton[otel]'" in done.stderr
 
 
-def test_a_receiver_that_is_gone_ends_nothing_but_spans(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever closes waits for some seconds, however much is left."""
+def test_a_receiver_that_is_gone_ends_nothing_but_spans(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever closes waits for `EXPORT_SECONDS`, however much is left."""
+    monkeypatch.setattr(tracing, "EXPORT_SECONDS", 0.5)
     tracer = open_tracer("http://127.0.0.1:1", "baton", {})
     for _ in range(2000):
         tracer.record("queue", PARENT, 1.0, 2.0, {})
