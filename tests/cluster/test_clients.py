@@ -88,7 +88,7 @@ def url() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
     server.daemon_threads = True
     server.handle_error = lambda request, client_address: None  # a client that interrupts is no error
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

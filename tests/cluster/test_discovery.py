@@ -13,11 +13,13 @@ from typing import Protocol
 import pytest
 
 from bench.fake_kubernetes import FakeKubernetes, endpoint
+from cluster import kubernetes_discovery
 from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.plan import RoleSpec
 from cluster.role_process import RoleState
 from cluster.runner import RoleRunner, write_atomically
 from cluster.supervisor import RoleHandle, Supervisor
+from router.workers import discovery
 from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
 
 from .conftest import FAKE, eventually
@@ -191,6 +193,12 @@ class Kubernetes:
 
     async def recover(self) -> None:
         await self._server.start()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(kubernetes_discovery, "FIRST_BACKOFF", 0.02)
 
 
 @pytest.fixture(params=["file", "registry", "kubernetes"])

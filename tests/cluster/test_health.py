@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import rpc
 from cluster.backoff import RestartPolicy
 from cluster.health import until_silent
@@ -26,11 +24,13 @@ async def silent(ready: Mapping[str, Any], tls: rpc.TlsFiles | None = None) -> s
     return await until_silent(ready, SECRET, tls, interval=0.02, patience=0.8)
 
 
-@pytest.mark.parametrize("secure", [False, True])
-async def test_a_worker_is_silent_once_its_health_service_is(
-    certificates: Certificates, secure: bool
-) -> None:
-    tls = rpc.TlsFiles(*certificates.worker, certificates.ca) if secure else None
+async def test_a_role_is_silent_once_it_stops_answering(certificates: Certificates) -> None:
+    """Side by side: each answers for longer than anybody's patience first."""
+    tls = rpc.TlsFiles(*certificates.worker, certificates.ca)
+    await asyncio.gather(worker_stops(None), worker_stops(tls), router_hangs())
+
+
+async def worker_stops(tls: rpc.TlsFiles | None) -> None:
     server = rpc.create_server(SECRET)
     port = rpc.add_port(server, "127.0.0.1:0", tls)
     await server.start()
@@ -41,7 +41,8 @@ async def test_a_worker_is_silent_once_its_health_service_is(
     assert "gave no answer" in await asyncio.wait_for(watching, 10)
 
 
-async def test_a_router_is_silent_once_it_takes_connections_without_answering() -> None:
+async def router_hangs() -> None:
+    """It takes connections and says nothing."""
     hanging = False
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -32,6 +32,11 @@ A, B, C = "10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"
 SERVICES = ("baton-prefill", "baton-decode")
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes_discovery, "FIRST_BACKOFF", 0.02)
+
+
 @pytest.fixture
 async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeKubernetes]:
     server = FakeKubernetes()
