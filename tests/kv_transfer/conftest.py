@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import select
@@ -54,14 +55,18 @@ class Worker:
         )  # fmt: skip
         channel.close()
         service.close()
-        self.service.settimeout(20)
-        ready = kv.decode_from_transfer(self.service.recv(1 << 16))
-        assert isinstance(ready, kv.Ready)
-        self.port = ready.port
         shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
         self.pool = [torch.zeros(shape, device=DEVICE) for _ in range(layout.num_layers)]
         self.free = list(range(blocks))
         random.shuffle(self.free)
+
+    @functools.cached_property
+    def port(self) -> int:
+        """Waits until the process is up: others start meanwhile."""
+        self.service.settimeout(20)
+        ready = kv.decode_from_transfer(self.service.recv(1 << 16))
+        assert isinstance(ready, kv.Ready)
+        return ready.port
 
     @property
     def address(self) -> str:
@@ -69,6 +74,7 @@ class Worker:
 
     def stats(self) -> kv.TransferStats:
         """As of now: what was queued before the request is skipped."""
+        assert self.port >= 0
         self.service.setblocking(False)
         while True:
             try:

@@ -17,16 +17,17 @@ import kv_transfer as kv
 
 from .bad_network import FAULTS, BadNetwork
 
-DEADLINES = kv.Deadlines(
-    handshake=2.0, fetch_wait=5.0, hold=30.0, progress=1.5, peer_dead=1.5, ping=0.2, unreachable=3.0
+SHORT = kv.Deadlines(
+    handshake=2.0, fetch_wait=5.0, hold=30.0, progress=0.8, peer_dead=0.8, ping=0.1, unreachable=3.0
 )
+LONGER = kv.Deadlines(handshake=2.0, progress=1.5, peer_dead=1.5)
 TOKENS = 120  # 24 frames
 ROUNDS = [pytest.param(1), pytest.param(40, marks=pytest.mark.long)]
 
 
 @pytest.fixture
-def network(make_pair: Any) -> Iterator[tuple[Any, BadNetwork]]:
-    settings = {"deadlines": DEADLINES, "blocks": 64}
+def network(make_pair: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, BadNetwork]]:
+    settings = {"deadlines": getattr(request, "param", SHORT), "blocks": 64}
     pair = make_pair(settings, settings)
     network = BadNetwork(pair.prefill.port)
     yield pair, network
@@ -72,6 +73,7 @@ def test_every_request_ends_right(network: tuple[Any, BadNetwork], rounds: int) 
     assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
 
 
+@pytest.mark.parametrize("network", [LONGER], indirect=True, ids=["patient"])
 def test_a_line_of_a_megabit_is_slow_and_nothing_else(network: tuple[Any, BadNetwork]) -> None:
     """Slower than every deadline in all, but never without progress."""
     pair, bad = network

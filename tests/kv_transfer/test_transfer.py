@@ -358,6 +358,7 @@ def test_nobody_listens(make_pair: Any) -> None:
 def test_the_process_names_itself_and_has_no_torch(make_pair: Any) -> None:
     pair = make_pair()
     for worker, role in ((pair.prefill, b"prefill"), (pair.decode, b"decode")):
+        assert worker.stats().lanes == 0, "it is up"
         proc = Path(f"/proc/{worker.process.pid}")
         assert proc.joinpath("cmdline").read_bytes().startswith(b"baton: %s 0 transfer" % role)
         assert b"libtorch" not in proc.joinpath("maps").read_bytes()

@@ -75,7 +75,9 @@ GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").rea
 def test_prompts_are_those_that_transformers_made(tokenizer: ModelTokenizer, golden: dict[str, Any]):
     """In every script and of every kind; the long tests below ask transformers for thousands more."""
     made = (
-        tokenizer.encode(golden["prompt"]) if "prompt" in golden else tokenizer.encode_chat(golden["messages"])
+        tokenizer.encode(golden["prompt"])
+        if "prompt" in golden
+        else tokenizer.encode_chat(golden["messages"])
     )
     assert made == golden["prompt_ids"]
 

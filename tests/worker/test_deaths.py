@@ -53,7 +53,13 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, Wo
     directory = tmp_path_factory.mktemp("deaths")
     model = tiny_model(directory / "model")
     started = {
-        death: start_worker(death.role, model, directory / str(i), engine=ENGINE, deadlines={"engine": 2.0})
+        death: start_worker(
+            death.role,
+            model,
+            directory / str(i),
+            engine=ENGINE,
+            deadlines={"engine": 4.0} if death.how is signal.SIGSTOP else {},
+        )
         for i, death in enumerate(DEATHS)
     }
     yield started

@@ -68,11 +68,22 @@ async def exit_code(worker: WorkerProcess, within: float = 15.0) -> int:
     return await asyncio.to_thread(worker.popen.wait, within)
 
 
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    directory = tmp_path_factory.mktemp("one")
+    worker = start_worker("prefill", tiny_model(directory / "model"), directory, index=3, engine=TINY)
+    try:
+        yield worker.wait_ready()
+        assert worker.stop() == 0
+    finally:
+        worker.popen.kill()
+
+
 # ---------------------------------------------------------------- start
 
 
-async def test_a_worker_tells_how_it_comes_up_and_what_it_is(start: Starter) -> None:
-    worker = start("prefill", index=3).wait_ready()
+async def test_a_worker_tells_how_it_comes_up_and_what_it_is(prefill: WorkerProcess) -> None:
+    worker = prefill
     assert all(0 <= told["fraction"] <= 1 for told in worker.told[:-1])
     assert worker.told[0]["stage"] == "starting the engine process"
     assert worker.ready["role"] == "prefill"
@@ -93,27 +104,41 @@ async def test_a_worker_tells_how_it_comes_up_and_what_it_is(start: Starter) -> 
     assert described.layout_fingerprint
     assert described.model_fingerprint
     await assert_whole(worker)
-    assert worker.stop() == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"model": Path("/nonexistent/model")}, "--model /nonexistent/model"),
-        ({"engine": TINY | {"device": "cuda"}}, "--device cuda"),
-        ({"host": "192.0.2.1"}, "--port 0: cannot listen on 192.0.2.1"),
-        ({"port": "taken"}, "--port TAKEN: cannot listen on 127.0.0.1"),
-        ({"metrics_port": "taken"}, "--metrics-port TAKEN: Address already in use"),
-        ({"kv_port": "taken"}, "--kv-port TAKEN: cannot listen on 127.0.0.1: Address already in use"),
-    ],
-)
-def test_the_users_mistake_is_told_in_words(start: Starter, settings: dict[str, Any], reason: str) -> None:
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"model": Path("/nonexistent/model")}, "--model /nonexistent/model"),
+    ({"engine": TINY | {"device": "cuda"}}, "--device cuda"),
+    ({"host": "192.0.2.1"}, "--port 0: cannot listen on 192.0.2.1"),
+    ({"port": "taken"}, "--port TAKEN: cannot listen on 127.0.0.1"),
+    ({"metrics_port": "taken"}, "--metrics-port TAKEN: Address already in use"),
+    ({"kv_port": "taken"}, "--kv-port TAKEN: cannot listen on 127.0.0.1: Address already in use"),
+]
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[WorkerProcess], int]]:
+    """A worker for each mistake, started side by side, and the port that is taken."""
+    directory = tmp_path_factory.mktemp("mistaken")
+    defaults: dict[str, Any] = {"engine": TINY, "model": tiny_model(directory / "model")}
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        worker = start("prefill", **{k: taken if v == "taken" else v for k, v in settings.items()})
-        worker.wait_told()
-    reason = reason.replace("TAKEN", str(taken))
-    assert reason in worker.told[-1]["error"]
+        started = []
+        for i, (settings, _) in enumerate(MISTAKES):
+            given = {name: taken if value == "taken" else value for name, value in settings.items()}
+            started.append(start_worker("prefill", directory=directory / str(i), **(defaults | given)))
+        yield started, taken
+    for worker in started:
+        worker.popen.kill()
+
+
+@pytest.mark.parametrize(("number", "reason"), [(i, reason) for i, (_, reason) in enumerate(MISTAKES)])
+def test_the_users_mistake_is_told_in_words(
+    mistaken: tuple[list[WorkerProcess], int], number: int, reason: str
+) -> None:
+    worker, taken = mistaken[0][number], mistaken[1]
+    worker.wait_told()
+    assert reason.replace("TAKEN", str(taken)) in worker.told[-1]["error"]
     assert worker.popen.wait(10) != 0
     assert list(worker.run_dir.iterdir()) == []
     assert "Traceback" not in worker.log.read_text()
@@ -188,17 +213,6 @@ async def test_ctrl_c_cancels_and_exits(start: Starter) -> None:
 # ---------------------------------------------------------------- routers that misbehave
 
 
-@pytest.fixture(scope="module")
-def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    directory = tmp_path_factory.mktemp("one")
-    worker = start_worker("prefill", tiny_model(directory / "model"), directory, engine=TINY)
-    try:
-        yield worker.wait_ready()
-        assert worker.stop() == 0
-    finally:
-        worker.popen.kill()
-
-
 async def test_only_who_knows_the_secret_is_served(prefill: WorkerProcess) -> None:
     async with rpc.connect(prefill.address, b"another secret, long enough") as channel:
         stub = WorkerStub(channel)
@@ -252,7 +266,7 @@ async def test_a_router_that_does_not_read_is_cut(prefill: WorkerProcess) -> Non
         await stream.token(held)
         stream.may_read.clear()
         # Each is refused in a line that repeats its address.
-        nowhere = pb.PrefillSource(prefill_id=b"x" * 16, kv_address="\0" * 200, incarnation=1)
+        nowhere = pb.PrefillSource(prefill_id=b"x" * 16, kv_address="\0" * 4000, incarnation=1)
         retarget = pb.Retarget(decode_id=b"y" * 16, source=nowhere)
 
         async def flood() -> None:
