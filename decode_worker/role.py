@@ -55,12 +55,6 @@ class DecodeRole:
             case messages.Retarget():
                 if self._attempts.owned(message.stream, message.decode_id):
                     self._retarget(message)
-            case messages.Cancel():
-                if self._attempts.owned(message.stream, message.attempt_id):
-                    self._cancel(message.attempt_id)
-            case messages.CancelStream():
-                for decode_id in self._attempts.of(message.stream):
-                    self._cancel(decode_id)
             case _:
                 raise AssertionError(f"not for a decode engine: {message}")
 
@@ -141,9 +135,9 @@ class DecodeRole:
     def _end(self, decode_id: bytes, code: Code, message: str) -> None:
         """From this side, with word to the router."""
         self._attempts.fail(decode_id, code, message)
-        self._cancel(decode_id)
+        self.cancel(decode_id)
 
-    def _cancel(self, decode_id: bytes) -> None:
+    def cancel(self, decode_id: bytes) -> None:
         self._attempts.end(decode_id)
         attempt = self._table[decode_id]
         if attempt.phase is Phase.FETCHING:

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
+from engine.host_memory import host_memory
 from engine.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -104,15 +104,6 @@ def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int)
             f"{gib(free)} are free, and --gpu-memory-utilization {config.gpu_memory_utilization} allows "
             f"{gib(may)}. Free some, raise that, or choose a smaller model or --dtype"
         )
-
-
-def host_memory() -> int:
-    """Bytes that this process could have: of the machine, and within the limit of its container."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    of_container = limit.read_text().strip() if limit.is_file() else "max"
-    return kib * 1024 if of_container == "max" else min(kib * 1024, int(of_container))
 
 
 def size_pool(config: EngineConfig, model: ModelConfig, limits: Limits, use: MemoryUse | None) -> PoolSize:

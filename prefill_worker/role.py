@@ -64,22 +64,7 @@ class PrefillRole:
     # ------------------------------------------------------------ messages
 
     def handle(self, message: ToEngine) -> None:
-        match message:
-            case messages.Prefill():
-                self._submit(message)
-            case messages.Cancel():
-                if self._attempts.owned(message.stream, message.attempt_id):
-                    self._cancel(message.attempt_id)
-            case messages.CancelStream():
-                for prefill_id in self._attempts.of(message.stream):
-                    self._cancel(prefill_id)
-            case _:
-                raise AssertionError(f"not for a prefill engine: {message}")
-
-    def shutdown(self) -> None:
-        self._sender.shutdown()
-
-    def _submit(self, message: messages.Prefill) -> None:
+        assert isinstance(message, messages.Prefill), f"not for a prefill engine: {message}"
         prefill_id, work = message.prefill_id, message.work
         if prefill_id in self._prefills:
             self._attempts.refuse_reused(message.stream, prefill_id)
@@ -98,9 +83,12 @@ class PrefillRole:
             message.handover,
         )
 
-    def _cancel(self, prefill_id: bytes) -> None:
+    def cancel(self, prefill_id: bytes) -> None:
         self._attempts.end(prefill_id)
         self._close(prefill_id, "cancelled")
+
+    def shutdown(self) -> None:
+        self._sender.shutdown()
 
     def _close(self, prefill_id: bytes, reason: Literal["cancelled", "finished", "gone"]) -> None:
         """It ends here. Where the lanes know it, blocks follow with their report."""

@@ -38,7 +38,7 @@ from worker.attempts import Attempts
 from worker.cached_chunks import CachedChunks
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
 from worker.ipc import ServiceLink
-from worker.messages import AskStatus, Code, Stop, ToEngine
+from worker.messages import Code, ToEngine
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,11 @@ class Role(Protocol):
     def empty(self) -> bool:
         """No attempt is known, and nothing of the pool is being read or written by the lanes."""
 
-    def handle(self, message: ToEngine) -> None: ...
+    def handle(self, message: ToEngine) -> None:
+        """What only this role is told: everything but Stop, AskStatus and the two cancels."""
+
+    def cancel(self, attempt_id: bytes, /) -> None:
+        """Ends an attempt, which its router has given up."""
 
     def move_kv(self, spare: float) -> None:
         """Takes what the KV channel reported. Never waits; what may take more than `spare` seconds is left
@@ -188,16 +192,23 @@ def loop(role: Role, parts: Parts) -> None:
         elif idle and not readable:
             parts.trace.flush()
         for message in link.receive_all():
-            if isinstance(message, Stop):
-                parts.attempts.fail_all(Code.DRAINING, "the worker shuts down")
-                link.send(messages.Stopped())
-                link.wait_for_exit()
-                role.shutdown()
-                return
-            if isinstance(message, AskStatus):
-                link.send(_status(role, parts.counters, message.question))
-            else:
-                role.handle(message)
+            match message:
+                case messages.Stop():
+                    parts.attempts.fail_all(Code.DRAINING, "the worker shuts down")
+                    link.send(messages.Stopped())
+                    link.wait_for_exit()
+                    role.shutdown()
+                    return
+                case messages.AskStatus():
+                    link.send(_status(role, parts.counters, message.question))
+                case messages.Cancel():
+                    if parts.attempts.owned(message.stream, message.attempt_id):
+                        role.cancel(message.attempt_id)
+                case messages.CancelStream():
+                    for attempt_id in parts.attempts.of(message.stream):
+                        role.cancel(attempt_id)
+                case _:
+                    role.handle(message)
         role.move_kv(engine.rest if engine.waits_for_device else math.inf)
         if engine.has_work and not engine.rest:
             result = engine.step()

@@ -17,6 +17,7 @@ from pathlib import Path
 from cluster import model
 from cluster.doctor.finding import Finding, bad, good, note, warning
 from cluster.options import DoctorOptions
+from engine.host_memory import host_memory
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
 MIN_FILES = 8192
@@ -83,8 +84,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def memory(root: Path) -> Iterator[Finding]:
-    values = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-    free = int(values["MemAvailable"].split()[0]) << 10
+    free = host_memory(root)
     found = f"{free / 2**30:.1f} GiB free, {os.cpu_count()} cores"
     if free < ENGINE_BYTES:
         yield bad("memory", found, f"A worker needs at least {ENGINE_BYTES >> 30} GiB; stop something.")

@@ -41,6 +41,15 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_container_has_less_than_its_machine(root: Path) -> None:
+    (root / "proc/meminfo").write_text("MemAvailable:  64000000 kB\n")
+    assert level(node.memory(root), "memory") == "good"
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    for limit, found in (("max", "good"), (str(1 << 30), "bad")):
+        (root / "sys/fs/cgroup/memory.max").write_text(limit + "\n")
+        assert level(node.memory(root), "memory") == found
+
+
 def test_a_poor_machine(root: Path) -> None:
     assert level(node.memory(root), "memory") == "bad"
     cards = list(node.cards(root))

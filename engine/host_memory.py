@@ -1,0 +1,12 @@
+"""What a machine, or the container on it, has left for a process. Without torch: also for who only looks."""
+
+from pathlib import Path
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Bytes that a process could have: of the machine, and within the limit of its container."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    limit = root / "sys/fs/cgroup/memory.max"
+    of_container = limit.read_text().strip() if limit.is_file() else "max"
+    return free if of_container == "max" else min(free, int(of_container))
