@@ -11,8 +11,8 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,21 @@ def start_worker(
     popen.stdin.write(json.dumps(config).encode())
     popen.stdin.close()
     return WorkerProcess(popen, log, run_dir, read_fd)
+
+
+@contextmanager
+def started_pair(
+    model: Path, directory: Path, **settings: Any
+) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
+    """A prefill and a decode worker, alike; they must stop cleanly in the end."""
+    started = [start_worker(role, model, directory, **settings) for role in ("prefill", "decode")]
+    try:
+        prefill, decode = (worker.wait_ready() for worker in started)
+        yield prefill, decode
+        assert [worker.stop() for worker in started] == [0, 0]
+    finally:
+        for worker in started:
+            worker.popen.kill()
 
 
 def tiny_model(directory: Path) -> Path:

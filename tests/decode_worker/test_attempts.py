@@ -2,51 +2,14 @@
 
 import asyncio
 import os
-import random
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from rpc import worker_pb2 as pb
-from tests.cluster_helpers import (
-    Pair,
-    WorkerProcess,
-    WorkerStream,
-    assert_whole,
-    metrics,
-    paired,
-    request,
-    sampling,
-    start_worker,
-    tiny_model,
-)
+from tests.cluster_helpers import assert_whole, metrics, paired, request, sampling
+
+from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
 
 CONTEXT = 4096
-BLOCKS = 300  # of 16 positions
-TINY = {"load_format": "dummy", "num_blocks": BLOCKS, "max_num_batched_tokens": 64}
-Workers = tuple[WorkerProcess, WorkerProcess]
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    directory = tmp_path_factory.mktemp("tiny")
-    model = tiny_model(directory / "model")
-    started = [start_worker(role, model, directory, engine=TINY) for role in ("prefill", "decode")]
-    try:
-        prefill, decode = (worker.wait_ready() for worker in started)
-        yield prefill, decode
-        assert [worker.stop() for worker in started] == [0, 0]
-    finally:
-        for worker in started:
-            worker.popen.kill()
-
-
-def prompt(length: int) -> list[int]:
-    return random.Random(length).choices(range(500), k=length)
-
-
-ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 
 
 async def test_a_request_of_one_token_needs_no_decode_worker(workers: Workers) -> None:
@@ -388,15 +351,3 @@ async def test_metrics_tell_what_happened(workers: Workers) -> None:
     assert sum(stages) <= took, "the stages follow each other"
     assert after[0]["vllm:kv_cache_usage_perc"] == 0
     assert after[0]["baton:kv_arena_slots_free"] == after[0]["baton:kv_arena_slots"]
-
-
-# ---------------------------------------------------------------- helpers
-
-
-async def status(stream: WorkerStream) -> pb.WorkerStatus:
-    return await stream.stub.GetStatus(pb.StatusRequest())
-
-
-async def retarget(pair: Pair, decode_id: bytes, prefill_id: bytes, output_ids: list[int]) -> None:
-    source = pair.source(prefill_id)
-    await pair.decode.send(retarget=pb.Retarget(decode_id=decode_id, source=source, output_ids=output_ids))

@@ -16,26 +16,19 @@ from tests.cluster_helpers import (
     paired,
     request,
     sampling,
-    start_worker,
+    started_pair,
     tiny_model,
 )
 
-from .test_attempts import BLOCKS, ENDLESS, TINY, Workers, prompt, retarget, status
+from .conftest import BLOCKS, ENDLESS, TINY, Workers, prompt, retarget, status
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     directory = tmp_path_factory.mktemp("overflow")
-    model = tiny_model(directory / "model")
     cached = TINY | {"enable_prefix_caching": True}
-    started = [start_worker(role, model, directory, engine=cached) for role in ("prefill", "decode")]
-    try:
-        prefill, decode = (worker.wait_ready() for worker in started)
-        yield prefill, decode
-        assert [worker.stop() for worker in started] == [0, 0]
-    finally:
-        for worker in started:
-            worker.popen.kill()
+    with started_pair(tiny_model(directory / "model"), directory, engine=cached) as started:
+        yield started
 
 
 async def submit_here(stream: WorkerStream, req: pb.Request) -> bytes:

@@ -19,7 +19,7 @@ from tests.cluster_helpers import (
     paired,
     request,
     sampling,
-    start_worker,
+    started_pair,
 )
 from tests.device import DEVICE
 
@@ -34,24 +34,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(embedded_model_path: Path, directory: Path) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
-    started = [
-        start_worker(
-            role,
-            embedded_model_path,
-            directory,
-            engine={"max_num_batched_tokens": CHUNK},
-            trace_dir=str(directory / "traces"),
-        )
-        for role in ("prefill", "decode")
-    ]
-    try:
-        prefill, decode = (worker.wait_ready() for worker in started)
-        yield prefill, decode
-        assert [worker.stop() for worker in started] == [0, 0]
-        assert list((directory / "run").iterdir()) == []
-    finally:
-        for worker in started:
-            worker.popen.kill()
+    settings: dict[str, Any] = {
+        "engine": {"max_num_batched_tokens": CHUNK},
+        "trace_dir": str(directory / "traces"),
+    }
+    with started_pair(embedded_model_path, directory, **settings) as started:
+        yield started
+    assert list((directory / "run").iterdir()) == []
 
 
 @pytest.fixture(scope="module")

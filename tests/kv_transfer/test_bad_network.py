@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 import kv_transfer as kv
-
-from .bad_network import FAULTS, BadNetwork
+from tests.bad_network import FAULTS, BadNetwork
 
 SHORT = kv.Deadlines(
     handshake=2.0, fetch_wait=5.0, hold=30.0, progress=0.8, peer_dead=0.8, ping=0.1, unreachable=3.0

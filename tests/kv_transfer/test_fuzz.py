@@ -1,6 +1,6 @@
 """Noise and damage by the thousand against live transfer processes: nothing dies, grows, or is believed.
 
-A second implementation of the wire (test_wire) holds authenticated sessions, and sends what a broken network,
+`second_wire` holds authenticated sessions with them, and sends what a broken network,
 a broken peer and a malicious one could send. Damage in transit leaves checksums as they were; forgeries carry
 right ones. Between two rounds real transfers run over the same processes, and every byte is compared.
 """
@@ -21,7 +21,7 @@ import torch
 import kv_transfer as kv
 from bench.chaos.processes import resident_bytes
 
-from .test_wire import (
+from .second_wire import (
     ABORT,
     ABORTED,
     ACK,

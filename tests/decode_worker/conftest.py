@@ -1,0 +1,38 @@
+"""Two workers with the tiny model, for all tests that do not end them; and what these ask of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from rpc import worker_pb2 as pb
+from tests.cluster_helpers import Pair, WorkerProcess, WorkerStream, sampling, started_pair, tiny_model
+
+BLOCKS = 300  # of 16 positions
+TINY = {"load_format": "dummy", "num_blocks": BLOCKS, "max_num_batched_tokens": 64}
+ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
+Workers = tuple[WorkerProcess, WorkerProcess]
+
+
+@pytest.fixture(scope="package")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    directory = tmp_path_factory.mktemp("tiny")
+    with started_pair(
+        tiny_model(directory / "model"), directory, engine=TINY, deadlines={"peer": 3.0}
+    ) as started:
+        yield started
+
+
+def prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(500), k=length)
+
+
+async def status(stream: WorkerStream) -> pb.WorkerStatus:
+    return await stream.stub.GetStatus(pb.StatusRequest())
+
+
+async def retarget(pair: Pair, decode_id: bytes, prefill_id: bytes, output_ids: list[int]) -> None:
+    source = pair.source(prefill_id)
+    await pair.decode.send(retarget=pb.Retarget(decode_id=decode_id, source=source, output_ids=output_ids))

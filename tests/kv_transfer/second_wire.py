@@ -1,0 +1,140 @@
+"""A second implementation of the wire, from docs/protocol.md alone: nothing of kv_transfer is imported."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+from typing import Any
+
+import msgspec
+import xxhash
+
+SECRET = b"a cluster secret for tests"
+LAYOUT = "kv1 layers=3 kv_heads=2 head_dim=16 dtype=float32"
+HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING = range(1, 10)
+pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
+
+
+class Lane:
+    """One connection, blocking. `head` fields as in the table of frames."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.granted = self.sent = 0  # of KV frames
+        self.answers = True  # recalls of credit, as one must
+        sock.settimeout(20)
+
+    def send(self, frame_type: int, body: bytes = b"", transfer: bytes = bytes(16), **head: Any) -> None:
+        self.sent += frame_type == KV
+        self.sock.sendall(frame(frame_type, body, transfer, **head))
+
+    def say(self, kind: int, message: object, transfer: bytes = bytes(16)) -> None:
+        self.send(kind, pack(message), transfer)
+
+    def read(self) -> tuple[int, bytes, dict[str, int], bytes]:
+        """The next frame but PINGs: type, transfer id, header, payload. Type 0: the lane was closed."""
+        while True:
+            raw = self._exactly(64)
+            if raw is None:
+                return 0, b"", {}, b""
+            (check,) = struct.unpack("<I", raw[60:])
+            assert check == xxhash.xxh3_64_intdigest(raw[:60]) & 0xFFFFFFFF
+            magic, version, kind, flags = struct.unpack("<4sBBH", raw[:8])
+            assert (magic, version, flags) == (b"BtKV", 1, 0)
+            names = (
+                "layer",
+                "kind",
+                "head_start",
+                "head_count",
+                "token_start",
+                "token_count",
+                "seq",
+                "length",
+            )
+            head = dict(zip(names, struct.unpack("<4H4I", raw[24:48]), strict=True))
+            payload = self._exactly(head["length"]) or b""
+            assert struct.unpack("<Q", raw[48:56])[0] == xxhash.xxh3_64_intdigest(payload)
+            if kind == CREDIT:
+                self.granted, recall = unpack(payload)
+                if recall and self.answers:
+                    self.say(CREDIT, [self.granted, self.sent])
+                    self.granted = self.sent
+            if kind != PING:
+                return kind, raw[8:24], head, payload
+
+    def expect(self, kind: int) -> tuple[bytes, Any]:
+        """Transfer id and message of the next frame that is no CREDIT."""
+        found, transfer, _, payload = self.read()
+        while found == CREDIT:
+            found, transfer, _, payload = self.read()
+        assert found == kind
+        return transfer, unpack(payload)
+
+    def _exactly(self, size: int) -> bytes | None:
+        data = b""
+        while len(data) < size:
+            try:
+                more = self.sock.recv(size - len(data))
+            except ConnectionResetError:
+                return None
+            if not more:
+                return None
+            data += more
+        return data
+
+
+def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -> bytes:
+    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 1), frame_type, h.get("flags", 0))
+    head += transfer
+    head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
+    head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))
+    head += struct.pack(
+        "<IQ", h.get("length", len(body)), h.get("payload_hash", xxhash.xxh3_64_intdigest(body))
+    )
+    head += bytes(4)
+    return head + struct.pack("<I", h.get("check", xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF)) + body
+
+
+def mac(secret: bytes, label: bytes, opened: bytes, nonce: bytes, identity: bytes) -> bytes:
+    parts = (b"baton kv lane v1", label, opened, nonce, identity)
+    return hmac.digest(secret, b"".join(struct.pack("<I", len(p)) + p for p in parts), hashlib.sha256)
+
+
+def identity(role: str, incarnation: int = 5) -> bytes:
+    return pack([role, f"fake {role}", incarnation, "model of the tests", LAYOUT, 4096])
+
+
+def connect(port: int, secret: bytes = SECRET, session: bytes = b"", number: int = 0, lanes: int = 1) -> Lane:
+    """As a decode worker, one lane, up to the listener's verdict."""
+    lane = Lane(socket.create_connection(("127.0.0.1", port)))
+    lane.answers = False
+    opened = pack(["open", session or os.urandom(16), number, lanes, os.urandom(32), identity("decode")])
+    lane.send(HELLO, opened)
+    kind, _, _, payload = lane.read()
+    tag, nonce, theirs, proof = unpack(payload)
+    assert (kind, tag) == (HELLO, "reply")
+    if secret == SECRET:
+        assert proof == mac(secret, b"listener", opened, nonce, theirs)
+    lane.say(HELLO, ["proof", mac(secret, b"initiator", opened, nonce, theirs)])
+    return lane
+
+
+class FakePrefill:
+    """As a prefill worker: accepts the lanes of one session."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def accept(self) -> Lane:
+        self.listener.settimeout(20)
+        lane = Lane(self.listener.accept()[0])
+        _, _, _, opened = lane.read()
+        nonce, mine = os.urandom(32), identity("prefill")
+        lane.say(HELLO, ["reply", nonce, mine, mac(SECRET, b"listener", opened, nonce, mine)])
+        tag, proof = unpack(lane.read()[3])
+        assert (tag, proof) == ("proof", mac(SECRET, b"initiator", opened, nonce, mine))
+        return lane
