@@ -1,6 +1,7 @@
 """Real workers for a bench: `baton prefill` and `baton decode` as child processes, without Ray or a router.
 
-`Roles` starts them with a cluster secret of its own and waits until each reports ready; leaving it ends them.
+`spawn` starts one; `Roles` starts them with a cluster secret of its own and waits until each reports ready;
+leaving it ends them.
 `Driver` is the least of a router: one authenticated Attach stream to a worker, with the time at which every
 message arrived.
 """
@@ -16,15 +17,35 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, TextIO
 
 import rpc
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 
 STOP_TIMEOUT_S = 20.0
+
+
+def spawn(
+    role: str, *flags: str, environment: Mapping[str, str], output: IO[bytes] | None = None
+) -> tuple[subprocess.Popen[bytes], TextIO]:
+    """Starts `baton ROLE FLAGS`. Returns it, and the pipe in which it tells how it comes up: JSON objects, a
+    line each, the last one `{"ready": …}` or `{"error": …}`. `output` takes what it prints."""
+    read_end, write_end = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", role, "--ready-fd", str(write_end), *flags],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(write_end,),
+        )
+    finally:
+        os.close(write_end)
+    return child, os.fdopen(read_end)
 
 
 class Roles:
@@ -39,16 +60,10 @@ class Roles:
 
         Raises RuntimeError with the worker's own words if it does not come up.
         """
-        read_end, write_end = os.pipe()
-        child = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", role, "--ready-fd", str(write_end), *flags],
-            env={**os.environ, **(environment or {}), "BATON_CLUSTER_SECRET": self.secret.decode()},
-            stdin=subprocess.DEVNULL,
-            pass_fds=(write_end,),
-        )
+        secret = {"BATON_CLUSTER_SECRET": self.secret.decode()}
+        child, pipe = spawn(role, *flags, environment={**os.environ, **(environment or {}), **secret})
         self._children.append(child)
-        os.close(write_end)
-        with os.fdopen(read_end) as pipe:
+        with pipe:
             for line in pipe:
                 message = json.loads(line)
                 if "ready" in message:

@@ -14,21 +14,20 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
+from bench import roles
 from bench.chaos import processes
 
 START_S = 180.0
 STOP_S = 30.0
 WHOLE_S = 15.0
-_BATON = (sys.executable, "-m", "cluster.cli")
 _MUST_BE_ZERO = (
     "requests_running", "requests_waiting", "tokens_waiting", "held_prefills", "reservations",
     "transfers_open",
@@ -230,19 +229,9 @@ class LocalCluster:
 
     # ------------------------------------------------------------ for workers
 
-    def spawn(self, role: str, *flags: str, log: Path) -> tuple[subprocess.Popen[bytes], Any]:
-        """A role's process and the pipe in which it tells how it comes up."""
-        read_end, write_end = os.pipe()
-        try:
-            with log.open("ab") as output:
-                popen = subprocess.Popen(
-                    [*_BATON, role, "--ready-fd", str(write_end), *flags],
-                    env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                    pass_fds=(write_end,),
-                )  # fmt: skip
-        finally:
-            os.close(write_end)
-        return popen, os.fdopen(read_end)
+    def spawn(self, role: str, *flags: str, log: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
+        with log.open("ab") as output:
+            return roles.spawn(role, *flags, environment=self._environment, output=output)
 
     def listed(self, worker: Worker, *, ready: bool) -> None:
         """It came or went: routers are told, and who waits looks again."""

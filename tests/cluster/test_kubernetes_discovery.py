@@ -9,7 +9,6 @@ import importlib
 import os
 import re
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,9 +20,9 @@ import trustme
 
 from bench.fake_kubernetes import NAMESPACE, FakeKubernetes, endpoint
 from bench.fake_worker import SECRET, FakeWorker, Lanes
+from bench.roles import spawn
 from cluster import kubernetes_discovery
 from cluster.kubernetes_discovery import KubernetesDiscovery
-from cluster.runner import BATON, PACKAGES
 from rpc import worker_pb2 as pb
 
 from .followed import Follower
@@ -222,16 +221,12 @@ async def test_a_router_of_the_command_line_serves_what_the_services_name(
     workers = [FakeWorker(role, Lanes(), [2]) for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)]
     for worker in workers:
         await worker.start()
-    read, write = os.pipe()
     names = [argument for service in SERVICES for argument in ("--kubernetes-service", service)]
-    with subprocess.Popen(  # noqa: ASYNC220
-        [*BATON, "router", "--port", "0", "--ready-fd", str(write), *names],
-        env={**os.environ, "BATON_CLUSTER_SECRET": SECRET.decode(), "PYTHONPATH": PACKAGES},
-        pass_fds=[write],
-    ) as process:
-        os.close(write)
+    environment = {**os.environ, "BATON_CLUSTER_SECRET": SECRET.decode()}
+    process, told_by = spawn("router", "--port", "0", *names, environment=environment)
+    with process, told_by:
         try:
-            told = await asyncio.to_thread(os.fdopen(read).read)
+            told = await asyncio.to_thread(told_by.read)
             url = re.search(r'"url": "([^"]*)"', told)
             assert url, told
             async with aiohttp.ClientSession(url[1]) as http, asyncio.timeout(30):

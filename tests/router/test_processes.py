@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from bench.fake_worker import SECRET, FakeWorker, Lanes
+from bench.roles import spawn
 from router.processes.listen import listen, reserve
 from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
@@ -28,7 +28,6 @@ from rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import TEXT
 
-ROOT = Path(__file__).parents[2]
 KEY = "sk-a-key-that-nobody-may-see"
 SALT = "a-salt-that-nobody-may-see"
 AS_CLIENT = {"Authorization": f"Bearer {KEY}"}
@@ -99,24 +98,19 @@ async def start(
             workers = [await FakeWorker(role, lanes, answer).start() for role in roles]
             for worker in workers:
                 stack.push_async_callback(worker.kill)
-            reader, writer = os.pipe()
             log = tmp_path / "router.log"
-            command = [
-                sys.executable, "-m", "cluster.cli", "router", "--model", str(directory), "--port", "0",
-                "--served-model-name", "fake", "--ready-fd", str(writer), "--index", "4",
+            environment = os.environ | {"BATON_CLUSTER_SECRET": SECRET.decode(), "BATON_GRPC_PORT": "0"}
+            given = (
+                "--model", str(directory), "--port", "0", "--served-model-name", "fake", "--index", "4",
                 *(part for worker in workers for part in ("--worker", worker.address)), *flags,
-            ]  # fmt: skip
-            environment = os.environ | {
-                "BATON_CLUSTER_SECRET": SECRET.decode(), "PYTHONPATH": str(ROOT), "BATON_GRPC_PORT": "0",
-            }  # fmt: skip
+            )  # fmt: skip
             with log.open("wb") as output:
-                popen = subprocess.Popen(command, pass_fds=[writer], env=environment, stderr=output)  # noqa: ASYNC220
+                popen, pipe = spawn("router", *given, environment=environment, output=output)
             stack.callback(popen.wait)
             stack.callback(popen.kill)
-            os.close(writer)
 
             def read() -> list[dict[str, Any]]:
-                with os.fdopen(reader) as pipe:
+                with pipe:
                     return [json.loads(line) for line in pipe]
 
             said = await asyncio.to_thread(read)

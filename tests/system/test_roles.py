@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from .machine import BATON, Machine, until
+from bench.roles import spawn
+
+from .machine import Machine, until
 
 
 @pytest.fixture
@@ -33,13 +33,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 @contextlib.contextmanager
 def role(machine: Machine, *command: str) -> Iterator[Any]:
     """Runs a role; gives what it says it is once it is ready. SIGTERM ends it."""
-    read_end, write_end = os.pipe()
-    process = subprocess.Popen(
-        [*BATON, *command, "--ready-fd", str(write_end)], env=machine.environment, pass_fds=(write_end,)
-    )
-    os.close(write_end)
+    process, lines = spawn(command[0], *command[1:], environment=machine.environment)
     try:
-        with os.fdopen(read_end) as lines:
+        with lines:
             for line in lines:
                 message = json.loads(line)
                 assert "error" not in message, message
