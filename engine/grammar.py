@@ -11,6 +11,7 @@ The model's tokenizer is read with the first grammar, and keeps Python's lock fo
 Grammars compile without that lock, and a request that waits for its grammar keeps nobody else waiting.
 """
 
+from array import array
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -49,11 +50,11 @@ class Grammar:
         """Nobody waits for it any more."""
         self._compiling.cancel()
 
-    def after(self, token_ids: list[int]) -> LLMatcher:
+    def after(self, token_ids: "array[int]") -> LLMatcher:
         """Has consumed all of the request's tokens, which only ever grow. Raises ValueError for a grammar
         that is not valid, met a limit, or does not take these tokens."""
         matcher = self._compiling.result()
-        matcher.consume_tokens(token_ids[self._position :])
+        matcher.consume_tokens(token_ids[self._position :].tolist())
         self._position = len(token_ids)
         check(matcher)
         return matcher
@@ -84,7 +85,7 @@ class Grammars:
         wait(list(self._compiling), seconds, FIRST_COMPLETED)
 
     def allowed(
-        self, batch: Sequence[tuple[Grammar | None, list[int]]]
+        self, batch: Sequence[tuple[Grammar | None, "array[int]"]]
     ) -> tuple[TokenMask | None, dict[int, str]]:
         """What those requests of a batch that have a grammar may have after their tokens, and by row what is
         wrong with the grammars that fail: such a row is masked by nothing that means anything."""

@@ -48,7 +48,7 @@ class LiveRequest:
     id: bytes = field(init=False)
     hand_back: bool = False
     """When others need its blocks it goes back to whoever sent it, and is not computed again here."""
-    token_ids: list[int] = field(init=False)
+    token_ids: "array[int]" = field(init=False)
     """Prompt and output; positions index this list. The last `pending` of them are `PENDING`."""
     pending: int = 0
     row: int = 0
@@ -84,7 +84,7 @@ class LiveRequest:
     def __post_init__(self) -> None:
         self.id = self.request.id
         self.alone = self.request.alone
-        self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
+        self.token_ids = array("i", [*self.request.prompt_ids, *self.request.output_ids])
         p, prompt = self.request.sampling, len(self.request.prompt_ids)
         self.longest = prompt + p.max_tokens
         penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)

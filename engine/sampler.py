@@ -7,6 +7,7 @@ On a GPU nothing in here waits for the device. What most requests ask for, `choo
 graphs; the rest, from `adjust` to `top_logprobs`, is launched around it.
 """
 
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -137,8 +138,9 @@ def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
     if not rows:
         return logits
 
-    def counts(tokens: Sequence[Sequence[int]]) -> Tensor:  # [rows, vocabulary]
-        flat = [i * vocabulary + token for i, row in enumerate(tokens) for token in row]
+    def counts(tokens: Sequence["array[int]"]) -> Tensor:  # [rows, vocabulary]
+        row = np.repeat(np.arange(len(tokens)), [len(of_row) for of_row in tokens])
+        flat = row * vocabulary + np.frombuffer(b"".join(tokens), np.int32)
         where = _moved(flat, torch.int64, logits)
         ones = torch.ones(len(flat), dtype=torch.int32, device=logits.device)
         zeros = torch.zeros(len(rows) * vocabulary, dtype=torch.int32, device=logits.device)
@@ -177,7 +179,7 @@ def _masked(adjusted: Tensor, logits: Tensor, mask: TokenMask, requests: Sequenc
     return adjusted.index_copy(0, index, chosen)
 
 
-def _moved(values: Sequence[float], dtype: torch.dtype, like: Tensor) -> Tensor:
+def _moved(values: Sequence[float] | np.ndarray, dtype: torch.dtype, like: Tensor) -> Tensor:
     """To the device of `like`, without waiting for what it has queued."""
     pinned = torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda)
     return pinned.to(like.device, non_blocking=True)

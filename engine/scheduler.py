@@ -114,7 +114,7 @@ class Scheduler:
     def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:
         """The reservation shall hold a longer output; False: no room, and it stays as it was."""
         assert live.phase is Phase.RESERVED
-        tokens = [*live.request.prompt_ids, *output_ids]
+        tokens = array("i", [*live.request.prompt_ids, *output_ids])
         assert len(tokens) >= len(live.token_ids), "an emitted token is never taken back"
         need = self._blocks_for(len(tokens) + 1) - len(live.blocks)
         if need > self.pool.free:

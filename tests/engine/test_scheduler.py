@@ -121,7 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert list(live.blocks[: len(before[0])]) == before[0]
                 assert len(live.blocks) * BLOCK >= len(live.token_ids) + 1
             else:
-                assert (list(live.blocks), live.token_ids) == before
+                assert (list(live.blocks), list(live.token_ids)) == before
 
     @rule(request_id=ids)
     def join(self, request_id: bytes) -> None:
