@@ -1,5 +1,5 @@
 """The embedded model in float32: a fresh process until its first token, and tokens/s against transformers'
-own `generate`, with the same threads, interleaved."""
+own `generate`, with the same threads, interleaved; and what a step costs the host of a device."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import bench.contract as contract
+import bench.engine.host as host
 from bench.contract import MIN_PAIRS, Report, Row
 from bench.engine.drive import drain, greedy, prompt
 from cluster.model import embedded_path
@@ -28,6 +29,7 @@ BATCH = 16
 def measure(args: argparse.Namespace, report: Report) -> None:
     path = embedded_path()
     _start(path, report, rounds=3 if args.short else 7)
+    host.measure(report, steps=300)
     if args.threads:
         torch.set_num_threads(args.threads)
     engine = Engine(EngineConfig(str(path), dtype="float32", num_blocks=512, num_threads=args.threads))
