@@ -114,15 +114,18 @@ def adjust(
 
 def _biased(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> Tensor:
     """With logit_bias, and without tokens that min_tokens forbids for now. Copies if it changes anything."""
-    edits: list[tuple[int, int, float]] = []  # row, token, what is added
-    for row, live in enumerate(requests):
+    tokens: list[int] = []
+    values: list[float] = []  # added to their logits
+    counts: list[int] = []  # of each row
+    for live in requests:
         p = live.request.sampling
-        edits += [(row, token, bias) for token, bias in p.logit_bias.items()]
-        if live.num_generated < p.min_tokens:
-            edits += [(row, token, -torch.inf) for token in {*eos_ids, *p.stop_token_ids}]
-    if not edits:
+        barred = {*eos_ids, *p.stop_token_ids} if live.num_generated < p.min_tokens else ()
+        tokens += [*p.logit_bias, *barred]
+        values += [*p.logit_bias.values(), *[-torch.inf] * len(barred)]
+        counts.append(len(p.logit_bias) + len(barred))
+    if not tokens:
         return logits
-    rows, tokens, values = zip(*edits, strict=True)
+    rows = np.repeat(np.arange(len(requests)), counts)
     index = _moved(rows, torch.int64, logits), _moved(tokens, torch.int64, logits)
     return logits.index_put(index, _moved(values, torch.float32, logits), accumulate=True)
 
