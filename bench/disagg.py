@@ -2,12 +2,13 @@
 
     python -m bench.disagg [--rate R …] [--duration S] [--json PATH] [--short]
 
-Three deployments of two workers each, all of them up, one under load at a time:
+Deployments of two workers each, all of them up, one under load at a time:
 
     1p1d        one prefill, one decode worker; every prompt is handed over
-    overflow    the same workers; decode takes what prefill is late with
-    colocated   two decode workers and no prefill worker: each computes its prompts itself, between its own
-                decode steps, in chunks that the token budget or the target for gaps bounds
+    overflow    the same workers; decode takes what prefill is late with, in chunks that its target for gaps
+                bounds: one deployment for each --ttit-target
+    colocated   two decode workers and no prefill worker: each computes its prompts itself, in chunks within
+                the last of these targets
 
 `baton bench run` sends an open loop (Poisson) of each rate, and at the end a closed one for the throughput.
 On two GPUs the 8B Llama shape with random weights takes 2000 tokens in and 150 out; on a CPU the embedded
@@ -64,14 +65,17 @@ def deployments(roles: Roles, args: argparse.Namespace, directory: Path) -> dict
         workers = [flag for address in addresses for flag in ("--worker", address)]
         return roles.start("router", "--port", "0", *router, *workers, *flags)["url"]
 
-    target = ("--ttit-target", str(args.ttit_target)) if args.ttit_target else ()
-    other = min(args.gpus, 2) - 1
-    prefill, decode = start("prefill", 0, 0), start("decode", 0, other, *target)
-    colocated = [start("decode", 1 + number, number * other, *target) for number in (0, 1)]
+    def start_decode(index: int, device: int, target: float | None) -> str:
+        return start("decode", index, device, *(("--ttit-target", str(target)) if target else ()))
+
+    other, targets = min(args.gpus, 2) - 1, args.ttit_target or [None]
+    prefill = start("prefill", 0, 0)
+    decodes = [start_decode(index, other, target) for index, target in enumerate(targets)]
+    names = ["overflow" if target is None else f"overflow_{target:g}ms" for target in targets]
     return {
-        "1p1d": front(prefill, decode, flags=("--no-overflow",)),
-        "overflow": front(prefill, decode),
-        "colocated": front(*colocated),
+        "1p1d": front(prefill, decodes[0], flags=("--no-overflow",)),
+        **{name: front(prefill, decode) for name, decode in zip(names, decodes, strict=True)},
+        "colocated": front(decodes[-1], start_decode(len(targets), 0, targets[-1])),
     }
 
 
@@ -126,7 +130,7 @@ def measure(args: argparse.Namespace, load: Load, report: Report) -> None:
 def rows(
     report: Report, name: str, found: dict[str, float], goals: tuple[float, float, float] | None, device: str
 ) -> None:
-    bounds = goals if goals is not None and device == "cuda" and ".overflow." in name else (None,) * 3
+    bounds = goals if goals is not None and device == "cuda" and ".overflow" in name else (None,) * 3
     wanted = (("ttft.p50", bounds[0]), ("ttft.p99", bounds[1]), ("ttit.p50", None), ("ttit.p99", bounds[2]))
     for metric, goal in wanted:
         better = "lower" if goal is not None else None
@@ -141,7 +145,9 @@ def main() -> int:
     p.add_argument("--rate", type=float, action="append", help="requests a second; may be repeated")
     p.add_argument("--duration", type=float, help="seconds of each run (default: 30 on a CPU, 20 on GPUs)")
     p.add_argument("--model", type=Path, help="default: the embedded model, or the 8B shape on GPUs")
-    p.add_argument("--ttit-target", type=float, metavar="MS", help="of the decode workers")
+    p.add_argument(
+        "--ttit-target", type=float, action="append", metavar="MS", help="of decode workers; may be repeated"
+    )
     args = p.parse_args()
     args.gpus = len(contract.machine()["gpus"])
     if args.device == "cuda" and not args.gpus:

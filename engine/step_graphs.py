@@ -14,6 +14,7 @@ in memory of its own. Inputs are laid out so that those of a step are one copy.
 """
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -184,6 +185,17 @@ class StepGraphs:
             for variant in Variant:
                 (self._choose[rows, variant],) = capture(partial(self._run_choose, rows, variant))
         torch.cuda.synchronize()
+        self._drop_slow()
+
+    def _drop_slow(self) -> None:
+        """With chunks: for some numbers of rows cuBLAS chooses worse kernels than for a few more."""
+        best = math.inf
+        for size in sorted((size for size in self._sizes if size.chunks), reverse=True):
+            took = _milliseconds(self._forward[size])
+            if took > best:
+                self._sizes.remove(size)
+                del self._forward[size]
+            best = min(best, took)
 
     def size(self, batch: StepBatch) -> Size | None:
         """Of the graphs that this step is padded to; None: there are none for it."""
@@ -285,6 +297,18 @@ class _Capture:
             graphs[-1].capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return graphs
+
+
+def _milliseconds(graphs: list[torch.cuda.CUDAGraph]) -> float:
+    """That the device takes for them, the second time."""
+    for _ in range(2):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for graph in graphs:
+            graph.replay()
+        ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended)
 
 
 @contextmanager
