@@ -186,7 +186,8 @@ class CudaPool:
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
         # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
         _pin(self._arena)
-        self._stream = torch.cuda.Stream(self._device)
+        # Of high priority: few short programs, which would else wait for the end of a large matrix product.
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
         # Compiles both kernels now, not during the first transfer: one position of block 0, there and back.

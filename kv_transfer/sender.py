@@ -203,19 +203,21 @@ class KVSender:
             self._pool.enter_thread()
             channel, waiting = self._channel, False
             while not self._stopping:
-                look = (_LOOK_LAUNCHED if self._is_urgent else _LOOK) if waiting else None
+                watched, look = [self._wake, channel], None
+                if waiting and self._is_urgent:
+                    look = _LOOK_LAUNCHED
+                elif waiting:
+                    watched, look = [self._wake], _LOOK  # slots that are free are no hurry either
                 self._asleep = not waiting
                 if self._commands:  # from before it was seen to be asleep
                     look = 0
                 # Not poll, which rounds up to milliseconds.
-                readable, *_ = select.select(
-                    [self._wake, channel], [channel] if channel.pending else [], [], look
-                )
+                readable, *_ = select.select(watched, [channel] if channel.pending else [], [], look)
                 self._asleep = False
                 if self._wake in readable:
                     os.eventfd_read(self._wake)
                 channel.flush()
-                waiting = self._turn(channel in readable)
+                waiting = self._turn()
         except Exception as e:  # noqa: BLE001  whatever it is, it travels: poll() raises it in the engine
             self._error = e
             os.eventfd_write(self._notify, 1)
@@ -225,13 +227,13 @@ class KVSender:
         """KV is still to leave of a prefill that will soon be over."""
         return any(t.prefill.launched and (t.pending or t.prefill.gathers) for t in self._ring)
 
-    def _turn(self, readable: bool) -> bool:
+    def _turn(self) -> bool:
         """Take what came, then gather all that may be. True: the device will have something for us."""
         while True:
             while self._commands:
                 function, args = self._commands.popleft()
                 function(*args)
-            while readable and (messages := self._channel.receive()):
+            while messages := self._channel.receive():
                 for message in messages:
                     self._handle(message)
             while self._gathers and self._pool.passed(self._gathers[0][0]):
@@ -239,7 +241,6 @@ class KVSender:
             started, waiting = self._gather_next()
             if not started:
                 return waiting or bool(self._gathers)
-            readable = True
 
     def _gather_next(self) -> tuple[bool, bool]:
         """Start the next gather, of the few slices that are next in turn.

@@ -13,14 +13,14 @@ import gc
 import logging
 import math
 import os
+import select
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
-import zmq
 
 from engine import (
     Engine,
@@ -43,9 +43,6 @@ from worker.messages import Code, ToEngine
 log = logging.getLogger(__name__)
 
 IDLE_TICK = 0.5
-POLL_RESOLUTION = 0.001
-"""Seconds. A shorter wait is slept, in pieces of at most"""
-SHORT_SLEEP = 0.0002
 
 
 class Role(Protocol):
@@ -180,13 +177,12 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
 
 def loop(role: Role, parts: Parts) -> None:
     engine, link = role.engine, parts.link
-    poller = zmq.Poller()
-    poller.register(link.socket, zmq.POLLIN)
-    poller.register(role.kv_fd, zmq.POLLIN)
-    poller.register(engine.landings_fd, zmq.POLLIN)
+    fds = [link.fileno(), role.kv_fd, engine.landings_fd]
     while True:
         idle = not engine.has_work
-        readable = _wait(poller, role.poll_within, IDLE_TICK if idle else engine.rest)
+        seconds = min(IDLE_TICK if idle else engine.rest, IDLE_TICK, role.poll_within or IDLE_TICK)
+        # Not a poll, which rounds to milliseconds.
+        readable, *_ = select.select(fds, [], [], 0.0 if link.has_messages else seconds)
         if engine.landings_fd in readable:
             os.eventfd_read(engine.landings_fd)
         elif idle and not readable:
@@ -221,15 +217,6 @@ def loop(role: Role, parts: Parts) -> None:
         parts.attempts.flush()
         if not engine.waits_for_device:
             parts.arena.tick()
-
-
-def _wait(poller: zmq.Poller, poll_within: float | None, rest: float) -> dict[Any, int]:
-    """Until something is readable, and no longer than either says."""
-    seconds = min(rest, IDLE_TICK, math.inf if poll_within is None else poll_within)
-    readable = dict(poller.poll(int(seconds / POLL_RESOLUTION)))
-    if not readable and 0 < seconds < POLL_RESOLUTION:
-        time.sleep(min(seconds, SHORT_SLEEP))
-    return readable
 
 
 def _ready(engine: Engine) -> messages.EngineReady:

@@ -63,14 +63,22 @@ class ServiceLink:
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context(io_threads=1)
-        self.socket = self._context.socket(zmq.PAIR)
-        _bound(self.socket)
-        self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_TIMEOUT * 1000))
-        self.socket.connect(address)
+        self._socket = self._context.socket(zmq.PAIR)
+        _bound(self._socket)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_TIMEOUT * 1000))
+        self._socket.connect(address)
+
+    def fileno(self) -> int:
+        """Becomes readable when `has_messages` may have changed: to be looked at before each wait."""
+        return self._socket.fileno()
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(self._socket.poll(0))
 
     def send(self, message: FromEngine) -> None:
         """Raises zmq.Again when the service has not read for SEND_TIMEOUT."""
-        self.socket.send(messages.encode(message))
+        self._socket.send(messages.encode(message))
 
     def receive_all(self) -> list[ToEngine]:
         """What has arrived, in order; at most MAX_QUEUED, so that a flood cannot keep the engine from its
@@ -78,17 +86,17 @@ class ServiceLink:
         arrived: list[ToEngine] = []
         while len(arrived) < MAX_QUEUED:
             try:
-                arrived.append(messages.decode_to_engine(self.socket.recv(zmq.NOBLOCK)))
+                arrived.append(messages.decode_to_engine(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 break
         return arrived
 
     def wait_for_exit(self) -> None:
         """Drops what comes before Exit. Should the service die in between, so does this process."""
-        while not isinstance(messages.decode_to_engine(self.socket.recv()), Exit):
+        while not isinstance(messages.decode_to_engine(self._socket.recv()), Exit):
             pass
 
     def close(self) -> None:
         """Waits a second for what is queued to leave."""
-        self.socket.close(linger=1000)
+        self._socket.close(linger=1000)
         self._context.term()
