@@ -184,8 +184,8 @@ def _masked(adjusted: Tensor, logits: Tensor, mask: TokenMask, requests: Sequenc
 
 def _moved(values: Sequence[float] | np.ndarray, dtype: torch.dtype, like: Tensor) -> Tensor:
     """To the device of `like`, without waiting for what it has queued."""
-    pinned = torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda)
-    return pinned.to(like.device, non_blocking=True)
+    moved = torch.as_tensor(values, dtype=dtype)
+    return moved.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else moved
 
 
 # Logprobs
