@@ -10,7 +10,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from router.api.bodies import ChatBody, CompletionBody, validate
 from router.config import RouterConfig
-from router.errors import ApiError
+from router.errors import ApiError, TooSlow
 from router.faces.intake import Intake, request_name
 from router.faces.serving import Answer
 from router.generation.choice import Delta
@@ -115,9 +115,10 @@ class GrpcFace(InferenceServicer):
         except ApiError as error:
             await self._refuse(context, error, name)
         except Exception:
+            if context.cancelled():
+                return  # the client went: nobody is there to be told
             # A bug of ours must not look like the client's: it is logged whole, and the client learns its id.
-            if not context.cancelled():
-                log.exception("request %s", name)
+            log.exception("request %s", name)
             await self._refuse(context, ApiError(f"request {name} failed inside the router"), name)
 
     async def _refuse(self, context: grpc.aio.ServicerContext, error: ApiError, name: str) -> None:
@@ -133,8 +134,12 @@ async def _write(answer: Answer, context: grpc.aio.ServicerContext, client_timeo
     while not answer.finished:
         deltas = await answer.take(_WAIT_SECONDS)
         if deltas:
-            async with asyncio.timeout(client_timeout):
-                await context.write(pb.GenerateResponse(deltas=[_delta(*delta) for delta in deltas]))
+            response = pb.GenerateResponse(deltas=[_delta(*delta) for delta in deltas])
+            try:
+                async with asyncio.timeout(client_timeout):
+                    await context.write(response)
+            except TimeoutError:
+                raise TooSlow(f"the client read nothing for {client_timeout:g} s") from None
     used = answer.usage()
     usage = pb.Usage(
         prompt_tokens=used.prompt_tokens,

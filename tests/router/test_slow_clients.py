@@ -93,7 +93,9 @@ async def test_a_stream_that_nobody_reads(
         await cluster.idle()
 
 
-async def test_a_call_that_nobody_reads(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_a_call_that_nobody_reads(
+    tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     async with make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster:
         assert cluster.router.grpc_address is not None
         async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
@@ -101,6 +103,7 @@ async def test_a_call_that_nobody_reads(tokenizer: ModelTokenizer, tmp_path: Pat
             call = InferenceStub(channel).Generate(asked)
             assert await call.read()
             await cluster.idle()
+            assert not [record for record in caplog.records if record.exc_info], "it is no bug of ours"
             call.cancel()
 
 
