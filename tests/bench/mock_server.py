@@ -89,18 +89,12 @@ class MockServer:
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
-        self.restart_clock()
+        self._started = time.monotonic()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
-
-    def restart_clock(self) -> None:
-        """`stall` counts from here, and faults begin anew."""
-        self._started = time.monotonic()
-        self._numbers = itertools.count()
-        self.served.clear()
 
     def _authorized(self, request: web.Request) -> bool:
         key = self.behavior.api_key

@@ -94,11 +94,11 @@ async def test_the_wait_for_a_free_place_is_latency() -> None:
 async def test_a_stall_shows_in_an_open_loop_where_a_closed_one_hides_it() -> None:
     """Coordinated omission: while the server stalls, a closed loop sends nothing that could be late."""
     behavior = Behavior(ttft=0.005, gaps=(0.001,), stall=(0.4, 1.2))
-    async with MockServer(behavior) as server:
-        server.restart_clock()
-        opened = await run_client(client_config(server.url, SAME, duration=1.6, **open_loop(40.0)))
-        server.restart_clock()
-        closed = await run_client(client_config(server.url, SAME, duration=1.6, concurrency=1))
+    async with MockServer(behavior) as one, MockServer(behavior) as other:
+        opened, closed = await asyncio.gather(
+            run_client(client_config(one.url, SAME, duration=1.6, **open_loop(40.0))),
+            run_client(client_config(other.url, SAME, duration=1.6, concurrency=1)),
+        )
     late = {name: sum(r.ttft > 0.2 for r in rs) / len(rs) for name, rs in (("o", opened), ("c", closed))}
     assert 0.25 < late["o"] < 0.60, "of 1.6 s of users, those of 0.6 s waited more than 0.2 s"
     assert late["c"] < 0.1

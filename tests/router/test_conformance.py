@@ -12,7 +12,7 @@ from rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import Cluster
 
-REQUESTS = 125  # of each kind
+MANY = pytest.mark.parametrize("count", [60, pytest.param(1_000, marks=pytest.mark.long)])  # of each kind
 CHAT = [{"role": "user", "content": "Hi"}]
 STOPS = [None, None, "Paris", [" is", "🙂"], "ß", "zzz", ["and that", " know"], "🚀 and"]
 
@@ -46,11 +46,12 @@ def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
+@MANY
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_the_stream_is_the_answer(cluster: Cluster, path: str):
+async def test_the_stream_is_the_answer(cluster: Cluster, path: str, count: int):
     """Text, logprobs, token ids, reasons and usage, added up over the chunks, are the whole answer's."""
     rng, chat = random.Random(2), "chat" in path
-    for _ in range(REQUESTS):
+    for _ in range(count):
         body = drawn(rng, chat=chat) | {"return_token_ids": True}
         status, whole = await cluster.post(path, **body)
         assert status == 200, whole
@@ -94,13 +95,14 @@ def _joined(logprobs: list) -> dict | None:
     return {key: list(chain.from_iterable(entry[key] for entry in logprobs)) for key in logprobs[0]}
 
 
+@MANY
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_grpc_says_what_http_says(cluster: Cluster, path: str):
+async def test_grpc_says_what_http_says(cluster: Cluster, path: str, count: int):
     rng, chat = random.Random(3), "chat" in path
     assert cluster.router.grpc_address is not None
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
         stub = InferenceStub(channel)
-        for _ in range(REQUESTS):
+        for _ in range(count):
             body = drawn(rng, chat=chat)
             body.pop("echo", None)
             if isinstance(body.get("prompt"), list) and not isinstance(body["prompt"][0], int):

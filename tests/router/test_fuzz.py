@@ -16,6 +16,7 @@ from rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import Cluster
 
+MANY = pytest.mark.parametrize("count", [200, pytest.param(5_000, marks=pytest.mark.long)])
 CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hi")])
 Code = grpc.StatusCode
 OVER_GRPC: dict[str, list[Any]] = {
@@ -61,12 +62,13 @@ async def call(stub: InferenceStub, request: pb.GenerateRequest) -> grpc.StatusC
     return await answer.code()
 
 
-async def test_extreme_values_over_grpc(cluster: Cluster, caplog: pytest.LogCaptureFixture):
+@MANY
+async def test_extreme_values_over_grpc(cluster: Cluster, caplog: pytest.LogCaptureFixture, count: int):
     rng, codes = random.Random(5), collections.Counter()
     assert cluster.router.grpc_address is not None
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
         stub = InferenceStub(channel)
-        for _ in range(400):
+        for _ in range(count):
             names = rng.sample(sorted(OVER_GRPC), rng.choice([1, 2, 3]))
             fields: dict[str, Any] = {"text": "x"} | {name: rng.choice(OVER_GRPC[name]) for name in names}
             codes[await call(stub, pb.GenerateRequest(**fields))] += 1
@@ -75,7 +77,8 @@ async def test_extreme_values_over_grpc(cluster: Cluster, caplog: pytest.LogCapt
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_mutated_messages_over_grpc(cluster: Cluster, caplog: pytest.LogCaptureFixture):
+@MANY
+async def test_mutated_messages_over_grpc(cluster: Cluster, caplog: pytest.LogCaptureFixture, count: int):
     """Bytes of valid messages with a few of them changed; those that are still a message."""
     rng, codes = random.Random(6), collections.Counter()
     whole = pb.GenerateRequest(
@@ -86,7 +89,7 @@ async def test_mutated_messages_over_grpc(cluster: Cluster, caplog: pytest.LogCa
     assert cluster.router.grpc_address is not None
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
         stub = InferenceStub(channel)
-        while codes.total() < 300:
+        while codes.total() < count:
             changed = bytearray(whole)
             for _ in range(rng.randrange(1, 5)):
                 at = rng.randrange(len(changed))
@@ -151,9 +154,10 @@ def drawn(rng: random.Random) -> dict[str, Any]:
     return body | {name: value(name) for name in names} | {"stream": rng.random() < 0.3}
 
 
-async def test_extreme_values_over_http(cluster: Cluster, caplog: pytest.LogCaptureFixture):
+@MANY
+async def test_extreme_values_over_http(cluster: Cluster, caplog: pytest.LogCaptureFixture, count: int):
     rng, statuses = random.Random(7), collections.Counter()
-    for _ in range(800):
+    for _ in range(2 * count):
         body = drawn(rng)
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         async with cluster.http.post(cluster.url + path, json=body) as response:

@@ -229,11 +229,11 @@ async def test_what_a_user_got_wrong_is_said_once(start: Callable[..., Any], tmp
     template.write_text("{{")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for flags, said in (
-            (("--port", port), "--host, --port: cannot listen"),
-            (("--chat-template", str(template)), "template"),  # seen by the processes only
-        ):
-            routers = await start("--router-processes", "2", *flags)
+        wrong, unread = await asyncio.gather(
+            start("--router-processes", "2", "--port", port),
+            start("--router-processes", "2", "--chat-template", str(template)),  # seen by the processes only
+        )
+        for routers, said in ((wrong, "--host, --port: cannot listen"), (unread, "template")):
             assert await routers.exit_code() == 2
             assert said in routers.said[-1]["error"]
 

@@ -90,12 +90,13 @@ def test_every_split_of_a_text_gives_the_same(
             assert parse(name, [text[:i], text[i:j], text[j:]]) == expected
 
 
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_noise_is_never_an_error_and_never_depends_on_the_split(name: str):
+def test_noise_is_never_an_error_and_never_depends_on_the_split(name: str, count: int):
     rng = random.Random(name)
     parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f"', ', "arguments": ', "{",
              "}", "[", "]", '"', "\\", " ", "\n", "text", ";", ",", ":", "null", "<", "5"]  # fmt: skip
-    for _ in range(2000):
+    for _ in range(count):
         text = "".join(rng.choices(parts, k=rng.randrange(14)))
         cut = rng.randrange(len(text) + 1)
         whole = parse(name, [text])

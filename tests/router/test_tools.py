@@ -111,10 +111,11 @@ async def test_calls_of_an_answer_and_of_a_stream(calling: Cluster):
     assert sum(map(len, pieces)) > 5, "arguments come as they are written"
 
 
-async def test_the_stream_is_the_answer(calling: Cluster):
+@pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
+async def test_the_stream_is_the_answer(calling: Cluster, count: int):
     """However an answer with calls is cut, and with several at once."""
     rng = random.Random(4)
-    for _ in range(80):
+    for _ in range(count):
         body: dict[str, Any] = {
             "messages": CHAT, "tools": TOOLS, "n": rng.choice([1, 2, 3]), "max_tokens": rng.randrange(1, 90),
             "seed": rng.randrange(100), "logprobs": rng.random() < 0.3,

@@ -266,7 +266,7 @@ async def test_a_router_that_does_not_read_is_cut(prefill: WorkerProcess) -> Non
         await stream.token(held)
         stream.may_read.clear()
         # Each is refused in a line that repeats its address.
-        nowhere = pb.PrefillSource(prefill_id=b"x" * 16, kv_address="\0" * 4000, incarnation=1)
+        nowhere = pb.PrefillSource(prefill_id=b"x" * 16, kv_address="\0" * 200, incarnation=1)
         retarget = pb.Retarget(decode_id=b"y" * 16, source=nowhere)
 
         async def flood() -> None:
