@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rpc import logs
 from rpc.tls import TlsFiles
 
-if (
-    TYPE_CHECKING
-):  # the service process never needs torch, and the engine process ties itself to its parent before
+if TYPE_CHECKING:
     from engine import EngineConfig
 
 Role = Literal["prefill", "decode"]
