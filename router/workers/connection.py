@@ -275,6 +275,8 @@ class WorkerConnection:
                 backoff = LAST_BACKOFF
             finally:
                 was_ready = self._detached()
+            if _cancelled_from_outside():  # grpc.aio swallows that where the stream breaks in the same moment
+                raise asyncio.CancelledError
             log.log(logging.WARNING if was_ready else logging.DEBUG, "%s: %s", self, self.reason)
             if was_ready:
                 backoff = FIRST_BACKOFF

@@ -3,12 +3,14 @@
 import asyncio
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from bench.fake_worker import FakeWorker
 from router.config import RouterConfig
 from router.text.tokenizer import ModelTokenizer
-from router.workers.connection import State
+from router.workers.connection import State, WorkerConnection
 from rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster
@@ -85,6 +87,28 @@ async def test_a_restarted_worker_is_a_new_incarnation(cluster: Cluster):
     await cluster.until(lambda: cluster.router.services.pool.complete)
     await cluster.complete()
     assert cluster.decodes[0].submitted[-1].decode.source.incarnation == before + 1
+
+
+async def test_a_connection_closes_also_where_its_stream_breaks_in_the_same_moment(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    """grpc.aio then raises the stream's error alone (its `_prepare_rpc`): without help, once in some hundred
+    times that a router and its workers end together, the router stays for ever."""
+    waits = asyncio.Event()
+
+    async def breaks(connection: WorkerConnection) -> None:
+        waits.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            none, gone = grpc.aio.Metadata(), grpc.StatusCode.UNAVAILABLE
+            raise grpc.aio.AioRpcError(gone, none, none, details="gone", debug_error_string="") from None
+
+    monkeypatch.setattr(WorkerConnection, "_attached", breaks)
+    pool = cluster.router.services.pool
+    connection = WorkerConnection("127.0.0.1:1", b"x" * 16, b"", pool)
+    await waits.wait()
+    await asyncio.wait_for(connection.close(), 10)
 
 
 @pytest.mark.parametrize(
