@@ -9,6 +9,8 @@
                        registered to memory that is registered
 `….raw`                as many threads and connections move as many bytes from one buffer to another, with
                        nothing beside (bench.raw_sockets)
+`….vs_cubic`           the first next to raw sockets with the lanes' congestion control, where the machine has
+                       another by default; its GB/s and CPU are `….raw_cubic`
 `….unchecked`          the first without checksums
 `….pool`               from one paged pool to the other, block size 16, shuffled blocks. On a CPU gather and
                        scatter compete with the sockets for cores; with `--device cuda` they are the GPU's
@@ -39,6 +41,7 @@ from bench.kv_pair import BLOCK, Pair, Settings, cpu_seconds
 from bench.raw_sockets import MIB, RawPair
 
 SIZES = (64, 256)  # MiB
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the machine
 # Row → engine, goal for ours ÷ theirs, pieces of a transfer, environment: the best of those tried.
 PEERS: dict[str, tuple[str, float, int, dict[str, str]]] = {
     "nixl_read": ("nixl", 2.0, 4, {
@@ -78,9 +81,10 @@ def sockets(raw: RawPair) -> Way:
 
 
 def compare(
-    report: Report, name: str, way: Way, to: Way, size: int, pairs: int, goal: float | None = None
-) -> None:
-    """Row `name`, beside raw sockets, and its CPU seconds; with a goal those of the sockets, too."""
+    report: Report, name: str, way: Way, to: Way, size: int, pairs: int, goal: float | None = None,
+    shown: str = "",
+) -> None:  # fmt: skip
+    """Row `name`, beside raw sockets, and its CPU seconds; the sockets' own as row `shown`, if any."""
     for each in (way, to):
         each.speed(size)  # warm
         each.cpu.clear()
@@ -93,9 +97,9 @@ def compare(
         )
     )  # fmt: skip
     report.add(Row(f"{name}.cpu", statistics.mean(way.cpu), "s/GB"))
-    if goal is not None:
-        report.add(Row(f"{name}.raw", statistics.median(raw_speeds), "GB/s"))
-        report.add(Row(f"{name}.raw.cpu", statistics.mean(to.cpu), "s/GB"))
+    if shown:
+        report.add(Row(shown, statistics.median(raw_speeds), "GB/s"))
+        report.add(Row(f"{shown}.cpu", statistics.mean(to.cpu), "s/GB"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.table:
         table(report, settings)
     else:
-        with closing(RawPair(args.lanes)) as raw:
-            rows(report, settings, device, sockets(raw), pairs)
+        with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
+            rows(report, settings, device, sockets(raw), sockets(cubic), pairs)
         pythons = dict(each.split("=", 1) for each in args.peer)
         peers(report, settings, pythons, pairs)
     report.finish()
@@ -181,7 +185,8 @@ def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: in
                 report.add(Row(f"kv.{name}.{mib}MiB", statistics.median(theirs), "GB/s"))
 
 
-def rows(report: Report, settings: Settings, device: str, raw: Way, pairs: int) -> None:
+def rows(report: Report, settings: Settings, device: str, raw: Way, cubic: Way, pairs: int) -> None:
+    paced = CONGESTION_CONTROL.read_text().strip() != "cubic"
     variants = {
         "": settings,
         ".unchecked": replace(settings, checksums=False),
@@ -191,7 +196,13 @@ def rows(report: Report, settings: Settings, device: str, raw: Way, pairs: int) 
         with closing(Pair(changed)) as pair:
             for mib in SIZES:
                 name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB{variant}"
-                compare(report, name, ours(pair), raw, mib * MIB, pairs, None if variant else 0.85)
+                if variant:
+                    compare(report, name, ours(pair), raw, mib * MIB, pairs)
+                    continue
+                compare(report, name, ours(pair), raw, mib * MIB, pairs, 0.85, f"{name}.raw")
+                if paced:
+                    shown = f"{name}.raw_cubic"
+                    compare(report, f"{name}.vs_cubic", ours(pair), cubic, mib * MIB, pairs, None, shown)
 
 
 def table(report: Report, settings: Settings) -> None:

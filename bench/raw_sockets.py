@@ -1,7 +1,8 @@
 """The baseline of everything that moves KV: plain sockets between two processes, one thread a stream.
 
 Each stream sends its part of one large buffer with `sendall` in 1 MiB pieces and receives with `recv_into`
-into another: no checksum, no frames, nothing beside. What Python's sockets can do on this machine.
+into another: no checksum, no frames, nothing beside. What Python's sockets can do on this machine, as it sets
+them up or (`congestion`) with another of the kernel's congestion controls.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _SIZE = 8  # bytes of the order: how much each stream shall send
 class RawPair:
     """`streams` connections to a child process that sends. Close it."""
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self, streams: int, congestion: bytes = b"") -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=streams) as listener:
             context = multiprocessing.get_context("spawn")
             self._child = context.Process(
-                target=_sender, args=(listener.getsockname()[1], streams), daemon=True
+                target=_sender, args=(listener.getsockname()[1], streams, congestion), daemon=True
             )
             self._child.start()
             self._streams = [listener.accept()[0] for _ in range(streams)]
@@ -57,12 +58,15 @@ class RawPair:
         self._child.join()
 
 
-def _sender(port: int, streams: int) -> None:
+def _sender(port: int, streams: int, congestion: bytes) -> None:
     """The child: each thread sends as much as it is told, until its connection ends."""
     source = memoryview(bytearray(os.urandom(MIB)) * 64)
 
     def send(_: int) -> None:
-        with socket.create_connection(("127.0.0.1", port)) as stream:
+        with socket.socket() as stream:
+            if congestion:
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
+            stream.connect(("127.0.0.1", port))
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while order := stream.recv(_SIZE, socket.MSG_WAITALL):
                 left = int.from_bytes(order, "little")

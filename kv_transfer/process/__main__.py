@@ -35,7 +35,7 @@ from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.stats import Counters
-from kv_transfer.process.tcp import TcpConnector
+from kv_transfer.process.tcp import TcpConnector, use_cubic
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
@@ -221,6 +221,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=128)
     listener.setblocking(False)
+    use_cubic(listener)
     return listener
 
 

@@ -6,6 +6,7 @@ loops take it for the few microseconds of one callback and never hold it while t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -303,6 +304,16 @@ class TcpConnector:
         return lane
 
 
+def use_cubic(sock: socket.socket) -> None:
+    """Linux's own congestion control for the lanes that `sock` becomes or accepts; before it is connected.
+
+    Some machines have BBR, which lets a timer pace each burst: between two workers that costs more CPU than
+    all that happens in Python. A socket that was once paced stays so, hence before.
+    """
+    with contextlib.suppress(OSError):  # not in this kernel, or forbidden: then as the machine would have it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+
+
 def _connecting(address: tuple[str, int], source: str | None) -> socket.socket:
     """A socket whose connect is under way, or done; OSError if it cannot even start.
 
@@ -313,6 +324,7 @@ def _connecting(address: tuple[str, int], source: str | None) -> socket.socket:
     family, kind, protocol, _, sockaddr = found[0]
     sock = socket.socket(family, kind, protocol)
     sock.setblocking(False)
+    use_cubic(sock)
     try:
         if source is not None and source in (name for _, name in socket.if_nameindex()):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, source.encode())
