@@ -192,7 +192,11 @@ class DecodeRole:
             fetch_us=event.stats.fetch_seconds * 1e6,
         )
         self._link.send(messages.Injected(event.decode_id, event.stats))
-        first = event.first_token
+        first, vocabulary = event.first_token, self.engine.model_config.vocab_size
+        if first.token_id >= vocabulary:  # the peer's word: one that is none would end the engine
+            text = f"its first token is said to be {first.token_id}, of a vocabulary of {vocabulary}"
+            self._end(event.decode_id, Code.ENGINE, text)
+            return
         logprobs = None
         if first.logprob is not None:
             logprobs = Logprobs(first.logprob, first.top_ids, first.top_logprobs)

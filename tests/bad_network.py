@@ -14,7 +14,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-HEADER, KV = 64, 4
+from tests.kv_transfer.second_wire import COMMIT, KV, pack, unpack
+from tests.kv_transfer.second_wire import frame as whole_frame
+
+HEADER = 64
 FAULTS = (
     "delay",
     "throttle",
@@ -35,6 +38,7 @@ class BadNetwork:
 
     port: int  # of the prefill worker
     fault: str = ""
+    first_token: int | None = None  # told in place of that in the next COMMIT, checksums and all
     hits: int = 0
     chance: float = 1.0  # that a frame is hit at all
     bytes_per_second: float = 125_000.0  # of "throttle": 1 Mbit/s
@@ -88,6 +92,10 @@ class BadNetwork:
             while True:
                 head = await source.readexactly(HEADER)
                 frame = bytearray(head + await source.readexactly(int.from_bytes(head[44:48], "little")))
+                if head[5] == COMMIT and self.first_token is not None:
+                    message = unpack(frame[HEADER:])
+                    message[0][0], self.first_token = self.first_token, None
+                    frame = bytearray(whole_frame(COMMIT, pack(message), head[8:24]))
                 hit = head[5] == KV and self.hits > 0 and self.rng.random() < self.chance
                 self.hits -= hit
                 match self.fault if hit else "":

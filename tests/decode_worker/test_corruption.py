@@ -52,6 +52,24 @@ async def test_damage_is_caught_and_mended(
         assert metrics(decode)[counter] == before + 1
 
 
+async def test_a_first_token_that_is_none_fails_its_request_alone(
+    workers: Workers, network: BadNetwork
+) -> None:
+    """Of a peer's words, too, none ends the engine: it is no token of this model, and checksums are right."""
+    async with over(network, workers) as pair:
+        right = await right_answer(pair)
+        network.first_token = (1 << 32) - 1
+        _, decode_id = await pair.submit(request(PROMPT, PARAMS))
+        await pair.decode.reserved(decode_id)
+        failure = await pair.decode.failure(decode_id)
+        assert (failure.code, failure.message) == (
+            pb.FAILURE_CODE_ENGINE,
+            "its first token is said to be 4294967295, of a vocabulary of 512",
+        )
+        await assert_whole(*workers)
+        assert await right_answer(pair) == right
+
+
 async def test_damage_without_end_fails_the_kv_and_not_the_request(
     workers: Workers, network: BadNetwork
 ) -> None:
