@@ -92,4 +92,5 @@ def test_each_layer_is_done_when_it_is_said_to_be(
     plain, replayed = seen
     assert plain.kv.keys() == replayed.kv.keys()
     for key, value in plain.kv.items():
-        torch.testing.assert_close(replayed.kv[key], value)
+        # Products of other numbers of rows round otherwise; what is not written yet differs by far more.
+        torch.testing.assert_close(replayed.kv[key], value, rtol=1e-3, atol=1e-3)
