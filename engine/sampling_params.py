@@ -52,7 +52,7 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {bound}, not {getattr(self, name)!r}")
 
         require("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "at least 0")
-        require("top_k", self.top_k >= 0, "at least 1, or 0 for no limit")
+        require("top_k", 0 <= self.top_k < 1 << 31, "1 to 2³¹ − 1, or 0 for no limit")
         require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
         require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0")

@@ -232,7 +232,8 @@ def test_what_a_graph_cannot_do_is_known_beforehand(params: dict[str, Any], expe
     [
         ("temperature", -0.1, "at least 0"),
         ("temperature", math.nan, "at least 0"),
-        ("top_k", -1, "at least 1, or 0 for no limit"),
+        ("top_k", -1, "1 to 2³¹ − 1, or 0 for no limit"),
+        ("top_k", 1 << 31, "1 to 2³¹ − 1, or 0 for no limit"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("min_p", 1.5, "between 0 and 1"),
         ("repetition_penalty", 0.0, "above 0"),
