@@ -6,15 +6,10 @@ import math
 import os
 import random
 import select
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import kv_transfer as kv
@@ -315,125 +310,3 @@ def test_fetch_again_under_the_same_decode_id(make_pair: Any) -> None:
     pair.assert_same(blocks, decode_id, 0, 40)
     pair.prefill.sender.close(stuck, "cancelled")
     pair.assert_whole()
-
-
-# ---------------------------------------------------------------- peers that are not to be talked to
-
-
-@pytest.mark.parametrize(
-    ("config", "fetch", "reason"),
-    [
-        ({"secret": b"another secret, not ours"}, {}, "secret"),
-        ({"model_fingerprint": "another model"}, {}, "model"),
-        ({"layout": kv.KVLayout(3, 2, 16, "float16"), "slot_bytes": 4096}, {}, "layout"),
-        ({}, {"incarnation": 12345}, "incarnation"),
-    ],
-)
-def test_refused_at_hello(
-    make_prefill: Any,
-    bare_decode: Any,
-    until: Any,
-    config: dict[str, Any],
-    fetch: dict[str, Any],
-    reason: str,
-) -> None:
-    prefill = make_prefill()
-    decode = bare_decode(config)
-    assert decode.failure(prefill, **fetch) == reason
-    assert reason in decode.stats().refused
-    if reason in ("model", "layout"):  # proven peers: the other side knows why, too
-        until(lambda: reason in prefill.stats().refused, "prefill to refuse, too")
-    until(lambda: prefill.stats().lanes == 0, "the lanes to close")
-
-
-def test_nobody_listens(make_pair: Any) -> None:
-    pair = make_pair(decode={"deadlines": FAST})
-    decode_id = pair.decode.fetch(pair.prefill, os.urandom(16), 10, kv_address="127.0.0.1:1")
-    assert pair.event(decode_id) == kv.Failed(decode_id, "unreachable")
-
-
-# ---------------------------------------------------------------- the process itself
-
-
-def test_the_process_names_itself_and_has_no_torch(make_pair: Any) -> None:
-    pair = make_pair()
-    for worker, role in ((pair.prefill, b"prefill"), (pair.decode, b"decode")):
-        assert worker.stats().lanes == 0, "it is up"
-        proc = Path(f"/proc/{worker.process.pid}")
-        assert proc.joinpath("cmdline").read_bytes().startswith(b"baton: %s 0 transfer" % role)
-        assert b"libtorch" not in proc.joinpath("maps").read_bytes()
-        assert b"a cluster secret" not in proc.joinpath("environ").read_bytes()
-
-
-def test_idle_lanes_close_and_reopen(make_pair: Any) -> None:
-    pair = make_pair(decode={"deadlines": kv.Deadlines(idle_close=0.3)})
-    for _ in range(2):
-        assert isinstance(pair.event(pair.decode.fetch(pair.prefill, pair.prefill.hold(20), 20)), kv.Injected)
-        pair.until(lambda: pair.prefill.stats().lanes == pair.decode.stats().lanes == 0, "the lanes to close")
-    pair.assert_whole()
-
-
-@pytest.mark.parametrize(
-    ("bind", "sources"),
-    [
-        ((), {"127.0.0.1": 4}),
-        (("127.0.0.2", "127.0.0.3"), {"127.0.0.2": 2, "127.0.0.3": 2}),
-        (("lo", "127.0.0.9", "127.0.0.8"), {"127.0.0.1": 2, "127.0.0.9": 1, "127.0.0.8": 1}),
-    ],
-)
-def test_lanes_take_the_given_ways_in_turn(
-    make_pair: Any, bind: tuple[str, ...], sources: dict[str, int]
-) -> None:
-    pair = make_pair(decode={"bind": bind})
-    prefill_id = pair.prefill.hold(60)
-    blocks = pair.prefill.held[prefill_id]
-    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 60)
-    assert isinstance(pair.event(decode_id), kv.Injected)
-    pair.assert_same(blocks, decode_id, 0, 60)
-    lanes = psutil.Process(pair.prefill.process.pid).net_connections()
-    assert Counter(lane.raddr.ip for lane in lanes if lane.raddr) == sources
-
-
-def test_drain_lets_what_runs_end(make_pair: Any) -> None:
-    pair = make_pair()
-    prefill_id = pair.prefill.open(50)
-    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 50)
-    pair.until(lambda: pair.prefill.sender.has_fetch(prefill_id), "the FETCH")
-    pair.prefill.service.send(kv.encode(kv.Drain(10.0)))
-    late = pair.decode.fetch(pair.prefill, os.urandom(16), 10)
-    assert pair.event(late) == kv.Failed(late, "busy")
-    pair.prefill.sender.ready(prefill_id, None, 0, 50)
-    pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
-    assert isinstance(pair.event(decode_id), kv.Injected)
-
-    def drained() -> bool:
-        if not select.select([pair.prefill.service], [], [], 0)[0]:
-            return False  # both engines go on meanwhile: the ACK is theirs
-        return kv.decode_from_transfer(pair.prefill.service.recv(1 << 16)) == kv.Drained(0)
-
-    pair.until(drained, "Drained")
-    pair.assert_whole()
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
-    """A parent that is killed cannot tell its children; the kernel does. SIGTERM goes to the child itself."""
-    code = (
-        "import kv_transfer as kv, sys, time\n"
-        "arena = kv.Arena.create(4, 4096); a, b = kv.channel_pair(); c, d = kv.channel_pair()\n"
-        "layout = kv.KVLayout(1, 1, 8, 'float32')\n"
-        "config = kv.TransferConfig(role='decode', name='decode 0', incarnation=1, model_fingerprint='m',"
-        " layout=layout, num_slots=4, slot_bytes=4096)\n"
-        "child = kv.spawn_transfer(config, channel=b, arena=arena, service=d, secret=b'x' * 16)\n"
-        "c.recv(1000); print(child.pid, flush=True)\n"
-        "sys.exit(child.wait() if 'wait' in sys.argv else time.sleep(60))"
-    )
-    wait = ["wait"] if how is signal.SIGTERM else []
-    parent = subprocess.Popen([sys.executable, "-c", code, *wait], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    watch = os.pidfd_open(child)
-    os.kill(child if how is signal.SIGTERM else parent.pid, how)
-    assert select.select([watch], [], [], 10)[0], "the transfer process lives on"
-    os.close(watch)
-    assert parent.wait(10) == (0 if how is signal.SIGTERM else -signal.SIGKILL)

@@ -95,6 +95,10 @@ class Cluster:
         async with self.http.post(self.url + path, json=body) as response:
             return response.status, await response.json()
 
+    async def metrics(self) -> str:
+        async with self.http.get(self.url + "/metrics") as response:
+            return await response.text()
+
     async def complete(self, **body: Any) -> dict[str, Any]:
         status, answer = await self.post("/v1/completions", **{"prompt": "Hello", "max_tokens": 200, **body})
         assert status == 200, answer

@@ -1,0 +1,191 @@
+"""What a router takes: bounds, keys and their shares, deadlines."""
+
+import asyncio
+import gzip
+from pathlib import Path
+
+from router.admission.keys import ApiKey, api_keys
+from router.text.tokenizer import ModelTokenizer
+
+from .conftest import TEXT, Cluster, make_cluster
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+async def test_what_waits_at_the_door_is_bounded(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, max_waiting_tokens=100) as cluster:
+        cluster.prefills[0].steps = asyncio.Semaphore(0)
+        first = asyncio.create_task(cluster.complete(prompt=[5] * 80))
+        await cluster.prefills[0].until(lambda w: w.submitted)
+        async with cluster.http.post(
+            cluster.url + "/v1/completions", json={"prompt": [5] * 80, "max_tokens": 1}
+        ) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["code"] == "overloaded"
+        cluster.prefills[0].steps.release()
+        await first
+        await cluster.idle()
+
+
+async def test_a_body_that_is_too_large(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, max_body_bytes=1000) as cluster:
+        status, answer = await cluster.post("/v1/completions", prompt="x" * 2000)
+        assert status == 413
+        assert "1000 bytes" in answer["error"]["message"]
+        bomb = gzip.compress(bytes(50_000_000))
+        async with cluster.http.post(
+            cluster.url + "/v1/completions", data=bomb, headers={"Content-Encoding": "gzip"}
+        ) as response:
+            assert response.status == 413
+
+
+async def test_api_keys(tokenizer: ModelTokenizer, tmp_path: Path, caplog):
+    async with make_cluster(tokenizer, tmp_path, api_keys=api_keys(["key-one", "key-two"], None)) as cluster:
+        for header, expected in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Basic key-one"}, 401),
+            ({"Authorization": "Bearer key-one"}, 200),
+            ({"Authorization": "Bearer key-two"}, 200),
+        ):
+            for path in ("/v1/models", "/status"):
+                async with cluster.http.get(cluster.url + path, headers=header) as response:
+                    assert response.status == expected
+                    if expected == 401:
+                        assert (await response.json())["error"]["code"] == "invalid_api_key"
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            async with cluster.http.get(cluster.url + path) as response:
+                assert response.status == 200
+    assert "key-one" not in caplog.text
+
+
+async def test_a_request_never_runs_past_its_deadline(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, request_timeout=0.5) as cluster:
+        prefill, decode = cluster.prefills[0], cluster.decodes[0]
+        decode.steps = asyncio.Semaphore(0)
+        status, answer = await cluster.post("/v1/completions", prompt="x")
+        assert status == 504
+        assert answer["error"]["code"] == "timeout"
+        await decode.until(lambda w: w.cancelled)
+        await prefill.until(lambda w: w.cancelled)
+        events = await cluster.events("/v1/completions", prompt="x")
+        assert events[0]["choices"][0]["text"] == "The"
+        assert events[-1]["error"]["code"] == "timeout"
+        await cluster.idle()
+
+
+async def test_a_client_says_how_long_it_waits(cluster: Cluster):
+    """In the body or in a header; the shortest wins, and workers are told."""
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    prefill.steps = asyncio.Semaphore(0)
+    url = cluster.url + "/v1/completions"
+    for body, header in (({"timeout": 0.3}, {}), ({"timeout": 60}, {"x-request-timeout": "0.3"})):
+        async with cluster.http.post(url, json={"prompt": "x", **body}, headers=header) as response:
+            assert response.status == 504
+            assert "within 0.3 s" in (await response.json())["error"]["message"]
+    assert all(m.prefill.request.timeout_ms <= 300 for m in prefill.submitted)
+    await decode.until(lambda w: len(w.cancelled) == 2)
+    await prefill.until(lambda w: len(w.cancelled) == 2)
+    for wrong in ("0", "-1", "nan", "1e9", "soon"):
+        sent = {"x-request-timeout": wrong}
+        async with cluster.http.post(url, json={"prompt": "x"}, headers=sent) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "x-request-timeout"
+    status, answer = await cluster.post("/v1/completions", prompt="x", timeout=0)
+    assert (status, answer["error"]["param"]) == (400, "timeout")
+
+
+async def test_a_deadline_counts_while_it_waits_for_its_turn(cluster: Cluster):
+    """Behind a window of prompts that the workers have not computed."""
+    prefill = cluster.prefills[0]
+    prefill.steps = asyncio.Semaphore(0)
+    big = asyncio.create_task(cluster.complete(prompt=[5] * 7000))
+    await prefill.until(lambda w: w.submitted)
+    status, answer = await cluster.post("/v1/completions", prompt="x", timeout=0.3)
+    assert (status, answer["error"]["code"]) == (504, "timeout")
+    gone = asyncio.create_task(cluster.post("/v1/completions", prompt="y"))
+    queue = cluster.router.services.admission.queue
+    await cluster.until(lambda: len(queue) == 1)
+    gone.cancel()
+    await cluster.until(lambda: len(queue) == 0)
+    assert len(prefill.submitted) == 1, "neither reached a worker"
+    waits = asyncio.create_task(cluster.complete(prompt="z"))
+    await cluster.until(lambda: len(queue) == 1)
+    for _ in range(2):
+        prefill.steps.release()
+    assert (await big)["choices"][0]["text"] == (await waits)["choices"][0]["text"] == TEXT
+
+
+async def test_nobody_waits_for_a_turn_while_a_role_has_no_worker(tokenizer: ModelTokenizer, tmp_path: Path):
+    """All are refused after `worker_wait`, not one window of them after the other."""
+    async with make_cluster(tokenizer, tmp_path, decode=0, worker_wait=0.5) as cluster:
+        asked = [
+            asyncio.create_task(cluster.post("/v1/completions", prompt=[7] * 4000, max_tokens=2))
+            for _ in range(4)
+        ]
+        services = cluster.router.services
+        await cluster.until(lambda: len(services.pool.waiters) == 4)
+        assert len(services.admission.queue) == 0
+        assert {(await answer)[0] for answer in asked} == {503}
+
+
+async def test_a_flood_of_one_key_does_not_starve_another(tokenizer: ModelTokenizer, tmp_path: Path):
+    keys = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2"))
+    async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
+        prefill = cluster.prefills[0]
+        prefill.steps = asyncio.Semaphore(0)
+
+        async def ask(key: str, token: int) -> int:
+            body = {"prompt": [token] * 1000, "max_tokens": 2}
+            header = {"Authorization": f"Bearer {key}"}
+            async with cluster.http.post(
+                cluster.url + "/v1/completions", json=body, headers=header
+            ) as response:
+                return response.status
+
+        queue = cluster.router.services.admission.queue
+        flood = [asyncio.create_task(ask("k1", 100 + i)) for i in range(20)]
+        await cluster.until(lambda: len(queue) == 15)
+        other = asyncio.create_task(ask("k2", 99))
+        await cluster.until(lambda: len(queue) == 16)
+        for _ in range(21):
+            prefill.steps.release()
+        assert {await asked for asked in (*flood, other)} == {200}
+        order = [m.prefill.request.prompt_ids[0] for m in prefill.submitted]
+        assert order.index(99) <= 6, "the five that were at the workers came before"
+        await cluster.idle()
+
+
+async def test_limits_and_salts_of_keys(tokenizer: ModelTokenizer, tmp_path: Path):
+    keys = (
+        ApiKey.of("one", "k1", max_requests=1, cache_salt=b"a"),
+        ApiKey.of("few", "k2", tokens_per_minute=10),
+    )
+    async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
+        prefill = cluster.prefills[0]
+        prefill.steps = asyncio.Semaphore(0)
+
+        async def ask(key: str) -> tuple[int, str | None]:
+            async with cluster.http.post(
+                cluster.url + "/v1/completions",
+                json={"prompt": [7] * 12, "max_tokens": 2},
+                headers={"Authorization": f"Bearer {key}"},
+            ) as response:
+                return response.status, response.headers.get("Retry-After")
+
+        first = asyncio.create_task(ask("k1"))
+        await prefill.until(lambda w: w.submitted)
+        assert await ask("k1") == (429, "1")
+        for _ in range(9):
+            prefill.steps.release()
+        assert (await first)[0] == 200
+        await cluster.idle()
+        assert [(await ask(key))[0] for key in ("k1", "k2")] == [200, 200]
+        status, retry_after = await ask("k2")
+        assert status == 429
+        assert retry_after is not None
+        assert 1 <= int(retry_after) <= 60
+        salts = [m.prefill.request.cache_salt for m in prefill.submitted]
+        assert salts == [b"a", b"a", b""]
+        await cluster.idle()
