@@ -11,25 +11,32 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from cluster.backoff import RestartPolicy
 from cluster.role_process import RoleProcess
 
 from .conftest import FAKE, eventually, gone, until, until_ready
 
-Stopping = Callable[[RoleProcess], None]
+Start = Callable[..., RoleProcess]
 
 
-def role(tmp_path: Path, environment: dict[str, str], **more: str) -> RoleProcess:
-    policy = RestartPolicy(first_delay=0.01)
-    return RoleProcess([*FAKE, "prefill"], environment | more, tmp_path / "log", policy)
+@pytest.fixture
+def start(tmp_path: Path, environment: dict[str, str], stopping: Callable[[RoleProcess], None]) -> Start:
+    """Starts a role with these variables in its environment."""
+
+    def begin(**more: str) -> RoleProcess:
+        policy = RestartPolicy(first_delay=0.01)
+        process = RoleProcess([*FAKE, "prefill"], environment | more, tmp_path / "log", policy)
+        stopping(process)
+        process.start()
+        return process
+
+    return begin
 
 
-async def test_reports_stages_and_then_what_the_role_said(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment, MISBEHAVIOUR="slow")
-    stopping(process)
-    process.start()
+async def test_reports_stages_and_then_what_the_role_said(start: Start) -> None:
+    process = start(MISBEHAVIOUR="slow")
     stage = await until(process, lambda s: s.stage == "loading weights")
     assert (stage.phase, stage.fraction) == ("starting", 0.5)
     assert stage.pid is not None
@@ -40,12 +47,8 @@ async def test_reports_stages_and_then_what_the_role_said(
     assert state.state.seconds_to_ready is not None
 
 
-async def test_a_killed_role_comes_back_as_a_new_incarnation(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment)
-    stopping(process)
-    process.start()
+async def test_a_killed_role_comes_back_as_a_new_incarnation(start: Start) -> None:
+    process = start()
     first = await until_ready(process)
     killed = time.monotonic()
     os.kill(first.pid, signal.SIGKILL)
@@ -58,68 +61,49 @@ async def test_a_killed_role_comes_back_as_a_new_incarnation(
     assert second.said["incarnation"] != first.said["incarnation"]
 
 
-async def test_the_roles_own_words_say_why_it_cannot_start(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment, MISBEHAVIOUR="error")
-    stopping(process)
-    process.start()
+async def test_the_roles_own_words_say_why_it_cannot_start(start: Start) -> None:
+    process = start(MISBEHAVIOUR="error")
     state = await until(process, lambda s: s.phase == "waiting")
     assert state.error == "--dtype: int1 is not a type"
 
 
-async def test_a_crash_loop_is_told_and_slows_down(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment, MISBEHAVIOUR="crash")
-    stopping(process)
-    process.start()
+async def test_a_crash_loop_is_told_and_slows_down(start: Start) -> None:
+    process = start(MISBEHAVIOUR="crash")
     state = await until(process, lambda s: s.crash_loop)
     assert state.restarts == 5
 
 
-async def test_a_crash_at_start_is_no_crash_loop(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment, MISBEHAVIOUR="crash", GOOD_AFTER=str(tmp_path / "mark"))
-    stopping(process)
-    process.start()
+async def test_a_crash_at_start_is_no_crash_loop(start: Start, tmp_path: Path) -> None:
+    process = start(MISBEHAVIOUR="crash", GOOD_AFTER=str(tmp_path / "mark"))
     state = (await until_ready(process)).state
     assert state.restarts == 1
     assert not state.crash_loop
 
 
-async def test_garbage_on_the_pipe_is_an_error_not_a_crash_of_ours(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment, MISBEHAVIOUR="garbage")
-    stopping(process)
-    process.start()
+async def test_garbage_on_the_pipe_is_an_error_not_a_crash_of_ours(start: Start) -> None:
+    process = start(MISBEHAVIOUR="garbage")
     state = await until(process, lambda s: s.phase == "waiting")
     assert "ready protocol" in state.error
 
 
-async def test_stop_ends_it_without_a_restart(tmp_path: Path, environment: dict[str, str]) -> None:
-    process = role(tmp_path, environment)
-    process.start()
+async def test_stop_ends_it_without_a_restart(start: Start) -> None:
+    process = start()
     state = await until_ready(process)
     await process.stop(signal.SIGTERM, 10)
     assert process.state.phase == "stopped"
     assert gone(state.pid)
 
 
-async def test_a_role_that_fails_to_stop_cleanly_is_told(tmp_path: Path, environment: dict[str, str]) -> None:
-    process = role(tmp_path, environment)
-    process.start()
+async def test_a_role_that_fails_to_stop_cleanly_is_told(start: Start) -> None:
+    process = start()
     await until_ready(process)
     await process.stop(signal.SIGABRT, 10)
     assert process.state.phase == "stopped"
     assert process.state.error == "was killed by SIGABRT"
 
 
-async def test_stop_kills_what_does_not_listen(tmp_path: Path, environment: dict[str, str]) -> None:
-    process = role(tmp_path, environment, MISBEHAVIOUR="deaf")
-    process.start()
+async def test_stop_kills_what_does_not_listen(start: Start) -> None:
+    process = start(MISBEHAVIOUR="deaf")
     state = await until_ready(process)
     patient = asyncio.create_task(process.stop(signal.SIGTERM, 600))
     await asyncio.sleep(0)
@@ -128,25 +112,17 @@ async def test_stop_kills_what_does_not_listen(tmp_path: Path, environment: dict
     assert gone(state.pid)
 
 
-async def test_children_of_a_dead_role_die_with_it(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment, MISBEHAVIOUR="child")
-    stopping(process)
-    process.start()
+async def test_children_of_a_dead_role_die_with_it(start: Start) -> None:
+    process = start(MISBEHAVIOUR="child")
     state = await until_ready(process)
     os.kill(state.pid, signal.SIGKILL)
     await eventually(lambda: gone(state.said["child"]))
 
 
-async def test_signals_that_the_supervisor_blocks_reach_the_role(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
+async def test_signals_that_the_supervisor_blocks_reach_the_role(start: Start) -> None:
     old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray does
     try:
-        process = role(tmp_path, environment)
-        stopping(process)
-        process.start()
+        process = start()
         state = await until_ready(process)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
@@ -180,12 +156,8 @@ def test_a_role_dies_with_a_killed_supervisor(tmp_path: Path, environment: dict[
     asyncio.run(eventually(lambda: gone(pid)))
 
 
-async def test_a_restart_is_a_new_incarnation_at_once_and_no_crash(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment)
-    stopping(process)
-    process.start()
+async def test_a_restart_is_a_new_incarnation_at_once_and_no_crash(start: Start) -> None:
+    process = start()
     first = await until_ready(process)
     await process.restart(signal.SIGTERM, 10.0)
     second = await until_ready(process)
@@ -194,33 +166,23 @@ async def test_a_restart_is_a_new_incarnation_at_once_and_no_crash(
     assert gone(first.pid)
 
 
-async def test_who_does_not_end_in_time_is_killed_and_started_anew(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment, MISBEHAVIOUR="deaf")
-    stopping(process)
-    process.start()
+async def test_who_does_not_end_in_time_is_killed_and_started_anew(start: Start) -> None:
+    process = start(MISBEHAVIOUR="deaf")
     first = await until_ready(process)
     await process.restart(signal.SIGTERM, 0.05)
     assert (await until_ready(process)).pid != first.pid
 
 
-async def test_a_restart_of_one_that_crashed_waits_for_its_next_run(
-    tmp_path: Path, environment: dict[str, str], stopping: Stopping
-) -> None:
-    process = role(tmp_path, environment)
-    stopping(process)
-    process.start()
+async def test_a_restart_of_one_that_crashed_waits_for_its_next_run(start: Start) -> None:
+    process = start()
     first = await until_ready(process)
     os.kill(first.pid, signal.SIGKILL)
     await process.restart(signal.SIGTERM, 10.0)
     assert (await until_ready(process)).pid != first.pid
 
 
-async def test_a_stop_ends_a_restart(tmp_path: Path, environment: dict[str, str], stopping: Stopping) -> None:
-    process = role(tmp_path, environment, MISBEHAVIOUR="deaf")
-    stopping(process)
-    process.start()
+async def test_a_stop_ends_a_restart(start: Start) -> None:
+    process = start(MISBEHAVIOUR="deaf")
     await until_ready(process)
     restarting = asyncio.create_task(process.restart(signal.SIGTERM, 60.0))
     await asyncio.sleep(0)
