@@ -48,8 +48,9 @@ class Pool(Protocol):
     gather_most: int
     """How many slices are worth gathering together."""
 
-    def gather(self, batch: Sequence[Staged]) -> Event:
-        """Pool → slots. When the event has passed, the slots are filled and the pool no longer read."""
+    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
+        """Pool → slots, once the events `after` have passed. When the event that is returned has, the slots
+        are filled and the pool no longer read."""
         ...
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
@@ -108,7 +109,7 @@ class HostPool:
     def passed(self, event: Event) -> bool:
         return True
 
-    def gather(self, batch: Sequence[Staged]) -> Event:
+    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         for item in batch:
             for pool, staged in self._rows_of(item):
                 staged[:] = pool
@@ -152,7 +153,7 @@ class NoPool:
     def passed(self, event: Event) -> bool:
         return True
 
-    def gather(self, batch: Sequence[Staged]) -> Event:
+    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         return None
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
@@ -214,9 +215,11 @@ class CudaPool:
     def passed(self, event: Event) -> bool:
         return event.query()
 
-    def gather(self, batch: Sequence[Staged]) -> Event:
+    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         with torch.cuda.stream(self._stream):
             batch, dense, addresses, copies = self._stage(batch)
+            for event in {id(event): event for event in after}.values():
+                self._stream.wait_event(event)
             self._launch(batch, addresses, into_pool=False)
             for slot, at, size in copies:
                 self._arena[slot : slot + size].copy_(dense[at : at + size], non_blocking=True)

@@ -246,20 +246,17 @@ class KVSender:
         """Start the next gather, of the few slices that are next in turn.
 
         Whether one was started, and whether something waits for the forward to get there."""
-        batch: list[tuple[_Prefill, Staged, SliceOut]] = []
-        waiting = False
-        while len(batch) < self._pool.gather_most:
-            transfer, waiting = self._next_in_turn()
-            if transfer is None:
-                break
-            batch.append(self._take(transfer))
+        after: list[Any] = []
+        batch, waiting = self._next_batch()
+        if not batch:
+            batch, _ = self._next_batch(after)
         if not batch:
             return False, waiting
         staged = [item for _, item, _ in batch]
         with self._trace.measure(
             "gather", slices=len(staged), layers=sorted({x.piece.layer for x in staged})
         ):
-            done = self._pool.gather(staged)
+            done = self._pool.gather(staged, after)
         handed = [(prefill, message) for prefill, _, message in batch]
         if done is None:
             self._gathered(handed)
@@ -267,15 +264,32 @@ class KVSender:
             self._gathers.append((done, handed))
         return True, False
 
-    def _next_in_turn(self) -> tuple[_Transfer | None, bool]:
+    def _next_batch(
+        self, after: list[Any] | None = None
+    ) -> tuple[list[tuple[_Prefill, Staged, SliceOut]], bool]:
+        """The slices next in turn, and whether more wait for the forward to get there. With `after`, to which
+        their events go, those of the last layer wait on the device instead: launched once the event is seen,
+        their gather would wait for a long matrix product that has begun meanwhile, and nothing hides that."""
+        batch: list[tuple[_Prefill, Staged, SliceOut]] = []
+        while len(batch) < self._pool.gather_most:
+            transfer, waiting = self._next_in_turn(ahead=after is not None)
+            if transfer is None:
+                return batch, waiting
+            if after is not None:
+                after.append(transfer.pending[0][1])
+            batch.append(self._take(transfer))
+        return batch, False
+
+    def _next_in_turn(self, *, ahead: bool) -> tuple[_Transfer | None, bool]:
         """Round robin over transfers with credit, window and a ready slice; who is skipped keeps its turn."""
+        last = self._layout.num_layers - 1
         waiting = False
         for transfer in self._ring if self._free else ():
             session = transfer.session
             if not transfer.pending or not session.credits.available or session.slots_out >= session.window:
                 continue
-            event = transfer.pending[0][1]
-            if event is None or self._pool.passed(event):
+            piece, event = transfer.pending[0]
+            if event is None or (ahead and piece.layer == last) or self._pool.passed(event):
                 self._ring.remove(transfer)
                 self._ring.append(transfer)
                 return transfer, False

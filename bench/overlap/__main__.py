@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import random
 import statistics
 import sys
 import tempfile
@@ -64,6 +63,7 @@ PERIOD_S = 0.8
 PERIODS = 6
 """Of each."""
 REST_S = 0.05
+GOLDEN = 0.618  # multiples of it, less their whole part, lie far apart from each other
 
 
 def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
@@ -125,8 +125,9 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
             for batch in args.batch:
                 background = await Background.start(workers, batch, CONTEXT, length=3000, seed=100_000)
                 for number in range(3 * args.rounds):
-                    # Else all of them would come at the same point of a step: the next after the last.
-                    await asyncio.sleep(random.uniform(REST_S, 2 * REST_S))
+                    # The last one ended with a step: they come at points of a step that are spread evenly.
+                    step = runs.streamed[batch][-1].step if number else 0.0
+                    await asyncio.sleep(REST_S + step * (number * GOLDEN % 1))
                     prompt = prompt_of(args.tokens, 1000 * batch + number)
                     runs.streamed[batch].append(await streamed(workers, prompt))
                 await background.stop(AT_ONCE)

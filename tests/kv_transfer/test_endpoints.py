@@ -41,9 +41,14 @@ class LatePool(device.HostPool):
     def passed(self, event: Any) -> bool:
         return event.passed
 
-    def gather(self, batch: Any) -> LateEvent:
+    def gather(self, batch: Any, after: Any = ()) -> LateEvent:
         event = LateEvent()
-        self.work.append((event, lambda: device.HostPool.gather(self, batch)))
+
+        def work() -> None:
+            assert all(e.passed for e in after), "a stream waits for these"
+            device.HostPool.gather(self, batch)
+
+        self.work.append((event, work))
         return event
 
     def scatter(self, batch: Any) -> tuple[LateEvent, LateEvent]:
@@ -151,6 +156,27 @@ def test_what_was_cached_leaves_before_and_beside_what_is_computed(sending: Any,
     pool.go()
     s = bench.next(until, ch.SliceOut)
     assert (s.seq, s.layer, s.token_start, s.token_count) == (2, 0, 16, 24)
+    sender.close(b"p", "cancelled")
+
+
+def test_the_last_layer_waits_for_the_forward_on_the_device(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    start(bench, b"p")
+    until(lambda: sender.has_fetch(b"p"), "the start to be seen")
+    sender.ready(b"p", 0, 0, 40)
+    sender.ready(b"p", 1, 0, 40)
+    assert pool.work == [], "out of turn, or the first layer did not wait"
+    pool.recorded[0].passed = True
+    until(lambda: len(pool.work) == 2, "both gathers")
+    assert bench.silent()
+    pool.go()
+    assert bench.next(until, ch.SliceOut).layer == 0, "the first layer waited for the last"
+    assert bench.silent()
+    pool.recorded[1].passed = True
+    pool.go()
+    assert bench.next(until, ch.SliceOut).layer == 1
     sender.close(b"p", "cancelled")
 
 
