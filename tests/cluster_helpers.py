@@ -11,11 +11,11 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 import psutil
@@ -27,6 +27,7 @@ from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 from tests.device import DEVICE, environment
 
+K = TypeVar("K")
 SECRET = b"a secret of the tests, no other"
 START_TIMEOUT = 60.0
 DEADLINE_MS = 60_000
@@ -169,6 +170,23 @@ def tiny_model(directory: Path) -> Path:
     }
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+@contextmanager
+def side_by_side(directory: Path, workers: Mapping[K, dict[str, Any]]) -> Iterator[dict[K, WorkerProcess]]:
+    """Workers with the tiny model, if no other is given, that start at the same time: by key, what
+    `start_worker` takes. None is left in the end."""
+    default: dict[str, Any] = {"model": tiny_model(directory / "model")}
+    started = {
+        key: start_worker(directory=directory / str(i), **(default | given))
+        for i, (key, given) in enumerate(workers.items())
+    }
+    try:
+        yield started
+    finally:
+        for worker in started.values():
+            worker.popen.kill()
+            worker.popen.wait()
 
 
 def sampling(**fields: Any) -> pb.SamplingParams:

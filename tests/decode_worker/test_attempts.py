@@ -4,6 +4,8 @@ import asyncio
 import os
 import time
 
+import pytest
+
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import assert_whole, metrics, paired, request, sampling
 
@@ -230,6 +232,7 @@ async def test_a_reservation_whose_kv_never_comes_goes_back_in_time(workers: Wor
         await assert_whole(*workers)
 
 
+@pytest.mark.long  # for five seconds its lanes are tried again; tests/kv_transfer has it with less patience
 async def test_a_dead_prefill_worker_fails_the_kv(workers: Workers) -> None:
     async with paired(*workers) as pair:
         source = pair.source(os.urandom(16))

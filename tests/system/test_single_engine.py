@@ -13,7 +13,7 @@ from engine import Engine, EngineConfig, EngineRequest, SamplingParams
 
 from .serve import Serve
 
-PROMPT_LENGTHS = (1, 2, 17, 63, 128, 257, 300, 511, 700)  # the cluster's step budget is 256
+PROMPT_LENGTHS = (1, 2, 17, 63, 128, 257, 300, 600)  # the cluster's step budget is 256
 NUM_TOKENS = 16
 VARIANTS: list[dict[str, Any]] = [
     {"temperature": 0.0},

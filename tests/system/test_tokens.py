@@ -27,12 +27,12 @@ async def ask(client: openai.AsyncOpenAI, model: str, golden: dict[str, Any]) ->
 async def test_one_at_a_time(
     aclient: openai.AsyncOpenAI, model_id: str, goldens: list[dict[str, Any]]
 ) -> None:
-    """The shortest, the longest, and some between."""
+    """The shortest and some more; the longest are asked for below."""
     by_length = sorted(goldens, key=lambda golden: len(golden["prompt_ids"]))
     assert len(goldens) >= 20
     assert len(by_length[-1]["prompt_ids"]) >= 1500
     assert len(by_length[0]["prompt_ids"]) == 1
-    for golden in (*by_length[:-1:8], by_length[-1]):
+    for golden in by_length[::5]:
         got, prompt_tokens = await ask(aclient, model_id, golden)
         assert prompt_tokens == len(golden["prompt_ids"]), golden
         assert got == golden["output_ids"], golden

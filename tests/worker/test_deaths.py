@@ -16,8 +16,7 @@ from tests.cluster_helpers import (
     attached,
     request,
     sampling,
-    start_worker,
-    tiny_model,
+    side_by_side,
 )
 
 # One prompt is one step, so long that a signal hits a step and not the moment between two.
@@ -49,23 +48,13 @@ DEATHS = [
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, WorkerProcess]]:
-    """One for each death; they start side by side."""
-    directory = tmp_path_factory.mktemp("deaths")
-    model = tiny_model(directory / "model")
-    started = {
-        death: start_worker(
-            death.role,
-            model,
-            directory / str(i),
-            engine=ENGINE,
-            deadlines={"engine": 4.0} if death.how is signal.SIGSTOP else {},
-        )
-        for i, death in enumerate(DEATHS)
+    """One for each death."""
+    patience = {signal.SIGSTOP: {"engine": 4.0}, signal.SIGKILL: {}}
+    settings = {
+        death: {"role": death.role, "engine": ENGINE, "deadlines": patience[death.how]} for death in DEATHS
     }
-    yield started
-    for worker in started.values():
-        worker.popen.kill()
-        worker.popen.wait()
+    with side_by_side(tmp_path_factory.mktemp("deaths"), settings) as started:
+        yield started
 
 
 async def queued(stream: WorkerStream, role: str) -> list[bytes]:

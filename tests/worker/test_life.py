@@ -26,36 +26,13 @@ from tests.cluster_helpers import (
     paired,
     request,
     sampling,
+    side_by_side,
     start_worker,
     tiny_model,
 )
 
 TINY = {"load_format": "dummy", "num_blocks": 300, "max_num_batched_tokens": 64}
 ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
-
-
-class Starter:
-    """Starts workers and, in the end, sees to it that none is left."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.started: list[WorkerProcess] = []
-
-    def __call__(self, role: str, **settings: Any) -> WorkerProcess:
-        defaults: dict[str, Any] = {"engine": TINY, "model": tiny_model(self.directory / "model")}
-        settings = defaults | settings
-        worker = start_worker(role, directory=self.directory, **settings)
-        self.started.append(worker)
-        return worker
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Starter]:
-    starter = Starter(tmp_path)
-    yield starter
-    for worker in starter.started:
-        worker.popen.kill()
-        worker.popen.wait()
 
 
 def assert_nothing_left(worker: WorkerProcess, tree: list[psutil.Process]) -> None:
@@ -117,24 +94,22 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.fixture(scope="module")
-def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[WorkerProcess], int]]:
-    """A worker for each mistake, started side by side, and the port that is taken."""
-    directory = tmp_path_factory.mktemp("mistaken")
-    defaults: dict[str, Any] = {"engine": TINY, "model": tiny_model(directory / "model")}
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[int, WorkerProcess], int]]:
+    """A worker for each mistake, and the port that is taken."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        started = []
-        for i, (settings, _) in enumerate(MISTAKES):
-            given = {name: taken if value == "taken" else value for name, value in settings.items()}
-            started.append(start_worker("prefill", directory=directory / str(i), **(defaults | given)))
-        yield started, taken
-    for worker in started:
-        worker.popen.kill()
+        workers = {
+            i: {"role": "prefill", "engine": TINY}
+            | {name: taken if value == "taken" else value for name, value in settings.items()}
+            for i, (settings, _) in enumerate(MISTAKES)
+        }
+        with side_by_side(tmp_path_factory.mktemp("mistaken"), workers) as started:
+            yield started, taken
 
 
 @pytest.mark.parametrize(("number", "reason"), [(i, reason) for i, (_, reason) in enumerate(MISTAKES)])
 def test_the_users_mistake_is_told_in_words(
-    mistaken: tuple[list[WorkerProcess], int], number: int, reason: str
+    mistaken: tuple[dict[int, WorkerProcess], int], number: int, reason: str
 ) -> None:
     worker, taken = mistaken[0][number], mistaken[1]
     worker.wait_told()
@@ -144,19 +119,35 @@ def test_the_users_mistake_is_told_in_words(
     assert "Traceback" not in worker.log.read_text()
 
 
-def test_sigterm_during_the_start_leaves_nothing(start: Starter) -> None:
-    worker = start("prefill")
-    assert os.read(worker.ready_fd, 1)
-    tree = worker.tree()
-    assert worker.stop() == 0
-    assert_nothing_left(worker, tree)
+def test_sigterm_during_the_start_leaves_nothing(tmp_path: Path) -> None:
+    worker = start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=TINY)
+    try:
+        assert os.read(worker.ready_fd, 1)
+        tree = worker.tree()
+        assert worker.stop() == 0
+        assert_nothing_left(worker, tree)
+    finally:
+        worker.popen.kill()
 
 
 # ---------------------------------------------------------------- end
 
 
-async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(start: Starter) -> None:
-    started = [start("prefill", deadlines={"hold": 1.0}), start("decode")]
+@pytest.fixture(scope="module")
+def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
+    """Workers that tests end."""
+    workers = {
+        "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"hold": 1.0}},
+        "drains decode": {"role": "decode", "engine": TINY},
+        "hurried": {"role": "prefill", "engine": TINY, "deadlines": {"drain": 0.5}},
+        "interrupted": {"role": "decode", "engine": TINY},
+    }
+    with side_by_side(tmp_path_factory.mktemp("ending"), workers) as started:
+        yield started
+
+
+async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(ending: dict[str, WorkerProcess]) -> None:
+    started = [ending["drains prefill"], ending["drains decode"]]
     prefill, decode = (worker.wait_ready() for worker in started)
     trees = [worker.tree() for worker in started]
     async with paired(prefill, decode) as pair:
@@ -185,8 +176,8 @@ async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(start: Starter) 
         assert_nothing_left(worker, tree)
 
 
-async def test_a_drain_is_bounded(start: Starter) -> None:
-    worker = start("prefill", deadlines={"drain": 0.5}).wait_ready()
+async def test_a_drain_is_bounded(ending: dict[str, WorkerProcess]) -> None:
+    worker = ending["hurried"].wait_ready()
     async with attached(worker) as stream:
         held = await stream.submit_prefill(request(range(10), ENDLESS), handover=True)
         await stream.token(held)
@@ -195,8 +186,8 @@ async def test_a_drain_is_bounded(start: Starter) -> None:
         assert await exit_code(worker) == 0
 
 
-async def test_ctrl_c_cancels_and_exits(start: Starter) -> None:
-    worker = start("decode").wait_ready()
+async def test_ctrl_c_cancels_and_exits(ending: dict[str, WorkerProcess]) -> None:
+    worker = ending["interrupted"].wait_ready()
     tree = worker.tree()
     async with attached(worker) as stream:
         source = pb.PrefillSource(prefill_id=os.urandom(16), kv_address="127.0.0.1:9", incarnation=1)
