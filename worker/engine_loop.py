@@ -206,14 +206,14 @@ def loop(role: Role, parts: Parts) -> None:
                 case _:
                     role.handle(message)
         role.move_kv(engine.rest if engine.waits_for_device else math.inf)
-        if engine.has_work and not engine.rest:
-            result = engine.step()
+        result = engine.step() if engine.has_work and not engine.rest else None
+        if (changed := parts.cached_chunks.take()) is not None:
+            link.send(changed)  # before the token: who continues from it finds its prefix here
+        if result is not None:
             if result.seconds:
                 now = time.monotonic()
                 parts.trace.span("step", now - result.seconds, now)
             role.after_step(result)
-        if (changed := parts.cached_chunks.take()) is not None:
-            link.send(changed)
         parts.attempts.flush()
         if not engine.waits_for_device:
             parts.arena.tick()
