@@ -241,6 +241,8 @@ def main() -> int:
     args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     if args.short:
         args.rounds = contract.MIN_PAIRS
+    if min(args.batch, default=AT_ONCE + 1) <= AT_ONCE:
+        p.error(f"--batch: more than {AT_ONCE}, which are handed over at a time")
     if args.rounds < contract.MIN_PAIRS:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
     parameters = {k: v for k, v in vars(args).items() if k not in ("json", "picture")}

@@ -121,9 +121,10 @@ async def quiet_gaps(background: Background, context: int, seconds: float, seed:
     """Gaps of the background's tokens while nothing else happens. The batch is as large as it becomes when
     others are handed over: so many more decode beside it."""
     more = await Background.start(background.workers, AT_ONCE, context, 3000, seed)
-    began = time_now()
-    await asyncio.sleep(seconds)
-    gaps = background.gaps(began, time_now())
+    began, gaps = time_now(), []
+    while not gaps:
+        await asyncio.sleep(seconds)
+        gaps = background.gaps(began, time_now())
     await more.stop()
     return gaps
 
@@ -131,11 +132,12 @@ async def quiet_gaps(background: Background, context: int, seconds: float, seed:
 async def injected_gaps(background: Background, tokens: int, seconds: float, seed: int) -> list[float]:
     """The same while one prompt after the other is handed over: its KV injected, two tokens decoded."""
     number = itertools.count(seed)
-    began = time_now()
-    while time_now() < began + seconds:
+    began, gaps = time_now(), []
+    while time_now() < began + seconds or not gaps:
         prompts = [prompt_of(tokens, next(number)) for _ in range(AT_ONCE)]
         await asyncio.gather(*(streamed(background.workers, prompt, length=3) for prompt in prompts))
-    return background.gaps(began, time_now())
+        gaps = background.gaps(began, time_now())
+    return gaps
 
 
 def prompt_of(length: int, number: int) -> list[int]:
