@@ -15,7 +15,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.arena import Arena
@@ -37,10 +37,10 @@ from kv_transfer.channel import (
     StopOut,
     ToSender,
 )
-from kv_transfer.layout import KVLayout, Range, Slice, cut, intersect, slice_bytes
-from kv_transfer.protocol.credits import SenderCredits
+from kv_transfer.layout import KVLayout, cut, intersect, slice_bytes
 from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.trace import TraceWriter
+from kv_transfer.turns import Prefill, Session, Transfer, Turns
 
 if TYPE_CHECKING:
     import torch
@@ -58,41 +58,6 @@ class Released:
 
     prefill_id: bytes
     reason: str  # "acked" | "deadline" | what close() was given
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    number: int
-    credits: SenderCredits = field(default_factory=SenderCredits)
-    window: int = 1
-    slots_out: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    id: bytes
-    table: Any = None  # None until open()
-    num_tokens: int = 0
-    ready: list[tuple[int, int, int, Any]] = field(default_factory=list)  # (layer, start, stop, event)
-    launched: bool = False  # nothing more becomes ready
-    first_token: FirstToken | None = None
-    transfer: _Transfer | None = None
-    gathers: int = 0  # enqueued, their events not passed
-    ended: str | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    id: bytes
-    prefill: _Prefill
-    session: _Session
-    slot_bytes: int
-    ranges: tuple[Range, ...]
-    heads: Range
-    pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready
-    frames: int = 0  # pending and handed over
-    bytes: int = 0
-    seq: int = 0
 
 
 class KVSender:
@@ -124,16 +89,16 @@ class KVSender:
         self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The pump's.
         self._channel = Channel(channel, ToSender)
-        self._prefills: dict[bytes, _Prefill] = {}
-        self._ring: deque[_Transfer] = deque()  # open transfers, next in turn first
-        self._sessions: dict[int, _Session] = {}
+        self._prefills: dict[bytes, Prefill] = {}
+        self._turns = Turns(layout.num_layers)
+        self._sessions: dict[int, Session] = {}
         # In stream order, with the events.
-        self._gathers: deque[tuple[Any, list[tuple[_Prefill, SliceOut]]]] = deque()
+        self._gathers: deque[tuple[Any, list[tuple[Prefill, SliceOut]]]] = deque()
         self._fetched: set[bytes] = set()
         self._num_slots = arena.num_slots
         # A heap, lowest first: few slots are used again and again, and neighbours are copied together.
         self._free = list(range(arena.num_slots))
-        self._used_by: dict[int, _Session] = {}  # slot → whose frame it holds
+        self._used_by: dict[int, Session] = {}  # slot → whose frame it holds
         self._stopping = False
         self._thread = threading.Thread(target=self._pump, name="kv pump", daemon=True)
         self._thread.start()
@@ -204,7 +169,7 @@ class KVSender:
             channel, waiting = self._channel, False
             while not self._stopping:
                 watched, look = [self._wake, channel], None
-                if waiting and self._is_urgent:
+                if waiting and self._turns.urgent:
                     look = _LOOK_LAUNCHED
                 elif waiting:
                     watched, look = [self._wake], _LOOK  # slots that are free are no hurry either
@@ -222,11 +187,6 @@ class KVSender:
             self._error = e
             os.eventfd_write(self._notify, 1)
 
-    @property
-    def _is_urgent(self) -> bool:
-        """KV is still to leave of a prefill that will soon be over."""
-        return any(t.prefill.launched and (t.pending or t.prefill.gathers) for t in self._ring)
-
     def _turn(self) -> bool:
         """Take what came, then gather all that may be. True: the device will have something for us."""
         while True:
@@ -238,20 +198,15 @@ class KVSender:
                     self._handle(message)
             while self._gathers and self._pool.passed(self._gathers[0][0]):
                 self._gathered(self._gathers.popleft()[1])
-            started, waiting = self._gather_next()
-            if not started:
-                return waiting or bool(self._gathers)
+            if not self._gather_next():
+                return bool(self._gathers or (self._free and self._turns.waiting))
 
-    def _gather_next(self) -> tuple[bool, bool]:
-        """Start the next gather, of the few slices that are next in turn.
-
-        Whether one was started, and whether something waits for the forward to get there."""
+    def _gather_next(self) -> bool:
+        """Start the next gather, of the few slices that are next in turn. False: of none."""
         after: list[Any] = []
-        batch, waiting = self._next_batch()
+        batch = self._next_batch() or self._next_batch(after)
         if not batch:
-            batch, _ = self._next_batch(after)
-        if not batch:
-            return False, waiting
+            return False
         staged = [item for _, item, _ in batch]
         with self._trace.measure(
             "gather", slices=len(staged), layers=sorted({x.piece.layer for x in staged})
@@ -262,41 +217,23 @@ class KVSender:
             self._gathered(handed)
         else:
             self._gathers.append((done, handed))
-        return True, False
+        return True
 
-    def _next_batch(
-        self, after: list[Any] | None = None
-    ) -> tuple[list[tuple[_Prefill, Staged, SliceOut]], bool]:
-        """The slices next in turn, and whether more wait for the forward to get there. With `after`, to which
-        their events go, those of the last layer wait on the device instead: launched once the event is seen,
-        their gather would wait for a long matrix product that has begun meanwhile, and nothing hides that."""
-        batch: list[tuple[_Prefill, Staged, SliceOut]] = []
-        while len(batch) < self._pool.gather_most:
-            transfer, waiting = self._next_in_turn(ahead=after is not None)
+    def _next_batch(self, after: list[Any] | None = None) -> list[tuple[Prefill, Staged, SliceOut]]:
+        """The slices next in turn. With `after`, to which their events go, those of the last layer wait on
+        the device instead: launched once the event is seen, their gather would wait for a long matrix product
+        that has begun meanwhile, and nothing hides that."""
+        batch: list[tuple[Prefill, Staged, SliceOut]] = []
+        while self._free and len(batch) < self._pool.gather_most:
+            transfer = self._turns.next(self._pool.passed, ahead=after is not None)
             if transfer is None:
-                return batch, waiting
+                break
             if after is not None:
                 after.append(transfer.pending[0][1])
             batch.append(self._take(transfer))
-        return batch, False
+        return batch
 
-    def _next_in_turn(self, *, ahead: bool) -> tuple[_Transfer | None, bool]:
-        """Round robin over transfers with credit, window and a ready slice; who is skipped keeps its turn."""
-        last = self._layout.num_layers - 1
-        waiting = False
-        for transfer in self._ring if self._free else ():
-            session = transfer.session
-            if not transfer.pending or not session.credits.available or session.slots_out >= session.window:
-                continue
-            piece, event = transfer.pending[0]
-            if event is None or (ahead and piece.layer == last) or self._pool.passed(event):
-                self._ring.remove(transfer)
-                self._ring.append(transfer)
-                return transfer, False
-            waiting = True
-        return None, waiting
-
-    def _take(self, transfer: _Transfer) -> tuple[_Prefill, Staged, SliceOut]:
+    def _take(self, transfer: Transfer) -> tuple[Prefill, Staged, SliceOut]:
         """Its next slice, with a credit and a slot for it."""
         from kv_transfer.device import Staged
 
@@ -313,7 +250,7 @@ class KVSender:
         transfer.seq += 1
         return transfer.prefill, Staged(piece, slot, transfer.prefill.table), message
 
-    def _gathered(self, handed: list[tuple[_Prefill, SliceOut]]) -> None:
+    def _gathered(self, handed: list[tuple[Prefill, SliceOut]]) -> None:
         """The slots are filled: hand them over. The transfer process drops what is of an ended transfer."""
         self._channel.send(*(message for _, message in handed))
         for prefill, _ in handed:
@@ -328,7 +265,7 @@ class KVSender:
 
     def _expect(self, prefill_id: bytes) -> None:
         if prefill_id not in self._prefills:
-            self._prefills[prefill_id] = _Prefill(prefill_id)
+            self._prefills[prefill_id] = Prefill(prefill_id)
             self._channel.send(Offer(prefill_id))
 
     def _open(self, prefill_id: bytes, table: Any, num_tokens: int) -> None:
@@ -409,14 +346,14 @@ class KVSender:
         session = self._session(m.session)
         session.window = m.window
         heads = (m.head_start, m.head_start + m.head_count)
-        transfer = _Transfer(m.transfer_id, prefill, session, m.slot_bytes, m.ranges, heads)
+        transfer = Transfer(m.transfer_id, prefill, session, m.slot_bytes, m.ranges, heads)
         prefill.transfer = transfer
         self._fetched.add(prefill.id)
-        self._ring.append(transfer)
+        self._turns.add(transfer)
         if prefill.table is not None:
             self._plan_all(transfer)
 
-    def _plan_all(self, transfer: _Transfer) -> None:
+    def _plan_all(self, transfer: Transfer) -> None:
         prefill = transfer.prefill
         last = transfer.ranges[-1][1] if transfer.ranges else 0
         first_head, head = transfer.heads
@@ -431,24 +368,24 @@ class KVSender:
         if prefill.first_token is not None:
             self._send_commit(transfer, prefill.first_token)
 
-    def _plan(self, transfer: _Transfer, layer: int, start: int, stop: int, event: Any) -> None:
+    def _plan(self, transfer: Transfer, layer: int, start: int, stop: int, event: Any) -> None:
         for tokens in intersect(start, stop, transfer.ranges):
             for piece in cut(self._layout, layer, tokens, transfer.heads, transfer.slot_bytes):
                 transfer.pending.append((piece, event))
                 transfer.frames += 1
                 transfer.bytes += slice_bytes(self._layout, piece)
 
-    def _send_commit(self, transfer: _Transfer, first_token: FirstToken) -> None:
+    def _send_commit(self, transfer: Transfer, first_token: FirstToken) -> None:
         """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""
         self._channel.send(CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes))
 
-    def _drop_transfer(self, prefill: _Prefill) -> None:
+    def _drop_transfer(self, prefill: Prefill) -> None:
         if prefill.transfer is not None:
-            self._ring.remove(prefill.transfer)
+            self._turns.remove(prefill.transfer)
             prefill.transfer = None
             self._fetched.discard(prefill.id)
 
-    def _end(self, prefill: _Prefill, reason: str) -> None:
+    def _end(self, prefill: Prefill, reason: str) -> None:
         """Read no more of it; released once the gathers that are enqueued are over."""
         prefill.ended = prefill.ended or reason
         self._drop_transfer(prefill)
@@ -458,5 +395,5 @@ class KVSender:
                 self._released.append(Released(prefill.id, prefill.ended))
                 os.eventfd_write(self._notify, 1)
 
-    def _session(self, number: int) -> _Session:
-        return self._sessions.setdefault(number, _Session(number))
+    def _session(self, number: int) -> Session:
+        return self._sessions.setdefault(number, Session(number))
