@@ -81,14 +81,24 @@ async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> No
 
 
 async def test_cancel_while_kv_is_streaming(workers: Workers) -> None:
+    """As soon as there is room, once some of it has come, and once all of it is computed."""
+
+    async def frames() -> float:
+        await status(pair.decode)  # a scrape shows the last report, and this makes one
+        return metrics(workers[1])["baton:kv_frames_total"]
+
     async with paired(*workers) as pair:
-        for delay in (0.0, 0.02, 0.1):
+        for moment in ("reserved", "some", "computed"):
+            before = await frames()
             prefill_id, decode_id = await pair.submit(request(prompt(2000), ENDLESS))
             await pair.decode.reserved(decode_id)
-            await asyncio.sleep(delay)
+            while moment == "some" and await frames() == before:
+                pass
+            if moment == "computed":
+                await pair.prefill.token(prefill_id)
             await pair.decode.cancel(decode_id)
             await pair.prefill.cancel(prefill_id)
-        await assert_whole(*workers)
+            await assert_whole(*workers)
 
 
 async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers) -> None:
