@@ -34,6 +34,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 128001,
         "torch_dtype": "bfloat16",
     },
+    "one-small-layer": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 50_000,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "eos_token_id": 0,
+    },
 }
 
 

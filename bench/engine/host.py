@@ -3,7 +3,6 @@ time. A step is launched while the one before is under way, as on a GPU; launche
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -14,22 +13,13 @@ import torch
 import bench.contract as contract
 from bench.contract import Report, Row
 from bench.engine.drive import greedy, prompt
+from bench.shapes import SHAPES, write_shape
 from engine import Engine, EngineConfig
+from engine.model_runner import Sampling
+from engine.sampler import draws_of
 
 CONTEXT = 1000
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 50_000,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "eos_token_id": 0,
-}
+MODEL = "one-small-layer"
 
 
 class _Moment:
@@ -50,9 +40,9 @@ class _Moment:
 
 def measure(report: Report, *, steps: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(SHAPE))
+        model = write_shape(MODEL, Path(directory))
         for batch in (1, 64, 256):
-            seconds = _steps(_engine(directory, batch), batch, steps)
+            seconds = _steps(_engine(model, batch), batch, steps)
             report.add(
                 Row(
                     f"engine.cpu.host.b{batch}", 1e3 * contract.percentile(seconds, 0.5), "ms",
@@ -61,10 +51,10 @@ def measure(report: Report, *, steps: int) -> None:
             )  # fmt: skip
 
 
-def _engine(directory: str, batch: int) -> Any:
+def _engine(model: Path, batch: int) -> Any:
     engine: Any = Engine(
         EngineConfig(
-            directory, load_format="dummy", dtype="float32", device="cpu", overlap=True, block_size=128,
+            str(model), load_format="dummy", dtype="float32", device="cpu", overlap=True, block_size=128,
             num_blocks=16 * batch + 4, max_num_seqs=batch, max_num_batched_tokens=8192,
         )
     )  # fmt: skip
@@ -72,11 +62,8 @@ def _engine(directory: str, batch: int) -> Any:
 
     def run(step: Any, layer_done: Any) -> Any:
         rows = len(step.sampled)
-        draws_of(step.sampled, SHAPE["vocab_size"])
+        draws_of(step.sampled, SHAPES[MODEL]["vocab_size"])
         return Sampling(tokens[:rows].clone() if rows else None)
-
-    from engine.model_runner import Sampling
-    from engine.sampler import draws_of
 
     runner.run, runner.table_width = run, 16
     engine._moment = _Moment
