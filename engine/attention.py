@@ -30,9 +30,7 @@ class AttentionMetadata:
     contexts: Tensor  # [requests] int32: positions of each request, those of this step included
     num_decodes: int
     prefills: Sequence[tuple[int, int]]  # (start, stop) positions of each chunk, on the host
-    tiles: Tensor | None = (
-        None  # [tiles, 4] int32, as `kernels.tiles` has it: what a graph reads for `prefills`
-    )
+    tiles: Tensor | None = None  # [tiles, 4] int32, of `kernels.tiles`: in a graph, instead of `prefills`
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,6 @@ class StepBatch:
     sampled: list[LiveRequest]  # whose tokens are all computed after this step
     sampled_rows: np.ndarray  # [sampled] int64: the row of each one's last token
 
-    @property
-    def only_decodes(self) -> bool:
-        """One token of each request, and each gets its next."""
-        return not self.prefills and len(self.sampled) == self.num_decodes
-
     def on(self, device: torch.device, block_size: int) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """Token ids, positions, and what attention needs."""
         arrays = [self.token_ids, self.positions, self.slots, self.block_tables, self.contexts]

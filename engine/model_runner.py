@@ -122,10 +122,10 @@ class ModelRunner:
             graphs.forward(size, batch, draws, layer_done)
             if not requests:
                 return Sampling(size=size)
-            logits, on_device = graphs.logits(len(requests)), graphs.draws(len(requests))
+            logits = graphs.logits(len(requests))
             if not any(adjusts(live) for live in requests):
                 return Sampling(to_host(graphs.choose(len(requests), variant)), size=size)
-            return self._sample(batch, logits, variant, on_device, size)
+            return self._sample(batch, logits, variant, graphs.draws(len(requests)), size)
         token_ids, positions, attention = batch.on(self._device, self._block_size)
         sampled, *fields = upload([batch.sampled_rows, *draws], self._device)
         hidden = self.forward(token_ids, positions, attention, layer_done)

@@ -86,23 +86,23 @@ def chunk_sizes(most: int) -> list[int]:
 
 
 class _Inputs:
-    """All that a step is told, in one piece of memory: by row, by tile, by request, by sampled row. The block
-    tables come last, so that only those in use are copied."""
+    """All that a step is told, in one piece of memory: by row, by tile, by request (sampled rows are no
+    more). The block tables come last, so that only those in use are copied."""
 
     def __init__(self, memory: Callable[[int], Tensor], rows: int, requests: int, widths: Widths) -> None:
-        by_row, by_sampled, tiles = (rows,), (requests,), (rows // widths.tile + CHUNKS, 4)
+        by_row, by_request, tiles = (rows,), (requests,), (rows // widths.tile + CHUNKS, 4)
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "token_ids": (by_row, torch.int64),
             "positions": (by_row, torch.int64),
             "slots": (by_row, torch.int64),
             "tiles": (tiles, torch.int32),
-            "contexts": ((requests,), torch.int32),
-            "sampled_rows": (by_sampled, torch.int64),
-            "temperature": (by_sampled, torch.float32),
-            "keys": (by_sampled, torch.int32),
-            "top_k": (by_sampled, torch.int32),
-            "top_p": (by_sampled, torch.float32),
-            "min_p": (by_sampled, torch.float32),
+            "contexts": (by_request, torch.int32),
+            "sampled_rows": (by_request, torch.int64),
+            "temperature": (by_request, torch.float32),
+            "keys": (by_request, torch.int32),
+            "top_k": (by_request, torch.int32),
+            "top_p": (by_request, torch.float32),
+            "min_p": (by_request, torch.float32),
             "tables": ((requests, widths.table), torch.int32),
         }
         sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in layout.values()]
@@ -155,16 +155,10 @@ class StepGraphs:
         rows = max(size.rows for size in self._sizes)
         self._hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
         self._logits = torch.empty((requests, widths.vocabulary), dtype=torch.float32, device=device)
-        self._static = _Inputs(
-            lambda size: torch.zeros(size, dtype=torch.uint8, device=device), rows, requests, widths
-        )
+        octets = partial(torch.zeros, dtype=torch.uint8)
+        self._static = _Inputs(partial(octets, device=device), rows, requests, widths)
         # One is read by a copy that may not have run yet while the other is written.
-        self._staging = [
-            _Inputs(
-                lambda size: torch.zeros(size, dtype=torch.uint8, pin_memory=True), rows, requests, widths
-            )
-            for _ in range(2)
-        ]
+        self._staging = [_Inputs(partial(octets, pin_memory=True), rows, requests, widths) for _ in range(2)]
         self._forward: dict[Size, list[torch.cuda.CUDAGraph]] = {}
         self._of_logits: dict[int, torch.cuda.CUDAGraph] = {}
         self._choose: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
