@@ -69,9 +69,9 @@ class Side:
             self.process = kv.spawn_transfer(
                 config, channel=theirs, arena=self.arena, service=service, secret=_SECRET
             )
-        theirs.close()
-        service.close()
-        ready = kv.decode_from_transfer(self.service.recv(MIB))
+            theirs.close()
+            service.close()
+            ready = kv.decode_from_transfer(self.service.recv(MIB))  # it has imported all that it needs
         assert isinstance(ready, kv.Ready)
         self.port = ready.port
         blocks = -(-settings.most_tokens // BLOCK)
