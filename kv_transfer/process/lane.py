@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -32,8 +33,10 @@ from kv_transfer.trace import TraceWriter
 
 _LOW_WATER = 1 << 20  # bytes of a frame that are worth a wakeup
 _BURST = 1 << 20  # bytes that one lane moves before the others of its loop have their turn
+_LONG_BURST = 16 << 20  # the same of a lane that has its loop for itself
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 _BATCH = 1 << 20  # bytes of small frames that go into one sendmsg
+_LONGEST_WAIT = struct.pack("ll", 0, 4000)  # of a call that waits for the kernel, a timeval
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +81,9 @@ class Lane:
     ) -> None:
         """`patient`: have the kernel wait for much of a frame before it says that there is something. That
         costs fewer wakeups where cores are few, and speed where a core waits for nothing else."""
-        sock.setblocking(False)
+        sock.setblocking(True)  # each call says whether it waits
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LONGEST_WAIT)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
@@ -88,11 +93,13 @@ class Lane:
         self.sock = sock
         self.owner = owner
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
+        self.may_wait = False  # for the kernel: no control message but PING comes or goes here
         self.opened = self.heard = time.monotonic()
         self.ticket: Any = None  # of the KV frame being received
         self.closing: tuple[str, str] | None = None
         self.closed = False
         self.loop = loop
+        self._called = False  # `serve` is to be called, for what was pushed
         self._trace = trace
         # Outgoing. `push` appends and adds to _queued, the loop removes and adds to _sent.
         self._control: deque[bytes] = deque()
@@ -130,22 +137,28 @@ class Lane:
         data = pack(header) + payload
         self._queued += len(data)
         self._control.append(data)
-        self.loop.wake(self.serve)
+        self._call()
 
     def push_frame(self, frame: OutgoingFrame) -> None:
         self._queued += HEADER_BYTES + len(frame.payload)
         self._frames.append(frame)
-        self.loop.wake(self.serve)
+        self._call()
 
     def close_soon(self, kind: str, why: str) -> None:
         """Have the loop close it, after one attempt to write the control messages that are queued."""
         self.closing = self.closing or (kind, why)
         self.loop.wake(self.serve)
 
+    def _call(self) -> None:
+        if not self._called:
+            self._called = True
+            self.loop.wake(self.serve)
+
     # ------------------------------------------------------------ the loop's thread
 
     def serve(self, events: int = 0) -> None:
         """Read if `events` say so, write what there is; close on the first error."""
+        self._called = False
         if self.closed:
             self._drop()  # pushed while its owner did not know yet
             return
@@ -183,8 +196,15 @@ class Lane:
             self.owner.frame_dropped(frame)
 
     def _read(self) -> None:
-        budget = _BURST
+        budget = _LONG_BURST if self._waits else _BURST
         while budget > 0 and self.closing is None:
+            if self.ticket is not None and self._waits:
+                if not self._receive():
+                    return
+                budget -= len(self._payload)
+                self._end()
+                self.loop.before()
+                continue
             head = self._head_view[self._head_got :]
             if self._rest == 0:
                 want = [head]
@@ -194,12 +214,10 @@ class Lane:
                 want = [self.loop.scratch[: self._rest]]
             room = sum(map(len, want))
             try:
-                got = self.sock.recvmsg_into(want)[0]
+                got = self.sock.recvmsg_into(want, 0, socket.MSG_DONTWAIT)[0]
             except BlockingIOError:
                 return
-            if got == 0:
-                raise FrameError("eof", "closed by the peer")
-            self.heard = time.monotonic()
+            self._hear(got)
             budget -= got
             full = got == room
             if self._rest:
@@ -218,6 +236,29 @@ class Lane:
                 if self._patient:
                     self._wait_for(min(self._rest, _LOW_WATER) if self.ticket is not None else 1)
                 return
+
+    @property
+    def _waits(self) -> bool:
+        """Whether it waits for the kernel, in one call for a whole payload: where threads compete for the
+        interpreter, each call less is a turn less. Only where nobody else needs this thread."""
+        return self.may_wait and self.loop.lanes == 1 and not self._patient
+
+    def _receive(self) -> bool:
+        """The rest of a payload, all at once; False: it comes too slowly to wait for."""
+        rest = self._payload[-self._rest :]
+        try:
+            got = self.sock.recv_into(rest, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            return False
+        self._hear(got)
+        self._hash.update(rest[:got])
+        self._rest -= got
+        return self._rest == 0
+
+    def _hear(self, got: int) -> None:
+        if got == 0:
+            raise FrameError("eof", "closed by the peer")
+        self.heard = time.monotonic()
 
     def relax(self) -> None:
         """Read what there is, however little: on a slow line even that is progress."""
@@ -263,9 +304,10 @@ class Lane:
 
     def _write(self) -> None:
         budget = _BURST
+        flags = 0 if self._waits and self.closing is None else socket.MSG_DONTWAIT
         while budget > 0 and self._fill():
             try:
-                sent = self.sock.sendmsg([view for view, _ in self._out])
+                sent = self.sock.sendmsg([view for view, _ in self._out], (), flags)
             except BlockingIOError:
                 break
             budget -= sent

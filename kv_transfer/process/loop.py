@@ -22,7 +22,7 @@ class Loop:
         """`before` each wait for events is called, and says within how many seconds again (None: no need)."""
         self.lanes = 0  # served here; guarded by who assigns lanes to loops
         self.scratch = memoryview(bytearray(_SCRATCH))  # for bytes that nobody wants
-        self._before = before
+        self.before = before
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
@@ -60,7 +60,7 @@ class Loop:
     def turn(self, timeout: float | None = None) -> None:
         """Wait for events (at most so many seconds), and serve each once."""
         self._thread = threading.get_ident()
-        again = self._before()
+        again = self.before()
         if again is not None:
             timeout = again if timeout is None else min(timeout, again)
         for fd, events in self._epoll.poll(0 if self._soon else timeout):
@@ -76,4 +76,4 @@ class Loop:
         while not self._stopping:
             self.turn()
         self.turn(0)
-        self._before()
+        self.before()

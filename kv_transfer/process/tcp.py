@@ -80,7 +80,7 @@ class TcpSession:
         self.lanes[number] = lane
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._connector.config.slot_bytes)
-        lane.owner, lane.max_payload = self, self.slot_bytes
+        lane.owner, lane.max_payload, lane.may_wait = self, self.slot_bytes, number != 0
         enough = 0 in self.lanes if self._connector.listening else len(self.lanes) == self.lane_count
         if enough and not self.up:
             self.up = True

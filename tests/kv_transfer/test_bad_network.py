@@ -26,7 +26,7 @@ ROUNDS = [pytest.param(1), pytest.param(40, marks=pytest.mark.long)]
 
 @pytest.fixture
 def network(make_pair: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, BadNetwork]]:
-    settings = {"deadlines": getattr(request, "param", SHORT), "blocks": 64}
+    settings = {"deadlines": SHORT, "blocks": 64} | getattr(request, "param", {})
     pair = make_pair(settings, settings)
     network = BadNetwork(pair.prefill.port)
     yield pair, network
@@ -53,6 +53,7 @@ def transfer(pair: Any, network: BadNetwork) -> str:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("network", [{"io_threads": 1}, {"io_threads": 4}], indirect=True, ids=["1", "4"])
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_every_request_ends_right(network: tuple[Any, BadNetwork], rounds: int) -> None:
     pair, bad = network
@@ -72,7 +73,7 @@ def test_every_request_ends_right(network: tuple[Any, BadNetwork], rounds: int) 
     assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
 
 
-@pytest.mark.parametrize("network", [LONGER], indirect=True, ids=["patient"])
+@pytest.mark.parametrize("network", [{"deadlines": LONGER}], indirect=True, ids=["patient"])
 def test_a_line_of_a_megabit_is_slow_and_nothing_else(network: tuple[Any, BadNetwork]) -> None:
     """Slower than every deadline in all, but never without progress."""
     pair, bad = network

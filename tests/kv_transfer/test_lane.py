@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import select
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import xxhash
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.tcp import TcpSession
-from kv_transfer.protocol.frame import FrameType, Header, pack
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header, pack
 from kv_transfer.trace import TraceWriter
 
 BURST = 32  # frames
@@ -134,6 +135,31 @@ def test_a_patient_lane_reads_what_there_is_when_told_to() -> None:
         if select.select([], [near], [], 0)[1] and at < len(payload):
             at += near.send(payload[at : at + 65536])
         loop.turn(0.01)
+    assert owner.whole == [(head, payload)]
+    lane.close("stopped", "")
+
+
+def test_a_lane_that_waits_for_the_kernel_is_back_soon() -> None:
+    """Alone in its loop, and in mid-frame: what is pushed meanwhile leaves all the same."""
+    near, far = connected()
+    loop, owner = Loop(lambda: None), Owner()
+    loop.lanes = 1
+    lane = Lane(far, loop, owner, TraceWriter(None, ""), patient=False)
+    lane.max_payload, lane.may_wait = 4 << 20, True
+    payload = random.Random(2).randbytes(3 << 20)
+    head = Header(FrameType.KV, length=len(payload), payload_hash=xxhash.xxh3_64_intdigest(payload))
+    lane.serve()
+    near.sendall(pack(head) + payload[:1000])
+    while lane.ticket is None:
+        loop.turn(1.0)
+    lane.push(FrameType.PING, NO_TRANSFER, b"here")
+    loop.turn(1.0)
+    assert near.recv(68, socket.MSG_WAITALL)[64:] == b"here"
+    sender = threading.Thread(target=near.sendall, args=(payload[1000:],))
+    sender.start()
+    while not owner.whole:
+        loop.turn(1.0)
+    sender.join()
     assert owner.whole == [(head, payload)]
     lane.close("stopped", "")
 

@@ -70,9 +70,13 @@ def test_nothing_missing_is_a_commit_of_no_frames(make_pair: Any) -> None:
     pair.assert_whole()
 
 
-def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> None:
+@pytest.mark.parametrize("io_threads", [1, 4])
+def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any, io_threads: int) -> None:
     """Far more data in flight than slots, from both ends of the size range: no mix blocks another."""
-    pair = make_pair({"slots": 6, "blocks": 600}, {"slots": 5, "blocks": 300, "block_size": 32})
+    threads = {"io_threads": io_threads}
+    pair = make_pair(
+        {"slots": 6, "blocks": 600, **threads}, {"slots": 5, "blocks": 300, "block_size": 32, **threads}
+    )
     random.seed(1)
     sizes = [4000, 1, 3000, *(random.randrange(1, 60) for _ in range(12)), 1500]
     early, late = sizes[:8], sizes[8:]
@@ -243,10 +247,12 @@ def test_asking_for_positions_that_are_not_there(make_pair: Any) -> None:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("io_threads", [1, 4])
 @pytest.mark.parametrize("count", [80, pytest.param(1_000, marks=pytest.mark.long)])
-def test_cancel_at_random_moments(make_pair: Any, count: int) -> None:
+def test_cancel_at_random_moments(make_pair: Any, count: int, io_threads: int) -> None:
     """Many fetches are cancelled, at either side, and their blocks re-used at once: no late byte lands."""
-    pair = make_pair({"slots": 8, "blocks": 128}, {"slots": 8, "blocks": 48})
+    settings = {"slots": 8, "io_threads": io_threads}
+    pair = make_pair({"blocks": 128, **settings}, {"blocks": 48, **settings})
     rng = random.Random(3)
     running: dict[bytes, tuple[bytes, int, list[int]]] = {}
     cancel_at: dict[bytes, float] = {}
