@@ -196,28 +196,27 @@ class Lane:
             self.owner.frame_dropped(frame)
 
     def _read(self) -> None:
-        budget = _LONG_BURST if self._waits else _BURST
+        waits = self._waits
+        budget = _LONG_BURST if waits else _BURST
         while budget > 0 and self.closing is None:
-            if self.ticket is not None and self._waits:
-                if not self._receive():
-                    return
-                budget -= len(self._payload)
-                self._end()
-                self.loop.before()
-                continue
+            flags = socket.MSG_DONTWAIT
             head = self._head_view[self._head_got :]
             if self._rest == 0:
                 want = [head]
+            elif self.ticket is not None and waits:
+                want, flags = [self._payload[-self._rest :]], socket.MSG_WAITALL
             elif self._payload:
                 want = [self._payload[-self._rest :], head]  # and, in the same call, the next header
             else:
                 want = [self.loop.scratch[: self._rest]]
             room = sum(map(len, want))
             try:
-                got = self.sock.recvmsg_into(want, 0, socket.MSG_DONTWAIT)[0]
+                got = self.sock.recvmsg_into(want, 0, flags)[0]
             except BlockingIOError:
                 return
-            self._hear(got)
+            if got == 0:
+                raise FrameError("eof", "closed by the peer")
+            self.heard = time.monotonic()
             budget -= got
             full = got == room
             if self._rest:
@@ -229,6 +228,8 @@ class Lane:
                 got -= payload
                 if self._rest == 0:
                     self._end()
+                    if waits:
+                        self.loop.before()  # its turn may be some frames away
             self._head_got += got
             if self._head_got == HEADER_BYTES:
                 self._begin()
@@ -242,23 +243,6 @@ class Lane:
         """Whether it waits for the kernel, in one call for a whole payload: where threads compete for the
         interpreter, each call less is a turn less. Only where nobody else needs this thread."""
         return self.may_wait and self.loop.lanes == 1 and not self._patient
-
-    def _receive(self) -> bool:
-        """The rest of a payload, all at once; False: it comes too slowly to wait for."""
-        rest = self._payload[-self._rest :]
-        try:
-            got = self.sock.recv_into(rest, 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            return False
-        self._hear(got)
-        self._hash.update(rest[:got])
-        self._rest -= got
-        return self._rest == 0
-
-    def _hear(self, got: int) -> None:
-        if got == 0:
-            raise FrameError("eof", "closed by the peer")
-        self.heard = time.monotonic()
 
     def relax(self) -> None:
         """Read what there is, however little: on a slow line even that is progress."""
