@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

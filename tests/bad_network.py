@@ -17,7 +17,7 @@ from typing import Any
 from tests.kv_transfer.second_wire import COMMIT, KV, pack, unpack
 from tests.kv_transfer.second_wire import frame as whole_frame
 
-HEADER = 64
+HEADER, TRAILER = 64, 8
 FAULTS = (
     "delay",
     "throttle",
@@ -91,9 +91,10 @@ class BadNetwork:
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 head = await source.readexactly(HEADER)
-                frame = bytearray(head + await source.readexactly(int.from_bytes(head[44:48], "little")))
+                length = int.from_bytes(head[44:48], "little")
+                frame = bytearray(head + await source.readexactly(length + TRAILER))
                 if head[5] == COMMIT and self.first_token is not None:
-                    message = unpack(frame[HEADER:])
+                    message = unpack(frame[HEADER:-TRAILER])
                     message[0][0], self.first_token = self.first_token, None
                     frame = bytearray(whole_frame(COMMIT, pack(message), head[8:24]))
                 hit = head[5] == KV and self.hits > 0 and self.rng.random() < self.chance

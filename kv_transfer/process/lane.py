@@ -2,7 +2,7 @@
 
 A lane belongs to one `Loop`. Its thread alone reads, writes and closes the socket; any thread may `push`.
 Payloads go straight between socket and arena slot: `sendmsg` from it, `recvmsg_into` it, and the checksum is
-computed here, piece by piece as they come, while the bytes are in this core's cache.
+computed here, piece by piece as they come and go, while the bytes are in this core's cache.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ import xxhash
 from kv_transfer.process.loop import Loop
 from kv_transfer.protocol.frame import (
     HEADER_BYTES,
+    TRAILER_BYTES,
     FrameError,
     FrameType,
     Header,
     pack,
     parse,
-    payload_hash,
+    trailer,
 )
 from kv_transfer.protocol.hello import MAX_HELLO_BYTES
 from kv_transfer.protocol.messages import MAX_CONTROL_BYTES
 from kv_transfer.trace import TraceWriter
 
-_LOW_WATER = 1 << 20  # bytes of a frame that are worth a wakeup
+_PIECE = 1 << 20  # bytes: few enough for a core's cache, and enough for a wakeup
 _BURST = 1 << 20  # bytes that one lane moves before the others of its loop have their turn
-_LONG_BURST = 16 << 20  # the same of a lane that has its loop for itself
+_LONG_BURST = 4 << 20  # the same of a lane that has its loop for itself
+_EDGE_BYTES = TRAILER_BYTES + HEADER_BYTES  # between two payloads
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
-_BATCH = 1 << 20  # bytes of small frames that go into one sendmsg
 _LONGEST_WAIT = struct.pack("ll", 0, 4000)  # of a call that waits for the kernel, a timeval
 
 
@@ -43,7 +44,7 @@ _LONGEST_WAIT = struct.pack("ll", 0, 4000)  # of a call that waits for the kerne
 class OutgoingFrame:
     """A KV frame on its way. Its slot is in use until the owner is told `frame_sent` or `frame_dropped`."""
 
-    header: Header  # without the payload's hash
+    header: Header
     payload: memoryview
     slot: int
     started: float = 0.0
@@ -104,17 +105,19 @@ class Lane:
         # Outgoing. `push` appends and adds to _queued, the loop removes and adds to _sent.
         self._control: deque[bytes] = deque()
         self._frames: deque[OutgoingFrame] = deque()
-        self._out: deque[tuple[memoryview, OutgoingFrame | None]] = deque()  # being written
+        self._frame: OutgoingFrame | None = None  # of which not all is in _out yet, and
+        self._at = 0  # so much is
+        self._out: deque[tuple[memoryview, OutgoingFrame | None]] = deque()  # being written; whose end it is
+        self._out_checksum = xxhash.xxh3_64()
         self._queued = 0
         self._sent = 0
         # Incoming.
-        self._head = bytearray(HEADER_BYTES)
-        self._head_view = memoryview(self._head)
-        self._head_got = 0
-        self._header: Header | None = None
+        self._edge = memoryview(bytearray(_EDGE_BYTES))  # the trailer of one frame, the header of the next
+        self._edge_got = TRAILER_BYTES
+        self._header: Header | None = None  # of the frame being received
         self._payload = memoryview(b"")  # all of it; empty while it goes to scratch
         self._rest = 0  # bytes of the payload still to come
-        self._hash = xxhash.xxh3_64()  # of what came, while there is a ticket
+        self._checksum = xxhash.xxh3_64()  # of what came
         self._began = 0.0
         self._patient = patient
         self._low_water = 1
@@ -127,20 +130,14 @@ class Lane:
 
     def push(self, kind: FrameType, transfer_id: bytes, payload: bytes, sender_rank: int = 0) -> None:
         """Queue a control message; it overtakes KV frames that have not begun."""
-        header = Header(
-            kind,
-            transfer_id,
-            length=len(payload),
-            payload_hash=payload_hash(payload),
-            sender_rank=sender_rank,
-        )
-        data = pack(header) + payload
+        header = Header(kind, transfer_id, length=len(payload), sender_rank=sender_rank)
+        data = pack(header) + payload + trailer(xxhash.xxh3_64(payload))
         self._queued += len(data)
         self._control.append(data)
         self._call()
 
     def push_frame(self, frame: OutgoingFrame) -> None:
-        self._queued += HEADER_BYTES + len(frame.payload)
+        self._queued += _EDGE_BYTES + len(frame.payload)
         self._frames.append(frame)
         self._call()
 
@@ -190,6 +187,9 @@ class Lane:
     def _drop(self) -> None:
         unsent = [frame for _, frame in self._out if frame is not None]
         self._out.clear()
+        if self._frame is not None:
+            unsent.append(self._frame)
+            self._frame = None
         while self._frames:
             unsent.append(self._frames.popleft())
         for frame in unsent:
@@ -200,15 +200,18 @@ class Lane:
         budget = _LONG_BURST if waits else _BURST
         while budget > 0 and self.closing is None:
             flags = socket.MSG_DONTWAIT
-            head = self._head_view[self._head_got :]
+            edge = self._edge[self._edge_got :]
             if self._rest == 0:
-                want = [head]
-            elif self.ticket is not None and waits:
-                want, flags = [self._payload[-self._rest :]], socket.MSG_WAITALL
-            elif self._payload:
-                want = [self._payload[-self._rest :], head]  # and, in the same call, the next header
-            else:
+                want = [edge]
+            elif not self._payload:
                 want = [self.loop.scratch[: self._rest]]
+            elif not waits:
+                want = [self._payload[-self._rest :], edge]
+            else:
+                at, flags = len(self._payload) - self._rest, socket.MSG_WAITALL
+                want = [self._payload[at : at + _PIECE]]
+                if self._rest <= _PIECE:
+                    want.append(self._edge[:TRAILER_BYTES])
             room = sum(map(len, want))
             try:
                 got = self.sock.recvmsg_into(want, 0, flags)[0]
@@ -218,25 +221,25 @@ class Lane:
                 raise FrameError("eof", "closed by the peer")
             self.heard = time.monotonic()
             budget -= got
-            full = got == room
-            if self._rest:
-                payload = min(got, self._rest)
-                if self.ticket is not None:
-                    at = len(self._payload) - self._rest
-                    self._hash.update(self._payload[at : at + payload])
-                self._rest -= payload
-                got -= payload
-                if self._rest == 0:
-                    self._end()
-                    if waits:
-                        self.loop.before()  # its turn may be some frames away
-            self._head_got += got
-            if self._head_got == HEADER_BYTES:
-                self._begin()
-            if not full:  # the socket is empty: a second recv would only say so
+            self._take(got)
+            if got < room:  # the socket is empty: a second recv would only say so
                 if self._patient:
-                    self._wait_for(min(self._rest, _LOW_WATER) if self.ticket is not None else 1)
+                    self._wait_for(min(max(self._rest, 1), _PIECE) if self.ticket is not None else 1)
                 return
+
+    def _take(self, got: int) -> None:
+        """So many bytes came: of a payload, of its trailer, of the next header."""
+        payload = min(got, self._rest)
+        if payload:
+            if self._payload:
+                at = len(self._payload) - self._rest
+                self._checksum.update(self._payload[at : at + payload])
+            self._rest -= payload
+        self._edge_got += got - payload
+        if self._header is not None and self._edge_got >= TRAILER_BYTES:
+            self._end(self._header)
+        if self._edge_got == _EDGE_BYTES:
+            self._begin()
 
     @property
     def _waits(self) -> bool:
@@ -254,44 +257,43 @@ class Lane:
             self._low_water = size
 
     def _begin(self) -> None:
-        header = self._header = parse(self._head)
-        self._head_got = 0
+        header = parse(self._edge[TRAILER_BYTES:])
         kv = header.type is FrameType.KV
         if self.max_payload == 0:  # not authenticated yet
             if header.type is not FrameType.HELLO or header.length > MAX_HELLO_BYTES:
                 raise FrameError("hello", f"{header.type.name} of {header.length} bytes before the handshake")
         elif header.length > (self.max_payload if kv else MAX_CONTROL_BYTES):
             raise FrameError("length", f"{header.type.name} of {header.length} bytes")
-        self._rest = header.length
+        self._header, self._rest, self._edge_got = header, header.length, 0
+        self._checksum = xxhash.xxh3_64()
         if not kv:
             self._payload = memoryview(bytearray(header.length))
         else:
             self._began = time.monotonic()
             place = self.owner.kv_begins(self, header)
             self._payload, self.ticket = place if place is not None else (memoryview(b""), None)
-            self._hash = xxhash.xxh3_64()
-        if self._rest == 0:
-            self._end()
 
-    def _end(self) -> None:
-        header, payload = self._header, self._payload
-        assert header is not None
+    def _end(self, header: Header) -> None:
+        payload, ticket = self._payload, self.ticket
+        self._header, self._payload, self.ticket = None, memoryview(b""), None
+        whole = self._edge[:TRAILER_BYTES] == trailer(self._checksum)
         if header.type is not FrameType.KV:
-            if payload_hash(payload) != header.payload_hash:
+            if not whole:
                 raise FrameError("control", f"{header.type.name}: payload checksum does not match")
             self.owner.control(self, header, payload)
-        elif self.ticket is not None:
-            ticket, self.ticket, self._payload = self.ticket, None, memoryview(b"")
-            self.owner.kv_ends(self, header, ticket, self._hash.intdigest() == header.payload_hash)
+        elif ticket is not None:
+            self.owner.kv_ends(self, header, ticket, whole)
             if self._trace.enabled:
                 self._trace.span("recv", self._began, time.monotonic(), layer=header.layer, seq=header.seq)
 
     def _write(self) -> None:
-        budget = _BURST
-        flags = 0 if self._waits and self.closing is None else socket.MSG_DONTWAIT
+        waits = self._waits and self.closing is None
+        budget = _LONG_BURST if waits else _BURST
         while budget > 0 and self._fill():
             try:
-                sent = self.sock.sendmsg([view for view, _ in self._out], (), flags)
+                sent = self.sock.sendmsg(
+                    [view for view, _ in self._out], (), 0 if waits else socket.MSG_DONTWAIT
+                )
             except BlockingIOError:
                 break
             budget -= sent
@@ -308,22 +310,35 @@ class Lane:
                     if self._trace.enabled:
                         h, now = frame.header, time.monotonic()
                         self._trace.span("send", frame.started, now, layer=h.layer, seq=h.seq)
-        waiting = self._out or self._control or self._frames
+        waiting = self._out or self._frame is not None or self._control or self._frames
         self.loop.watch(self.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if waiting else 0), self.serve)
 
     def _fill(self) -> bool:
-        """Move what is queued into `_out`, control first; False: there is nothing to write."""
-        room = _BATCH - sum(len(view) for view, _ in self._out)
-        while self._control:
-            self._out.append((memoryview(self._control.popleft()), None))
-        while room > 0 and self._frames and self.closing is None:
-            frame = self._frames.popleft()
-            if not self.owner.frame_begins(frame):
-                self._sent += HEADER_BYTES + len(frame.payload)
-                continue
-            frame.started = time.monotonic()
-            header = pack(frame.header._replace(payload_hash=payload_hash(frame.payload)))
-            self._out.append((memoryview(header), None))
-            self._out.append((frame.payload, frame))
-            room -= len(frame.payload)
+        """Move what is queued into `_out`, control first, one piece; False: there is nothing to write."""
+        room = _PIECE - sum(len(view) for view, _ in self._out)
+        while room > 0:
+            if (frame := self._frame) is not None:
+                piece = frame.payload[self._at : self._at + room]
+                self._out_checksum.update(piece)
+                self._out.append((piece, None))
+                self._at += len(piece)
+                room -= len(piece)
+                if self._at == len(frame.payload):
+                    self._out.append((memoryview(trailer(self._out_checksum)), frame))
+                    self._frame = None
+            elif self._control:
+                self._out.append((memoryview(self._control.popleft()), None))
+            elif self._frames and self.closing is None:
+                self._next(self._frames.popleft())
+            else:
+                break
         return bool(self._out)
+
+    def _next(self, frame: OutgoingFrame) -> None:
+        """Put its header into `_out`, unless nobody wants it any more."""
+        if self.owner.frame_begins(frame):
+            frame.started = time.monotonic()
+            self._out.append((memoryview(pack(frame.header)), None))
+            self._frame, self._at, self._out_checksum = frame, 0, xxhash.xxh3_64()
+        else:
+            self._sent += _EDGE_BYTES + len(frame.payload)

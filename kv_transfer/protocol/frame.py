@@ -1,7 +1,8 @@
-"""The 64-byte frame header: packing, parsing, and both checksums. docs/protocol.md has the table.
+"""A frame's 64-byte header and its trailer: packing and parsing. docs/protocol.md has the tables.
 
 The header's own checksum is verified before any field is believed: a damaged length would make all that
-follows on the lane unreadable, so a bad header ends the lane. The payload's is verified by who reads it.
+follows on the lane unreadable, so a bad header ends the lane. The payload's checksum comes behind it, so that
+it is computed while the payload leaves, and is verified by who reads it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from kv_transfer.layout import WIRE_VERSION
 
 MAGIC = b"BtKV"
 HEADER_BYTES = 64
+TRAILER_BYTES = 8
 NO_TRANSFER = bytes(16)
 KIND_KV = 0
 
-_BODY = struct.Struct("<4sBBH16sHHHHIIIIQBBH")  # the 60 bytes that the last field covers
+_BODY = struct.Struct("<4sBBH16sHHHHIIIIBB10s")  # the 60 bytes that the last field covers
 _CHECK = struct.Struct("<I")
+_ZEROS = bytes(10)
 assert _BODY.size + _CHECK.size == HEADER_BYTES
-
-payload_hash = xxhash.xxh3_64_intdigest  # releases the GIL on large buffers
+_TRAILER = struct.Struct("<Q")
+assert _TRAILER.size == TRAILER_BYTES
 
 
 class FrameType(enum.IntEnum):
@@ -60,7 +63,6 @@ class Header(NamedTuple):
     token_count: int = 0
     seq: int = 0
     length: int = 0
-    payload_hash: int = 0
     sender_rank: int = 0
     receiver_rank: int = 0
 
@@ -68,7 +70,7 @@ class Header(NamedTuple):
 def pack(h: Header) -> bytes:
     body = _BODY.pack(
         MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, h.layer, h.kind, h.head_start, h.head_count,
-        h.token_start, h.token_count, h.seq, h.length, h.payload_hash, h.sender_rank, h.receiver_rank, 0,
+        h.token_start, h.token_count, h.seq, h.length, h.sender_rank, h.receiver_rank, _ZEROS,
     )  # fmt: skip
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body) & 0xFFFF_FFFF)
 
@@ -78,11 +80,16 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header:
     view = memoryview(buffer)
     if xxhash.xxh3_64_intdigest(view[: _BODY.size]) & 0xFFFF_FFFF != _CHECK.unpack_from(view, _BODY.size)[0]:
         raise FrameError("header", "header checksum does not match")
-    magic, version, kind, flags, *fields, zero = _BODY.unpack_from(view)
+    magic, version, kind, flags, *fields, zeros = _BODY.unpack_from(view)
     if magic != MAGIC:
         raise FrameError("magic", f"magic is {magic!r}, not {MAGIC!r}")
     if version != WIRE_VERSION:
         raise FrameError("version", f"wire version {version}, here {WIRE_VERSION}")
-    if kind not in _TYPES or flags or zero:
-        raise FrameError("type", f"unknown frame type {kind}, flags {flags:#x} or reserved bits {zero:#x}")
+    if kind not in _TYPES or flags or zeros != _ZEROS:
+        raise FrameError("type", f"unknown frame type {kind}, flags {flags:#x} or reserved {zeros.hex()}")
     return Header(_TYPES[kind], *fields)
+
+
+def trailer(checksum: xxhash.xxh3_64) -> bytes:
+    """What follows a payload that `checksum` has seen, from its first byte to its last."""
+    return _TRAILER.pack(checksum.intdigest())

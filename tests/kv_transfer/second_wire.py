@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 SECRET = b"a cluster secret for tests"
-LAYOUT = "kv1 layers=3 kv_heads=2 head_dim=16 dtype=float32"
+LAYOUT = "kv2 layers=3 kv_heads=2 head_dim=16 dtype=float32"
 HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING = range(1, 10)
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 
@@ -43,7 +43,7 @@ class Lane:
             (check,) = struct.unpack("<I", raw[60:])
             assert check == xxhash.xxh3_64_intdigest(raw[:60]) & 0xFFFFFFFF
             magic, version, kind, flags = struct.unpack("<4sBBH", raw[:8])
-            assert (magic, version, flags) == (b"BtKV", 1, 0)
+            assert (magic, version, flags) == (b"BtKV", 2, 0)
             names = (
                 "layer",
                 "kind",
@@ -56,7 +56,10 @@ class Lane:
             )
             head = dict(zip(names, struct.unpack("<4H4I", raw[24:48]), strict=True))
             payload = self._exactly(head["length"]) or b""
-            assert struct.unpack("<Q", raw[48:56])[0] == xxhash.xxh3_64_intdigest(payload)
+            assert raw[50:60] == bytes(10)
+            if (checksum := self._exactly(8)) is None:
+                return 0, b"", {}, b""
+            assert struct.unpack("<Q", checksum)[0] == xxhash.xxh3_64_intdigest(payload)
             if kind == CREDIT:
                 self.granted, recall = unpack(payload)
                 if recall and self.answers:
@@ -87,15 +90,13 @@ class Lane:
 
 
 def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -> bytes:
-    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 1), frame_type, h.get("flags", 0))
+    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 2), frame_type, h.get("flags", 0))
     head += transfer
     head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
     head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))
-    head += struct.pack(
-        "<IQ", h.get("length", len(body)), h.get("payload_hash", xxhash.xxh3_64_intdigest(body))
-    )
-    head += bytes(4)
-    return head + struct.pack("<I", h.get("check", xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF)) + body
+    head += struct.pack("<I", h.get("length", len(body))) + bytes(12)
+    head += struct.pack("<I", h.get("check", xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF))
+    return head + body + struct.pack("<Q", h.get("checksum", xxhash.xxh3_64_intdigest(body)))
 
 
 def mac(secret: bytes, label: bytes, opened: bytes, nonce: bytes, identity: bytes) -> bytes:

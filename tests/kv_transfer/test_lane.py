@@ -15,7 +15,7 @@ import xxhash
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.tcp import TcpSession
-from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header, pack
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header, pack, trailer
 from kv_transfer.trace import TraceWriter
 
 BURST = 32  # frames
@@ -61,6 +61,10 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return near, listener.accept()[0]
 
 
+def framed(head: Header, payload: bytes) -> bytes:
+    return pack(head) + payload + trailer(xxhash.xxh3_64(payload))
+
+
 def flipped(rng: random.Random, data: bytes, start: int, stop: int) -> bytes:
     damaged = bytearray(data)
     for at in rng.sample(range(start, stop), rng.randrange(1, 4)):
@@ -86,10 +90,9 @@ def test_a_mutated_frame_is_never_whole(count: int, patient: bool) -> None:
         for seq in range(BURST):
             payload = rng.randbytes(rng.randrange(4, 600))
             head = Header(
-                FrameType.KV, rng.randbytes(16), layer=rng.randrange(9), seq=seq, length=len(payload),
-                payload_hash=xxhash.xxh3_64_intdigest(payload),
-            )  # fmt: skip
-            frame = pack(head) + payload
+                FrameType.KV, rng.randbytes(16), layer=rng.randrange(9), seq=seq, length=len(payload)
+            )
+            frame = framed(head, payload)
             if seq == right:
                 expected.append((head, payload))
             elif seq < BURST - 1:
@@ -118,22 +121,23 @@ def test_a_patient_lane_reads_what_there_is_when_told_to() -> None:
     lane = Lane(far, loop, owner, TraceWriter(None, ""), patient=True)
     lane.max_payload = 4 << 20
     payload = random.Random(1).randbytes(2 << 20)
-    head = Header(FrameType.KV, length=len(payload), payload_hash=xxhash.xxh3_64_intdigest(payload))
+    head = Header(FrameType.KV, length=len(payload))
+    data = framed(head, payload)
     lane.serve()
-    near.sendall(pack(head) + payload[:1000])
+    near.sendall(data[:1064])
     while lane.ticket is None:
         loop.turn(1.0)
     heard = lane.heard
-    near.sendall(payload[1000:2000])
+    near.sendall(data[1064:2064])
     assert not select.select([far], [], [], 0.2)[0], "it waits for more than that"
     loop.wake(lane.relax)
     while lane.heard == heard:
         loop.turn(1.0)
     near.setblocking(False)
-    at = 2000
+    at = 2064
     while not owner.whole:
-        if select.select([], [near], [], 0)[1] and at < len(payload):
-            at += near.send(payload[at : at + 65536])
+        if select.select([], [near], [], 0)[1] and at < len(data):
+            at += near.send(data[at : at + 65536])
         loop.turn(0.01)
     assert owner.whole == [(head, payload)]
     lane.close("stopped", "")
@@ -147,15 +151,16 @@ def test_a_lane_that_waits_for_the_kernel_is_back_soon() -> None:
     lane = Lane(far, loop, owner, TraceWriter(None, ""), patient=False)
     lane.max_payload, lane.may_wait = 4 << 20, True
     payload = random.Random(2).randbytes(3 << 20)
-    head = Header(FrameType.KV, length=len(payload), payload_hash=xxhash.xxh3_64_intdigest(payload))
+    head = Header(FrameType.KV, length=len(payload))
+    data = framed(head, payload)
     lane.serve()
-    near.sendall(pack(head) + payload[:1000])
+    near.sendall(data[:1064])
     while lane.ticket is None:
         loop.turn(1.0)
     lane.push(FrameType.PING, NO_TRANSFER, b"here")
     loop.turn(1.0)
-    assert near.recv(68, socket.MSG_WAITALL)[64:] == b"here"
-    sender = threading.Thread(target=near.sendall, args=(payload[1000:],))
+    assert near.recv(76, socket.MSG_WAITALL)[64:68] == b"here"
+    sender = threading.Thread(target=near.sendall, args=(data[1064:],))
     sender.start()
     while not owner.whole:
         loop.turn(1.0)
@@ -191,7 +196,7 @@ def test_a_frame_goes_to_the_lane_with_the_fewest_unsent_bytes() -> None:
     }
     for size in (5000, 1000, 3000, 1000, 1000, 1):  # to lane 0, 1, 2, 1, 1, then 2 has least
         session.send_frame(OutgoingFrame(Header(FrameType.KV, length=size), memoryview(bytes(size)), 0))
-    assert [lane.unsent for lane in session.lanes.values()] == [64 + 5000, 3 * (64 + 1000), 2 * 64 + 3001]
+    assert [lane.unsent for lane in session.lanes.values()] == [72 + 5000, 3 * (72 + 1000), 2 * 72 + 3001]
     for pair in sockets:
         for sock in pair:
             sock.close()

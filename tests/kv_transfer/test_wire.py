@@ -152,7 +152,7 @@ def refused(worker: Any, until: Any, reason: str, count: int = 1) -> None:
     [
         (b"GET / HTTP/1.1\r\nHost: prefill\r\nUser-Agent: someone who is lost\r\n\r\n", None),
         (frame(HELLO, b"x", magic=b"HTTP"), "magic"),
-        (frame(HELLO, b"x", version=2), "version"),
+        (frame(HELLO, b"x", version=1), "version"),
         (frame(99, b"x"), "type"),
         (frame(HELLO, b"", length=1 << 31), "hello"),
         (frame(FETCH, b"x"), "hello"),
@@ -244,7 +244,7 @@ def test_sessions_of_two_lanes(make_prefill: Any, until: Any) -> None:
 
 def test_damaged_control_messages(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
-    damages: dict[str, Any] = {"header": {"check": 1}, "control": {"payload_hash": 1}}
+    damages: dict[str, Any] = {"header": {"check": 1}, "control": {"checksum": 1}}
     for kind, damage in damages.items():
         lane = connect(prefill.port)
         until(lambda: prefill.stats().sessions == 1, "the session")
@@ -259,7 +259,7 @@ def test_damaged_control_messages(make_prefill: Any, until: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "counter"),
     [
-        ({"payload_hash": 1}, "payload"),
+        ({"checksum": 1}, "payload"),
         ({"layer": 3}, "frame_fields"),
         ({"token_count": 9}, "frame_length"),
         ({"token_start": 1}, "frame_range"),
@@ -297,7 +297,7 @@ def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: 
     decode, _, lane, transfer, _ = fetching()
     for attempt in range(3):
         (head, body), *_ = slices(10)
-        lane.send(KV, body, transfer, **head, payload_hash=1)
+        lane.send(KV, body, transfer, **head, checksum=1)
         lane.expect(ABORT)
         until(lambda: select.select([decode.receiver], [], [], 0)[0], "the engine to be told")
         decode.poll()
@@ -416,7 +416,7 @@ def test_mutated_frames(fetching: Any, until: Any) -> None:
     for _ in range(40):
         while lane.sent < lane.granted:
             head, body = rng.choice(slices(10))
-            field = rng.choice([*head, "kind", "head_start", "length", "payload_hash", "flags", "version"])
+            field = rng.choice([*head, "kind", "head_start", "length", "checksum", "flags", "version"])
             value = rng.choice([0, 1, 2, 3, 10, 255, 65535, rng.getrandbits(16)])
             bad = head | {field: value if field != "version" else value % 256}
             try:
