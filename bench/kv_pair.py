@@ -41,7 +41,7 @@ class Settings:
     lanes: int
     slots: int
     slot_bytes: int
-    io_threads: int | None  # None: as in a worker
+    lane_processes: int | None  # None: as in a worker
     most_bytes: int  # of a transfer
     device: str = "meta"  # where the pools are; "meta": there are none, slots travel as they are
     checksums: bool = True
@@ -64,8 +64,8 @@ class Side:
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
             slot_bytes=settings.slot_bytes, lanes=settings.lanes,
         )  # fmt: skip
-        if settings.io_threads is not None:
-            config = msgspec.structs.replace(config, io_threads=settings.io_threads)
+        if settings.lane_processes is not None:
+            config = msgspec.structs.replace(config, lane_processes=settings.lane_processes)
         with _checksums(settings.checksums):
             self.process = kv.spawn_transfer(
                 config, channel=theirs, arena=self.arena, service=service, secret=_SECRET

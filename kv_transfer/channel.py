@@ -1,4 +1,4 @@
-"""The channel between an engine process and its transfer process: typed messages over a SEQPACKET socketpair.
+"""The channel between two processes of a worker: typed messages over a SEQPACKET socketpair.
 
 Each message names what it hands over. A slot named in `SliceOut` or `Arrived` belongs to the reader from then
 on, until it names it in `SlotsFree` (or the transfer process its `SlotFree`).
@@ -22,18 +22,18 @@ _HOLD = 0.001  # seconds that a message may wait for others
 _FEW = 4  # messages that wait for no more
 
 
-class _Local(msgspec.Struct, array_like=True, tag=True):
-    pass
+class Local(msgspec.Struct, array_like=True, tag=True):
+    """Base of all messages between processes of one worker."""
 
 
 # ---------------------------------------------------------------- prefill engine → transfer
 
 
-class Offer(_Local):
+class Offer(Local):
     prefill_id: bytes
 
 
-class SliceOut(_Local):
+class SliceOut(Local):
     """Send this slot as one frame of that transfer."""
 
     transfer_id: bytes
@@ -47,7 +47,7 @@ class SliceOut(_Local):
     length: int
 
 
-class CommitOut(_Local):
+class CommitOut(Local):
     """The transfer's COMMIT; frames of it may still follow."""
 
     transfer_id: bytes
@@ -56,24 +56,24 @@ class CommitOut(_Local):
     size: int  # bytes
 
 
-class Finished(_Local):
+class Finished(Local):
     """The prefill is computed; the hold deadline runs."""
 
     prefill_id: bytes
 
 
-class RefuseFetch(_Local):
+class RefuseFetch(Local):
     """The transfer asks for what the prefill does not have."""
 
     transfer_id: bytes
 
 
-class CloseOut(_Local):
+class CloseOut(Local):
     prefill_id: bytes
     reason: Reason
 
 
-class Recalled(_Local):
+class Recalled(Local):
     """Answers Granted(recall): so many frames of the session were handed over, no more will be."""
 
     session: int
@@ -84,7 +84,7 @@ class Recalled(_Local):
 # ---------------------------------------------------------------- transfer → prefill engine
 
 
-class StartOut(_Local):
+class StartOut(Local):
     """Serve this FETCH."""
 
     prefill_id: bytes
@@ -97,38 +97,38 @@ class StartOut(_Local):
     head_count: int
 
 
-class StopOut(_Local):
+class StopOut(Local):
     """The transfer is over; the prefill is still held."""
 
     prefill_id: bytes
     transfer_id: bytes
 
 
-class Granted(_Local):
+class Granted(Local):
     session: int
     total: int
     recall: bool
 
 
-class SlotFree(_Local):
+class SlotFree(Local):
     """`unsent`: its frame never left, so its credit is unused."""
 
     slot: int
     unsent: bool
 
 
-class SessionGone(_Local):
+class SessionGone(Local):
     session: int
 
 
-class FetchWaits(_Local):
+class FetchWaits(Local):
     """A FETCH for a prefill that was not offered yet waits here, or (gone) left again."""
 
     prefill_id: bytes
     gone: bool
 
 
-class ReleasedOut(_Local):
+class ReleasedOut(Local):
     prefill_id: bytes
     reason: str
 
@@ -136,7 +136,7 @@ class ReleasedOut(_Local):
 # ---------------------------------------------------------------- decode engine → transfer
 
 
-class FetchIn(_Local):
+class FetchIn(Local):
     transfer_id: bytes
     prefill_id: bytes
     address: str
@@ -146,15 +146,15 @@ class FetchIn(_Local):
     head_count: int
 
 
-class CancelIn(_Local):
+class CancelIn(Local):
     transfer_id: bytes
 
 
-class SlotsFree(_Local):
+class SlotsFree(Local):
     slots: list[int]
 
 
-class InjectedIn(_Local):
+class InjectedIn(Local):
     """The last scatter is over: ACK."""
 
     transfer_id: bytes
@@ -163,7 +163,7 @@ class InjectedIn(_Local):
 # ---------------------------------------------------------------- transfer → decode engine
 
 
-class Arrived(_Local):
+class Arrived(Local):
     """A verified slice lies in this slot."""
 
     transfer_id: bytes
@@ -177,7 +177,7 @@ class Arrived(_Local):
     length: int
 
 
-class Complete(_Local):
+class Complete(Local):
     """Everything of the transfer has been named in Arrived. Times are time.monotonic()."""
 
     transfer_id: bytes
@@ -189,7 +189,7 @@ class Complete(_Local):
     commit_at: float
 
 
-class FailedIn(_Local):
+class FailedIn(Local):
     transfer_id: bytes
     reason: str
     retry: bool  # a new FETCH of the same prefill may succeed
@@ -227,12 +227,12 @@ class Channel:
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def post(self, message: _Local) -> None:
+    def post(self, message: Local) -> None:
         """To be flushed soon: one packet for what one event has to say."""
         self.pending.append(_encode(message))
         self.due = 0.0
 
-    def hold(self, message: _Local) -> None:
+    def hold(self, message: Local) -> None:
         """To be flushed with a few others, or at `due`: the reader's wakeup costs more than the message."""
         if not self.pending:
             self.due = time.monotonic() + _HOLD
@@ -240,7 +240,7 @@ class Channel:
         if len(self.pending) >= _FEW:
             self.due = 0.0
 
-    def send(self, *messages: _Local) -> None:
+    def send(self, *messages: Local) -> None:
         self.pending.extend(map(_encode, messages))
         if not self.full:
             self.flush()

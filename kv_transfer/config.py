@@ -28,9 +28,10 @@ class Deadlines(msgspec.Struct, frozen=True):
     tombstone: float = 60.0
 
 
-def _io_threads() -> int:
-    """On few cores threads are only in each other's way."""
-    return min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+def _lane_processes() -> int:
+    """On few cores processes are only in each other's way."""
+    cores = len(os.sched_getaffinity(0))
+    return min(8, cores // 2) if cores >= 8 else 0
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +52,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: int = 256  # prefill: authenticated peers
     max_handshakes: int = 64  # prefill: connections that have not yet proved the secret
     max_waiting: int = 4096  # prefill: FETCHes for prefill ids not yet seen
-    io_threads: int = msgspec.field(default_factory=_io_threads)
+    lane_processes: int = msgspec.field(default_factory=_lane_processes)  # 0: the transfer process does it
     deadlines: Deadlines = Deadlines()
     trace_path: str | None = None
     logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own
@@ -70,7 +71,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"num_slots is {self.num_slots}: an arena needs at least 4 slots")
         if not 1 <= self.lanes <= 64:
             raise ValueError(f"lanes is {self.lanes}: must be between 1 and 64")
-        if self.io_threads < 1:
-            raise ValueError(f"io_threads is {self.io_threads}: must be at least 1")
+        if not 0 <= self.lane_processes <= 64:
+            raise ValueError(f"lane_processes is {self.lane_processes}: must be between 0 and 64")
         if not 0 <= self.incarnation < 1 << 64:
             raise ValueError(f"incarnation is {self.incarnation}: must fit in 64 bits")

@@ -1,7 +1,6 @@
 """The seam between the lifecycle of transfers and what carries them.
 
-`prefill_side` and `decode_side` know only these interfaces; `tcp` implements the carrier's half. All methods
-are called with the transfer process's one lock held, on both sides of the seam.
+`prefill_side` and `decode_side` know only these interfaces; `tcp` implements the carrier's half.
 """
 
 from __future__ import annotations
@@ -41,13 +40,17 @@ class Handler(Protocol):
     def session_up(self, session: Session) -> None: ...
 
     def session_down(self, session: Session, reason: str, detail: str) -> None:
-        """It ended, or (decode) never came up. Nothing but returned tickets and dropped frames follows."""
+        """It ended, or (decode) never came up. Frames may begin until `session_over`, for nobody."""
+        ...
+
+    def session_over(self, session: Session) -> None:
+        """After `session_down`: its lanes are closed, all tickets returned, all frames dropped."""
         ...
 
     def control(self, session: Session, header: Header, message: Control) -> None: ...
 
-    def kv_begins(self, session: Session, header: Header) -> tuple[memoryview, Any] | None:
-        """Where to put the payload, and a ticket for it; None: nowhere, read it away."""
+    def kv_begins(self, session: Session, header: Header, slot: int) -> Any:
+        """A payload is being received into this slot, one of `Slots.take`; returns a ticket for it."""
         ...
 
     def kv_ends(self, session: Session, header: Header, ticket: Any, whole: bool | None) -> None:
@@ -74,7 +77,7 @@ class Connector(Protocol):
 
 
 class ProtocolError(Exception):
-    """Raised by a Handler in `control` or `kv_begins`: the peer broke the protocol, its session ends.
+    """Raised by a Handler in `control`: the peer broke the protocol, its session ends.
 
     `kind` names the counter.
     """

@@ -1,18 +1,16 @@
 """The receiving side in its transfer process: between the engine's fetches, the credits and the sessions.
 
-Every method runs with the process's one lock held. Slots: `_free_slots` are here; a slot being received
-belongs to its lane (as ticket); from `Arrived` to `SlotsFree` it belongs to the engine.
+A slot that is free is in `Slots`; one being received into belongs to its lane (as ticket); from `Arrived` to
+`SlotsFree` it belongs to the engine.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_transfer.arena import Arena
 from kv_transfer.channel import (
     Arrived,
     CancelIn,
@@ -27,6 +25,7 @@ from kv_transfer.channel import (
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Connector, ProtocolError, Session
 from kv_transfer.process.lane import OutgoingFrame
+from kv_transfer.process.slots import Slots
 from kv_transfer.process.stats import Counters
 from kv_transfer.protocol.credits import CreditExceeded, CreditPool
 from kv_transfer.protocol.frame import Header
@@ -68,7 +67,7 @@ class _Ticket:
     """A slot while a lane receives into it."""
 
     slot: int
-    transfer: _Transfer
+    transfer: _Transfer | None  # None: nobody wants it
 
 
 @dataclass(slots=True, eq=False)
@@ -90,17 +89,15 @@ class _Peer:
 class DecodeSide:
     """Implements connector.Handler."""
 
-    def __init__(self, config: TransferConfig, arena: Arena, channel: Channel, counters: Counters) -> None:
+    def __init__(self, config: TransferConfig, slots: Slots, channel: Channel, counters: Counters) -> None:
         self.transfers: dict[bytes, _Transfer] = {}  # until ACK or failure
         self.draining = False
         self.connector: Connector | None = None  # set by who makes both
         self.credits = CreditPool(config.num_slots)
         self._config = config
-        self._arena = arena
+        self._slots = slots
         self._channel = channel
         self._counters = counters
-        # A heap, lowest first: few slots are used again and again, and neighbours are copied together.
-        self._free_slots = list(range(config.num_slots))
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._by_session: dict[int, _Peer] = {}
         self._tombstones: Tombstones[str] = Tombstones(config.deadlines.tombstone)
@@ -121,7 +118,7 @@ class DecodeSide:
     def slots_free(self) -> int:
         """Free, or granted as credit and not used yet."""
         free = self.credits.free + self.credits.promised
-        assert free == len(self._free_slots), "credits and slots disagree"
+        assert free == self._slots.free, "credits and slots disagree"
         return free
 
     # ------------------------------------------------------------ from the engine
@@ -214,7 +211,7 @@ class DecodeSide:
         peer.session = None
         if peer.up:
             peer.up = False
-            self.credits.close(session.number)
+            self.credits.end(session.number)
             for transfer in list(peer.transfers.values()):
                 if transfer.incoming.live:
                     self._fail(transfer, "lost", retry=True)
@@ -226,6 +223,11 @@ class DecodeSide:
                     self._fail(transfer, reason, retry=False)
             self._back_off(peer, now)
         self.settle()
+
+    def session_over(self, session: Session) -> None:
+        if session.number in self.credits.accounts:  # it was up
+            self.credits.close(session.number)
+            self.settle()
 
     def control(self, session: Session, header: Header, message: Control) -> None:
         if isinstance(message, CreditReturned):
@@ -257,32 +259,45 @@ class DecodeSide:
             if complete:
                 self._complete(transfer)
 
-    def kv_begins(self, session: Session, header: Header) -> tuple[memoryview, Any] | None:
+    def kv_begins(self, session: Session, header: Header, slot: int) -> Any:
+        self._slots.taken()
+        transfer: _Transfer | None = None
         try:
             self.credits.arrive(session.number)
         except CreditExceeded as e:
-            raise ProtocolError("credit", str(e)) from None
-        transfer = self._by_session[session.number].transfers.get(header.transfer_id)
+            if session.number in self._by_session:
+                self._counters.refuse("credit", str(e))
+                session.end("lost", str(e))
+        else:
+            transfer = self._wanted(session, header)
+        if transfer is not None and transfer.first_frame_at == 0:
+            transfer.first_frame_at = time.monotonic()
+        return _Ticket(slot, transfer)
+
+    def _wanted(self, session: Session, header: Header) -> _Transfer | None:
+        """The live transfer that this frame is a right part of."""
+        peer = self._by_session.get(session.number)
+        if peer is None:
+            return None  # of a session that has ended
+        transfer = peer.transfers.get(header.transfer_id)
         if transfer is None or not transfer.incoming.live:
             self._stale(header)
-            self.credits.release()
             return None
         try:
             transfer.incoming.begin(header)
         except Fault as e:
-            self.credits.release()
             self._integrity(transfer, e.kind, str(e))
             return None
-        if transfer.first_frame_at == 0:
-            transfer.first_frame_at = time.monotonic()
-        slot = heapq.heappop(self._free_slots)
-        return self._arena.slot(slot)[: header.length], _Ticket(slot, transfer)
+        return transfer
 
     def kv_ends(self, session: Session, header: Header, ticket: _Ticket, whole: bool | None) -> None:
-        transfer, incoming = ticket.transfer, ticket.transfer.incoming
-        if not whole or not incoming.live:
+        transfer = ticket.transfer
+        if transfer is None:
             self._free(ticket.slot)
-            if whole is False and incoming.live:
+            return
+        if not whole or not transfer.incoming.live:
+            self._free(ticket.slot)
+            if whole is False and transfer.incoming.live:
                 self._counters.checksum("payload", f"layer {header.layer}, frame {header.seq}")
                 self._integrity(transfer, "payload", "payload checksum does not match")
             self.settle()
@@ -291,7 +306,7 @@ class DecodeSide:
         self._counters.kv_frames += 1
         self._counters.kv_bytes += header.length
         try:
-            complete = incoming.verified(header)
+            complete = transfer.incoming.verified(header)
         except Fault as e:
             self._free(ticket.slot)
             self._integrity(transfer, e.kind, str(e))
@@ -324,7 +339,10 @@ class DecodeSide:
                 # One more per lane: slices need not be as large as they could be.
                 open_ = any(t.incoming.live for t in peer.transfers.values())
                 self.credits.want(number, missing + peer.session.lane_count if open_ else 0)
-        for number, credit in self.credits.settle():
+        grants = self.credits.settle()
+        if grants:
+            self._slots.lay_out(self.credits.promised)
+        for number, credit in grants:
             session = self._by_session[number].session
             assert session is not None
             session.send(credit)
@@ -387,7 +405,7 @@ class DecodeSide:
         self._forget(transfer, reason, time.monotonic())
 
     def _forget(self, transfer: _Transfer, reason: str, now: float) -> None:
-        """From here on frames of this transfer go to scratch."""
+        """From here on frames of this transfer are for nobody."""
         transfer.incoming.end()
         del self.transfers[transfer.id]
         del transfer.peer.transfers[transfer.id]
@@ -402,7 +420,7 @@ class DecodeSide:
             self._counters.late_frames += 1
 
     def _free(self, slot: int) -> None:
-        heapq.heappush(self._free_slots, slot)
+        self._slots.give_back(slot)
         self.credits.release()
 
     def _back_off(self, peer: _Peer, now: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Protocol
 
 from kv_transfer.process.lane import Lane, OutgoingFrame
@@ -30,10 +29,8 @@ class Joinable(Protocol):
 
 
 class Doorkeeper(Protocol):
-    """What the connector is to a handshake. Its `lock` is held for each call."""
+    """What the connector is to a handshake."""
 
-    @property
-    def lock(self) -> threading.RLock: ...
     @property
     def counters(self) -> Counters: ...
     @property
@@ -51,15 +48,14 @@ class Handshake:
         self._party = party
 
     def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
-        with self._connector.lock:
-            if lane.closing is not None:
-                return
-            try:
-                self._step(lane, decode_hello(payload), payload)
-            except Refused as e:
-                self._refuse(lane, e)
-            except MessageError as e:
-                self._refuse(lane, Refused("hello", str(e)))
+        if lane.closing is not None:
+            return
+        try:
+            self._step(lane, decode_hello(payload), payload)
+        except Refused as e:
+            self._refuse(lane, e)
+        except MessageError as e:
+            self._refuse(lane, Refused("hello", str(e)))
 
     def _step(self, lane: Lane, message: Hello, payload: memoryview) -> None:
         party = self._party
@@ -94,26 +90,25 @@ class Handshake:
             self.session.end(why.reason, why.detail)
 
     def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
-        with self._connector.lock:
-            self._connector.lane_closed(lane)
-            if kind not in ("eof", "socket") and lane.closing is None:
-                self._connector.counters.refuse(kind, f"in handshake: {why}")
-            if self.session is not None:
-                self.session.end("unreachable", why)
+        self._connector.lane_closed(lane)
+        if kind not in ("eof", "socket") and lane.closing is None:
+            self._connector.counters.refuse(kind, f"in handshake: {why}")
+        if self.session is not None:
+            self.session.end("unreachable", why)
 
-    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any] | None:
+    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
         raise AssertionError("a lane takes no KV before its handshake")
 
     def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
         raise AssertionError("a lane takes no KV before its handshake")
 
-    def frame_begins(self, frame: OutgoingFrame) -> bool:
+    def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
         raise AssertionError("a lane sends no KV before its handshake")
 
-    def frame_sent(self, frame: OutgoingFrame) -> None:
+    def frame_sent(self, lane: Lane, frame: OutgoingFrame) -> None:
         raise AssertionError("a lane sends no KV before its handshake")
 
-    def frame_dropped(self, frame: OutgoingFrame) -> None:
+    def frame_dropped(self, lane: Lane, frame: OutgoingFrame) -> None:
         raise AssertionError("a lane sends no KV before its handshake")
 
 

@@ -1,45 +1,33 @@
-"""An event loop over descriptors, and the threads that run one: what serves all lanes of a process.
+"""An event loop over descriptors: a process of lanes is one thread, which this is for.
 
-With one loop the whole process is one thread: nothing is handed over between threads, nor waits for another's
-turn at the interpreter. More loops pay where there are cores for them.
+Nothing is handed over between threads, nor waits for another's turn at the interpreter.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import threading
 from collections import deque
 from collections.abc import Callable
 
-_SCRATCH = 256 << 10
-
 
 class Loop:
-    """`wake` and `stop` are for any thread, the rest for the one that runs it."""
-
     def __init__(self, before: Callable[[], float | None]) -> None:
         """`before` each wait for events is called, and says within how many seconds again (None: no need)."""
-        self.lanes = 0  # served here; guarded by who assigns lanes to loops
-        self.scratch = memoryview(bytearray(_SCRATCH))  # for bytes that nobody wants
-        self.before = before
+        self._before = before
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._soon: deque[Callable[[], object]] = deque()
         self._calls: dict[int, Callable[[int], object]] = {}
         self._events: dict[int, int] = {}  # fd → the events it is registered for
-        self._thread = 0  # that runs it
-        self._stopping = False
 
-    def wake(self, call: Callable[[], object] = lambda: None) -> None:
-        """Have `call` called soon, in this loop."""
+    def wake(self, call: Callable[[], object]) -> None:
+        """Have `call` called soon."""
         self._soon.append(call)
-        if threading.get_ident() != self._thread:
-            os.eventfd_write(self._wake_fd, 1)
 
-    def stop(self) -> None:
-        self._stopping = True
+    def interrupt(self) -> None:
+        """End the wait that is under way, or else the next. For signal handlers."""
         os.eventfd_write(self._wake_fd, 1)
 
     def watch(self, fd: int, events: int, call: Callable[[int], object]) -> None:
@@ -59,8 +47,7 @@ class Loop:
 
     def turn(self, timeout: float | None = None) -> None:
         """Wait for events (at most so many seconds), and serve each once."""
-        self._thread = threading.get_ident()
-        again = self.before()
+        again = self._before()
         if again is not None:
             timeout = again if timeout is None else min(timeout, again)
         for fd, events in self._epoll.poll(0 if self._soon else timeout):
@@ -70,10 +57,3 @@ class Loop:
                 self._calls[fd](events)
         while self._soon:
             self._soon.popleft()()
-
-    def run(self) -> None:
-        """Until `stop`, and what was asked for before it."""
-        while not self._stopping:
-            self.turn()
-        self.turn(0)
-        self.before()

@@ -1,7 +1,4 @@
-"""The sending side in its transfer process: between the engine's pump, the held prefills and the sessions.
-
-Every method runs with the process's one lock held.
-"""
+"""The sending side in its transfer process: between the engine's pump, the held prefills and the sessions."""
 
 from __future__ import annotations
 
@@ -141,8 +138,11 @@ class PrefillSide:
                 else:
                     self._apply(self.table.abort(header.transfer_id, message.reason, now))
 
-    def kv_begins(self, session: Session, header: Header) -> tuple[memoryview, Any] | None:
-        raise ProtocolError("direction", "KV frame sent to a prefill worker")
+    def session_over(self, session: Session) -> None:
+        pass  # what its lanes held came back one by one
+
+    def kv_begins(self, session: Session, header: Header, slot: int) -> Any:
+        raise AssertionError("a prefill worker takes no KV frame")
 
     def kv_ends(self, session: Session, header: Header, ticket: Any, whole: bool | None) -> None:
         raise AssertionError("a prefill worker takes no KV frame")
@@ -156,6 +156,7 @@ class PrefillSide:
     def frame_sent(self, session: Session, frame: OutgoingFrame) -> None:
         self._counters.kv_frames += 1
         self._counters.kv_bytes += len(frame.payload)
+        self.table.sent(frame.header.transfer_id, time.monotonic())
         self._give_back(frame, unsent=False)
 
     def frame_dropped(self, session: Session, frame: OutgoingFrame) -> None:

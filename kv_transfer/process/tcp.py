@@ -1,8 +1,4 @@
-"""The TCP connector: sessions of N lanes, their handshakes, liveness and end.
-
-Lock discipline: `lock` is the transfer process's one lock. It guards all state here and in the lifecycle;
-loops take it for the few microseconds of one callback and never hold it while they read, write or hash.
-"""
+"""The TCP connector: sessions of N lanes, their handshakes, liveness and end."""
 
 from __future__ import annotations
 
@@ -11,18 +7,20 @@ import itertools
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kv_transfer.arena import Arena
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Handler, ProtocolError
 from kv_transfer.process.handshake import Handshake, say
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
+from kv_transfer.process.movers import FarLane, MoverHandle
+from kv_transfer.process.slots import Slots
 from kv_transfer.process.stats import Counters
-from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
 from kv_transfer.protocol.hello import Initiator, Listener, Refused
 from kv_transfer.protocol.messages import (
     Control,
@@ -40,110 +38,115 @@ log = logging.getLogger("baton.kv")
 
 
 class TcpSession:
-    """Implements connector.Session, and LaneOwner for its authenticated lanes."""
+    """Implements connector.Session, and owns its authenticated lanes, here and in movers."""
 
     def __init__(self, connector: TcpConnector, session_id: bytes, lane_count: int) -> None:
         connector.sessions_made += 1
         self.number = connector.sessions_made
         self.id = session_id
         self.lane_count = lane_count
-        self.lanes: dict[int, Lane] = {}  # by lane number
+        self.lanes: dict[int, Lane | FarLane] = {}  # by lane number
         self.peer: Identity | None = None
         self.slot_bytes = 0
         self.up = False
         self.ended = False
         self.opened = time.monotonic()
+        self._open = 0  # lanes
         self._connector = connector
-        self._lock = connector.lock
         self._handler = connector.handler
 
     @property
     def kv_heard(self) -> float:
-        return max((lane.heard for lane in self.lanes.values() if lane.ticket is not None), default=0.0)
+        return max((lane.heard for lane in self.lanes.values() if lane.receiving), default=0.0)
 
     def send(self, message: Control, transfer_id: bytes = NO_TRANSFER) -> None:
         if not self.ended:
             self.lanes[0].push(frame_type(message), transfer_id, encode(message))
 
     def send_frame(self, frame: OutgoingFrame) -> None:
-        min(self.lanes.values(), key=lambda lane: lane.unsent).push_frame(frame)
+        """Down the lane with the fewest unsent bytes, if possible one of a mover."""
+        lanes = [lane for lane in self.lanes.values() if isinstance(lane, FarLane)] or self.lanes.values()
+        min(lanes, key=lambda lane: lane.unsent).push_frame(frame)
 
     def end(self, reason: str, detail: str) -> None:
-        if not self.ended:
-            self.ended = True
-            self._connector.session_ended(self, reason, detail)
-            for lane in self.lanes.values():
-                lane.close_soon(reason, detail)
+        if self.ended:
+            return
+        self.ended = True
+        self._connector.session_ended(self, reason, detail)
+        for lane in self.lanes.values():
+            lane.close_soon(reason, detail)
+        self._over()
+
+    def _over(self) -> None:
+        if self.ended and self._open == 0:
+            self._handler.session_over(self)
 
     def add(self, number: int, lane: Lane, peer: Identity) -> None:
         """`lane` is authenticated. The session is up with lane 0, or on decode with all of its lanes."""
-        self.lanes[number] = lane
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._connector.config.slot_bytes)
-        lane.owner, lane.max_payload, lane.may_wait = self, self.slot_bytes, number != 0
+        lane.owner, lane.max_payload = self, self.slot_bytes
+        self.lanes[number] = lane if number == 0 else self._connector.place(lane, self)
+        self._open += 1
         enough = 0 in self.lanes if self._connector.listening else len(self.lanes) == self.lane_count
         if enough and not self.up:
             self.up = True
             self._connector.session_is_up(self)
 
-    # ------------------------------------------------------------ LaneOwner, in the loops' threads
+    # ------------------------------------------------------------ LaneOwner and FarOwner
 
-    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any] | None:
-        with self._lock:
-            if self.ended:
-                return None
-            try:
-                return self._handler.kv_begins(self, header)
-            except ProtocolError as e:
-                self._broken(e.kind, str(e))
-                return None
+    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
+        slots = self._connector.slots
+        if slots is None:
+            raise FrameError("direction", "KV frame sent to a prefill worker")
+        slot = slots.take()
+        if slot is None:
+            raise FrameError("credit", "a frame that nobody has a slot for")
+        place = self._connector.arena.slot(slot)[: header.length]
+        return place, self._handler.kv_begins(self, header, slot)
 
-    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
-        with self._lock:
-            self._handler.kv_ends(self, header, ticket, whole)
+    def far_begins(self, lane: FarLane, header: Header, slot: int) -> Any:
+        return self._handler.kv_begins(self, header, slot)
 
-    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
-        with self._lock:
-            if self.ended:
-                return
-            try:
-                message = decode(self._connector.config.role, header.type, payload)
-                if isinstance(message, Ping):
-                    self._ping(message)
-                elif not self.up or lane is not self.lanes.get(0):
-                    raise ProtocolError("order", f"{header.type.name} not on lane 0")
-                else:
-                    self._handler.control(self, header, message)
-            except ProtocolError as e:
-                self._broken(e.kind, str(e))
-            except MessageError as e:
-                self._broken("message", str(e))
+    def kv_ends(self, lane: Lane | FarLane, header: Header, ticket: Any, whole: bool | None) -> None:
+        self._handler.kv_ends(self, header, ticket, whole)
 
-    def frame_begins(self, frame: OutgoingFrame) -> bool:
-        with self._lock:
-            if self.ended:
-                self._handler.frame_dropped(self, frame)
-                return False
-            return self._handler.frame_begins(self, frame)
+    def control(self, lane: Lane | FarLane, header: Header, payload: memoryview) -> None:
+        if self.ended:
+            return
+        try:
+            message = decode(self._connector.config.role, header.type, payload)
+            if isinstance(message, Ping):
+                self._ping(message)
+            elif not self.up or lane is not self.lanes.get(0):
+                raise ProtocolError("order", f"{header.type.name} not on lane 0")
+            else:
+                self._handler.control(self, header, message)
+        except ProtocolError as e:
+            self._broken(e.kind, str(e))
+        except MessageError as e:
+            self._broken("message", str(e))
 
-    def frame_sent(self, frame: OutgoingFrame) -> None:
-        with self._lock:
-            self._handler.frame_sent(self, frame)
+    def frame_begins(self, lane: Lane | FarLane, frame: OutgoingFrame) -> bool:
+        return self._handler.frame_begins(self, frame)
 
-    def frame_dropped(self, frame: OutgoingFrame) -> None:
-        with self._lock:
-            self._handler.frame_dropped(self, frame)
+    def frame_sent(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
+        self._handler.frame_sent(self, frame)
 
-    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
-        with self._lock:
-            self._connector.lane_closed(lane)
-            if self.ended:
-                return
-            if kind in ("header", "control"):
-                self._connector.counters.checksum(kind, f"{self.name}: {why}")
-            elif kind not in ("eof", "socket"):
-                self._connector.counters.refuse(kind, f"{self.name}: {why}")
-            self.end("lost", why)
+    def frame_dropped(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
+        self._handler.frame_dropped(self, frame)
+
+    def lane_closed(self, lane: Lane | FarLane, kind: str, why: str) -> None:
+        self._connector.lane_count -= 1
+        self._open -= 1
+        if self.ended:
+            self._over()
+            return
+        if kind in ("header", "control"):
+            self._connector.counters.checksum(kind, f"{self.name}: {why}")
+        elif kind not in ("eof", "socket"):
+            self._connector.counters.refuse(kind, f"{self.name}: {why}")
+        self.end("lost", why)
 
     @property
     def name(self) -> str:
@@ -166,14 +169,16 @@ class TcpSession:
 
 
 class TcpConnector:
-    """All sessions of one transfer process. Every method is called with `lock` held."""
+    """All sessions of one transfer process."""
 
     def __init__(
-        self, config: TransferConfig, secret: bytes, lock: threading.RLock, handler: Handler,
-        counters: Counters, trace: TraceWriter, tick_age: Callable[[float], float], loops: Sequence[Loop],
+        self, config: TransferConfig, secret: bytes, handler: Handler, counters: Counters, trace: TraceWriter,
+        tick_age: Callable[[float], float], loop: Loop, movers: Sequence[MoverHandle], arena: Arena,
+        slots: Slots | None,
     ) -> None:  # fmt: skip
         self.config = config
-        self.lock = lock
+        self.arena = arena
+        self.slots = slots  # None: no KV comes here
         self.handler = handler
         self.counters = counters
         self.sessions: dict[bytes, TcpSession] = {}  # by session id, from the first word to the end
@@ -189,7 +194,8 @@ class TcpConnector:
             config.role, config.name, config.incarnation, config.model_fingerprint,
             config.layout.fingerprint, config.slot_bytes,
         )  # fmt: skip
-        self._loops = loops
+        self._loop = loop
+        self._movers = movers
 
     # ------------------------------------------------------------ opening
 
@@ -256,10 +262,16 @@ class TcpConnector:
         if session.up or not self.listening:
             self.handler.session_down(session, reason, detail)
 
+    def place(self, lane: Lane, session: TcpSession) -> Lane | FarLane:
+        """Where an authenticated lane goes on: in the mover with the fewest, or where it is."""
+        if not self._movers:
+            return lane
+        return min(self._movers, key=lambda x: len(x.lanes)).adopt(lane, session)
+
     def lane_closed(self, lane: Lane) -> None:
+        """One that had not joined a session."""
         self.handshakes.pop(lane, None)
         self.lane_count -= 1
-        lane.loop.lanes -= 1
 
     # ------------------------------------------------------------ time
 
@@ -286,8 +298,8 @@ class TcpConnector:
                 for lane in session.lanes.values():
                     if ping is not None:
                         lane.push(FrameType.PING, NO_TRANSFER, ping)
-                    if lane.ticket is not None:
-                        lane.loop.wake(lane.relax)
+                    if isinstance(lane, Lane) and lane.receiving:
+                        lane.relax()
 
     def stop(self) -> None:
         """End all sessions: their lanes say what is queued, and close."""
@@ -295,12 +307,10 @@ class TcpConnector:
             session.end("stopped", "the transfer process ends")
 
     def _adopt(self, sock: socket.socket, owner: Handshake) -> Lane:
-        loop = min(self._loops, key=lambda x: x.lanes)
-        loop.lanes += 1
         self.lane_count += 1
-        lane = Lane(sock, loop, owner, self._trace, patient=len(self._loops) == 1)
+        lane = Lane(sock, self._loop, owner, self._trace)
         self.handshakes[lane] = time.monotonic() + self.config.deadlines.handshake
-        loop.wake(lane.serve)
+        self._loop.wake(lane.serve)
         return lane
 
 

@@ -24,6 +24,7 @@ class Account:
     want: int = 0  # credits that its open transfers could use now
     recalled: int | None = None  # `granted` when the recall that is not answered yet went out
     last_grant: int = 0
+    over: bool = False  # its session has ended, and frames of it may still be in its lanes
 
     @property
     def outstanding(self) -> int:
@@ -34,7 +35,8 @@ class CreditPool:
     """Shares a receiver's arena slots among its sessions.
 
     `free` counts slots that are neither in use nor promised. At any time
-    ``free + promised (sum of outstanding) + in use == total``.
+    ``free + promised (sum of outstanding) + in use == total``. It is below 0 only after a frame beyond its
+    credit, while what was promised to others is more than there is.
     """
 
     def __init__(self, total: int) -> None:
@@ -50,22 +52,29 @@ class CreditPool:
     def open(self, session: int) -> None:
         self.accounts[session] = Account()
 
+    def end(self, session: int) -> None:
+        """The session has ended: no more is granted, but frames may have arrived that are not told of yet."""
+        account = self.accounts[session]
+        account.over, account.want = True, 0
+
     def close(self, session: int) -> None:
-        """The session is over and its unused credits are void."""
+        """All lanes of an ended session are closed: its unused credits are void."""
+        assert self.accounts[session].over
         self.free += self.accounts.pop(session).outstanding
 
     def want(self, session: int, frames: int) -> None:
         self.accounts[session].want = frames
 
     def arrive(self, session: int) -> None:
-        """A frame's header came: its promised slot is in use until `release`."""
-        account = self.accounts[session]
+        """A frame's header came: its slot is in use until `release`, also after CreditExceeded."""
+        account = self.accounts.get(session, Account())  # none: it was never up, nor granted anything
         if account.outstanding == 0:
+            self.free -= 1
             raise CreditExceeded(f"frame {account.arrived + 1} of {account.granted} granted")
         account.arrived += 1
 
     def release(self) -> None:
-        """A slot in use is free again, or its frame went to scratch and never used it."""
+        """A slot in use is free again."""
         self.free += 1
         assert self.free <= self.total, "a slot was released twice"
 
@@ -89,12 +98,13 @@ class CreditPool:
         comes first; if nothing is free for it, the largest holder is asked to return what it does not use.
         """
         out: list[tuple[int, Credit]] = []
-        hungry = [(key, a) for key, a in self.accounts.items() if a.want]
+        live = {key: account for key, account in self.accounts.items() if not account.over}
+        hungry = [(key, a) for key, a in live.items() if a.want]
         share = max(1, self.total // max(2, len(hungry)))
         # While half of it is still there: one larger grant later, instead of many small ones.
         takers = [(key, a) for key, a in hungry if a.outstanding * 2 <= min(a.want, share)]
         takers.sort(key=lambda item: (item[1].outstanding > 0, item[1].last_grant))
-        for i, (key, account) in enumerate(takers[: self.free]):
+        for i, (key, account) in enumerate(takers[: max(0, self.free)]):
             room = min(account.want, share) - account.outstanding
             give = min(room, max(1, self.free // (len(takers) - i)))
             self._grants += 1
@@ -102,12 +112,12 @@ class CreditPool:
             account.last_grant = self._grants
             self.free -= give
             out.append((key, Credit(account.granted)))
-        for key, account in self.accounts.items():
+        for key, account in live.items():
             if account.want == 0 and account.outstanding:
                 self._recall(key, account, out)
-        recalling = any(a.recalled is not None for a in self.accounts.values())
-        if self.free == 0 and not recalling and any(a.outstanding == 0 for _, a in hungry):
-            holders = [(key, a) for key, a in self.accounts.items() if a.outstanding]
+        recalling = any(a.recalled is not None for a in live.values())
+        if self.free <= 0 and not recalling and any(a.outstanding == 0 for _, a in hungry):
+            holders = [(key, a) for key, a in live.items() if a.outstanding]
             if holders:
                 key, account = max(holders, key=lambda item: (item[1].outstanding, -item[1].last_grant))
                 self._recall(key, account, out)

@@ -215,6 +215,12 @@ class HeldPrefills:
         held.moved = now
         return True
 
+    def sent(self, transfer_id: bytes, now: float) -> None:
+        """All of a frame has left, perhaps a while after it was counted: that is progress, too."""
+        held = self.open.get(transfer_id)
+        if held is not None:
+            held.moved = now
+
     def expire(self, now: float) -> list[tuple[str, Effect]]:
         """What the passing of time ends, with the name of the deadline."""
         limits = self._deadlines

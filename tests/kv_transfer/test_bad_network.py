@@ -53,7 +53,9 @@ def transfer(pair: Any, network: BadNetwork) -> str:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("network", [{"io_threads": 1}, {"io_threads": 4}], indirect=True, ids=["1", "4"])
+@pytest.mark.parametrize(
+    "network", [{"lane_processes": 0}, {"lane_processes": 3}], indirect=True, ids=["0", "3"]
+)
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_every_request_ends_right(network: tuple[Any, BadNetwork], rounds: int) -> None:
     pair, bad = network

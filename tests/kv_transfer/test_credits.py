@@ -93,6 +93,7 @@ class Credits(RuleBasedStateMachine):
         self.to_pool: dict[int, list[tuple[int, int]]] = {}
         self.in_use = 0
         self.made = 0
+        self.ended: list[int] = []  # whose lanes are not closed yet
 
     @precondition(lambda self: len(self.senders) < 3)
     @rule()
@@ -106,8 +107,15 @@ class Credits(RuleBasedStateMachine):
     @rule(data=st.data())
     def session_down(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(sorted(self.senders)))
-        self.pool.close(session)
+        self.pool.end(session)
         del self.senders[session]
+        self.ended.append(session)
+
+    @precondition(lambda self: self.ended)
+    @rule()
+    def lanes_closed(self) -> None:
+        """What was on its way is lost."""
+        self.pool.close(self.ended.pop(0))
 
     @precondition(lambda self: self.senders)
     @rule(data=st.data(), frames=st.integers(0, 9))
@@ -144,7 +152,7 @@ class Credits(RuleBasedStateMachine):
 
     @rule(session=consumes(frames), scratch=st.booleans())
     def frame_comes(self, session: int, scratch: bool) -> None:
-        if session in self.senders:
+        if session in self.senders or session in self.ended:
             self.pool.arrive(session)
             self.in_use += 1
             if scratch:
@@ -165,6 +173,8 @@ class Credits(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever state this is: who wants credit gets some, once the others' mail is read."""
+        while self.ended:
+            self.lanes_closed()
         for session in self.senders:
             self.pool.want(session, 1)
         for _ in range(40):

@@ -12,6 +12,7 @@ from kv_transfer import channel as ch
 from kv_transfer.process import decode_side
 from kv_transfer.process.connector import Session
 from kv_transfer.process.decode_side import DecodeSide
+from kv_transfer.process.slots import Slots
 from kv_transfer.process.stats import Counters
 
 
@@ -35,7 +36,7 @@ def test_it_connects_again_less_and_less_often_until_the_deadline(monkeypatch: p
     )  # fmt: skip
     ours, theirs = kv.channel_pair()
     engine = ch.Channel(ours, ch.ToReceiver)
-    side = DecodeSide(config, kv.Arena.create(4, 4096), ch.Channel(theirs, ch.FromReceiver), Counters())
+    side = DecodeSide(config, Slots(4), ch.Channel(theirs, ch.FromReceiver), Counters())
     side.connector = nowhere = Nowhere()
     side.engine(ch.FetchIn(b"t" * 16, b"p" * 16, "[::1]:7000", 9, ((0, 4),), 0, 1))
     assert nowhere.attempts == [(("::1", 7000), 4)]

@@ -70,12 +70,12 @@ def test_nothing_missing_is_a_commit_of_no_frames(make_pair: Any) -> None:
     pair.assert_whole()
 
 
-@pytest.mark.parametrize("io_threads", [1, 4])
-def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any, io_threads: int) -> None:
+@pytest.mark.parametrize("lane_processes", [0, 3])
+def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any, lane_processes: int) -> None:
     """Far more data in flight than slots, from both ends of the size range: no mix blocks another."""
-    threads = {"io_threads": io_threads}
+    processes = {"lane_processes": lane_processes}
     pair = make_pair(
-        {"slots": 6, "blocks": 600, **threads}, {"slots": 5, "blocks": 300, "block_size": 32, **threads}
+        {"slots": 6, "blocks": 600, **processes}, {"slots": 5, "blocks": 300, "block_size": 32, **processes}
     )
     random.seed(1)
     sizes = [4000, 1, 3000, *(random.randrange(1, 60) for _ in range(12)), 1500]
@@ -247,11 +247,11 @@ def test_asking_for_positions_that_are_not_there(make_pair: Any) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("io_threads", [1, 4])
+@pytest.mark.parametrize("lane_processes", [0, 3])
 @pytest.mark.parametrize("count", [80, pytest.param(1_000, marks=pytest.mark.long)])
-def test_cancel_at_random_moments(make_pair: Any, count: int, io_threads: int) -> None:
+def test_cancel_at_random_moments(make_pair: Any, count: int, lane_processes: int) -> None:
     """Many fetches are cancelled, at either side, and their blocks re-used at once: no late byte lands."""
-    settings = {"slots": 8, "io_threads": io_threads}
+    settings = {"slots": 8, "lane_processes": lane_processes}
     pair = make_pair({"blocks": 128, **settings}, {"blocks": 48, **settings})
     rng = random.Random(3)
     running: dict[bytes, tuple[bytes, int, list[int]]] = {}

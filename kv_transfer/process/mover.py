@@ -1,0 +1,221 @@
+"""Lanes in a process of their own: forked from the transfer process, it moves KV and judges nothing.
+
+The transfer process authenticates a lane and hands it over. From then on the mover reads, writes, computes
+checksums and reports; sessions, credits, transfers and deadlines stay where they are. It need not ask whether
+a frame may come: without credit there is no slot for it, and whatever else is wrong with it is judged when
+its report has come, before anybody looks into the slot. Lane 0, where control messages go, is never here.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import time
+from typing import Any
+
+from kv_transfer.arena import Arena
+from kv_transfer.channel import Channel, ChannelClosed, Local
+from kv_transfer.process.lane import Lane, OutgoingFrame
+from kv_transfer.process.loop import Loop
+from kv_transfer.process.slots import Slots
+from kv_transfer.protocol.frame import FrameError, FrameType, Header, pack, parse
+from kv_transfer.trace import TraceWriter
+
+log = logging.getLogger("baton.kv")
+
+_TICK = 0.25  # seconds between reports of what is heard
+_MOST_PENDING = 4096  # reports that wait while the transfer process reads none
+
+# ---------------------------------------------------------------- transfer process → mover
+
+
+class Adopt(Local):
+    """The next descriptor on the side channel is lane `lane`, authenticated; its state as of `Lane.leave`."""
+
+    lane: int
+    max_payload: int
+    read: bytes
+    unwritten: bytes
+
+
+class Say(Local):
+    """Send a PING."""
+
+    lane: int
+    payload: bytes
+
+
+class Move(Local):
+    """Send this slot as one frame. Answered by Gone, or by the lane's Closed."""
+
+    lane: int
+    header: bytes
+    slot: int
+
+
+class Close(Local):
+    lane: int
+    kind: str
+    why: str
+
+
+# ---------------------------------------------------------------- mover → transfer process
+
+
+class Begins(Local):
+    """A frame's header came, and a slot was taken for it. Ends follows."""
+
+    lane: int
+    header: bytes
+    slot: int
+
+
+class Ends(Local):
+    """All of the frame came. `whole`: its checksum matched; None: the lane closes in mid-frame."""
+
+    lane: int
+    whole: bool | None
+
+
+class Gone(Local):
+    """The frame in this slot is sent, or (not `sent`) its lane closes."""
+
+    lane: int
+    slot: int
+    sent: bool
+
+
+class Said(Local):
+    """A control message came."""
+
+    lane: int
+    header: bytes
+    payload: bytes
+
+
+class Heard(Local):
+    """When bytes last came on the lane (time.monotonic()), and whether in mid-frame."""
+
+    lane: int
+    at: float
+    receiving: bool
+
+
+class Closed(Local):
+    """Last of its lane."""
+
+    lane: int
+    kind: str
+    why: str
+
+
+ToMover = Adopt | Say | Move | Close
+FromMover = Begins | Ends | Gone | Said | Heard | Closed
+
+
+class Mover:
+    """Implements LaneOwner in the forked process."""
+
+    def __init__(
+        self, channel: socket.socket, side: socket.socket, arena: Arena, slots: Slots | None,
+        trace: TraceWriter,
+    ) -> None:  # fmt: skip
+        """`slots`: where receiving lanes take theirs; None: no lane may receive KV."""
+        self._channel = Channel(channel, ToMover, self._watch)
+        self._side = side
+        self._arena = arena
+        self._slots = slots
+        self._trace = trace
+        self._loop = Loop(self._flush)
+        self._lanes: dict[int, Lane] = {}
+        self._ids: dict[Lane, int] = {}
+
+    def run(self) -> None:
+        """Until the transfer process closes the channel."""
+        self._watch()
+        ticked = time.monotonic()
+        while True:
+            try:
+                self._loop.turn(_TICK if self._lanes else None)
+                if (now := time.monotonic()) >= ticked + _TICK:
+                    self._tick(ticked)
+                    ticked = now
+            except ChannelClosed:
+                return
+
+    def _watch(self) -> None:
+        room = select.EPOLLOUT if self._channel.full else 0
+        self._loop.watch(self._channel.fileno(), select.EPOLLIN | room, self._told)
+
+    def _flush(self) -> None:
+        if self._channel.pending and not self._channel.full:
+            self._channel.flush()
+
+    def _told(self, _: int) -> None:
+        self._channel.flush()
+        for message in self._channel.receive():
+            match message:  # what is for a lane that has closed is for nobody: its Closed is on its way
+                case Adopt():
+                    self._adopt(message)
+                case Say(number, payload) if number in self._lanes:
+                    self._lanes[number].push(FrameType.PING, bytes(16), payload)
+                case Move(number, header, slot) if number in self._lanes:
+                    head = parse(header)
+                    frame = OutgoingFrame(head, self._arena.slot(slot)[: head.length], slot)
+                    self._lanes[number].push_frame(frame)
+                case Close(number, kind, why) if number in self._lanes:
+                    self._lanes[number].close_soon(kind, why)
+        self._watch()
+
+    def _adopt(self, m: Adopt) -> None:
+        _, (fd,), _, _ = socket.recv_fds(self._side, 1, 1)
+        lane = Lane(
+            socket.socket(fileno=fd), self._loop, self, self._trace, read=m.read, unwritten=m.unwritten
+        )
+        lane.max_payload = m.max_payload
+        self._lanes[m.lane] = lane
+        self._ids[lane] = m.lane
+        lane.serve(select.EPOLLIN)
+
+    def _tick(self, last: float) -> None:
+        for number, lane in self._lanes.items():
+            receiving = lane.ticket is not None
+            if receiving or lane.heard >= last:
+                self._channel.post(Heard(number, lane.heard, receiving))
+            if receiving:
+                lane.relax()
+        self._trace.flush()
+
+    # ------------------------------------------------------------ LaneOwner
+
+    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
+        if self._slots is None:
+            raise FrameError("direction", "KV frame sent to a prefill worker")
+        slot = self._slots.take()
+        if slot is None:
+            raise FrameError("credit", "a frame that nobody has a slot for")
+        self._channel.post(Begins(self._ids[lane], pack(header), slot))
+        return self._arena.slot(slot)[: header.length], slot
+
+    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
+        self._channel.post(Ends(self._ids[lane], whole))
+
+    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
+        if len(self._channel.pending) >= _MOST_PENDING:
+            raise FrameError("flood", "control messages come faster than they are read")
+        self._channel.post(Said(self._ids[lane], pack(header), bytes(payload)))
+
+    def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
+        return True
+
+    def frame_sent(self, lane: Lane, frame: OutgoingFrame) -> None:
+        self._channel.post(Gone(self._ids[lane], frame.slot, True))
+
+    def frame_dropped(self, lane: Lane, frame: OutgoingFrame) -> None:
+        self._channel.post(Gone(self._ids[lane], frame.slot, False))
+
+    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
+        number = self._ids.pop(lane)
+        del self._lanes[number]
+        self._channel.post(Closed(number, kind, why[:512]))

@@ -1,0 +1,197 @@
+"""The transfer process's half of its movers: their start and end, and a stand-in for each of their lanes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import setproctitle
+
+from kv_transfer import spawn
+from kv_transfer.arena import Arena
+from kv_transfer.channel import Channel, ChannelClosed
+from kv_transfer.config import TransferConfig
+from kv_transfer.process import mover
+from kv_transfer.process.lane import FrameOwner, Lane, OutgoingFrame
+from kv_transfer.process.parent import die_with_parent
+from kv_transfer.process.slots import Slots
+from kv_transfer.protocol.frame import HEADER_BYTES, TRAILER_BYTES, FrameType, Header, pack, parse
+from kv_transfer.trace import TraceWriter
+
+log = logging.getLogger("baton.kv")
+
+
+class FarOwner(FrameOwner["FarLane"], Protocol):
+    """Who a lane in a mover reports to: late, but in order."""
+
+    def far_begins(self, lane: FarLane, header: Header, slot: int) -> Any:
+        """A frame is being received into this slot; the ticket that `kv_ends` brings back."""
+        ...
+
+
+class FarLane:
+    """Stands for a lane in a mover, as if it were a `Lane`."""
+
+    def __init__(self, movers_end: MoverHandle, number: int, owner: FarOwner) -> None:
+        self.heard = time.monotonic()
+        self.receiving = False  # in mid-frame, when it was last heard
+        self.closing: tuple[str, str] | None = None
+        self.unsent = 0
+        self._mover = movers_end
+        self._number = number
+        self._owner = owner
+        self._frames: dict[int, OutgoingFrame] = {}  # by slot
+        self._incoming: tuple[Header, Any] | None = None
+
+    def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
+        assert kind is FrameType.PING, "other control messages go down lane 0"
+        self._mover.channel.post(mover.Say(self._number, payload))
+
+    def push_frame(self, frame: OutgoingFrame) -> None:
+        if self._owner.frame_begins(self, frame):
+            self.unsent += _size(frame)
+            self._frames[frame.slot] = frame
+            self._mover.channel.post(mover.Move(self._number, pack(frame.header), frame.slot))
+
+    def close_soon(self, kind: str, why: str) -> None:
+        if self.closing is None:
+            self.closing = (kind, why)
+            self._mover.channel.post(mover.Close(self._number, kind, why[:512]))
+
+    def report(self, message: mover.FromMover) -> None:
+        self.heard = time.monotonic()
+        match message:
+            case mover.Begins(_, header, slot):
+                head = parse(header)
+                self._incoming = (head, self._owner.far_begins(self, head, slot))
+            case mover.Ends(_, whole):
+                assert self._incoming is not None
+                (header, ticket), self._incoming = self._incoming, None
+                self._owner.kv_ends(self, header, ticket, whole)
+            case mover.Gone(_, slot, sent):
+                frame = self._frames.pop(slot)
+                self.unsent -= _size(frame)
+                (self._owner.frame_sent if sent else self._owner.frame_dropped)(self, frame)
+            case mover.Said(_, header, payload):
+                self._owner.control(self, parse(header), memoryview(payload))
+            case mover.Heard(_, at, receiving):
+                self.heard, self.receiving = at, receiving
+            case mover.Closed(_, kind, why):
+                assert self._incoming is None
+                for frame in self._frames.values():  # told of too late: the mover never had them
+                    self._owner.frame_dropped(self, frame)
+                self._owner.lane_closed(self, kind, why)
+
+
+class MoverDied(Exception):
+    """Its lanes are unserved, and slots are lost with it: the transfer process ends, too."""
+
+
+class MoverHandle:
+    """One mover, as the transfer process holds it."""
+
+    def __init__(self, channel: socket.socket, side: socket.socket, pid: int) -> None:
+        self.channel = Channel(channel, mover.FromMover)
+        self.lanes: dict[int, FarLane] = {}
+        self._side = side
+        self._pid = pid
+        self._made = 0
+
+    def adopt(self, lane: Lane, owner: FarOwner) -> FarLane:
+        """Hand over a lane that nothing is under way on but control messages."""
+        self._made += 1
+        sock, read, unwritten = lane.leave()
+        socket.send_fds(self._side, [b"l"], [sock.fileno()])
+        sock.close()
+        self.channel.post(mover.Adopt(self._made, lane.max_payload, read, unwritten))
+        self.lanes[self._made] = FarLane(self, self._made, owner)
+        return self.lanes[self._made]
+
+    def serve(self) -> None:
+        """Take reports that came. MoverDied: none will come any more."""
+        try:
+            reports = self.channel.receive()
+        except ChannelClosed as e:
+            raise self._died(e) from None
+        for report in reports:
+            far = self.lanes[report.lane]
+            if isinstance(report, mover.Closed):
+                del self.lanes[report.lane]
+            far.report(report)
+
+    def flush(self) -> None:
+        """Tell it what is posted, as far as there is room."""
+        try:
+            self.channel.flush()
+        except ChannelClosed as e:
+            raise self._died(e) from None
+
+    def _died(self, why: ChannelClosed) -> MoverDied:
+        return MoverDied(f"process {self._pid} of lanes is gone: {why}")
+
+    def stop(self) -> None:
+        """It reads what it was told, closes its lanes and ends."""
+        self.channel.sock.close()
+        self._side.close()
+        os.waitpid(self._pid, 0)
+
+
+def fork(
+    config: TransferConfig, arena: Arena, slots: Slots | None, inherited: Sequence[socket.socket]
+) -> list[MoverHandle]:
+    """Start `config.lane_processes` movers. Before there are threads; `inherited` stays with this process."""
+    handles: list[MoverHandle] = []
+    for number in range(config.lane_processes):
+        (ours, theirs), (near, far) = spawn.channel_pair(), spawn.channel_pair()
+        parent_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            not_mine = [*inherited, ours, near, *(x for h in handles for x in (h.channel.sock, h._side))]
+            _child(parent_pid, not_mine, partial(_mover, config, arena, slots, theirs, far, number))
+        theirs.close()
+        far.close()
+        handles.append(MoverHandle(ours, near, pid))
+    return handles
+
+
+def _child(parent_pid: int, not_mine: Sequence[socket.socket], run: Callable[[], None]) -> None:
+    """Never returns into what the parent was doing."""
+    code = 1
+    try:
+        die_with_parent(parent_pid)
+        for number in (signal.SIGTERM, signal.SIGINT):  # may reach the whole group: the parent decides
+            signal.signal(number, signal.SIG_IGN)
+        for sock in not_mine:  # so that their other ends see the parent's death
+            sock.close()
+        run()
+        code = 0
+    except Exception:
+        log.critical("a process of lanes died", exc_info=True)
+        logging.shutdown()
+    finally:
+        os._exit(code)
+
+
+def _mover(
+    config: TransferConfig, arena: Arena, slots: Slots | None, channel: socket.socket, side: socket.socket,
+    number: int,
+) -> None:  # fmt: skip
+    name = f"{config.name} transfer, lanes {number}"
+    setproctitle.setproctitle(f"baton: {name}")
+    path = None
+    if config.trace_path is not None:
+        path = Path(config.trace_path).with_suffix(f".lanes{number}.trace")
+    trace = TraceWriter(path, name)
+    mover.Mover(channel, side, arena, slots, trace).run()
+    trace.close()
+
+
+def _size(frame: OutgoingFrame) -> int:
+    return HEADER_BYTES + len(frame.payload) + TRAILER_BYTES

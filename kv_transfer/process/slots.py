@@ -1,0 +1,56 @@
+"""Free slots of the receiving arena: most wait here, some where every process that receives can take one.
+
+A KV frame needs a slot the moment its header is read, in whichever process reads it. So the slots that credit
+was given for lie in a pipe, which all of them read; main alone writes it, before the credit goes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import os
+import struct
+
+_SLOT = struct.Struct("<I")
+_F_SETPIPE_SZ = 1031  # linux/fcntl.h; the fcntl module has it on some systems only
+
+
+class Slots:
+    """`take` is for every process that inherited it; the rest is main's, who owns what is in neither."""
+
+    def __init__(self, count: int) -> None:
+        # A heap, lowest first: few slots are used again and again, and neighbours are copied together.
+        self._heap = list(range(count))
+        self._laid_out = 0  # in the pipe, or taken from it and not told of yet
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.fcntl(self._write_fd, _F_SETPIPE_SZ, max(os.sysconf("SC_PAGE_SIZE"), count * _SLOT.size))
+
+    @property
+    def free(self) -> int:
+        """As far as main knows."""
+        return len(self._heap) + self._laid_out
+
+    def lay_out(self, count: int) -> None:
+        """Have at least so many where they can be taken, or all that are free."""
+        slots: list[int] = []
+        while self._laid_out + len(slots) < count and self._heap:
+            slots.append(heapq.heappop(self._heap))
+        if slots:
+            written = os.write(self._write_fd, b"".join(map(_SLOT.pack, slots)))
+            assert written == len(slots) * _SLOT.size, "the pipe has room for all slots"
+            self._laid_out += len(slots)
+
+    def take(self) -> int | None:
+        """A slot for a frame that begins; None: its sender had no credit. Tell main, who calls `taken`."""
+        with contextlib.suppress(BlockingIOError):
+            return _SLOT.unpack(os.read(self._read_fd, _SLOT.size))[0]
+        return None
+
+    def taken(self) -> None:
+        """Somebody has one of those that were laid out."""
+        self._laid_out -= 1
+        assert self._laid_out >= 0, "a slot came from nowhere"
+
+    def give_back(self, slot: int) -> None:
+        heapq.heappush(self._heap, slot)
