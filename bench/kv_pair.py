@@ -130,7 +130,8 @@ class Pair:
         port, pid, self._digest = self._control.recv()
         self._address = f"127.0.0.1:{port}"
         assert self._child.pid is not None
-        self._pids = (os.getpid(), self._child.pid, self._side.process.pid, pid)
+        transfers = (self._side.process.pid, pid)
+        self._pids = (os.getpid(), self._child.pid, *transfers, *(c for p in transfers for c in _children(p)))
 
     def seconds(self, size: int) -> float:
         """Of one transfer of so many bytes, from fetch() to Injected; the prefill is finished before."""
@@ -150,7 +151,7 @@ class Pair:
         return time.perf_counter() - started
 
     def cpu_seconds(self) -> float:
-        """Of both engines and both transfer processes so far."""
+        """Of both engines and both transfer processes, with their movers, so far."""
         return sum(map(cpu_seconds, self._pids))
 
     def close(self) -> None:
@@ -166,6 +167,10 @@ def cpu_seconds(pid: int) -> float:
     """Of a process and all of its threads so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import msgspec
 from kv_transfer.layout import KVLayout
 
 MAX_SLOT_BYTES = 64 << 20
+MAX_LANES = 64
 PAGE = 4096
 
 
@@ -69,8 +70,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.num_slots < 4:
             raise ValueError(f"num_slots is {self.num_slots}: an arena needs at least 4 slots")
-        if not 1 <= self.lanes <= 64:
-            raise ValueError(f"lanes is {self.lanes}: must be between 1 and 64")
+        if not 1 <= self.lanes <= MAX_LANES:
+            raise ValueError(f"lanes is {self.lanes}: must be between 1 and {MAX_LANES}")
         if not 0 <= self.lane_processes <= 64:
             raise ValueError(f"lane_processes is {self.lane_processes}: must be between 0 and 64")
         if not 0 <= self.incarnation < 1 << 64:

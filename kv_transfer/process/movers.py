@@ -27,6 +27,8 @@ from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
 
+_AHEAD = 2  # frames that a lane in a mover has: one being written, and the next
+
 
 class FarOwner(FrameOwner["FarLane"], Protocol):
     """Who a lane in a mover reports to: late, but in order."""
@@ -49,6 +51,10 @@ class FarLane:
         self._owner = owner
         self._frames: dict[int, OutgoingFrame] = {}  # by slot
         self._incoming: tuple[Header, Any] | None = None
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._frames) < _AHEAD
 
     def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
         assert kind is FrameType.PING, "other control messages go down lane 0"

@@ -24,7 +24,8 @@ class Slots:
         self._heap = list(range(count))
         self._laid_out = 0  # in the pipe, or taken from it and not told of yet
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        fcntl.fcntl(self._write_fd, _F_SETPIPE_SZ, max(os.sysconf("SC_PAGE_SIZE"), count * _SLOT.size))
+        # Twice what all slots need: a page of it that is read in part takes no more than its rest.
+        fcntl.fcntl(self._write_fd, _F_SETPIPE_SZ, max(1 << 16, 2 * count * _SLOT.size))
 
     @property
     def free(self) -> int:

@@ -8,11 +8,12 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_transfer.arena import Arena
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import MAX_LANES, TransferConfig
 from kv_transfer.process.connector import Handler, ProtocolError
 from kv_transfer.process.handshake import Handshake, say
 from kv_transfer.process.lane import Lane, OutgoingFrame
@@ -52,6 +53,7 @@ class TcpSession:
         self.ended = False
         self.opened = time.monotonic()
         self._open = 0  # lanes
+        self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
         self._connector = connector
         self._handler = connector.handler
 
@@ -64,9 +66,18 @@ class TcpSession:
             self.lanes[0].push(frame_type(message), transfer_id, encode(message))
 
     def send_frame(self, frame: OutgoingFrame) -> None:
-        """Down the lane with the fewest unsent bytes, if possible one of a mover."""
-        lanes = [lane for lane in self.lanes.values() if isinstance(lane, FarLane)] or self.lanes.values()
-        min(lanes, key=lambda lane: lane.unsent).push_frame(frame)
+        """Down the lane with the fewest unsent bytes; where there are movers, one of theirs."""
+        if any(isinstance(lane, FarLane) for lane in self.lanes.values()):
+            self._waiting.append(frame)
+            self._feed()
+        else:
+            min(self.lanes.values(), key=lambda lane: lane.unsent).push_frame(frame)
+
+    def _feed(self) -> None:
+        """Give movers what they have room for, and no more: which lane will be slow is seen late."""
+        lanes = [lane for lane in self.lanes.values() if isinstance(lane, FarLane)]
+        while self._waiting and (lane := min(lanes, key=lambda lane: lane.unsent)).has_room:
+            lane.push_frame(self._waiting.popleft())
 
     def end(self, reason: str, detail: str) -> None:
         if self.ended:
@@ -75,6 +86,8 @@ class TcpSession:
         self._connector.session_ended(self, reason, detail)
         for lane in self.lanes.values():
             lane.close_soon(reason, detail)
+        while self._waiting:
+            self._handler.frame_dropped(self, self._waiting.popleft())
         self._over()
 
     def _over(self) -> None:
@@ -132,6 +145,8 @@ class TcpSession:
 
     def frame_sent(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
         self._handler.frame_sent(self, frame)
+        if self._waiting:
+            self._feed()
 
     def frame_dropped(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
         self._handler.frame_dropped(self, frame)
@@ -201,6 +216,8 @@ class TcpConnector:
 
     def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> TcpSession:
         """Start a session; `session_up` or `session_down` follows. OSError: it could not start."""
+        if self._movers:
+            lanes = min(lanes + 1, MAX_LANES)  # lane 0, which carries no KV then
         session = TcpSession(self, os.urandom(16), lanes)
         sockets: list[socket.socket] = []
         try:

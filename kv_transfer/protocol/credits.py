@@ -101,8 +101,8 @@ class CreditPool:
         live = {key: account for key, account in self.accounts.items() if not account.over}
         hungry = [(key, a) for key, a in live.items() if a.want]
         share = max(1, self.total // max(2, len(hungry)))
-        # While half of it is still there: one larger grant later, instead of many small ones.
-        takers = [(key, a) for key, a in hungry if a.outstanding * 2 <= min(a.want, share)]
+        # While more than three quarters are still there: one larger grant later, instead of many small ones.
+        takers = [(key, a) for key, a in hungry if a.outstanding * 4 <= 3 * min(a.want, share)]
         takers.sort(key=lambda item: (item[1].outstanding > 0, item[1].last_grant))
         for i, (key, account) in enumerate(takers[: max(0, self.free)]):
             room = min(account.want, share) - account.outstanding

@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import os
 
-from kv_transfer.config import MAX_SLOT_BYTES, PAGE
+from kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
 from kv_transfer.protocol.messages import (
     HelloOpen,
     HelloProof,
@@ -79,7 +79,7 @@ class Listener:
 
     def answer(self, message: HelloOpen, payload: bytes) -> HelloReply:
         """The reply to `message`, which came as `payload`."""
-        if self._open is not None or not 0 <= message.lane < message.lanes <= 64:
+        if self._open is not None or not 0 <= message.lane < message.lanes <= MAX_LANES:
             raise Refused("hello", f"lane {message.lane} of {message.lanes}, or opened twice")
         self._open = message
         unsigned = HelloReply(os.urandom(32), encode(self._identity), bytes(32))
