@@ -41,8 +41,8 @@ from kv_transfer.protocol.messages import (
     Fetch,
 )
 
-# Slots on their way per lane: being written, next, not yet known to be sent, and what is to come meanwhile.
-_WINDOW_PER_LANE = 8
+# Slots on their way per lane: one being written, the next, and what is not yet known to be sent.
+_WINDOW_PER_LANE = 3
 
 
 class PrefillSide:
