@@ -195,6 +195,7 @@ def _mover(
     if config.trace_path is not None:
         path = Path(config.trace_path).with_suffix(f".lanes{number}.trace")
     trace = TraceWriter(path, name)
+    arena.populate()
     mover.Mover(channel, side, arena, slots, trace).run()
     trace.close()
 

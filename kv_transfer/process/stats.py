@@ -1,4 +1,4 @@
-"""What a transfer process counts. Guarded by the process's one lock, like all state there."""
+"""What a transfer process counts."""
 
 from __future__ import annotations
 
