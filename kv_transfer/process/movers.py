@@ -72,7 +72,8 @@ class FarLane:
             self._mover.channel.post(mover.Close(self._number, kind, why[:512]))
 
     def report(self, message: mover.FromMover) -> None:
-        self.heard = time.monotonic()
+        if isinstance(message, mover.Begins | mover.Ends | mover.Said):
+            self.heard = time.monotonic()
         match message:
             case mover.Begins(_, header, slot):
                 head = parse(header)
