@@ -11,6 +11,7 @@ import os
 import random
 import select
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -353,19 +354,21 @@ def test_a_receiver_among_noise(make_decode: Any, until: Any, count: int) -> Non
         quiet = mood < 0.5  # then only the truth: it must come through, whatever was before
         damage = 0.03 if mood < 0.25 else 0.0  # of its payloads on the way: what comes through must be right
         served, silent = b"", 0
+        untold: deque[tuple[bytes, int]] = deque()  # of `served`, still to be told
         while decode_id not in decode.events:
             silent = 0 if source.listen() else silent + 1
             if silent > 10:
                 source.lost()  # the two sides count the frames of a broken stream in their own ways
             if source.lane is None or not source.transfer:
                 continue
-            if quiet and source.transfer != served and source.credit >= len(frames):
+            if quiet and source.transfer != served:
                 served = source.transfer
-                for data, size in honest(served, frames):
-                    hit = size and noise.rng.random() < damage
-                    if source.lane is not None:
-                        source.send(noise.damaged(data, first=64) if hit else data, size)
-                    sent += bool(hit)
+                untold = deque(honest(served, frames))
+            while quiet and source.transfer == served and untold and source.credit >= untold[0][1]:
+                data, size = untold.popleft()
+                hit = size and noise.rng.random() < damage
+                source.send(noise.damaged(data, first=64) if hit else data, size)
+                sent += bool(hit)
             while not quiet and source.credit:
                 data, size, dead = hostile(noise, source.transfer, frames)
                 source.send(data, size)
