@@ -45,11 +45,13 @@ class Worker:
         self.arena = kv.Arena.create(slots, slot_bytes)
         self.channel, channel = kv.channel_pair()
         self.service, service = kv.channel_pair()
-        settings: Any = {"name": f"{role} 0", "model_fingerprint": MODEL, **config}
+        # On every machine the same; tests of what it changes say otherwise.
+        default: Any = {"name": f"{role} 0", "model_fingerprint": MODEL, "lane_processes": 0}
+        settings = default | config
         self.process = kv.spawn_transfer(
             kv.TransferConfig(
                 role=role, incarnation=self.incarnation, layout=layout, num_slots=slots,
-                slot_bytes=slot_bytes,                **settings,
+                slot_bytes=slot_bytes, **settings,
             ),
             channel=channel, arena=self.arena, service=service, secret=secret,
         )  # fmt: skip
@@ -78,7 +80,7 @@ class Worker:
         self.service.setblocking(False)
         while True:
             try:
-                self.service.recv(1 << 16)
+                assert self.service.recv(1 << 16), "the transfer process is gone"
             except BlockingIOError:
                 break
         self.service.settimeout(20)
