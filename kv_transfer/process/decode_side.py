@@ -297,6 +297,7 @@ class DecodeSide:
         transfer = ticket.transfer
         if transfer is None:
             self._free(ticket.slot)
+            self.settle()
             return
         if not whole or not transfer.incoming.live:
             self._free(ticket.slot)
@@ -344,8 +345,8 @@ class DecodeSide:
                 lanes = peer.session.lane_count
                 self.credits.want(number, min(missing + lanes, _CREDIT_PER_LANE * lanes) if open_ else 0)
         grants = self.credits.settle()
-        if grants:
-            self._slots.lay_out(self.credits.promised)
+        # Without a grant, too: a frame beyond its credit took one that was laid out for somebody else.
+        self._slots.lay_out(self.credits.promised)
         for number, credit in grants:
             session = self._by_session[number].session
             assert session is not None
