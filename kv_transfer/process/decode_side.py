@@ -46,7 +46,7 @@ log = logging.getLogger("baton.kv")
 
 # Slots at most that wait for frames, per lane: enough until the next grant is used. More would only be memory
 # that has left every cache when it is written to.
-_CREDIT_PER_LANE = 3
+_CREDIT_PER_LANE = 4
 _BACKOFF = (0.05, 1.0)  # seconds before lanes reopen: first and longest
 # A new session, or a new FETCH over it, can mend these; anything else that ends a session cannot.
 _MENDABLE = {"lost", "dead", "unreachable", "idle", "busy", "by_peer", "hello"}
