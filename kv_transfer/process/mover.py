@@ -169,9 +169,12 @@ class Mover:
         self._watch()
 
     def _adopt(self, m: Adopt) -> None:
-        _, (fd,), _, _ = socket.recv_fds(self._side, 1, 1)
+        _, fds, _, _ = socket.recv_fds(self._side, 1, 1)
+        if not fds:  # the kernel has closed it
+            self._channel.post(Closed(m.lane, "socket", "too many open files"))
+            return
         lane = Lane(
-            socket.socket(fileno=fd), self._loop, self, self._trace, read=m.read, unwritten=m.unwritten
+            socket.socket(fileno=fds[0]), self._loop, self, self._trace, read=m.read, unwritten=m.unwritten
         )
         lane.max_payload = m.max_payload
         self._lanes[m.lane] = lane
