@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -147,7 +148,8 @@ class MoverHandle:
         """It reads what it was told, closes its lanes and ends."""
         self.channel.sock.close()
         self._side.close()
-        os.waitpid(self._pid, 0)
+        with contextlib.suppress(ChildProcessError):  # who started us ignores SIGCHLD, and so do we then
+            os.waitpid(self._pid, 0)
 
 
 def fork(
