@@ -25,6 +25,7 @@ class Lane:
         self.sock = sock
         self.granted = self.sent = 0  # of KV frames
         self.answers = True  # recalls of credit, as one must
+        self.number = 0
         sock.settimeout(20)
 
     def send(self, frame_type: int, body: bytes = b"", transfer: bytes = bytes(16), **head: Any) -> None:
@@ -108,8 +109,15 @@ def identity(role: str, incarnation: int = 5) -> bytes:
     return pack([role, f"fake {role}", incarnation, "model of the tests", LAYOUT, 4096])
 
 
-def connect(port: int, secret: bytes = SECRET, session: bytes = b"", number: int = 0, lanes: int = 1) -> Lane:
-    """As a decode worker, one lane, up to the listener's verdict."""
+def connect(
+    port: int,
+    secret: bytes = SECRET,
+    session: bytes = b"",
+    number: int = 0,
+    lanes: int = 1,
+    behind: bytes = b"",
+) -> Lane:
+    """As a decode worker, one lane, up to the listener's verdict; `behind` its last word, in one piece."""
     lane = Lane(socket.create_connection(("127.0.0.1", port)))
     lane.answers = False
     opened = pack(["open", session or os.urandom(16), number, lanes, os.urandom(32), identity("decode")])
@@ -119,7 +127,8 @@ def connect(port: int, secret: bytes = SECRET, session: bytes = b"", number: int
     assert (kind, tag) == (HELLO, "reply")
     if secret == SECRET:
         assert proof == mac(secret, b"listener", opened, nonce, theirs)
-    lane.say(HELLO, ["proof", mac(secret, b"initiator", opened, nonce, theirs)])
+    proof = pack(["proof", mac(secret, b"initiator", opened, nonce, theirs)])
+    lane.sock.sendall(frame(HELLO, proof) + behind)
     return lane
 
 
@@ -134,6 +143,7 @@ class FakePrefill:
         self.listener.settimeout(20)
         lane = Lane(self.listener.accept()[0])
         _, _, _, opened = lane.read()
+        lane.number = unpack(opened)[2]
         nonce, mine = os.urandom(32), identity("prefill")
         lane.say(HELLO, ["reply", nonce, mine, mac(SECRET, b"listener", opened, nonce, mine)])
         tag, proof = unpack(lane.read()[3])

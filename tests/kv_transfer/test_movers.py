@@ -1,0 +1,247 @@
+"""Lanes in processes of their own: KV goes through them, and nobody outlives anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+import torch
+
+import kv_transfer as kv
+from kv_transfer.process import mover
+from kv_transfer.process.lane import OutgoingFrame
+from kv_transfer.process.movers import FarLane
+from kv_transfer.protocol.frame import FrameType, Header
+
+from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack
+
+TWO: dict[str, Any] = {"lane_processes": 2}
+
+
+def movers(worker: Any) -> list[psutil.Process]:
+    assert worker.port >= 0, "it is up"
+    return psutil.Process(worker.process.pid).children()
+
+
+def lanes(process: psutil.Process) -> int:
+    return sum(c.status == psutil.CONN_ESTABLISHED for c in process.net_connections("tcp"))
+
+
+def transferred(pair: Any, n: int) -> None:
+    """One transfer, bit for bit."""
+    prefill_id = pair.prefill.hold(n)
+    blocks = list(pair.prefill.held[prefill_id])
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, n)
+    assert isinstance(pair.event(decode_id), kv.Injected)
+    pair.assert_same(blocks, decode_id, 0, n)
+
+
+def watched(worker: Any) -> list[int]:
+    """A descriptor for each of its movers, readable when that one is gone."""
+    return [os.pidfd_open(process.pid) for process in movers(worker)]
+
+
+def assert_gone(watches: list[int]) -> None:
+    for watch in watches:
+        assert select.select([watch], [], [], 10)[0], "it lives on"
+        os.close(watch)
+
+
+def test_movers_have_all_lanes_but_lane_0(make_pair: Any) -> None:
+    pair = make_pair(TWO, TWO)
+    transferred(pair, 300)
+    for worker in (pair.prefill, pair.decode):
+        assert worker.stats().lanes == 5
+        assert lanes(psutil.Process(worker.process.pid)) == 1
+        assert [lanes(process) for process in movers(worker)] == [2, 2]
+    pair.assert_whole()
+
+
+def test_kv_goes_down_their_lanes(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill(**TWO)
+    prefill_id = prefill.hold(10)
+    expected = [prefill.rows(prefill.held[prefill_id], layer, 0, 10) for layer in range(3)]
+    control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
+    until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
+    control.say(FETCH, [prefill_id, [[0, 10]], 0, 0, 2], b"t" * 16)
+    control.say(CREDIT, [3, False])
+    for seq in range(3):
+        kind, transfer, head, payload = data.read()
+        assert (kind, transfer, head["seq"]) == (KV, b"t" * 16, seq)
+        got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
+        assert torch.equal(got, expected[head["layer"]].cpu())
+    assert control.read()[0] == COMMIT
+    until(lambda: prefill.stats().slots_free == 16, "the slots to come home")
+
+
+@pytest.mark.parametrize("cut", [0, 30, 64, 100])
+def test_what_comes_right_behind_the_proof_is_not_lost(make_prefill: Any, until: Any, cut: int) -> None:
+    """Read by the transfer process: nothing, a part of a header, all of it, or (left in the socket) more."""
+    prefill = make_prefill(**TWO)
+    connect(prefill.port, session=b"s" * 16, lanes=2)
+    pings = b"".join(frame(PING, pack([incarnation, 0])) for incarnation in (5, 5, 6))  # it is 5
+    lane = connect(prefill.port, session=b"s" * 16, number=1, lanes=2, behind=pings[:cut])
+    until(lambda: sum(map(lanes, movers(prefill))) == 1, "it to be handed over")
+    lane.sock.sendall(pings[cut:])
+    assert lane.read()[0] == 0, "the last one ends the session"
+    stats = prefill.stats()
+    assert (stats.refused, stats.checksum_failures) == ({"incarnation": 1}, {})
+
+
+# ---------------------------------------------------------------- peers that break the protocol, or off
+
+
+class Peers:
+    """A decode worker that has asked fake prefill workers, one for each of `ids`, for 10 positions."""
+
+    def __init__(self, decode: Any, until: Any, ids: list[bytes]) -> None:
+        self.decode = decode
+        self.until = until
+        self.fakes = {i: FakePrefill() for i in ids}
+        for i, fake in self.fakes.items():
+            blocks = decode.reserved[i] = decode.allocate(10)
+            decode.receiver.fetch(
+                i, prefill_id=i * 16, kv_address=fake.address, incarnation=5, block_ids=blocks, num_tokens=10
+            )
+
+    def asked(self, i: bytes) -> tuple[Lane, Lane, bytes]:
+        """Lane 0, the other one, and the transfer id, once there is credit."""
+        fake = self.fakes[i]
+        self.until(lambda: self.decode.poll() or select.select([fake.listener], [], [], 0)[0], "its session")
+        found = {lane.number: lane for lane in (fake.accept(), fake.accept())}
+        transfer, _ = found[0].expect(FETCH)
+        assert (found[0].read()[0], found[0].granted) == (CREDIT, 5), "a frame a layer, and one a lane"
+        return found[0], found[1], transfer
+
+    def serve(self, i: bytes, control: Lane, data: Lane, transfer: bytes) -> None:
+        """All of it, and it arrives."""
+        bodies = [os.urandom(2560) for _ in range(3)]
+        for layer, body in enumerate(bodies):
+            data.send(KV, body, transfer, layer=layer, head_count=2, token_count=10, seq=layer)
+        control.say(COMMIT, [[7, None, [], []], 3, 3 * 2560], transfer)
+        control.sent = 3  # for the recall of what was not used
+        self.until(lambda: self.decode.poll() or i in self.decode.events, "the fetch to end")
+        assert isinstance(self.decode.events[i], kv.Injected)
+        for layer, body in enumerate(bodies):
+            expected = torch.frombuffer(bytearray(body), dtype=torch.int32).view(2, 10, 2, 16)
+            rows = self.decode.rows(self.decode.reserved[i], layer, 0, 10).view(torch.int32)
+            assert torch.equal(rows.cpu(), expected)
+        assert sorted(control.read()[0] for _ in range(2)) == [CREDIT, ACK], "a recall, which `read` answers"
+
+    def free(self, count: int) -> None:
+        self.until(lambda: self.decode.stats().slots_free == count, f"{count} slots to be free")
+
+
+def test_frames_beyond_their_credit_end_their_session_and_no_other(make_decode: Any, until: Any) -> None:
+    """They take slots that were laid out for another session, whose credit is as good as before."""
+    peers = Peers(make_decode(lanes=1, **TWO), until, [b"a", b"b"])
+    honest, (control, data, transfer) = peers.asked(b"a"), peers.asked(b"b")
+    slices = [{"head_count": 2, "token_start": i, "token_count": 1, "seq": i} for i in range(8)]
+    data.sock.sendall(b"".join(frame(KV, bytes(256), transfer, **head) for head in slices))
+    while control.read()[0]:
+        pass
+    until(lambda: peers.decode.stats().refused == {"credit": 1}, "it to be refused")
+    peers.decode.poll()
+    peers.free(16)
+    peers.serve(b"a", *honest)
+    peers.serve(b"b", *peers.asked(b"b"))
+    peers.free(16)
+    assert peers.decode.stats().refused == {"credit": 1}
+
+
+def test_more_frames_than_there_are_slots(make_decode: Any, until: Any) -> None:
+    """The mover itself has nowhere to put them."""
+    peers = Peers(make_decode(lanes=1, **TWO), until, [b"a"])
+    control, data, _ = peers.asked(b"a")
+    with contextlib.suppress(OSError):  # closed meanwhile
+        data.sock.sendall(frame(KV, bytes(256), os.urandom(16)) * 100)
+    while control.read()[0]:
+        pass
+    assert peers.decode.stats().refused["credit"] >= 1
+    peers.serve(b"a", *peers.asked(b"a"))
+    peers.free(16)
+
+
+def test_a_session_that_ends_in_mid_frame(make_decode: Any, until: Any) -> None:
+    peers = Peers(make_decode(lanes=1, **TWO), until, [b"a"])
+    control, data, transfer = peers.asked(b"a")
+    data.sock.sendall(frame(KV, bytes(2560), transfer, head_count=2, token_count=10)[:1000])
+    peers.free(15)
+    control.sock.close()
+    peers.free(16)
+    assert data.read()[0] == 0
+    peers.serve(b"a", *peers.asked(b"a"))
+
+
+def test_a_lane_that_a_mover_cannot_take(make_prefill: Any, until: Any) -> None:
+    """Out of descriptors: the session ends, and the worker goes on."""
+    prefill = make_prefill(lane_processes=1)
+    (process,) = movers(prefill)
+    limits = cast("tuple[int, int]", process.rlimit(resource.RLIMIT_NOFILE))
+    used = {int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
+    process.rlimit(resource.RLIMIT_NOFILE, (min({*range(999)} - used), limits[1]))
+    both = [connect(prefill.port, session=b"a" * 16, number=i, lanes=2) for i in (0, 1)]
+    assert [lane.read()[0] for lane in both] == [0, 0]
+    assert not prefill.stats().deadlines, "at once"
+    process.rlimit(resource.RLIMIT_NOFILE, limits)
+    lane = connect(prefill.port, session=b"b" * 16, number=1, lanes=2)
+    until(lambda: lanes(process) == 1, "the next session's lane")
+    lane.sock.close()
+
+
+def test_a_lane_is_not_heard_by_what_it_sends() -> None:
+    """A peer that says nothing is found silent, however much is sent to it."""
+    owner = SimpleNamespace(frame_begins=lambda *_: True, frame_sent=lambda *_: None)
+    handle = SimpleNamespace(channel=SimpleNamespace(post=lambda _: None))
+    lane = FarLane(cast("Any", handle), 1, cast("Any", owner))
+    lane.report(mover.Heard(1, 5.0, False))
+    lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 3))
+    lane.report(mover.Gone(1, 3, True))
+    assert (lane.heard, lane.unsent) == (5.0, 0)
+
+
+# ---------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_one_of_its_movers_a_transfer_process_ends(make_pair: Any, role: str) -> None:
+    pair = make_pair(TWO, TWO)
+    transferred(pair, 50)
+    worker = getattr(pair, role)
+    watches = watched(worker)
+    movers(worker)[1].kill()
+    assert worker.process.wait(10) == 1
+    assert_gone(watches)
+
+
+def test_movers_die_with_the_transfer_process(make_pair: Any) -> None:
+    pair = make_pair(TWO, TWO)
+    transferred(pair, 50)
+    watches = watched(pair.decode)
+    pair.decode.process.kill()
+    assert_gone(watches)
+
+
+def test_signals_to_all_of_them(make_pair: Any, until: Any) -> None:
+    """As from a terminal or a supervisor: only the transfer process listens, and ends its movers."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # some parents do, and it is inherited
+    pair = make_pair(TWO, TWO)
+    signal.signal(signal.SIGCHLD, before)
+    transferred(pair, 50)
+    watches = watched(pair.decode)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        for process in movers(pair.decode):
+            process.send_signal(number)
+    transferred(pair, 50)
+    pair.decode.process.terminate()
+    assert pair.decode.process.wait(10) == 0
+    assert_gone(watches)
+    until(lambda: pair.prefill.stats().lanes == 0, "the lanes to close")
