@@ -296,7 +296,7 @@ class DecodeSide:
     def kv_ends(self, session: Session, header: Header, ticket: _Ticket, whole: bool | None) -> None:
         transfer = ticket.transfer
         if transfer is None:
-            self._free(ticket.slot)  # granted again with the next event: until then, one frame more is too many
+            self._free(ticket.slot)  # granted again with the next event, not for each such frame
             return
         if not whole or not transfer.incoming.live:
             self._free(ticket.slot)
