@@ -2,8 +2,9 @@
 
 The transfer process authenticates a lane and hands it over. From then on the mover reads, writes, computes
 checksums and reports; sessions, credits, transfers and deadlines stay where they are. It need not ask whether
-a frame may come: without credit there is no slot for it, and whatever else is wrong with it is judged when
-its report has come, before anybody looks into the slot. Lane 0, where control messages go, is never here.
+a frame may come: there are no more slots for it than credit was given, and whatever else is wrong with it is
+judged when its report has come, before anybody looks into the slot. Lane 0, where control messages go, is
+never here.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import time
@@ -28,6 +29,7 @@ from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
 
+_STOPS_WITHIN = 2.0  # seconds
 _AHEAD = 2  # frames that a lane in a mover has: one being written, and the next
 
 
@@ -145,10 +147,16 @@ class MoverHandle:
         return MoverDied(f"process {self._pid} of lanes is gone: {why}")
 
     def stop(self) -> None:
-        """It reads what it was told, closes its lanes and ends."""
+        """It reads what it was told, closes its lanes and ends; one that hangs is killed."""
         self.channel.sock.close()
         self._side.close()
-        with contextlib.suppress(ChildProcessError):  # who started us ignores SIGCHLD, and so do we then
+        # If who started us ignores SIGCHLD, so do we, and there is nobody to wait for.
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            ended = os.pidfd_open(self._pid)
+            if not select.select([ended], [], [], _STOPS_WITHIN)[0]:
+                log.error("process %d of lanes hangs: killed", self._pid)
+                os.kill(self._pid, signal.SIGKILL)
+            os.close(ended)
             os.waitpid(self._pid, 0)
 
 

@@ -13,7 +13,7 @@ import os
 import struct
 
 _SLOT = struct.Struct("<I")
-_F_SETPIPE_SZ = 1031  # linux/fcntl.h; the fcntl module has it on some systems only
+_F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # linux/fcntl.h; the fcntl module has them on some systems only
 
 
 class Slots:
@@ -24,8 +24,9 @@ class Slots:
         self._heap = list(range(count))
         self._laid_out = 0  # in the pipe, or taken from it and not told of yet
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Twice what all slots need: a page of it that is read in part takes no more than its rest.
-        fcntl.fcntl(self._write_fd, _F_SETPIPE_SZ, max(1 << 16, 2 * count * _SLOT.size))
+        needed = 2 * count * _SLOT.size  # twice: a page that is read in part has only its rest for more
+        if needed > fcntl.fcntl(self._write_fd, _F_GETPIPE_SZ):
+            fcntl.fcntl(self._write_fd, _F_SETPIPE_SZ, needed)
 
     @property
     def free(self) -> int:

@@ -230,6 +230,16 @@ def test_movers_die_with_the_transfer_process(make_pair: Any) -> None:
     assert_gone(watches)
 
 
+def test_a_mover_that_hangs_does_not_hold_up_the_end(make_pair: Any) -> None:
+    pair = make_pair(TWO, TWO)
+    transferred(pair, 50)
+    watches = watched(pair.decode)
+    movers(pair.decode)[0].suspend()
+    pair.decode.process.terminate()
+    assert pair.decode.process.wait(10) == 0
+    assert_gone(watches)
+
+
 def test_signals_to_all_of_them(make_pair: Any, until: Any) -> None:
     """As from a terminal or a supervisor: only the transfer process listens, and ends its movers."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # some parents do, and it is inherited

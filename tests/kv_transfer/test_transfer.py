@@ -194,7 +194,7 @@ def test_fetch_before_the_prefill_is_known(make_pair: Any) -> None:
     # Only the one that nobody expects runs into the deadline.
     assert pair.event(fetch) == kv.Failed(fetch, "deadline")
     assert pair.prefill.stats().deadlines == {"fetch_wait": 1}
-    assert not pair.prefill.sender.has_fetch(early)
+    pair.until(lambda: not pair.prefill.sender.has_fetch(early), "the news of that")
     pair.prefill.hold(30, queued)
     assert isinstance(pair.event(patient), kv.Injected)
     pair.assert_whole()
