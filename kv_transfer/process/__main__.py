@@ -155,6 +155,8 @@ class TransferProcess:
             self._next_tick = now + _TICK
             self._connector.tick(now)
             self._side.tick(now)
+            for mover in self._movers:
+                mover.check(now)
         if now >= self._next_stats:
             self._next_stats = now + 1.0
             self._tell(self._stats())

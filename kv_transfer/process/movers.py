@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -29,7 +30,7 @@ from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
 
-_STOPS_WITHIN = 2.0  # seconds
+_STOPS_WITHIN = 3.0  # seconds that a mover takes at most to close a lane, or to end
 _AHEAD = 2  # frames that a lane in a mover has: one being written, and the next
 
 
@@ -48,6 +49,7 @@ class FarLane:
         self.heard = time.monotonic()
         self.receiving = False  # in mid-frame, when it was last heard
         self.closing: tuple[str, str] | None = None
+        self.closed_by = math.inf  # time.monotonic(); else its mover hangs
         self.unsent = 0
         self._mover = movers_end
         self._number = number
@@ -72,6 +74,7 @@ class FarLane:
     def close_soon(self, kind: str, why: str) -> None:
         if self.closing is None:
             self.closing = (kind, why)
+            self.closed_by = time.monotonic() + _STOPS_WITHIN
             self._mover.channel.post(mover.Close(self._number, kind, why[:512]))
 
     def report(self, message: mover.FromMover) -> None:
@@ -135,6 +138,11 @@ class MoverHandle:
             if isinstance(report, mover.Closed):
                 del self.lanes[report.lane]
             far.report(report)
+
+    def check(self, now: float) -> None:
+        """MoverDied: it hangs, and what its lanes hold does not come back."""
+        if any(now >= lane.closed_by for lane in self.lanes.values()):
+            raise MoverDied(f"process {self._pid} of lanes hangs: it closes no lane")
 
     def flush(self) -> None:
         """Tell it what is posted, as far as there is room."""

@@ -230,6 +230,17 @@ def test_movers_die_with_the_transfer_process(make_pair: Any) -> None:
     assert_gone(watches)
 
 
+def test_a_mover_that_hangs_ends_its_transfer_process(make_pair: Any) -> None:
+    """Its sessions fall silent and end, but what its lanes hold never comes back."""
+    quick = TWO | {"deadlines": kv.Deadlines(ping=0.1, peer_dead=0.5)}
+    pair = make_pair(quick, quick)
+    transferred(pair, 50)
+    watches = watched(pair.decode)
+    movers(pair.decode)[0].suspend()
+    assert pair.decode.process.wait(20) == 1
+    assert_gone(watches)
+
+
 def test_a_mover_that_hangs_does_not_hold_up_the_end(make_pair: Any) -> None:
     pair = make_pair(TWO, TWO)
     transferred(pair, 50)
