@@ -44,9 +44,9 @@ from kv_transfer.protocol.tombstones import Tombstones
 
 log = logging.getLogger("baton.kv")
 
-# Slots at most that wait for frames, per lane: enough until the next grant is used. More would only be memory
-# that has left every cache when it is written to.
-_CREDIT_PER_LANE = 4
+# Slots at most that wait for frames, per lane (of four at least): enough until the next grant is used. More
+# would only be memory that has left every cache when it is written to.
+_CREDIT_PER_LANE, _CREDIT_LANES = 4, 4
 _BACKOFF = (0.05, 1.0)  # seconds before lanes reopen: first and longest
 # A new session, or a new FETCH over it, can mend these; anything else that ends a session cannot.
 _MENDABLE = {"lost", "dead", "unreachable", "idle", "busy", "by_peer", "hello"}
@@ -342,7 +342,8 @@ class DecodeSide:
                 # One more per lane: slices need not be as large as they could be.
                 open_ = any(t.incoming.live for t in peer.transfers.values())
                 lanes = peer.session.lane_count
-                self.credits.want(number, min(missing + lanes, _CREDIT_PER_LANE * lanes) if open_ else 0)
+                most = _CREDIT_PER_LANE * max(lanes, _CREDIT_LANES)
+                self.credits.want(number, min(missing + lanes, most) if open_ else 0)
         grants = self.credits.settle()
         # Without a grant, too: a frame beyond its credit took one that was laid out for somebody else.
         self._slots.lay_out(self.credits.promised)

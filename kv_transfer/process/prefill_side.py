@@ -41,8 +41,9 @@ from kv_transfer.protocol.messages import (
     Fetch,
 )
 
-# Slots on their way per lane: one being written, the next, and what is not yet known to be sent.
-_WINDOW_PER_LANE = 3
+# Slots on their way per lane (of four at least): one being written, the next, and what is not yet known to be
+# sent.
+_WINDOW_PER_LANE, _WINDOW_LANES = 3, 4
 
 
 class PrefillSide:
@@ -183,7 +184,8 @@ class PrefillSide:
             match effect:
                 case Start(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
-                    window = min(session.lane_count * _WINDOW_PER_LANE, max(1, self._config.num_slots // 2))
+                    lanes = max(session.lane_count, _WINDOW_LANES)
+                    window = min(lanes * _WINDOW_PER_LANE, max(1, self._config.num_slots // 2))
                     self._channel.post(
                         StartOut(
                             prefill_id, transfer_id, number, session.slot_bytes, window,
