@@ -128,16 +128,19 @@ class MoverHandle:
         return self.lanes[self._made]
 
     def serve(self) -> None:
-        """Take reports that came. MoverDied: none will come any more."""
+        """Take all reports that came: by an old one alone a lane seems silent. MoverDied: no more come."""
+        while reports := self._received():
+            for report in reports:
+                far = self.lanes[report.lane]
+                if isinstance(report, mover.Closed):
+                    del self.lanes[report.lane]
+                far.report(report)
+
+    def _received(self) -> Sequence[mover.FromMover]:
         try:
-            reports = self.channel.receive()
+            return self.channel.receive()
         except ChannelClosed as e:
             raise self._died(e) from None
-        for report in reports:
-            far = self.lanes[report.lane]
-            if isinstance(report, mover.Closed):
-                del self.lanes[report.lane]
-            far.report(report)
 
     def check(self, now: float) -> None:
         """MoverDied: it hangs, and what its lanes hold does not come back."""
