@@ -90,7 +90,8 @@ class TransferProcess:
         if self._listener is not None:
             self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
             port = self._listener.getsockname()[1]
-        self._watch_movers()
+        for mover in self._movers:
+            self._watch_mover(mover)
         self._tell(spawn.Ready(port))
         try:
             while not self._stopping and os.getppid() == parent_pid:
@@ -117,17 +118,16 @@ class TransferProcess:
             self._side.engine(message)
         self._watch_channel()
 
-    def _watch_movers(self) -> None:
-        for mover in self._movers:
-            room = select.EPOLLOUT if mover.channel.full else 0
-            self._loop.watch(mover.channel.fileno(), select.EPOLLIN | room, lambda _, m=mover: m.serve())
+    def _watch_mover(self, mover: movers.MoverHandle) -> None:
+        room = select.EPOLLOUT if mover.channel.full else 0
+        self._loop.watch(mover.channel.fileno(), select.EPOLLIN | room, mover.serve)
 
     def _flush(self) -> float | None:
         """In every turn of the loop."""
         for mover in self._movers:
             if mover.channel.pending:
                 mover.flush()
-                self._watch_movers()
+                self._watch_mover(mover)
         channel = self._channel
         if not channel.pending or channel.full:
             return None

@@ -46,6 +46,10 @@ class OutgoingFrame:
     slot: int
     started: float = 0.0
 
+    @property
+    def wire_bytes(self) -> int:
+        return HEADER_BYTES + len(self.payload) + TRAILER_BYTES
+
 
 L = TypeVar("L", contravariant=True)
 
@@ -141,7 +145,7 @@ class Lane:
         self._call()
 
     def push_frame(self, frame: OutgoingFrame) -> None:
-        self._queued += _EDGE_BYTES + len(frame.payload)
+        self._queued += frame.wire_bytes
         self._frames.append(frame)
         self._call()
 
@@ -343,4 +347,4 @@ class Lane:
             self._out.append((memoryview(pack(frame.header)), None))
             self._frame, self._at, self._out_checksum = frame, 0, xxhash.xxh3_64()
         else:
-            self._sent += _EDGE_BYTES + len(frame.payload)
+            self._sent += frame.wire_bytes

@@ -19,8 +19,8 @@ from kv_transfer.arena import Arena
 from kv_transfer.channel import Channel, ChannelClosed, Local
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
-from kv_transfer.process.slots import Slots
-from kv_transfer.protocol.frame import FrameError, FrameType, Header, pack, parse
+from kv_transfer.process.slots import Slots, take_slot
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
@@ -51,7 +51,7 @@ class Move(Local):
     """Send this slot as one frame. Answered by Gone, or by the lane's Closed."""
 
     lane: int
-    header: bytes
+    header: Header
     slot: int
 
 
@@ -68,7 +68,7 @@ class Begins(Local):
     """A frame's header came, and a slot was taken for it. Ends follows."""
 
     lane: int
-    header: bytes
+    header: Header
     slot: int
 
 
@@ -91,7 +91,7 @@ class Said(Local):
     """A control message came."""
 
     lane: int
-    header: bytes
+    header: Header
     payload: bytes
 
 
@@ -160,11 +160,10 @@ class Mover:
                 case Adopt():
                     self._adopt(message)
                 case Say(number, payload) if number in self._lanes:
-                    self._lanes[number].push(FrameType.PING, bytes(16), payload)
+                    self._lanes[number].push(FrameType.PING, NO_TRANSFER, payload)
                 case Move(number, header, slot) if number in self._lanes:
-                    head = parse(header)
-                    frame = OutgoingFrame(head, self._arena.slot(slot)[: head.length], slot)
-                    self._lanes[number].push_frame(frame)
+                    payload = self._arena.slot(slot)[: header.length]
+                    self._lanes[number].push_frame(OutgoingFrame(header, payload, slot))
                 case Close(number, kind, why) if number in self._lanes:
                     self._lanes[number].close_soon(kind, why)
         self._watch()
@@ -184,7 +183,7 @@ class Mover:
 
     def _tick(self, last: float) -> None:
         for number, lane in self._lanes.items():
-            receiving = lane.ticket is not None
+            receiving = lane.receiving
             if receiving or lane.heard >= last:
                 self._channel.post(Heard(number, lane.heard, receiving))
             if receiving:
@@ -194,12 +193,8 @@ class Mover:
     # ------------------------------------------------------------ LaneOwner
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        if self._slots is None:
-            raise FrameError("direction", "KV frame sent to a prefill worker")
-        slot = self._slots.take()
-        if slot is None:
-            raise FrameError("credit", "a frame that nobody has a slot for")
-        self._channel.post(Begins(self._ids[lane], pack(header), slot))
+        slot = take_slot(self._slots)
+        self._channel.post(Begins(self._ids[lane], header, slot))
         return self._arena.slot(slot)[: header.length], slot
 
     def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
@@ -208,7 +203,7 @@ class Mover:
     def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
         if len(self._channel.pending) >= _MOST_PENDING:
             raise FrameError("flood", "control messages come faster than they are read")
-        self._channel.post(Said(self._ids[lane], pack(header), bytes(payload)))
+        self._channel.post(Said(self._ids[lane], header, bytes(payload)))
 
     def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
         return True

@@ -25,7 +25,7 @@ from kv_transfer.process import mover
 from kv_transfer.process.lane import FrameOwner, Lane, OutgoingFrame
 from kv_transfer.process.parent import die_with_parent
 from kv_transfer.process.slots import Slots
-from kv_transfer.protocol.frame import HEADER_BYTES, TRAILER_BYTES, FrameType, Header, pack, parse
+from kv_transfer.protocol.frame import FrameType, Header
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
@@ -48,7 +48,6 @@ class FarLane:
     def __init__(self, movers_end: MoverHandle, number: int, owner: FarOwner) -> None:
         self.heard = time.monotonic()
         self.receiving = False  # in mid-frame, when it was last heard
-        self.closing: tuple[str, str] | None = None
         self.closed_by = math.inf  # time.monotonic(); else its mover hangs
         self.unsent = 0
         self._mover = movers_end
@@ -67,13 +66,12 @@ class FarLane:
 
     def push_frame(self, frame: OutgoingFrame) -> None:
         if self._owner.frame_begins(self, frame):
-            self.unsent += _size(frame)
+            self.unsent += frame.wire_bytes
             self._frames[frame.slot] = frame
-            self._mover.channel.post(mover.Move(self._number, pack(frame.header), frame.slot))
+            self._mover.channel.post(mover.Move(self._number, frame.header, frame.slot))
 
     def close_soon(self, kind: str, why: str) -> None:
-        if self.closing is None:
-            self.closing = (kind, why)
+        if self.closed_by == math.inf:
             self.closed_by = time.monotonic() + _STOPS_WITHIN
             self._mover.channel.post(mover.Close(self._number, kind, why[:512]))
 
@@ -82,18 +80,17 @@ class FarLane:
             self.heard = time.monotonic()
         match message:
             case mover.Begins(_, header, slot):
-                head = parse(header)
-                self._incoming = (head, self._owner.far_begins(self, head, slot))
+                self._incoming = (header, self._owner.far_begins(self, header, slot))
             case mover.Ends(_, whole):
                 assert self._incoming is not None
                 (header, ticket), self._incoming = self._incoming, None
                 self._owner.kv_ends(self, header, ticket, whole)
             case mover.Gone(_, slot, sent):
                 frame = self._frames.pop(slot)
-                self.unsent -= _size(frame)
+                self.unsent -= frame.wire_bytes
                 (self._owner.frame_sent if sent else self._owner.frame_dropped)(self, frame)
             case mover.Said(_, header, payload):
-                self._owner.control(self, parse(header), memoryview(payload))
+                self._owner.control(self, header, memoryview(payload))
             case mover.Heard(_, at, receiving):
                 self.heard, self.receiving = at, receiving
             case mover.Closed(_, kind, why):
@@ -127,7 +124,7 @@ class MoverHandle:
         self.lanes[self._made] = FarLane(self, self._made, owner)
         return self.lanes[self._made]
 
-    def serve(self) -> None:
+    def serve(self, _: int = 0) -> None:
         """Take all reports that came: by an old one alone a lane seems silent. MoverDied: no more come."""
         while reports := self._received():
             for report in reports:
@@ -220,7 +217,3 @@ def _mover(
     arena.populate()
     mover.Mover(channel, side, arena, slots, trace).run()
     trace.close()
-
-
-def _size(frame: OutgoingFrame) -> int:
-    return HEADER_BYTES + len(frame.payload) + TRAILER_BYTES

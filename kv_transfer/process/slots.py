@@ -12,6 +12,8 @@ import heapq
 import os
 import struct
 
+from kv_transfer.protocol.frame import FrameError
+
 _SLOT = struct.Struct("<I")
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # linux/fcntl.h; the fcntl module has them on some systems only
 
@@ -56,3 +58,13 @@ class Slots:
 
     def give_back(self, slot: int) -> None:
         heapq.heappush(self._heap, slot)
+
+
+def take_slot(slots: Slots | None) -> int:
+    """For a KV frame that begins, in whichever process. FrameError: it may not come; None: no KV may."""
+    if slots is None:
+        raise FrameError("direction", "KV frame sent to a prefill worker")
+    slot = slots.take()
+    if slot is None:
+        raise FrameError("credit", "a frame that nobody has a slot for")
+    return slot

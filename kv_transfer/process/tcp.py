@@ -19,9 +19,9 @@ from kv_transfer.process.handshake import Handshake, say
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.movers import FarLane, MoverHandle
-from kv_transfer.process.slots import Slots
+from kv_transfer.process.slots import Slots, take_slot
 from kv_transfer.process.stats import Counters
-from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
 from kv_transfer.protocol.hello import Initiator, Listener, Refused
 from kv_transfer.protocol.messages import (
     Control,
@@ -52,6 +52,7 @@ class TcpSession:
         self.up = False
         self.ended = False
         self.opened = time.monotonic()
+        self._far: list[FarLane] = []  # those of them in movers
         self._open = 0  # lanes
         self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
         self._connector = connector
@@ -67,7 +68,7 @@ class TcpSession:
 
     def send_frame(self, frame: OutgoingFrame) -> None:
         """Down the lane with the fewest unsent bytes; where there are movers, one of theirs."""
-        if any(isinstance(lane, FarLane) for lane in self.lanes.values()):
+        if self._far:
             self._waiting.append(frame)
             self._feed()
         else:
@@ -75,8 +76,7 @@ class TcpSession:
 
     def _feed(self) -> None:
         """Give movers what they have room for, and no more: which lane will be slow is seen late."""
-        lanes = [lane for lane in self.lanes.values() if isinstance(lane, FarLane)]
-        while self._waiting and (lane := min(lanes, key=lambda lane: lane.unsent)).has_room:
+        while self._waiting and (lane := min(self._far, key=lambda lane: lane.unsent)).has_room:
             lane.push_frame(self._waiting.popleft())
 
     def end(self, reason: str, detail: str) -> None:
@@ -99,7 +99,10 @@ class TcpSession:
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._connector.config.slot_bytes)
         lane.owner, lane.max_payload = self, self.slot_bytes
-        self.lanes[number] = lane if number == 0 else self._connector.place(lane, self)
+        placed = lane if number == 0 else self._connector.place(lane, self)
+        self.lanes[number] = placed
+        if isinstance(placed, FarLane):
+            self._far.append(placed)
         self._open += 1
         enough = 0 in self.lanes if self._connector.listening else len(self.lanes) == self.lane_count
         if enough and not self.up:
@@ -109,12 +112,7 @@ class TcpSession:
     # ------------------------------------------------------------ LaneOwner and FarOwner
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        slots = self._connector.slots
-        if slots is None:
-            raise FrameError("direction", "KV frame sent to a prefill worker")
-        slot = slots.take()
-        if slot is None:
-            raise FrameError("credit", "a frame that nobody has a slot for")
+        slot = take_slot(self._connector.slots)
         place = self._connector.arena.slot(slot)[: header.length]
         return place, self._handler.kv_begins(self, header, slot)
 
