@@ -98,7 +98,7 @@ class Lane:
         self.sock = sock
         self.owner = owner
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
-        self.opened = self.heard = time.monotonic()
+        self.heard = time.monotonic()
         self.ticket: Any = None  # of the KV frame being received
         self.closing: tuple[str, str] | None = None
         self.closed = False  # or gone to another process
@@ -136,9 +136,9 @@ class Lane:
 
     # ------------------------------------------------------------ for its owner
 
-    def push(self, kind: FrameType, transfer_id: bytes, payload: bytes, sender_rank: int = 0) -> None:
+    def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
         """Queue a control message; it overtakes KV frames that have not begun."""
-        header = Header(kind, transfer_id, length=len(payload), sender_rank=sender_rank)
+        header = Header(kind, transfer_id, length=len(payload))
         data = pack(header) + payload + trailer(xxhash.xxh3_64(payload))
         self._queued += len(data)
         self._control.append(data)
