@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -45,11 +46,11 @@ CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the
 # Row → engine, goal for ours ÷ theirs, pieces of a transfer, environment: the best of those tried.
 PEERS: dict[str, tuple[str, float, int, dict[str, str]]] = {
     "nixl_read": ("nixl", 2.0, 4, {
-        "UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "2m", "UCX_TCP_RX_SEG_SIZE": "2m",
+        "UCX_TLS": "tcp,cuda_copy", "UCX_TCP_TX_SEG_SIZE": "2m", "UCX_TCP_RX_SEG_SIZE": "2m",
         "UCX_TCP_SNDBUF": "4m", "UCX_TCP_RCVBUF": "4m",
     }),
     "nixl_write": ("nixl", 1.0, 4, {
-        "UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "512k", "UCX_TCP_RX_SEG_SIZE": "512k",
+        "UCX_TLS": "tcp,cuda_copy", "UCX_TCP_TX_SEG_SIZE": "512k", "UCX_TCP_RX_SEG_SIZE": "512k",
     }),
     "mooncake": ("mooncake", 1.0, 16, {}),
 }  # fmt: skip
@@ -111,6 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="nixl or mooncake")
     p.add_argument("--table", action="store_true", help="lanes × sizes; minutes")
     args = p.parse_args(arguments)
+    pythons = dict(each.partition("=")[::2] for each in args.peer)
+    for engine, python in pythons.items():
+        if engine not in {known for known, *_ in PEERS.values()} or not shutil.which(python):
+            p.error(f"--peer {engine}={python}: wants nixl or mooncake, and the Python that has it installed")
     torch.set_num_threads(1)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = Settings(args.lanes, args.slots, args.slot_bytes, args.lane_processes, max(SIZES) * MIB)
@@ -123,7 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
             rows(report, settings, device, sockets(raw), sockets(cubic), pairs)
-        pythons = dict(each.split("=", 1) for each in args.peer)
         peers(report, settings, pythons, pairs)
     report.finish()
     return 0

@@ -10,8 +10,8 @@ import pytest
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import Pair, WorkerProcess, WorkerStream, sampling, started_pair, tiny_model
 
-BLOCKS = 300  # of 16 positions
-TINY = {"load_format": "dummy", "num_blocks": BLOCKS, "max_num_batched_tokens": 64}
+BLOCKS = 300  # of 16 positions, on every device
+TINY = {"load_format": "dummy", "num_blocks": BLOCKS, "block_size": 16, "max_num_batched_tokens": 64}
 ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 Workers = tuple[WorkerProcess, WorkerProcess]
 
