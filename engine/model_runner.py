@@ -170,7 +170,7 @@ class ModelRunner:
         """With all that requests may ask for."""
         requests = batch.sampled
         mask, refused = self._grammars.allowed([(live.grammar, live.token_ids) for live in requests])
-        adjusted = adjust(logits, requests, self._config.eos_ids, mask)
+        adjusted = adjust(logits, requests, self._tokens, self._config.eos_ids, mask)
         tokens = choose(adjusted, logits, variant, draws, self._kernels)
         self._tokens[: len(requests)] = tokens
         return Sampling(to_host(tokens), top_logprobs(logits, tokens, requests), refused, size)

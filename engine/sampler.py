@@ -104,11 +104,16 @@ def adjusts(live: LiveRequest) -> bool:
 
 
 def adjust(
-    logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection[int], mask: TokenMask | None
+    logits: Tensor,
+    requests: Sequence[LiveRequest],
+    newest: Tensor,
+    eos_ids: Collection[int],
+    mask: TokenMask | None,
 ) -> Tensor:
     """With what the requests and their grammars add to, and take from, the model's logits [rows, vocabulary],
-    float32. Those themselves stay as they are: what comes back is them, or a copy."""
-    adjusted = _penalised(_biased(logits, requests, eos_ids), requests)
+    float32. Those themselves stay as they are: what comes back is them, or a copy. `newest` has the tokens
+    that are pending, by `LiveRequest.row`."""
+    adjusted = _penalised(_biased(logits, requests, eos_ids), requests, newest)
     return adjusted if mask is None else _masked(adjusted, logits, mask, requests)
 
 
@@ -130,7 +135,7 @@ def _biased(logits: Tensor, requests: Sequence[LiveRequest], eos_ids: Collection
     return logits.index_put(index, _moved(values, torch.float32, logits), accumulate=True)
 
 
-def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
+def _penalised(logits: Tensor, requests: Sequence[LiveRequest], newest: Tensor) -> Tensor:
     """With repetition, presence and frequency penalty. Copies if it changes anything."""
     rows = [
         row
@@ -155,8 +160,12 @@ def _penalised(logits: Tensor, requests: Sequence[LiveRequest]) -> Tensor:
 
     vocabulary = logits.shape[1]
     live = [requests[row] for row in rows]
-    generated = counts([r.token_ids[len(r.request.prompt_ids) :] for r in live])
-    seen = counts([r.token_ids for r in live]) > 0
+    generated = counts([r.token_ids[len(r.request.prompt_ids) : r.num_known] for r in live])
+    if waiting := [(row, r.row) for row, r in enumerate(live) if r.pending]:
+        to, source = _moved(np.array(waiting).T, torch.int64, logits)
+        # A token that is none fails its request, whatever is made of it here.
+        generated[to, newest[source].clamp_min(0)] += 1
+    seen = counts([r.token_ids[: len(r.request.prompt_ids)] for r in live]) + generated > 0
     index = _moved(rows, torch.int64, logits)
     chosen = logits[index]
     repetition = column("repetition_penalty")

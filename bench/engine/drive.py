@@ -12,13 +12,13 @@ from typing import Any
 from engine import EngineRequest, SamplingParams
 
 
-def greedy(prompt_ids: Sequence[int], max_tokens: int) -> EngineRequest:
+def greedy(prompt_ids: Sequence[int], max_tokens: int, **sampling: Any) -> EngineRequest:
     """A request that runs to its full length."""
     return EngineRequest(
         os.urandom(16),
         list(prompt_ids),
         [],
-        SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling),
     )
 
 
@@ -44,7 +44,7 @@ def prefill_seconds(engine: Any, prompts: Sequence[Sequence[int]]) -> float:
     return time.perf_counter() - began
 
 
-def decode_step_seconds(engine: Any, batch: int, context: int, steps: int) -> list[float]:
+def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sampling: Any) -> list[float]:
     """Time of each of `steps` steps in which `batch` requests decode around `context` tokens.
 
     Measured from step to step, as a client sees it. The first and last steps, when the batch fills and
@@ -52,7 +52,8 @@ def decode_step_seconds(engine: Any, batch: int, context: int, steps: int) -> li
     """
     margin = 8
     for number in range(batch):
-        engine.add(greedy(prompt(context - steps // 2, 1000 * batch + number), steps + 2 * margin))
+        ids = prompt(context - steps // 2, 1000 * batch + number)
+        engine.add(greedy(ids, steps + 2 * margin, **sampling))
     while engine.stats().tokens_waiting:
         engine.step()
     gaps: list[float] = []

@@ -31,6 +31,7 @@ PROMPT, OUTPUT = 2000, 150  # tokens of a request of the throughput rows
 THROUGHPUT_MUST = {(32, 512): 2000.0, (128, 8192): 2500.0}
 """Output tokens/s by (running requests, --max-num-batched-tokens): of 512, 1024, 2048, 8192 and 16384 the
 best. A step with a prompt reads the weights for those that decode, too: of few, many such steps are best."""
+PENALISED = {"repetition_penalty": 1.05}  # as some models ask for by default
 HBM_BYTES_PER_S = 4.8e12
 GEMM_FLOPS = 790e12
 
@@ -110,6 +111,12 @@ def _decodes(engine: Any, report: Report, floors: dict[int, float], steps: int) 
         report.add(
             Row(f"{name}.bytes", rate / 1e9, "GB/s", ratio=rate / HBM_BYTES_PER_S, ratio_to="4.8 TB/s")
         )
+        if batch == 64:
+            times = decode_step_seconds(engine, batch, CONTEXT, steps, **PENALISED)
+            p99, penalised = contract.percentile(times, 0.99) * 1e3, median_ms(times)
+            report.add(
+                Row(f"{name}.penalised", penalised, "ms", p99=p99, ratio=penalised / took, ratio_to="without")
+            )
 
 
 def _throughput(engine: Engine, requests: int) -> float:

@@ -283,7 +283,7 @@ def test_masks_are_for_their_rows_and_of_any_width(request_of: Any) -> None:
     bits = torch.zeros((2, 2), dtype=torch.int32)
     bits[0, 0], bits[1, 1] = -(1 << 31), 1 << 3  # tokens 31 and 35
     live = [LiveRequest(request_of(i, [1]), Phase.RUNNING, i) for i in range(3)]
-    chosen = adjust(logits, live, {EOS}, TokenMask([0, 2], bits)).argmax(dim=-1)
+    chosen = adjust(logits, live, torch.empty(0), {EOS}, TokenMask([0, 2], bits)).argmax(dim=-1)
     assert chosen.tolist() == [31, 44, 35]
 
 

@@ -35,19 +35,17 @@ def land_one(engine: Engine) -> Any:
         pytest.param({"block_size": 1, "num_blocks": 256}, id="blocks of one"),
     ],
 )
-@pytest.mark.parametrize("penalties", [False, True])
 def test_tokens_are_those_of_an_engine_that_waits(
     tiny_engine: Callable[..., Engine],
     late_engine: Callable[..., Engine],
     run: Any,
     request_of: Any,
     config: dict[str, Any],
-    penalties: bool,
 ) -> None:
-    """Where somebody has penalties, the tokens are needed on the host and nothing is launched ahead."""
-    requests = [
-        request for request in crowd(request_of) if penalties or request.sampling.repetition_penalty == 1
-    ]
+    requests = crowd(request_of)
+    for number in range(100, 103):  # nothing comes twice
+        prompt = PROMPT[: number - 98]
+        requests.append(request_of(number, prompt, max_tokens=30, ignore_eos=True, repetition_penalty=1e6))
     expected = run(tiny_engine(overlap=False), requests)
     engine = late_engine(**config)
     for _ in range(2):
@@ -58,11 +56,12 @@ def test_tokens_are_those_of_an_engine_that_waits(
         engine.assert_whole()
 
 
+@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5}])
 def test_a_step_is_launched_while_one_is_under_way(
-    late_engine: Callable[..., Engine], request_of: Any
+    late_engine: Callable[..., Engine], request_of: Any, sampling: dict[str, float]
 ) -> None:
     engine = late_engine()
-    request = request_of(1, PROMPT, max_tokens=3, ignore_eos=True)
+    request = request_of(1, PROMPT, max_tokens=3, ignore_eos=True, **sampling)
     engine.add(request)
     assert engine.rest == 0
     assert not engine.step().outputs

@@ -28,10 +28,26 @@ def logits(rows: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def tokens(values: torch.Tensor, requests: list[LiveRequest]) -> list[int]:
+NOTHING_PENDING = torch.empty(0, dtype=torch.int64)
+
+
+def tokens(
+    values: torch.Tensor, requests: list[LiveRequest], newest: torch.Tensor = NOTHING_PENDING
+) -> list[int]:
     variant, draws = draws_of(requests, VOCABULARY)
     on_device = Draws(*map(torch.from_numpy, draws))
-    return choose(adjust(values, requests, EOS, None), values, variant, on_device, TorchKernels()).tolist()
+    adjusted = adjust(values, requests, newest, EOS, None)
+    return choose(adjusted, values, variant, on_device, TorchKernels()).tolist()
+
+
+def forget_last(requests: list[LiveRequest], rng: np.random.Generator) -> torch.Tensor:
+    """Their last tokens are pending, in rows of the step before that are not theirs in this one."""
+    rows = rng.permutation(len(requests)).tolist()
+    newest = torch.empty(len(requests), dtype=torch.int64)
+    for row, request in zip(rows, requests, strict=True):
+        newest[row] = request.token_ids.pop()
+        request.promise(row)
+    return newest
 
 
 def draw_key(seed: int, position: int) -> int:
@@ -112,8 +128,9 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("pending", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_variant_in_one_batch_is_by_the_book(seed: int) -> None:
+def test_every_variant_in_one_batch_is_by_the_book(seed: int, pending: bool) -> None:
     rng = np.random.default_rng(seed)
     requests = [
         live(rng.integers(0, 20, 9).tolist(), rng.integers(0, 20, 12).tolist(), seed=seed * 100 + i, **params)
@@ -122,9 +139,9 @@ def test_every_variant_in_one_batch_is_by_the_book(seed: int) -> None:
     values = logits(len(VARIANTS), seed)
     values[:, :20] += 6  # what the penalties are about must have a chance
     untouched = values.clone()
-    assert tokens(values, requests) == [
-        defined(row.numpy(), request) for row, request in zip(values, requests, strict=True)
-    ]
+    expected = [defined(row.numpy(), request) for row, request in zip(values, requests, strict=True)]
+    newest = forget_last(requests, rng) if pending else NOTHING_PENDING
+    assert tokens(values, requests, newest) == expected
     assert torch.equal(values, untouched)
 
 
@@ -222,7 +239,7 @@ def test_logprobs_are_the_models_own() -> None:
 def test_what_a_graph_cannot_do_is_known_beforehand(params: dict[str, Any], expected: bool) -> None:
     """Steps that only decode, and nobody asks for more, leave `adjust` and `top_logprobs` out."""
     request, values = live([5], [6, 7, 8], **params), logits(1)
-    changed = adjust(values, [request], EOS, None) is not values
+    changed = adjust(values, [request], NOTHING_PENDING, EOS, None) is not values
     told = top_logprobs(values, torch.tensor([5]), [request]) is not None
     assert adjusts(request) == (changed or told) == expected
 
