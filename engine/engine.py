@@ -172,6 +172,8 @@ class Engine:
         launched = self._may_launch and self._launch(result)
         if self._flights and (not launched or not self._overlap or self._flights[0].over):
             self._land(self._flights.pop(0), result)
+            if self._flights and self._flights[0].sampling is None:
+                self._sample(self._flights[0])
         return result
 
     @property
@@ -204,16 +206,22 @@ class Engine:
                 self._kv_sink.layer_done(layer, moved)
 
         began = self._moment()
-        sampling = self._runner.run(batch, layer_done)
-        flight = Flight(plan, ids, batch.sampled, sampling, began, self._moment())
+        flight = Flight(plan, ids, self._runner.run(batch, layer_done), began)
         self._scheduler.launched(plan.chunks)
-        for row, live in enumerate(batch.sampled):
-            live.promise(row)
         self._flights.append(flight)
-        self._landings.expect(flight)
-        only_decodes = sampling.size is not None and not sampling.size.chunks
-        self._pace.launched(sampling.size if only_decodes else None, started, time.monotonic())
+        if not flight.waits:
+            self._sample(flight)
+        size = flight.computed.size
+        only_decodes = size is not None and not size.chunks
+        self._pace.launched(size if only_decodes else None, started, time.monotonic())
         return True
+
+    def _sample(self, flight: Flight) -> None:
+        flight.sampling = self._runner.sample(flight.computed)
+        flight.ended = self._moment()
+        for row, live in enumerate(flight.sampled):
+            live.promise(row)
+        self._landings.expect(flight)
 
     def _announce(self, started: Sequence[LiveRequest]) -> None:
         for live in started:
@@ -224,7 +232,7 @@ class Engine:
 
     def _land(self, flight: Flight, result: StepResult) -> None:
         """Waits until it is over, and sees each request on: to its next token, its handover, its end."""
-        flight.ended.synchronize()
+        flight.wait()
         self._tick()
         plan = flight.plan
         seconds = result.seconds = flight.seconds
@@ -234,7 +242,7 @@ class Engine:
         self._computing(frozenset().union(*(later.ids for later in self._flights)))
         self._scheduler.landed(plan.chunks)
         sampling = flight.sampling
-        if sampling.tokens is None:
+        if sampling is None or sampling.tokens is None:
             return
         logprobs = sampling.logprobs.by_row(flight.sampled) if sampling.logprobs else {}
         for row, (live, token) in enumerate(zip(flight.sampled, sampling.tokens.tolist(), strict=True)):

@@ -1,8 +1,10 @@
 """A step that was launched: what is on its way from the device, and how to learn that it has arrived.
 
-    launched ──▶ over (all that it queued was computed) ──▶ landed: its tokens are known, its requests go on
+    launched ──▶ sampled ──▶ over (all that it queued was computed) ──▶ landed: its tokens are known
 
-On a CPU a step is over when its launch returns.
+It is sampled with its launch; but where a grammar must know the token before, which the step before it has
+not brought yet, as soon as that one landed: the device computes meanwhile. On a CPU a step is over when it is
+sampled.
 """
 
 import os
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.live_request import LiveRequest
-from engine.model_runner import Sampling
+from engine.model_runner import Computed, Sampling
 from engine.scheduler import Schedule
 
 
@@ -61,20 +63,35 @@ def moment(device: torch.device) -> Moment:
     return event
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     plan: Schedule
     ids: frozenset[bytes]
     """Whom it computes."""
-    sampled: list[LiveRequest]
-    """Who gets a token, in the order of `sampling`."""
-    sampling: Sampling
+    computed: Computed
     began: Moment
-    ended: Moment
+    sampling: Sampling | None = None
+    """None: not yet."""
+    ended: Moment | None = None
+    """Once it is sampled."""
+
+    @property
+    def sampled(self) -> list[LiveRequest]:
+        """Who gets a token, in the order of `sampling`."""
+        return self.computed.requests
+
+    @property
+    def waits(self) -> bool:
+        """A grammar must know a token that the step before it brings."""
+        return any(live.grammar is not None and live.pending for live in self.sampled)
 
     @property
     def over(self) -> bool:
-        return self.ended.query()
+        return self.ended is not None and self.ended.query()
+
+    def wait(self) -> None:
+        assert self.ended is not None, "it is sampled before anybody waits for it"
+        self.ended.synchronize()
 
     @property
     def seconds(self) -> float:
@@ -107,7 +124,7 @@ class Landings:
 def _announce(flights: "queue.SimpleQueue[Flight | None]", fd: int) -> None:
     while (flight := flights.get()) is not None:
         try:
-            flight.ended.synchronize()
+            flight.wait()
         finally:  # a device that failed says so to whoever asks it next
             os.eventfd_write(fd, 1)
         del flight

@@ -57,8 +57,6 @@ class LiveRequest:
     """Launched steps, not known to be over, that read and write its blocks."""
     longest: int = field(init=False)
     """Tokens at which it ends, whichever they are."""
-    needs_tokens: bool = field(init=False)
-    """The host must know its last token to say what may be next: it is not computed while that is pending."""
     plain_from: float = field(init=False)
     """Tokens from which on nothing but `draw` says how the next is chosen."""
     alone: bool = field(init=False)
@@ -88,8 +86,8 @@ class LiveRequest:
         p, prompt = self.request.sampling, len(self.request.prompt_ids)
         self.longest = prompt + p.max_tokens
         penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
-        self.needs_tokens = p.structured_output is not None
-        special = penalised or self.needs_tokens or p.logit_bias or p.logprobs is not None
+        structured = p.structured_output is not None
+        special = penalised or structured or p.logit_bias or p.logprobs is not None
         self.plain_from = math.inf if special else prompt + p.min_tokens
         seed = p.seed & (1 << 64) - 1
         self.draw = np.array((seed, p.temperature, p.top_k, p.top_p, p.min_p), DRAW).tobytes()

@@ -19,6 +19,7 @@ from engine.batch import StepBatch, upload
 from engine.grammar import Grammars
 from engine.kernels import HeadNorm, Kernels
 from engine.kernels.tiles import SHORT
+from engine.live_request import LiveRequest, Phase
 from engine.model_config import ModelConfig
 from engine.sampler import (
     Draws,
@@ -41,8 +42,19 @@ class Sampling:
     tokens: Tensor | None = None  # [sampled] int64, on the host, or `NOT_FINITE`; None: nobody gets one
     logprobs: TopLogprobs | None = None
     refused: dict[int, str] = field(default_factory=dict)  # by row: what is wrong with its grammar
-    size: Size | None = None
-    """Of the graphs that the step was replayed from; None: it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step before its tokens are chosen. Nothing else may be computed before they are."""
+
+    requests: list[LiveRequest]
+    """Who gets a token, in the order of its rows."""
+    variant: Variant
+    size: Size | None
+    """Of the graphs that the step was replayed from, which have the rest; None: it was not."""
+    logits: Tensor | None = None  # [sampled, vocabulary] float32
+    draws: Draws[Tensor] | None = None
 
 
 class ModelRunner:
@@ -112,27 +124,43 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch, layer_done: LayerDone) -> Sampling:
+    def run(self, batch: StepBatch, layer_done: LayerDone) -> Computed:
         """`layer_done(i)`: the KV of layer i is written (on CUDA: its writing is enqueued). Not called where
-        graphs serve the step that were not captured by layer."""
+        graphs serve the step that were not captured by layer. Then comes `sample`."""
         requests, graphs = batch.sampled, self._graphs
         variant, draws = draws_of(requests, self._config.vocab_size)
         size = graphs.size(batch) if graphs is not None else None
         if graphs is not None and size is not None:
             graphs.forward(size, batch, draws, layer_done)
-            if not requests:
-                return Sampling(size=size)
-            logits = graphs.logits(len(requests))
-            if not any(adjusts(live) for live in requests):
-                return Sampling(to_host(graphs.choose(len(requests), variant)), size=size)
-            return self._sample(batch, logits, variant, graphs.draws(len(requests)), size)
+            return Computed(requests, variant, size)
         token_ids, positions, attention = batch.on(self._device, self._block_size)
         sampled, *fields = upload([batch.sampled_rows, *draws], self._device)
         hidden = self.forward(token_ids, positions, attention, layer_done)
+        logits = self.logits(hidden[sampled]).float() if requests else None
+        return Computed(requests, variant, None, logits, Draws(*fields))
+
+    @torch.inference_mode()
+    def sample(self, computed: Computed) -> Sampling:
+        """Where some of the requests have grammars, the host knows all of their tokens."""
+        requests, variant, size, logits, draws = (
+            computed.requests, computed.variant, computed.size, computed.logits, computed.draws,
+        )  # fmt: skip
         if not requests:
             return Sampling()
-        logits = self.logits(hidden[sampled]).float()
-        return self._sample(batch, logits, variant, Draws(*fields), None)
+        if size is not None:
+            assert self._graphs is not None
+            logits, draws = self._graphs.logits(len(requests)), self._graphs.draws(len(requests))
+            if not any(adjusts(live) for live in requests):
+                return Sampling(to_host(self._graphs.choose(len(requests), variant)))
+        assert logits is not None
+        assert draws is not None
+        mask, refused = self._grammars.allowed(
+            [(None if live.phase is Phase.GONE else live.grammar, live.token_ids) for live in requests]
+        )
+        adjusted = adjust(logits, requests, self._tokens, self._config.eos_ids, mask)
+        tokens = choose(adjusted, logits, variant, draws, self._kernels)
+        self._tokens[: len(requests)] = tokens
+        return Sampling(to_host(tokens), top_logprobs(logits, tokens, requests), refused)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, layer_done: LayerDone
@@ -158,19 +186,3 @@ class ModelRunner:
     def choose(self, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Tensor:
         """Tokens of rows that ask for nothing else."""
         return choose(logits, logits, variant, draws, self._kernels)
-
-    def _sample(
-        self,
-        batch: StepBatch,
-        logits: Tensor,
-        variant: Variant,
-        draws: Draws[Tensor],
-        size: Size | None,
-    ) -> Sampling:
-        """With all that requests may ask for."""
-        requests = batch.sampled
-        mask, refused = self._grammars.allowed([(live.grammar, live.token_ids) for live in requests])
-        adjusted = adjust(logits, requests, self._tokens, self._config.eos_ids, mask)
-        tokens = choose(adjusted, logits, variant, draws, self._kernels)
-        self._tokens[: len(requests)] = tokens
-        return Sampling(to_host(tokens), top_logprobs(logits, tokens, requests), refused, size)

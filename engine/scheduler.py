@@ -187,9 +187,9 @@ class Scheduler:
 
     @property
     def may_look_ahead(self) -> bool:
-        """Whether a step may be scheduled while another is under way, its tokens unknown: nobody needs to
-        know them to go on, shares no step, or would have to make room."""
-        if any(live.needs_tokens or live.alone for live in self.running):
+        """Whether a step may be scheduled while another is under way, its tokens unknown: nobody shares no
+        step, or would have to make room."""
+        if any(live.alone for live in self.running):
             return False
         if self.waiting and self.waiting[0].alone:
             return False

@@ -87,6 +87,32 @@ def test_json_is_valid_whatever_else_is_in_the_batch(
     engine.assert_whole()
 
 
+def test_a_step_is_computed_before_its_grammars_know_what_they_may_have(
+    late_engine: Any, spelled_engine: Any, spelled_path: Path, run: Any, request_of: Any
+) -> None:
+    wanted = StructuredOutput("regex", "(ab|cd){3}")
+    requests = [
+        request_of(1, [1, 9], temperature=1.0, max_tokens=30, structured_output=wanted),
+        request_of(2, [1, 7, 8], max_tokens=12, ignore_eos=True),
+    ]
+    expected = run(spelled_engine(overlap=False), requests)
+    engine = late_engine(model=str(spelled_path), num_blocks=64)
+    for request in requests:
+        engine.add(request)
+    got: dict[bytes, list[int]] = {request.id: [] for request in requests}
+    unsampled = 0
+    while engine.has_work:
+        result = engine.step()
+        for output in result.outputs:
+            got[output.id].append(output.token)
+        sampled = [flight.sampling is not None for flight in engine._flights]
+        unsampled += not all(sampled)
+        assert sampled in ([], [True], [True, True], [True, False]), "one waits for tokens of the one before"
+    assert got == {key: result.tokens for key, result in expected.items()}
+    assert unsampled >= 5, "all of the grammar's tokens but the first"
+    engine.assert_whole()
+
+
 def test_regex_and_grammar(spelled_engine: Any, run: Any, request_of: Any, text_of: Any) -> None:
     regex = r"[a-f]{3}-(yes|no)( [0-9]{2}){1,3}"
     lark = 'start: sum\nsum: NUMBER ("+" NUMBER){1,4}\nNUMBER: /[1-9][0-9]?/'
