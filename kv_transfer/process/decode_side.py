@@ -215,15 +215,12 @@ class DecodeSide:
         if peer.up:
             peer.up = False
             self.credits.end(session.number)
-            for transfer in list(peer.transfers.values()):
-                if transfer.incoming.live:
-                    self._fail(transfer, "lost", retry=True)
+            self._fail_live(peer, "lost", retry=True)
             peer.retry_at = now  # streams wait: the first attempt is due at once
         else:
             if reason not in _MENDABLE:
                 peer.acks.clear()
-                for transfer in list(peer.transfers.values()):
-                    self._fail(transfer, reason, retry=False)
+                self._fail_live(peer, reason, retry=False)
             self._back_off(peer, now)
         self.settle()
 
@@ -408,6 +405,12 @@ class DecodeSide:
     def _fail(self, transfer: _Transfer, reason: str, *, retry: bool) -> None:
         self._channel.post(FailedIn(transfer.id, reason, retry))
         self._forget(transfer, reason, time.monotonic())
+
+    def _fail_live(self, peer: _Peer, reason: str, *, retry: bool) -> None:
+        """All but those that are COMPLETE: the engine will say when they are injected, whatever became of
+        the peer."""
+        for transfer in [t for t in peer.transfers.values() if t.incoming.live]:
+            self._fail(transfer, reason, retry=retry)
 
     def _forget(self, transfer: _Transfer, reason: str, now: float) -> None:
         """From here on frames of this transfer are for nobody."""
