@@ -164,14 +164,16 @@ class KVReceiver:
         start: int = 0,
     ) -> None:
         """FETCH positions [start, num_tokens) into `block_ids`, which nothing that the device still computes
-        may touch. Replaces a live fetch of this decode id."""
+        may touch. Replaces a fetch of this decode id that is live, or whose failure is not reported yet."""
         assert 0 <= start <= num_tokens
-        self._drop(decode_id)
+        replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         heads = self._layout.num_kv_heads
         request = FetchIn(os.urandom(16), prefill_id, kv_address, incarnation, ranges, 0, heads)
         table = self._pool.table(block_ids, num_tokens)
         fetch = _Fetch(decode_id, request, table, time.monotonic())
+        if replaced is not None:  # it may still be written for that one, whatever becomes of this one
+            fetch.last_scatter = replaced.last_scatter
         self._fetches[decode_id] = self._by_transfer[request.transfer_id] = fetch
         self._channel.send(request)
 
@@ -298,6 +300,14 @@ class KVReceiver:
             del self._by_transfer[fetch.request.transfer_id]
             self._channel.send(CancelIn(fetch.request.transfer_id))
         return fetch
+
+    def _unreported(self, decode_id: bytes) -> _Fetch | None:
+        """Take back its failure, which waits for its last scatter."""
+        for fetch in self._ending:
+            if fetch.decode_id == decode_id and isinstance(fetch.outcome, Failed):
+                self._ending.remove(fetch)
+                return fetch
+        return None
 
     def _ended(self) -> list[Injected | Failed | Closed]:
         out: list[Injected | Failed | Closed] = []

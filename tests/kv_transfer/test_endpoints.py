@@ -381,6 +381,29 @@ def test_blocks_are_given_back_only_after_the_last_scatter(receiving: Any, until
     assert pool.work == []
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_fetch_that_replaces_one_waits_for_its_scatters(receiving: Any, until: Any, failed: bool) -> None:
+    """It is a Retarget, and the old one's failure may be known and not reported yet: it says nothing of the
+    new one."""
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    arrive(bench, transfer_id, 3, 0)
+    assert receiver.poll() == []
+    if failed:
+        bench.channel.send(ch.FailedIn(transfer_id, "gone", retry=False))
+        assert receiver.poll() == []
+    receiver.fetch(
+        b"d", prefill_id=b"q", kv_address="127.0.0.1:1", incarnation=2, block_ids=[7, 2], num_tokens=20
+    )
+    pool.go()
+    assert receiver.poll() == []
+    receiver.cancel(b"d")
+    assert receiver.poll() == [], "its blocks are still written for the old one"
+    pool.go()
+    assert receiver.poll() == [kv.Closed(b"d")]
+    assert receiver.idle
+
+
 def test_it_asks_again_twice_and_drops_late_slices_of_the_old_transfer(receiving: Any, until: Any) -> None:
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
