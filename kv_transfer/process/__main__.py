@@ -86,10 +86,8 @@ class TransferProcess:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
         self._watch_channel()
         self._loop.watch(self._service.fileno(), select.EPOLLIN, self._from_service)
-        port = 0
-        if self._listener is not None:
-            self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
-            port = self._listener.getsockname()[1]
+        self._watch_listener()
+        port = self._listener.getsockname()[1] if self._listener is not None else 0
         for mover in self._movers:
             self._watch_mover(mover)
         self._tell(spawn.Ready(port))
@@ -142,9 +140,14 @@ class TransferProcess:
         room = select.EPOLLOUT if self._channel.full else 0
         self._loop.watch(self._channel.fileno(), select.EPOLLIN | room, self._from_engine)
 
+    def _watch_listener(self) -> None:
+        if self._listener is not None:
+            self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
+
     def _accept(self, _: int) -> None:
         assert self._listener is not None
-        self._connector.accept(self._listener)
+        if not self._connector.accept(self._listener):
+            self._loop.forget(self._listener.fileno())  # until the next tick: it stays readable
 
     def _tick(self, now: float) -> None:
         if self._arena.ticks != self._ticks[0]:
@@ -157,6 +160,7 @@ class TransferProcess:
             self._side.tick(now)
             for mover in self._movers:
                 mover.check(now)
+            self._watch_listener()
         if now >= self._next_stats:
             self._next_stats = now + 1.0
             self._tell(self._stats())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -36,6 +37,8 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
+
+_SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class TcpSession:
@@ -232,16 +235,16 @@ class TcpConnector:
             say(self._adopt(sock, Handshake(self, session, party)), party.open)
         return session
 
-    def accept(self, listener: socket.socket) -> None:
-        """Take what waits on the listening socket."""
+    def accept(self, listener: socket.socket) -> bool:
+        """Take what waits on the listening socket. False: it cannot be taken now, and goes on waiting."""
         while True:
             try:
                 sock, address = listener.accept()
             except BlockingIOError:
-                return
+                return True
             except OSError as e:  # out of descriptors, or the connection is gone again: others go on
                 self.counters.refuse("accept", str(e))
-                return
+                return e.errno not in _SCARCE
             if len(self.handshakes) >= self.config.max_handshakes:
                 self.counters.refuse("handshakes", f"{address}: {len(self.handshakes)} are under way")
                 sock.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -49,6 +52,21 @@ def test_nobody_listens(make_pair: Any) -> None:
     pair = make_pair(decode={"deadlines": kv.Deadlines(unreachable=0.6)})
     decode_id = pair.decode.fetch(pair.prefill, os.urandom(16), 10, kv_address="127.0.0.1:1")
     assert pair.event(decode_id) == kv.Failed(decode_id, "unreachable")
+
+
+def test_without_a_descriptor_for_who_connects_it_does_not_spin(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill()
+    assert prefill.stats().lanes == 0, "it is up"
+    process = psutil.Process(prefill.process.pid)
+    limits = cast("tuple[int, int]", process.rlimit(resource.RLIMIT_NOFILE))
+    used = {int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
+    process.rlimit(resource.RLIMIT_NOFILE, (min({*range(999)} - used), limits[1]))
+    waiting = socket.create_connection(("127.0.0.1", prefill.port))
+    time.sleep(0.5)
+    assert 1 <= prefill.stats().refused["accept"] <= 5, "it tries, and again a while later"
+    process.rlimit(resource.RLIMIT_NOFILE, limits)
+    until(lambda: prefill.stats().lanes == 1, "the connection to be taken")
+    waiting.close()
 
 
 # ---------------------------------------------------------------- the process itself
