@@ -61,8 +61,8 @@ class Incoming:
         self._layer_bytes = tokens * (heads[1] - heads[0]) * layout.head_bytes
         self._missing = [self._layer_bytes] * layout.num_layers
         self._missing_frames = layout.num_layers * -(-self._layer_bytes // slot_bytes)
-        # (layer, head start, head count) → disjoint token ranges that came, ascending, neighbours joined
-        self._covered: dict[tuple[int, int, int], list[Range]] = {}
+        # Of each layer: heads of a frame → disjoint positions that so came, ascending, neighbours joined.
+        self._covered: list[dict[Range, list[Range]]] = [{} for _ in range(layout.num_layers)]
 
     @property
     def live(self) -> bool:
@@ -106,7 +106,7 @@ class Incoming:
         if rank.commit is not None and h.seq >= rank.commit.frames:
             raise Fault("sequence", f"frame {h.seq} of {rank.commit.frames}")
         self._mark(rank.seen, h.seq)
-        self._cover((h.layer, h.head_start, h.head_count), start, stop)
+        self._cover(h.layer, (first, last), start, stop)
         self.state = State.RECEIVING
 
     def verified(self, h: Header) -> bool:
@@ -161,11 +161,14 @@ class Incoming:
             raise Fault("sequence", f"sequence number {seq} came twice")
         seen[byte] |= 1 << bit
 
-    def _cover(self, key: tuple[int, int, int], start: int, stop: int) -> None:
-        covered = self._covered.setdefault(key, [])
+    def _cover(self, layer: int, heads: Range, start: int, stop: int) -> None:
+        for (first, last), covered in self._covered[layer].items():
+            i = bisect_left(covered, (start, start))
+            twice = (i > 0 and covered[i - 1][1] > start) or (i < len(covered) and covered[i][0] < stop)
+            if twice and first < heads[1] and heads[0] < last:
+                raise Fault("frame_range", f"positions {start}–{stop} of layer {layer} came twice")
+        covered = self._covered[layer].setdefault(heads, [])
         i = bisect_left(covered, (start, start))
-        if (i > 0 and covered[i - 1][1] > start) or (i < len(covered) and covered[i][0] < stop):
-            raise Fault("frame_range", f"positions {start}–{stop} of layer {key[0]} came twice")
         if i > 0 and covered[i - 1][1] == start:
             i -= 1
             start = covered.pop(i)[0]

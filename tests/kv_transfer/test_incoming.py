@@ -133,6 +133,19 @@ def test_duplicates() -> None:
     take(it, header(Slice(0, 0, 4, 6, 2), 2))
 
 
+def test_duplicates_of_some_heads() -> None:
+    """Cut by heads in another way: bytes and frames could add up, and something would still be missing."""
+    it = incoming((0, 8))
+    take(it, header(Slice(0, 1, 2, 0, 8), 0))
+    for seq, (first, count) in enumerate([(0, 4), (0, 2), (2, 2), (1, 1), (1, 2)], 10):
+        with pytest.raises(Fault, match="positions 4–6 of layer 0 came twice"):
+            it.begin(header(Slice(0, first, count, 4, 2), seq))
+    for seq, (first, start, count) in enumerate([(0, 0, 3), (3, 0, 8), (0, 3, 5)], 1):
+        take(it, header(Slice(0, first, 1, start, count), seq))
+    take(it, header(Slice(1, 0, 4, 0, 8), 4))
+    assert (it.bytes, it.missing_frames) == (4096, 0)
+
+
 @pytest.mark.parametrize("commit", [Commit(FIRST, 2, 4095), Commit(FIRST, 2, 4097), Commit(FIRST, 1, 4096)])
 def test_a_commit_that_does_not_match(commit: Commit) -> None:
     it = incoming((0, 8))
