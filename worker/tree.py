@@ -17,6 +17,7 @@ import msgspec
 
 from kv_transfer import Arena, KVLayout, TransferConfig, channel_pair, spawn_transfer
 from kv_transfer import Deadlines as TransferDeadlines
+from kv_transfer.spawn import EXIT_ENGINE_GONE
 from worker import messages
 from worker.config import WorkerConfig
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
@@ -191,8 +192,8 @@ class WorkerTree:
             return
         if code == EXIT_START_FAILED and not self._started:
             return  # its StartFailed is on the way
-        if child is self._transfer and code >= 0 and self._engine is not None:
-            # It ends by itself when the engine is gone; then that is the cause, and tells more.
+        if child is self._transfer and code == EXIT_ENGINE_GONE and self._engine is not None:
+            # Then that is the cause, and tells more.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._engine.wait(), CAUSE_SOON)
                 await asyncio.sleep(0)

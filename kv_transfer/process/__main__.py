@@ -81,7 +81,7 @@ class TransferProcess:
         self._stopping = False
 
     def run(self, parent_pid: int) -> int:
-        """Until SIGTERM, or until an end of a socket closes. The exit code: 0 unless the engine is gone."""
+        """Until SIGTERM, or until the service closes its socket. The exit code: 0 unless it cannot go on."""
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
         self._watch_channel()
@@ -102,7 +102,7 @@ class TransferProcess:
                 mover.stop()
         except ChannelClosed as e:
             log.error("the engine process is gone: %s", e)
-            return 1
+            return spawn.EXIT_ENGINE_GONE
         except movers.MoverDied as e:
             log.critical("%s", e)
             return 1

@@ -41,6 +41,7 @@ DEATHS = [
     Death("prefill", "engine", signal.SIGKILL, KILLED, failures=1),
     Death("prefill", "engine", signal.SIGSTOP, HUNG, failures=1),
     Death("decode", "transfer", signal.SIGKILL, KILLED),
+    Death("prefill", "transfer", signal.SIGTERM, "(pid {pid}) exited with 0"),
     Death("prefill", "transfer", signal.SIGSTOP, HUNG),
     Death("decode", "service", signal.SIGKILL),
 ]
@@ -49,9 +50,10 @@ DEATHS = [
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, WorkerProcess]]:
     """One for each death."""
-    patience = {signal.SIGSTOP: {"engine": 4.0}, signal.SIGKILL: {}}
+    patience = {signal.SIGSTOP: {"engine": 4.0}}
     settings = {
-        death: {"role": death.role, "engine": ENGINE, "deadlines": patience[death.how]} for death in DEATHS
+        death: {"role": death.role, "engine": ENGINE, "deadlines": patience.get(death.how, {})}
+        for death in DEATHS
     }
     with side_by_side(tmp_path_factory.mktemp("deaths"), settings) as started:
         yield started
