@@ -47,8 +47,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int  # of the arena: the largest payload of one frame
     host: str = "127.0.0.1"  # prefill listens here; decode listens nowhere
     port: int = 0  # 0: chosen, and told in Ready
-    lanes: int = 4  # decode opens this many to each prefill worker (fewer when there are many peers)
-    max_lanes: int = 64  # decode: over all peers
+    lanes: int = 4  # for KV: decode opens this many to each prefill worker (fewer when there are many peers)
+    max_lanes: int = 64  # decode: over all peers, each of which has its share of them when it connects
     bind: tuple[str, ...] = ()  # decode: interfaces or own addresses that lanes go out from, in turn
     max_sessions: int = 256  # prefill: authenticated peers
     max_handshakes: int = 64  # prefill: connections that have not yet proved the secret

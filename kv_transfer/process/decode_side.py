@@ -22,7 +22,7 @@ from kv_transfer.channel import (
     InjectedIn,
     SlotsFree,
 )
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import MAX_LANES, TransferConfig
 from kv_transfer.process.connector import Connector, ProtocolError, Session
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.slots import Slots
@@ -183,7 +183,8 @@ class DecodeSide:
         if peer.session is not None or now < peer.retry_at:
             return
         assert self.connector is not None
-        lanes = max(1, min(self._config.lanes, self._config.max_lanes // len(self._peers)))
+        wanted = self._config.lanes + bool(self._config.lane_processes)  # lane 0 carries no KV then
+        lanes = max(1, min(wanted, MAX_LANES, self._config.max_lanes // len(self._peers)))
         try:
             host, port = peer.address.rsplit(":", 1)
             peer.session = self.connector.connect((host.strip("[]"), int(port)), peer.incarnation, lanes)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_transfer.arena import Arena
-from kv_transfer.config import MAX_LANES, TransferConfig
+from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Handler, ProtocolError
 from kv_transfer.process.handshake import Handshake, say
 from kv_transfer.process.lane import Lane, OutgoingFrame
@@ -217,8 +217,6 @@ class TcpConnector:
 
     def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> TcpSession:
         """Start a session; `session_up` or `session_down` follows. OSError: it could not start."""
-        if self._movers:
-            lanes = min(lanes + 1, MAX_LANES)  # lane 0, which carries no KV then
         session = TcpSession(self, os.urandom(16), lanes)
         sockets: list[socket.socket] = []
         try:

@@ -65,6 +65,15 @@ def test_movers_have_all_lanes_but_lane_0(make_pair: Any) -> None:
     pair.assert_whole()
 
 
+@pytest.mark.parametrize("most", [3, 1])
+def test_lane_0_is_one_of_those_that_there_may_be(make_pair: Any, most: int) -> None:
+    """Where it is the only one, KV goes down it, too."""
+    pair = make_pair(TWO, TWO | {"max_lanes": most})
+    transferred(pair, 50)
+    assert pair.prefill.stats().lanes == pair.decode.stats().lanes == most
+    pair.assert_whole()
+
+
 def test_kv_goes_down_their_lanes(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(**TWO)
     prefill_id = prefill.hold(10)
