@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import os
-import select
 import socket
 import threading
 from collections import deque
@@ -41,6 +40,7 @@ from kv_transfer.layout import KVLayout, cut, intersect, slice_bytes
 from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.trace import TraceWriter
 from kv_transfer.turns import Prefill, Session, Transfer, Turns
+from kv_transfer.wait import wait
 
 if TYPE_CHECKING:
     import torch
@@ -167,8 +167,9 @@ class KVSender:
         try:
             self._pool.enter_thread()
             channel, waiting = self._channel, False
+            fd = channel.fileno()
             while not self._stopping:
-                watched, look = [self._wake, channel], None
+                watched, look = [self._wake, fd], None
                 if waiting and self._turns.urgent:
                     look = _LOOK_LAUNCHED
                 elif waiting:
@@ -176,10 +177,9 @@ class KVSender:
                 self._asleep = not waiting
                 if self._commands:  # from before it was seen to be asleep
                     look = 0
-                # Not poll, which rounds up to milliseconds.
-                readable, *_ = select.select(watched, [channel] if channel.pending else [], [], look)
+                ready = wait(watched, look, [fd] if channel.pending else [])
                 self._asleep = False
-                if self._wake in readable:
+                if self._wake in ready:
                     os.eventfd_read(self._wake)
                 channel.flush()
                 waiting = self._turn()

@@ -13,7 +13,6 @@ import gc
 import logging
 import math
 import os
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from engine import (
     StructuredOutput,
 )
 from kv_transfer import Arena, KVLayout, TraceWriter
+from kv_transfer.wait import wait
 from worker import messages
 from worker.attempts import Attempts
 from worker.cached_chunks import CachedChunks
@@ -181,8 +181,7 @@ def loop(role: Role, parts: Parts) -> None:
     while True:
         idle = not engine.has_work
         seconds = min(IDLE_TICK if idle else engine.rest, IDLE_TICK, role.poll_within or IDLE_TICK)
-        # Not a poll, which rounds to milliseconds.
-        readable, *_ = select.select(fds, [], [], 0.0 if link.has_messages else seconds)
+        readable = wait(fds, 0.0 if link.has_messages else seconds)
         if engine.landings_fd in readable:
             os.eventfd_read(engine.landings_fd)
         elif idle and not readable:

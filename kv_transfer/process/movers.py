@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import select
 import signal
 import socket
 import time
@@ -27,6 +26,7 @@ from kv_transfer.process.parent import die_with_parent
 from kv_transfer.process.slots import Slots
 from kv_transfer.protocol.frame import FrameType, Header
 from kv_transfer.trace import TraceWriter
+from kv_transfer.wait import wait
 
 log = logging.getLogger("baton.kv")
 
@@ -161,7 +161,7 @@ class MoverHandle:
         # If who started us ignores SIGCHLD, so do we, and there is nobody to wait for.
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             ended = os.pidfd_open(self._pid)
-            if not select.select([ended], [], [], _STOPS_WITHIN)[0]:
+            if not wait([ended], _STOPS_WITHIN):
                 log.error("process %d of lanes hangs: killed", self._pid)
                 os.kill(self._pid, signal.SIGKILL)
             os.close(ended)

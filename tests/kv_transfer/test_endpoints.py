@@ -6,7 +6,10 @@ handed over or given back, no block is reported free, and nothing is reported in
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,8 +83,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
 class Bench:
     """An endpoint and the transfer process's end of its channel."""
 
-    def __init__(self, endpoint: Any, receives: Any) -> None:
+    def __init__(self, endpoint: Any, receives: Any, lowest_fd: int = 0) -> None:
         ours, theirs = kv.channel_pair()
+        if lowest_fd:
+            theirs = socket.socket(fileno=fcntl.fcntl(theirs.detach(), fcntl.F_DUPFD_CLOEXEC, lowest_fd))
         self.arena = kv.Arena.create(SLOTS, 4096)
         self.cache = [torch.arange(2.0 * 8 * 16 * 8).view(2, 8, 16, 1, 8) for _ in range(2)]
         self.endpoint = endpoint(theirs, self.arena, self.cache, 16, LAYOUT)
@@ -254,6 +259,19 @@ def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: An
     with pytest.raises(RuntimeError, match="pump died") as error:
         bench.endpoint.poll()
     assert error.value.__cause__ is select_error
+
+
+def test_descriptors_may_have_any_number(late: list[LatePool], until: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    bench = Bench(kv.KVSender, ch.FromSender, lowest_fd=1500)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    bench.endpoint.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    bench.channel.send(ch.FetchWaits(b"p", False))
+    until(lambda: bench.endpoint.has_fetch(b"p"), "the pump to hear of it")
+    bench.endpoint.close(b"p", "cancelled")
+    bench.endpoint.shutdown()
 
 
 @pytest.fixture

@@ -1,0 +1,31 @@
+"""Waiting for descriptors of any number, which `select` does not take, and for less than a millisecond, which
+Python's `poll` and `epoll` round up."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref
+from select import POLLIN, POLLOUT
+
+
+class _PollFd(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_ppoll = ctypes.CDLL(None).ppoll  # lets other threads run meanwhile
+_ppoll.argtypes = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def wait(reading: Sequence[int], seconds: float | None, writing: Sequence[int] = ()) -> list[int]:
+    """Those that can be read or written, or are broken; none after so many seconds, or for a signal."""
+    count = len(reading) + len(writing)
+    fds = (_PollFd * count)(*[(fd, POLLIN) for fd in reading], *[(fd, POLLOUT) for fd in writing])
+    timeout = None if seconds is None else _Timespec(int(seconds), int(seconds % 1 * 1e9))
+    if _ppoll(fds, count, timeout and byref(timeout), None) <= 0:
+        return []
+    return [entry.fd for entry in fds if entry.revents]
