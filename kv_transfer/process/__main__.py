@@ -27,10 +27,10 @@ from kv_transfer import spawn
 from kv_transfer.arena import Arena
 from kv_transfer.channel import Channel, ChannelClosed, FromReceiver, FromSender
 from kv_transfer.config import TransferConfig
+from kv_transfer.parent import die_with_parent
 from kv_transfer.process import movers
 from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.loop import Loop
-from kv_transfer.process.parent import die_with_parent
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.slots import Slots
 from kv_transfer.process.stats import Counters

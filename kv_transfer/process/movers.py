@@ -20,9 +20,9 @@ from kv_transfer import spawn
 from kv_transfer.arena import Arena
 from kv_transfer.channel import Channel, ChannelClosed
 from kv_transfer.config import TransferConfig
+from kv_transfer.parent import die_with_parent
 from kv_transfer.process import mover
 from kv_transfer.process.lane import FrameOwner, Lane, OutgoingFrame
-from kv_transfer.process.parent import die_with_parent
 from kv_transfer.process.slots import Slots
 from kv_transfer.protocol.frame import FrameType, Header
 from kv_transfer.trace import TraceWriter
