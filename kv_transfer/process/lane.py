@@ -33,6 +33,7 @@ from kv_transfer.trace import TraceWriter
 
 _PIECE = 1 << 20  # bytes: few enough for a core's cache, and enough for a wakeup
 _BURST = 4 << 20  # bytes that one lane moves before the others of its loop have their turn
+_MOST_VIEWS = 1000  # written at once; the kernel takes 1,024
 _EDGE_BYTES = TRAILER_BYTES + HEADER_BYTES  # between two payloads
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
@@ -322,7 +323,7 @@ class Lane:
     def _fill(self) -> bool:
         """Move what is queued into `_out`, control first, one piece; False: there is nothing to write."""
         room = _PIECE - sum(len(view) for view, _ in self._out)
-        while room > 0:
+        while room > 0 and len(self._out) < _MOST_VIEWS:
             if (frame := self._frame) is not None:
                 piece = frame.payload[self._at : self._at + room]
                 self._out_checksum.update(piece)

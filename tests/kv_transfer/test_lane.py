@@ -141,6 +141,22 @@ def test_a_lane_reads_what_there_is_when_told_to() -> None:
     lane.close("stopped", "")
 
 
+def test_more_messages_at_once_than_the_kernel_takes() -> None:
+    """As when a session comes up that 2,000 transfers wait for."""
+    near, far = connected()
+    loop, owner = Loop(lambda: None), Owner()
+    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    for i in range(2000):
+        lane.push(FrameType.ACK, i.to_bytes(16, "big"), b"x")
+    got = b""
+    while not owner.closed and (lane.unsent or select.select([near], [], [], 0)[0]):
+        loop.turn(0)
+        got += near.recv(1 << 20)
+    expected = (framed(Header(FrameType.ACK, i.to_bytes(16, "big"), length=1), b"x") for i in range(2000))
+    assert got == b"".join(expected)
+    lane.close("stopped", "")
+
+
 def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -> None:
     """The lane closes in its loop, and another thread does not know it yet."""
     near, far = connected()
