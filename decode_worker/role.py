@@ -1,6 +1,5 @@
 """What the engine process of a decode worker does with messages, KV reports and the outputs of a step."""
 
-import logging
 import time
 
 from decode_worker.attempt import Attempt, Phase
@@ -9,8 +8,6 @@ from kv_transfer import Closed, Failed, Injected, KVReceiver
 from worker import messages
 from worker.engine_loop import Parts, device, engine_request, kv_layout
 from worker.messages import Code, ToEngine
-
-log = logging.getLogger(__name__)
 
 
 class DecodeRole:

@@ -10,7 +10,6 @@ tells its peers.
 """
 
 import gc
-import logging
 import math
 import os
 import socket
@@ -39,8 +38,6 @@ from worker.cached_chunks import CachedChunks
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
 from worker.ipc import ServiceLink
 from worker.messages import Code, ToEngine
-
-log = logging.getLogger(__name__)
 
 IDLE_TICK = 0.5
 

@@ -119,9 +119,8 @@ class WorkerTree:
         self._transfer_service_end.close()
         self.watch(self._watch_exit(self._transfer))
         port = await self.transfer_link.ready()
-        self.watch(
-            Watchdog(name, lambda: self.transfer_link.reports, max(3.0, config.deadlines.engine)).watch()
-        )
+        silence = max(MIN_TRANSFER_SILENCE, config.deadlines.engine)
+        self.watch(Watchdog(name, lambda: self.transfer_link.reports, silence).watch())
         return f"{config.reachable_kv_host()}:{port}" if config.role == "prefill" else ""
 
     def _transfer_config(self, engine: EngineReady) -> TransferConfig:

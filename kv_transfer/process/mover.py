@@ -9,7 +9,6 @@ never here.
 
 from __future__ import annotations
 
-import logging
 import select
 import socket
 import time
@@ -22,8 +21,6 @@ from kv_transfer.process.loop import Loop
 from kv_transfer.process.slots import Slots, take_slot
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
 from kv_transfer.trace import TraceWriter
-
-log = logging.getLogger("baton.kv")
 
 _TICK = 0.25  # seconds between reports of what is heard
 _MOST_PENDING = 4096  # reports that wait while the transfer process reads none
@@ -122,7 +119,7 @@ class Mover:
         self, channel: socket.socket, side: socket.socket, arena: Arena, slots: Slots | None,
         trace: TraceWriter,
     ) -> None:  # fmt: skip
-        """`slots`: where receiving lanes take theirs; None: no lane may receive KV."""
+        """`side`: where descriptors of lanes come. `slots`: what frames take; None: no KV may come."""
         self._channel = Channel(channel, ToMover, self._watch)
         self._side = side
         self._arena = arena
