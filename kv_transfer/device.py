@@ -271,9 +271,8 @@ class CudaPool:
         return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
 
 
-_SLACK = (
-    256 << 10
-)  # bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host)
+# Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host).
+_SLACK = 256 << 10
 
 
 def coalesce(

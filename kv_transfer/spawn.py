@@ -13,7 +13,7 @@ from kv_transfer.arena import Arena
 from kv_transfer.config import TransferConfig
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
-EXIT_ENGINE_GONE = 3  # of a transfer process: not it has failed
+EXIT_ENGINE_GONE = 3  # of a transfer process: its engine process ended before it
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -97,9 +97,8 @@ class PrefillRole:
             return
         prefill.closed = True
         if prefill.handover:
-            self._sender.close(
-                prefill_id, reason
-            )  # also where it was not offered yet: a FETCH may be waiting
+            # Also where it was not offered yet: a FETCH may be waiting.
+            self._sender.close(prefill_id, reason)
         if prefill_id not in self._sink.opened:
             self._forget(prefill_id)
 

@@ -40,7 +40,7 @@ class Doorkeeper(Protocol):
 
 
 class Handshake:
-    """LaneOwner of a lane that has not proved itself. It has no KV frame, so only three calls can come."""
+    """LaneOwner of a lane that has not proved itself. It has no KV: only `control` and its end can come."""
 
     def __init__(self, connector: Doorkeeper, session: Joinable | None, party: Initiator | Listener) -> None:
         self._connector = connector

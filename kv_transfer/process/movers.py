@@ -45,12 +45,12 @@ class FarOwner(FrameOwner["FarLane"], Protocol):
 class FarLane:
     """Stands for a lane in a mover, as if it were a `Lane`."""
 
-    def __init__(self, movers_end: MoverHandle, number: int, owner: FarOwner) -> None:
+    def __init__(self, handle: MoverHandle, number: int, owner: FarOwner) -> None:
         self.heard = time.monotonic()
         self.receiving = False  # in mid-frame, when it was last heard
         self.closed_by = math.inf  # time.monotonic(); else its mover hangs
         self.unsent = 0
-        self._mover = movers_end
+        self._handle = handle
         self._number = number
         self._owner = owner
         self._frames: dict[int, OutgoingFrame] = {}  # by slot
@@ -62,18 +62,18 @@ class FarLane:
 
     def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
         assert kind is FrameType.PING, "other control messages go down lane 0"
-        self._mover.channel.post(mover.Say(self._number, payload))
+        self._handle.channel.post(mover.Say(self._number, payload))
 
     def push_frame(self, frame: OutgoingFrame) -> None:
         if self._owner.frame_begins(self, frame):
             self.unsent += frame.wire_bytes
             self._frames[frame.slot] = frame
-            self._mover.channel.post(mover.Move(self._number, frame.header, frame.slot))
+            self._handle.channel.post(mover.Move(self._number, frame.header, frame.slot))
 
     def close_soon(self, kind: str, why: str) -> None:
         if self.closed_by == math.inf:
             self.closed_by = time.monotonic() + _STOPS_WITHIN
-            self._mover.channel.post(mover.Close(self._number, kind, why[:512]))
+            self._handle.channel.post(mover.Close(self._number, kind, why[:512]))
 
     def report(self, message: mover.FromMover) -> None:
         if isinstance(message, mover.Begins | mover.Ends | mover.Said):

@@ -1,7 +1,8 @@
 """Free slots of the receiving arena: most wait here, some where every process that receives can take one.
 
 A KV frame needs a slot the moment its header is read, in whichever process reads it. So the slots that credit
-was given for lie in a pipe, which all of them read; main alone writes it, before the credit goes out.
+was given for lie in a pipe, which all of them read; the transfer process alone writes it, before the credit
+goes out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # linux/fcntl.h; the fcntl module has
 
 
 class Slots:
-    """`take` is for every process that inherited it; the rest is main's, who owns what is in neither."""
+    """`take` is for every process that inherited it, the rest for the transfer process, which keeps count."""
 
     def __init__(self, count: int) -> None:
         # A heap, lowest first: few slots are used again and again, and neighbours are copied together.
@@ -32,7 +33,7 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """As far as main knows."""
+        """As far as the transfer process knows."""
         return len(self._heap) + self._laid_out
 
     def lay_out(self, count: int) -> None:
@@ -46,7 +47,7 @@ class Slots:
             self._laid_out += len(slots)
 
     def take(self) -> int | None:
-        """A slot for a frame that begins; None: its sender had no credit. Tell main, who calls `taken`."""
+        """A slot for a frame that begins; None: its sender had no credit. `taken` is to hear of it."""
         with contextlib.suppress(BlockingIOError):
             return _SLOT.unpack(os.read(self._read_fd, _SLOT.size))[0]
         return None
@@ -61,7 +62,7 @@ class Slots:
 
 
 def take_slot(slots: Slots | None) -> int:
-    """For a KV frame that begins, in whichever process. FrameError: it may not come; None: no KV may."""
+    """For a KV frame that begins, in whichever process. FrameError: it may not come, or (None) none may."""
     if slots is None:
         raise FrameError("direction", "KV frame sent to a prefill worker")
     slot = slots.take()

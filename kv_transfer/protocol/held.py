@@ -90,7 +90,7 @@ class _Waiting:
 
 
 class HeldPrefills:
-    """All prefills of one worker, and the FETCHes that wait for more of them. Not thread-safe."""
+    """All prefills of one worker, and the FETCHes that wait for more of them."""
 
     def __init__(self, deadlines: Deadlines, max_waiting: int) -> None:
         self.held: dict[bytes, Held] = {}  # by prefill id

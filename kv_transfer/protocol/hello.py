@@ -50,9 +50,8 @@ class Initiator:
         self._incarnation = incarnation
         self.lane = lane
         self.open = encode(HelloOpen(session_id, lane, lanes, os.urandom(32), encode(identity)))
-        self.proof: HelloProof | None = (
-            None  # to be sent as soon as it is there, even if what follows refuses
-        )
+        # To be sent as soon as it is there, even if what follows refuses.
+        self.proof: HelloProof | None = None
 
     def reply(self, message: HelloReply) -> Identity:
         """The listener, if it is one to talk to; else Refused."""

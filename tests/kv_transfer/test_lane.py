@@ -158,7 +158,7 @@ def test_more_messages_at_once_than_the_kernel_takes() -> None:
 
 
 def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -> None:
-    """The lane closes in its loop, and another thread does not know it yet."""
+    """Its owner does not know it yet."""
     near, far = connected()
     loop, owner = Loop(lambda: None), Owner()
     lane = Lane(far, loop, owner, TraceWriter(None, ""))
