@@ -4,6 +4,8 @@ Python's `poll` and `epoll` round up."""
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 from collections.abc import Sequence
 from ctypes import byref
 from select import POLLIN, POLLOUT
@@ -17,7 +19,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_ppoll = ctypes.CDLL(None).ppoll  # lets other threads run meanwhile
+_ppoll = ctypes.CDLL(None, use_errno=True).ppoll  # lets other threads run meanwhile
 _ppoll.argtypes = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -26,6 +28,8 @@ def wait(reading: Sequence[int], seconds: float | None, writing: Sequence[int] =
     count = len(reading) + len(writing)
     fds = (_PollFd * count)(*[(fd, POLLIN) for fd in reading], *[(fd, POLLOUT) for fd in writing])
     timeout = None if seconds is None else _Timespec(int(seconds), int(seconds % 1 * 1e9))
-    if _ppoll(fds, count, timeout and byref(timeout), None) <= 0:
+    if _ppoll(fds, count, timeout and byref(timeout), None) < 0:
+        if (error := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(error, os.strerror(error))
         return []
     return [entry.fd for entry in fds if entry.revents]
