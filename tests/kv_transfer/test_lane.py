@@ -172,6 +172,53 @@ def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -
     assert owner.dropped == [frame]
 
 
+class Sending(Owner):
+    """Wants every frame sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[OutgoingFrame] = []
+
+    def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
+        return True
+
+    def frame_sent(self, lane: Lane, frame: OutgoingFrame) -> None:
+        self.sent.append(frame)
+
+
+def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
+    """Of a frame that is being written, too, and of one whose every byte waits to be."""
+    near, far = connected()
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    loop, owner = Loop(lambda: None), Sending()
+    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    payload = memoryview(bytes(16 << 20))
+    sizes = [16 << 20, 100, 200, 16 << 20]  # only the first begins, and nobody reads it
+    frames = [
+        OutgoingFrame(Header(FrameType.KV, seq=i, length=n), payload[:n], i) for i, n in enumerate(sizes)
+    ]
+    for frame in frames:
+        lane.push_frame(frame)
+    loop.turn(1.0)
+    assert lane._frame is frames[0], "in the middle of it"
+    lane.close("stopped", "")
+    assert sorted(f.slot for f in owner.dropped) == [0, 1, 2, 3]
+    assert owner.sent == []
+    near.close()
+
+    near, far = connected()
+    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    for frame in frames[1:]:
+        lane.push_frame(frame)
+    assert lane._fill(), "two of them wait for the socket, and a part of the third"
+    assert lane._frame is frames[3]
+    owner.dropped.clear()
+    lane.close("stopped", "")
+    assert sorted(f.slot for f in owner.dropped) == [1, 2, 3]
+    near.close()
+
+
 def test_a_frame_goes_to_the_lane_with_the_fewest_unsent_bytes() -> None:
     """Not in turn: one that is slow, or has a large frame, is given less."""
     sockets = [connected() for _ in range(3)]

@@ -19,6 +19,7 @@ import kv_transfer as kv
 from kv_transfer.process import mover
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.movers import FarLane
+from kv_transfer.process.tcp import TcpSession
 from kv_transfer.protocol.frame import FrameType, Header
 
 from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack
@@ -215,6 +216,70 @@ def test_a_lane_is_not_heard_by_what_it_sends() -> None:
     lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 3))
     lane.report(mover.Gone(1, 3, True))
     assert (lane.heard, lane.unsent) == (5.0, 0)
+
+
+def test_movers_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
+    """The lane with the fewest unsent bytes, which has two at most: the others wait, and whatever becomes of
+    them is told once."""
+    told: list[Any] = []
+    handle = SimpleNamespace(channel=SimpleNamespace(post=told.append))
+    sent: list[int] = []
+    dropped: list[int] = []
+    handler = SimpleNamespace(
+        frame_begins=lambda session, frame: True,
+        frame_sent=lambda session, frame: sent.append(frame.slot),
+        frame_dropped=lambda session, frame: dropped.append(frame.slot),
+        session_over=lambda session: sent.append(-1),
+    )
+    connector = SimpleNamespace(sessions_made=0, handler=handler, lane_count=3, session_ended=lambda *_: None)
+    session = TcpSession(cast("Any", connector), b"s" * 16, 4)
+    far = [FarLane(cast("Any", handle), number, session) for number in range(3)]
+    session.lanes.update({n + 1: lane for n, lane in enumerate(far)})
+    session._far, session._open = far, 3
+
+    def moves() -> list[tuple[int, int]]:
+        """(lane, slot) that the movers were told since the last time."""
+        found = [(m.lane, m.slot) for m in told if isinstance(m, mover.Move)]
+        told.clear()
+        return found
+
+    for slot, size in enumerate((5000, 1000, 3000, 1000, 10)):
+        session.send_frame(OutgoingFrame(Header(FrameType.KV, length=size), memoryview(bytes(size)), slot))
+    assert moves() == [(0, 0), (1, 1), (2, 2), (1, 3)], "by unsent bytes, and two at most"
+    far[1].report(mover.Gone(1, 1, True))
+    assert moves() == [(1, 4)], "it was that lane's turn"
+    far[0].report(mover.Gone(0, 0, True))
+    for slot in (5, 6, 7):
+        session.send_frame(OutgoingFrame(Header(FrameType.KV, length=9000), memoryview(bytes(9000)), slot))
+    assert moves() == [(0, 5)], "lane 1 has least to send then, and as much as it may"
+    session.end("lost", "")
+    assert sorted(dropped) == [6, 7], "those that no lane had"
+    for number, lane in enumerate(far):
+        for slot in list(lane._frames):
+            lane.report(mover.Gone(number, slot, False))
+        assert -1 not in sent, "the session is over before its lanes are"
+        lane.report(mover.Closed(number, "lost", ""))
+    assert (sorted(dropped), sent) == ([2, 3, 4, 5, 6, 7], [1, 0, -1])
+
+
+def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, until: Any) -> None:
+    """Two are with its lane, ten are not: every slot comes home, and the next session has them."""
+    prefill = make_prefill(lane_processes=1, slots=64)
+    (process,) = movers(prefill)
+    prefill_id = prefill.hold(300)
+    control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
+    until(lambda: lanes(process) == 1, "lane 1 to be handed over")
+    process.suspend()
+    control.say(FETCH, [prefill_id, [[0, 300]], 0, 0, 2], b"t" * 16)
+    control.say(CREDIT, [40, False])
+    until(lambda: prefill.stats().slots_free == 64 - 12, "as many as a session of two lanes may have")
+    control.sock.close()
+    until(lambda: prefill.stats().sessions == 0, "the session to end")
+    process.resume()
+    until(lambda: prefill.stats().slots_free == 64, "the slots to come home")
+    assert [data.read()[0] for _ in range(3)][-1] == 0, "at most what its lane had left"
+    prefill.sender.close(prefill_id, "cancelled")
+    until(lambda: prefill.poll() or prefill.sender.idle, "the pump to have them", prefill.sender)
 
 
 # ---------------------------------------------------------------- ends

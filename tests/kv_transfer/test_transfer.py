@@ -140,6 +140,7 @@ def test_a_receiver_that_does_not_read_keeps_nobody_waiting(
         assert isinstance(b.event(taken), kv.Injected)
         b.assert_same(blocks, taken, 0, 400)
         other.release(taken)
+    assert prefill.stats().deadlines == {}, "the stuck one was given up, and only then came the others"
     blocks = prefill.held[first]
     assert isinstance(a.event(lost), kv.Injected)
     a.assert_same(blocks, lost, 0, 500)
