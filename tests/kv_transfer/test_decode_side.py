@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,90 +13,204 @@ from kv_transfer import channel as ch
 from kv_transfer.process import decode_side
 from kv_transfer.process.connector import Session
 from kv_transfer.process.decode_side import DecodeSide
-from kv_transfer.process.slots import Slots
+from kv_transfer.process.slots import Slots, take_slot
 from kv_transfer.process.stats import Counters
 from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.messages import Commit
-
-
-def make_side(slots: int = 4) -> tuple[DecodeSide, ch.Channel]:
-    """One layer of 64 bytes a position; and the engine's end of its channel."""
-    config = kv.TransferConfig(
-        role="decode", name="decode 0", incarnation=1, model_fingerprint="m", num_slots=slots,
-        slot_bytes=4096, layout=kv.KVLayout(1, 1, 8, "float32"), deadlines=kv.Deadlines(unreachable=5.0),
-    )  # fmt: skip
-    ours, theirs = kv.channel_pair()
-    side = DecodeSide(config, Slots(slots), ch.Channel(theirs, ch.FromReceiver), Counters())
-    return side, ch.Channel(ours, ch.ToReceiver)
-
-
-class Nowhere:
-    """A connector that reaches nobody."""
-
-    def __init__(self) -> None:
-        self.attempts: list[tuple[tuple[str, int], int]] = []
-
-    def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
-        self.attempts.append((address, lanes))
-        raise ConnectionRefusedError("nobody listens")
-
-
-def test_it_connects_again_less_and_less_often_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(decode_side, "time", SimpleNamespace(monotonic=lambda: now))
-    side, engine = make_side()
-    side.connector = nowhere = Nowhere()
-    side.engine(ch.FetchIn(b"t" * 16, b"p" * 16, "[::1]:7000", 9, ((0, 4),), 0, 1))
-    assert nowhere.attempts == [(("::1", 7000), 4)]
-    times, ended = [0.0], 0.0
-    for tick in range(1, 700):
-        now, before = tick / 100, len(nowhere.attempts)
-        side.tick(now)
-        if len(nowhere.attempts) > before:
-            times.append(now)
-        if side.quiet and not ended:
-            ended = now
-    gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0], abs=0.011)
-    assert ended == 5.0
-    assert not side.busy, "nobody is waited for"
-    side._channel.flush()
-    assert engine.receive() == [ch.FailedIn(b"t" * 16, "unreachable", False)]
+from kv_transfer.protocol.messages import Commit, Credit, Fetch
 
 
 class Peer:
-    """A connector whose sessions come up and go down as the test says."""
+    """The session that `Network` makes."""
 
-    def __init__(self) -> None:
-        self.sessions: list[Any] = []
+    slot_bytes, lane_count, kv_heard = 4096, 4, 0.0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.said: list[tuple[Any, bytes]] = []
+        self.ended = ""
+
+    def send(self, message: Any, transfer_id: bytes = b"") -> None:
+        self.said.append((message, transfer_id))
+
+    def end(self, reason: str, detail: str) -> None:
+        self.ended = reason
+
+
+class Network:
+    """A connector; whether anybody is reached is the test's to say."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses  # at once
+        self.attempts: list[tuple[tuple[str, int], int]] = []
+        self.session: Peer | None = None  # the last
 
     def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
-        said: list[object] = []
-        number = len(self.sessions) + 1
-        session = SimpleNamespace(number=number, lane_count=1, kv_heard=0.0, said=said)
-        session.send = lambda message, _=b"": said.append(message)
-        self.sessions.append(session)
-        return cast("Session", session)
+        self.attempts.append((address, lanes))
+        if self.refuses:
+            raise ConnectionRefusedError("nobody listens")
+        self.session = Peer(len(self.attempts))
+        return cast("Session", self.session)
 
 
-def test_what_is_complete_is_injected_whatever_becomes_of_its_peer() -> None:
+class Side:
+    """A decode side, its engine's end, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, network: Network, **deadlines: float) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(decode_side, "time", SimpleNamespace(monotonic=lambda: self.now))
+        config = kv.TransferConfig(
+            role="decode", name="decode 0", incarnation=1, model_fingerprint="m", num_slots=4,
+            slot_bytes=4096, layout=kv.KVLayout(1, 1, 8, "float32"), max_lanes=12, lane_processes=0,
+            deadlines=kv.Deadlines(**deadlines),
+        )  # fmt: skip
+        ours, theirs = kv.channel_pair()
+        self.engine = ch.Channel(ours, ch.ToReceiver)
+        self.channel = ch.Channel(theirs, ch.FromReceiver)
+        self.slots = Slots(4)
+        self.side = DecodeSide(config, self.slots, self.channel, Counters())
+        self.side.connector = self.network = network
+
+    def fetch(self, transfer_id: bytes, address: str = "[::1]:7000") -> None:
+        self.side.engine(ch.FetchIn(transfer_id, b"p" * 16, address, 9, ((0, 4),), 0, 1))
+
+    def told(self) -> list[Any]:
+        """What the engine was."""
+        self.channel.flush()
+        return list(self.engine.receive())
+
+    def down(self, reason: str) -> None:
+        """The session ends, and its lanes."""
+        session = cast("Session", self.network.session)
+        self.side.session_down(session, reason, "")
+        self.side.session_over(session)
+        self.network.session = None
+
+    def up(self) -> Peer:
+        assert self.network.session is not None
+        self.side.session_up(cast("Session", self.network.session))
+        return self.network.session
+
+    def attempts_until(self, stop: float) -> list[float]:
+        """When it tries to connect, each time in vain, with a hundred ticks a second."""
+        times = []
+        for tick in range(round(self.now * 100) + 1, round(stop * 100) + 1):
+            self.now, before = tick / 100, len(self.network.attempts)
+            self.side.tick(self.now)
+            if len(self.network.attempts) > before:
+                times.append(self.now)
+                if not self.network.refuses:
+                    self.down("unreachable")
+        return times
+
+
+@pytest.mark.parametrize("refuses", [True, False], ids=["at once", "later"])
+def test_it_connects_again_less_and_less_often_until_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    world = Side(monkeypatch, Network(refuses=refuses), unreachable=5.0)
+    world.fetch(b"t" * 16)
+    assert world.network.attempts == [(("::1", 7000), 4)]
+    if not refuses:
+        world.down("unreachable")
+    times = [0.0, *world.attempts_until(4.99)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0], abs=0.011)
+    assert world.told() == []
+    assert world.attempts_until(7.0) == []
+    assert world.told() == [ch.FailedIn(b"t" * 16, "unreachable", False)]
+    assert not world.side.busy, "nobody is waited for"
+
+
+def test_a_session_that_came_up_makes_the_next_attempts_frequent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Side(monkeypatch, Network(), unreachable=30.0)
+    world.fetch(b"t" * 16)
+    world.down("unreachable")
+    assert len(world.attempts_until(10.0)) > 5
+    while world.network.session is None:
+        world.now += 0.01
+        world.side.tick(world.now)
+    session = world.up()
+    assert [(type(m), t) for m, t in session.said if isinstance(m, Fetch)] == [(Fetch, b"t" * 16)]
+    world.down("lost")
+    assert world.told() == [ch.FailedIn(b"t" * 16, "lost", True)]
+    world.fetch(b"u" * 16)
+    assert world.network.session is not None, "the first attempt is due at once"
+    world.down("unreachable")
+    start = world.now
+    gaps = [b - a for a, b in itertools.pairwise([start, *world.attempts_until(start + 0.5)])]
+    assert gaps == pytest.approx([0.05, 0.1, 0.2], abs=0.021)
+
+
+def test_a_session_is_idle_without_a_transfer_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a prefill computes is not its business."""
+    world = Side(monkeypatch, Network(), idle_close=60.0, unreachable=5.0)
+    world.fetch(b"t" * 16)
+    session = world.up()
+    for now in range(1, 600):
+        world.now = float(now)
+        world.side.tick(world.now)
+    assert not session.ended, "somebody waits for it"
+    world.side.engine(ch.CancelIn(b"t" * 16))
+    for tick in range(59):
+        world.now = 600.0 + tick
+        world.side.tick(world.now)
+    assert not session.ended
+    world.now = 660.0
+    world.side.tick(world.now)
+    assert session.ended == "idle"
+
+
+def test_many_peers_have_fewer_lanes_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve in all, here, of at most four."""
+    world = Side(monkeypatch, Network())
+    for i in range(14):
+        world.fetch(bytes([i]) * 16, f"127.0.0.1:{7000 + i}")
+    assert [lanes for _, lanes in world.network.attempts] == [4, 4, 4, 3, 2, 2, *[1] * 8]
+
+
+def test_credit_of_a_session_is_nobody_elses_before_its_lanes_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mover may have taken a slot for a frame of it that is not told of yet: who was given that slot's
+    credit would find none."""
+    world = Side(monkeypatch, Network())
+    sessions = []
+    for i in range(3):
+        world.fetch(bytes([i]) * 16, f"127.0.0.1:{7000 + i}")
+        sessions.append(world.up())
+    lost, _, third = (cast("Session", session) for session in sessions)
+
+    def credit(session: Any) -> list[Any]:
+        return [message for message, _ in session.said if isinstance(message, Credit)]
+
+    assert [credit(s) for s in sessions] == [[Credit(2), Credit(2, recall=True)], [Credit(2)], []]
+    world.side.session_down(lost, "lost", "")
+    header = Header(FrameType.KV, bytes([0]) * 16, head_count=1, token_count=4, length=256)
+    slot = take_slot(world.slots)
+    assert credit(third) == []
+    ticket = world.side.kv_begins(lost, header, slot)
+    world.side.kv_ends(lost, header, ticket, None)
+    world.side.session_over(lost)
+    assert credit(third) == [Credit(2)]
+    assert world.side.slots_free() == 4
+    assert [world.slots.take() for _ in range(5)].count(None) == 1, "each credit finds its slot"
+
+
+def test_what_is_complete_is_injected_whatever_becomes_of_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its session is lost, and who answers then is another incarnation."""
-    side, engine = make_side()
-    side.connector = peer = Peer()
-    side.engine(ch.FetchIn(b"t" * 16, b"p" * 16, "[::1]:7000", 9, ((0, 4),), 0, 1))
-    (session,) = peer.sessions
-    side.session_up(session)
-    slot = side._slots.take()
-    assert slot is not None
+    world = Side(monkeypatch, Network())
+    world.fetch(b"t" * 16)
+    side, session = world.side, cast("Session", world.up())
+    slot = take_slot(world.slots)
     head = Header(FrameType.KV, b"t" * 16, head_count=1, token_count=4, length=256)
     side.kv_ends(session, head, side.kv_begins(session, head, slot), True)
     side.control(session, Header(FrameType.COMMIT, b"t" * 16), Commit(kv.FirstToken(7), 1, 256))
-    side.session_down(session, "lost", "closed")
-    side.session_over(session)
-    side.tick(time.monotonic())
-    side.session_down(peer.sessions[1], "incarnation", "it is now another")
-    side._channel.flush()
-    assert [type(message) for message in engine.receive()] == [ch.Arrived, ch.Complete]
+    world.down("lost")
+    side.tick(world.now)
+    world.down("incarnation")
+    assert [type(message) for message in world.told()] == [ch.Arrived, ch.Complete]
     side.engine(ch.SlotsFree([slot]))
     side.engine(ch.InjectedIn(b"t" * 16))
     assert side.quiet

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import kv_transfer as kv
+from kv_transfer.process.tcp import _connecting
 
 # ---------------------------------------------------------------- peers that are not to be talked to
 
@@ -109,6 +110,17 @@ def test_lanes_take_the_given_ways_in_turn(
     pair.assert_same(blocks, decode_id, 0, 60)
     lanes = psutil.Process(pair.prefill.process.pid).net_connections()
     assert Counter(lane.raddr.ip for lane in lanes if lane.raddr) == sources
+
+
+def test_a_lane_is_bound_to_its_interface() -> None:
+    """Of the loopback one no other sign is seen: its lanes would go that way by themselves."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        _connecting(listener.getsockname(), "lo") as bound,
+        _connecting(listener.getsockname(), None) as free,
+    ):
+        names = [s.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for s in (bound, free)]
+    assert names == [b"lo\0", b""]
 
 
 def test_drain_lets_what_runs_end(make_pair: Any) -> None:
