@@ -22,7 +22,7 @@ from kv_transfer.process.movers import FarLane
 from kv_transfer.process.tcp import TcpSession
 from kv_transfer.protocol.frame import FrameType, Header
 
-from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack
+from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack, unpack
 
 TWO: dict[str, Any] = {"lane_processes": 2}
 
@@ -280,6 +280,89 @@ def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, un
     assert [data.read()[0] for _ in range(3)][-1] == 0, "at most what its lane had left"
     prefill.sender.close(prefill_id, "cancelled")
     until(lambda: prefill.poll() or prefill.sender.idle, "the pump to have them", prefill.sender)
+
+
+# ---------------------------------------------------------------- who is silent, and who is slow
+
+
+def lane_1_at(process_count: int, worker: Any, until: Any) -> None:
+    """Once it is with its mover, where there is one."""
+    if process_count:
+        until(lambda: sum(map(lanes, movers(worker))) == 1, "lane 1 to be handed over")
+
+
+@pytest.mark.parametrize("lane_processes", [0, 1])
+def test_one_lane_that_falls_silent_ends_its_session(
+    make_prefill: Any, until: Any, lane_processes: int
+) -> None:
+    """As over a network that has lost one way of several: lane 0 is heard all the time."""
+    prefill = make_prefill(lane_processes=lane_processes, deadlines=kv.Deadlines(peer_dead=1.0, ping=0.1))
+    control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
+    lane_1_at(lane_processes, prefill, until)
+    ping = pack([5, 0])
+
+    def given_up() -> bool:
+        if not prefill.stats().deadlines:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                control.send(PING, ping)
+        return prefill.stats().deadlines == {"peer_dead": 1}
+
+    until(given_up, "prefill to notice")
+    assert [lane.read()[0] for lane in (control, data)] == [0, 0]
+
+
+@pytest.mark.parametrize("lane_processes", [0, 1])
+def test_every_lane_is_pinged(make_prefill: Any, until: Any, lane_processes: int) -> None:
+    prefill = make_prefill(lane_processes=lane_processes, deadlines=kv.Deadlines(ping=0.05))
+    both = [connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1)]
+    lane_1_at(lane_processes, prefill, until)
+    for lane in both:
+        for _ in range(2):
+            head = lane._exactly(64)
+            assert head is not None
+            assert head[5] == PING
+            length = int.from_bytes(head[44:48], "little")
+            body = lane._exactly(length + 8)
+            assert body is not None
+            assert unpack(body[:length]) == [prefill.incarnation, 0]
+
+
+@pytest.mark.parametrize("hangs", ["prefill", "decode"])
+def test_an_engine_that_hangs_is_told_to_its_peer(make_pair: Any, hangs: str) -> None:
+    """By the PINGs of its own transfer process, which is well; the other side ends the session."""
+    quick = {"deadlines": kv.Deadlines(ping=0.1, engine_dead=0.5)}
+    pair = make_pair(quick, quick)
+    worker, peer = getattr(pair, hangs), pair.decode if hangs == "prefill" else pair.prefill
+    worker.arena.tick()  # and never again
+    prefill_id = pair.prefill.open(20)
+    pair.decode.fetch(pair.prefill, prefill_id, 20)
+    pair.until(lambda: peer.stats().deadlines.get("engine_dead"), "its peer to notice")
+    assert worker.stats().deadlines == {}
+
+
+@pytest.mark.parametrize("lane_processes", [0, 1])
+def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(
+    make_decode: Any, until: Any, lane_processes: int
+) -> None:
+    """Longer than every deadline, on a lane of either kind."""
+    decode = make_decode(
+        lanes=1 if lane_processes else 2, lane_processes=lane_processes,
+        deadlines=kv.Deadlines(progress=1.0),
+    )  # fmt: skip
+    peers = Peers(decode, until, [b"a"])
+    control, data, transfer = peers.asked(b"a")
+    control.say(COMMIT, [[7, None, [], []], 3, 3 * 2560], transfer)
+    body = bytes(2560)
+    slow = frame(KV, body, transfer, head_count=2, token_count=10)
+    for at in range(0, len(slow), 132):
+        data.sock.sendall(slow[at : at + 132])
+        decode.poll()
+        select.select([decode.receiver], [], [], 0.1)  # nothing is to be told before all of it came
+    for layer in (1, 2):
+        data.send(KV, body, transfer, layer=layer, head_count=2, token_count=10, seq=layer)
+    until(lambda: decode.poll() or b"a" in decode.events, "the fetch to end", decode.receiver)
+    assert isinstance(decode.events[b"a"], kv.Injected)
+    assert decode.stats().deadlines == {}
 
 
 # ---------------------------------------------------------------- ends
