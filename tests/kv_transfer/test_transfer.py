@@ -73,12 +73,12 @@ def test_nothing_missing_is_a_commit_of_no_frames(make_pair: Any) -> None:
 @pytest.mark.parametrize("lane_processes", [0, 3])
 def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any, lane_processes: int) -> None:
     """Far more data in flight than slots, from both ends of the size range: no mix blocks another."""
-    processes = {"lane_processes": lane_processes}
+    both = {"lane_processes": lane_processes, "slot_bytes": 32 << 10}  # 128 positions
     pair = make_pair(
-        {"slots": 6, "blocks": 600, **processes}, {"slots": 5, "blocks": 300, "block_size": 32, **processes}
+        {"slots": 6, "blocks": 2600, **both}, {"slots": 5, "blocks": 1300, "block_size": 32, **both}
     )
     random.seed(1)
-    sizes = [4000, 1, 3000, *(random.randrange(1, 60) for _ in range(12)), 1500]
+    sizes = [32_768, 1, 3000, *(random.randrange(1, 60) for _ in range(12)), 1500]
     early, late = sizes[:8], sizes[8:]
     jobs = []
     for n in early:
@@ -96,7 +96,7 @@ def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any, lane_p
         assert isinstance(pair.event(decode_id), kv.Injected), n
         pair.assert_same(blocks[prefill_id], decode_id, 0, n)
     pair.assert_whole()
-    assert len(pair.prefill.free) == 600
+    assert len(pair.prefill.free) == 2600
 
 
 def test_a_prefill_that_computes_nothing_yet_starves_nobody(
