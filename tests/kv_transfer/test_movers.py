@@ -312,6 +312,30 @@ def test_one_lane_that_falls_silent_ends_its_session(
 
 
 @pytest.mark.parametrize("lane_processes", [0, 1])
+def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, lane_processes: int) -> None:
+    """Before COMMIT, so that nothing else is due; lane 0 is heard all the time. The slot comes home."""
+    decode = make_decode(
+        lanes=1 if lane_processes else 2, lane_processes=lane_processes,
+        deadlines=kv.Deadlines(peer_dead=1.0, ping=0.1),
+    )  # fmt: skip
+    peers = Peers(decode, until, [b"a"])
+    control, data, transfer = peers.asked(b"a")
+    data.sock.sendall(frame(KV, bytes(2560), transfer, head_count=2, token_count=10)[:1000])
+    peers.free(15)
+    ping = pack([5, 0])
+
+    def given_up() -> bool:
+        if not decode.stats().deadlines:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                control.send(PING, ping)
+        return decode.stats().deadlines == {"peer_dead": 1}
+
+    until(given_up, "decode to notice")
+    peers.free(16)
+    peers.serve(b"a", *peers.asked(b"a"))
+
+
+@pytest.mark.parametrize("lane_processes", [0, 1])
 def test_every_lane_is_pinged(make_prefill: Any, until: Any, lane_processes: int) -> None:
     prefill = make_prefill(lane_processes=lane_processes, deadlines=kv.Deadlines(ping=0.05))
     both = [connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1)]
