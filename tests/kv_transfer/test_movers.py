@@ -180,6 +180,22 @@ def test_more_frames_than_there_are_slots(make_decode: Any, until: Any) -> None:
     peers.free(16)
 
 
+def test_more_pings_than_anybody_reads(make_prefill: Any, until: Any) -> None:
+    """The transfer process has no time for its mover, who keeps a bounded number of them and no more."""
+    prefill = make_prefill(lane_processes=1)
+    control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
+    until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
+    prefill.process.send_signal(signal.SIGSTOP)
+    pings = frame(PING, pack([5, 0])) * 1000
+    with contextlib.suppress(OSError):  # closed by the mover
+        for _ in range(200):
+            data.sock.sendall(pings)
+    prefill.process.send_signal(signal.SIGCONT)
+    until(lambda: prefill.stats().refused == {"flood": 1}, "it to be refused")
+    while control.read()[0]:
+        pass
+
+
 def test_a_session_that_ends_in_mid_frame(make_decode: Any, until: Any) -> None:
     peers = Peers(make_decode(lanes=1, **TWO), until, [b"a"])
     control, data, transfer = peers.asked(b"a")
