@@ -380,6 +380,7 @@ class DecodeSide:
             elif not peer.transfers and now >= peer.used + limits.idle_close:
                 peer.session.end("idle", "no transfer for a while")
         self._tombstones.expire(now)
+        self.credits.ask_again()
         self.settle()
 
     # ------------------------------------------------------------ ends

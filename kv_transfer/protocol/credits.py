@@ -23,12 +23,18 @@ class Account:
     arrived: int = 0
     want: int = 0  # credits that its open transfers could use now
     recalled: int | None = None  # `granted` when the recall that is not answered yet went out
+    answered: int | None = None  # `granted` as an answer left it: what is outstanding of that is on its way
     last_grant: int = 0
     over: bool = False  # its session has ended, and frames of it may still be in its lanes
 
     @property
     def outstanding(self) -> int:
         return self.granted - self.arrived
+
+    @property
+    def idle(self) -> bool:
+        """It may have credit that it does not use."""
+        return self.outstanding > 0 and self.answered != self.granted
 
 
 class CreditPool:
@@ -88,8 +94,13 @@ class CreditPool:
             raise ValueError(f"answered recall of {account.recalled} with {total}, {sent} sent")
         account.recalled = None
         if not void:
-            account.granted = sent
+            account.granted = account.answered = sent
             self.free += total - sent
+
+    def ask_again(self) -> None:
+        """To be called once in a while: what was said to be on its way may have been dropped since."""
+        for account in self.accounts.values():
+            account.answered = None
 
     def settle(self) -> list[tuple[int, Credit]]:
         """Grant what can be granted, recall what lies idle; the messages to send.
@@ -113,11 +124,11 @@ class CreditPool:
             self.free -= give
             out.append((key, Credit(account.granted)))
         for key, account in live.items():
-            if account.want == 0 and account.outstanding:
+            if account.want == 0 and account.idle:
                 self._recall(key, account, out)
         recalling = any(a.recalled is not None for a in live.values())
         if self.free <= 0 and not recalling and any(a.outstanding == 0 for _, a in hungry):
-            holders = [(key, a) for key, a in live.items() if a.outstanding]
+            holders = [(key, a) for key, a in live.items() if a.idle]
             if holders:
                 key, account = max(holders, key=lambda item: (item[1].outstanding, -item[1].last_grant))
                 self._recall(key, account, out)

@@ -52,6 +52,23 @@ def test_what_is_not_wanted_any_more_is_recalled() -> None:
         pool.returned(1, 4, 2)
 
 
+def test_what_is_said_to_be_on_its_way_is_not_asked_for_all_the_time() -> None:
+    """On a slow line, that would be a message for each turn of the loop."""
+    pool = CreditPool(2)
+    for session in (1, 2, 3):
+        pool.open(session)
+        pool.want(session, 1)
+    assert pool.settle() == [(1, Credit(1)), (2, Credit(1)), (1, Credit(1, recall=True))]
+    pool.returned(1, 1, 1)  # on its way
+    assert pool.settle() == [(2, Credit(1, recall=True))], "who may have some that it does not use"
+    pool.returned(2, 1, 1)
+    assert pool.settle() == []
+    pool.ask_again()
+    assert pool.settle() == [(1, Credit(1, recall=True))], "frames may be dropped before they leave"
+    pool.returned(1, 1, 0)
+    assert pool.settle() == [(3, Credit(1)), (2, Credit(1, recall=True))], "now the first has none"
+
+
 def test_a_grant_after_the_recall_makes_its_answer_void() -> None:
     pool = CreditPool(8)
     pool.open(1)
@@ -180,6 +197,7 @@ class Credits(RuleBasedStateMachine):
         for _ in range(40):
             while self.in_use:
                 self.slot_free()
+            self.pool.ask_again()
             for session, credit in self.pool.settle():
                 self.to_sender[session].append(credit)
             for session, sender in self.senders.items():
@@ -235,6 +253,8 @@ class Sessions:
     def moves(self) -> list[tuple[str, int]]:
         """What happens by itself, sooner or later."""
         moves = [("slot_free", 0)] if self.in_use else []
+        if any(a.outstanding and not a.idle for a in self.pool.accounts.values()):
+            moves.append(("tick", 0))
         for session, sender in enumerate(self.senders):
             if self.to_sender[session]:
                 moves.append(("credit_comes", session))
@@ -249,9 +269,11 @@ class Sessions:
     def choices(self) -> list[tuple[str, int]]:
         """What may happen, or never."""
         sessions = range(len(self.frames))
-        return [("compute", s) for s in sessions if self.computed[s] < self.frames[s]] + [
-            ("cancel", s) for s in sessions if self.frames[s] > self.computed[s]
-        ]
+        return (
+            [("compute", s) for s in sessions if self.computed[s] < self.frames[s]]
+            + [("cancel", s) for s in sessions if self.frames[s] > self.computed[s]]
+            + [("drop", s) for s in sessions if self.flying[s]]
+        )
 
     def compute(self, session: int) -> None:
         self.computed[session] += 1
@@ -260,6 +282,18 @@ class Sessions:
         """What is computed still goes out, as frames do that are on their way when their transfer ends."""
         self.frames[session] = self.computed[session]
         self.wanted(session)
+
+    def drop(self, session: int) -> None:
+        """A frame of what ended, before it leaves."""
+        self.flying[session] -= 1
+        self.computed[session] -= 1
+        self.frames[session] -= 1
+        self.senders[session].drop()
+        self.wanted(session)
+
+    def tick(self, _: int) -> None:
+        self.pool.ask_again()
+        self.settle()
 
     def wanted(self, session: int) -> None:
         self.pool.want(session, max(0, self.frames[session] - self.arrived(session)))
@@ -297,7 +331,7 @@ class Sessions:
         return (
             self.pool.free, self.in_use, tuple(self.frames), tuple(self.computed), tuple(self.flying),
             tuple(
-                (a.granted, a.arrived, a.want, a.recalled, grants.index(a.last_grant))
+                (a.granted, a.arrived, a.want, a.recalled, a.idle, grants.index(a.last_grant))
                 for a in self.pool.accounts.values()
             ),
             tuple((s.granted, s.used) for s in self.senders),
