@@ -34,6 +34,7 @@ from kv_transfer.trace import TraceWriter
 _PIECE = 1 << 20  # bytes: few enough for a core's cache, and enough for a wakeup
 _BURST = 4 << 20  # bytes that one lane moves before the others of its loop have their turn
 _MOST_VIEWS = 1000  # written at once; the kernel takes 1,024
+_MOST_CONTROL = 16384  # messages that wait for a peer to read
 _EDGE_BYTES = TRAILER_BYTES + HEADER_BYTES  # between two payloads
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
@@ -139,6 +140,9 @@ class Lane:
 
     def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
         """Queue a control message; it overtakes KV frames that have not begun."""
+        if len(self._control) >= _MOST_CONTROL:
+            self.close_soon("flood", f"{_MOST_CONTROL} messages wait, and the peer reads none")
+            return
         header = Header(kind, transfer_id, length=len(payload))
         data = pack(header) + payload + trailer(xxhash.xxh3_64(payload))
         self._queued += len(data)

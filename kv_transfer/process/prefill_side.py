@@ -98,12 +98,13 @@ class PrefillSide:
 
     def _send(self, s: SliceOut) -> None:
         self.slots_out += 1
+        held = self.table.open.get(s.transfer_id)
         header = Header(
             FrameType.KV, s.transfer_id, layer=s.layer, head_start=s.head_start, head_count=s.head_count,
             token_start=s.token_start, token_count=s.token_count, seq=s.seq, length=s.length,
+            receiver_rank=held.receiver_rank if held is not None else 0,
         )  # fmt: skip
         frame = OutgoingFrame(header, self._arena.slot(s.slot)[: s.length], s.slot)
-        held = self.table.open.get(s.transfer_id)
         if held is None:
             self._give_back(frame, unsent=True)
         else:

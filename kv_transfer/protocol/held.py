@@ -75,6 +75,7 @@ class Held:
     state: State = State.READY
     transfer_id: bytes | None = None  # of the open transfer; in READY of the one a lost session took along
     session: int = 0
+    receiver_rank: int = 0  # as its FETCH says
     sent: int = 0  # frames whose first byte went out, of the open transfer
     moved: float = 0.0  # when the open transfer last made progress
     finished: bool = False  # the prefill is computed: the hold deadline runs
@@ -247,6 +248,7 @@ class HeldPrefills:
         assert held.state is State.READY
         held.state, held.transfer_id, held.session = State.STREAMING, transfer_id, session
         held.sent, held.moved, held.since = 0, now, now
+        held.receiver_rank = fetch.receiver_rank
         self.open[transfer_id] = held
         return [Start(held.prefill_id, transfer_id, session, fetch)]
 

@@ -57,6 +57,7 @@ class Lane:
             )
             head = dict(zip(names, struct.unpack("<4H4I", raw[24:48]), strict=True))
             payload = self._exactly(head["length"]) or b""
+            head["sender_rank"], head["receiver_rank"] = raw[48:50]
             assert raw[50:60] == bytes(10)
             if (checksum := self._exactly(8)) is None:
                 return 0, b"", {}, b""

@@ -157,6 +157,18 @@ def test_more_messages_at_once_than_the_kernel_takes() -> None:
     lane.close("stopped", "")
 
 
+def test_a_peer_that_asks_and_never_reads_does_not_fill_the_memory() -> None:
+    near, far = connected()
+    loop, owner = Loop(lambda: None), Owner()
+    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    while not owner.closed and lane.unsent < 1 << 27:
+        lane.push(FrameType.ABORTED, bytes(16), bytes(100))
+        loop.turn(0)
+    assert owner.closed == "flood"
+    assert lane.unsent < 1 << 24
+    near.close()
+
+
 def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -> None:
     """Its owner does not know it yet."""
     near, far = connected()

@@ -104,18 +104,20 @@ def ended(decode: Any, until: Any) -> Any:
 # ---------------------------------------------------------------- it behaves
 
 
-def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
+@pytest.mark.parametrize("rank", [0, 3])
+def test_as_a_decode_worker(make_prefill: Any, until: Any, rank: int) -> None:
     prefill = make_prefill()
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
     lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, [[0, 10]], 0, 0, 2], transfer)
+    lane.say(FETCH, [prefill_id, [[0, 10]], rank, 0, 2], transfer)
     kind, which, _, payload = lane.read()  # before any credit: only COMMIT can come
     assert (kind, which, unpack(payload)) == (COMMIT, transfer, [[42, None, [], []], 3, 3 * 2560])
     lane.say(CREDIT, [5, False])
     for seq in range(3):
         kind, which, head, payload = lane.read()
         assert (kind, which, head["seq"], head["token_count"]) == (KV, transfer, seq, 10)
+        assert (head["sender_rank"], head["receiver_rank"]) == (0, rank)
         got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
         assert torch.equal(got, expected[head["layer"]].cpu())
     lane.say(CREDIT, [5, True])
