@@ -18,7 +18,8 @@
 
 `--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: these engines, each installed for that Python, in turn with
 ours: `kv.vs.nixl_read.256MiB` is our GB/s, and the ratio to theirs (kv_peer_driver.py; settings in PEERS).
-`--table`: 1 to 16 lanes × 1 MiB to 1 GiB, arena to arena, each next to raw sockets with as many streams.
+`--table`: 1 to 16 lanes × 1 MiB to 1 GiB, arena to arena, with checksums and without, each next to raw
+sockets with as many streams.
 """
 
 from __future__ import annotations
@@ -214,10 +215,14 @@ def table(report: Report, settings: Settings) -> None:
         # Twice as many slots as lanes, as a worker insists on, for each peer; half of an arena is a peer's.
         changed = replace(settings, lanes=lanes, slots=max(settings.slots, 4 * lanes))
         changed = replace(changed, most_bytes=max(TABLE_SIZES) * MIB)
-        with closing(Pair(changed)) as pair, closing(RawPair(lanes)) as raw:
-            for mib in TABLE_SIZES:
-                name = f"kv.tcp.lanes{lanes}.{mib}MiB"
-                compare(report, name, ours(pair), sockets(raw), mib * MIB, 5)
+        for suffix, checksums in (("", True), (".unchecked", False)):
+            with (
+                closing(Pair(replace(changed, checksums=checksums))) as pair,
+                closing(RawPair(lanes)) as raw,
+            ):
+                for mib in TABLE_SIZES:
+                    name = f"kv.tcp.lanes{lanes}.{mib}MiB{suffix}"
+                    compare(report, name, ours(pair), sockets(raw), mib * MIB, 5)
 
 
 if __name__ == "__main__":
