@@ -211,6 +211,10 @@ def test_a_lane_that_a_mover_cannot_take(make_prefill: Any, until: Any) -> None:
     """Out of descriptors: the session ends, and the worker goes on."""
     prefill = make_prefill(lane_processes=1)
     (process,) = movers(prefill)
+    first = [connect(prefill.port, session=b"f" * 16, number=i, lanes=2) for i in (0, 1)]
+    until(lambda: lanes(process) == 1, "it to have begun")
+    first[0].sock.close()
+    until(lambda: lanes(process) == 0, "its lane to be closed")
     limits = cast("tuple[int, int]", process.rlimit(resource.RLIMIT_NOFILE))
     used = {int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
     process.rlimit(resource.RLIMIT_NOFILE, (min({*range(999)} - used), limits[1]))
