@@ -21,8 +21,8 @@ class Session(Protocol):
     peer: Identity | None  # known from `session_up` on
 
     @property
-    def kv_heard(self) -> float:
-        """When bytes last came for a frame that is not whole yet (time.monotonic()); 0 if there is none."""
+    def kv_moved(self) -> float:
+        """When bytes of KV frames last came, or left and were taken (time.monotonic()); 0: never."""
         ...
 
     def send(self, message: Control, transfer_id: bytes = ...) -> None:

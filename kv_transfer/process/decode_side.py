@@ -242,7 +242,7 @@ class DecodeSide:
                 self._stale(header)  # crossed our ABORT, or the sender's own end after everything came
             elif isinstance(message, Commit):
                 self._commit(transfer, header, message)
-            elif isinstance(message, Aborted) and message.reason == "deadline" and _dry(transfer):
+            elif isinstance(message, Aborted) and message.reason == "deadline" and self._dry(transfer):
                 session.end("lost", "frames do not come")
             elif isinstance(message, Aborted):
                 # "deadline" with nothing sent: the prefill never showed up, and will not for a second FETCH.
@@ -361,9 +361,9 @@ class DecodeSide:
                 self._fail(transfer, "unreachable", retry=False)
             elif peer.session is None or not incoming.committed:
                 continue  # how long the prefill computes is the router's business
-            elif now >= max(transfer.moved, peer.session.kv_heard) + limits.progress:
+            elif now >= max(transfer.moved, peer.session.kv_moved) + limits.progress:
                 self._counters.expire("progress", f"{incoming.frames} frames came")
-                if _dry(transfer):
+                if self._dry(transfer):
                     peer.session.end("lost", "frames do not come")
                 else:
                     self._abort(transfer, "deadline")
@@ -382,6 +382,17 @@ class DecodeSide:
         self._tombstones.expire(now)
         self.credits.ask_again()
         self.settle()
+
+    def _dry(self, transfer: _Transfer) -> bool:
+        """COMMIT came, no byte of a frame comes over its session, and since this transfer last moved no frame
+        of any other did.
+
+        Then the frames that both sides count as on their way are lost, and with them their credits: only a
+        new session has any. Half of the deadline, since prefill's may end a little before ours."""
+        session, peer = transfer.peer.session, transfer.peer
+        if session is None or time.monotonic() < session.kv_moved + self._config.deadlines.progress / 2:
+            return False
+        return transfer.incoming.committed and peer.moved <= transfer.moved
 
     # ------------------------------------------------------------ ends
 
@@ -436,11 +447,3 @@ class DecodeSide:
     def _back_off(self, peer: _Peer, now: float) -> None:
         peer.retry_at = now + peer.backoff
         peer.backoff = min(2 * peer.backoff, _BACKOFF[1])
-
-
-def _dry(transfer: _Transfer) -> bool:
-    """COMMIT came, and since this transfer last moved no frame of any other came over its session, either.
-
-    Then the frames that both sides count as on their way are lost, and with them their credits: only a new
-    session has any."""
-    return transfer.incoming.committed and transfer.peer.moved <= transfer.moved

@@ -7,8 +7,11 @@ come and go, while the bytes are in this core's cache.
 
 from __future__ import annotations
 
+import fcntl
 import select
 import socket
+import sys
+import termios
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -101,6 +104,9 @@ class Lane:
         self.owner = owner
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
         self.heard = time.monotonic()
+        self.kv_moved = (
+            0.0  # when bytes of a KV frame last came, or (see `look_at_sent`) were last taken by the peer
+        )
         self.ticket: Any = None  # of the KV frame being received
         self.closing: tuple[str, str] | None = None
         self.closed = False  # or gone to another process
@@ -113,6 +119,10 @@ class Lane:
         self._frame: OutgoingFrame | None = None  # of which not all is in _out yet, and
         self._at = 0  # so much is
         self._out: deque[tuple[memoryview, OutgoingFrame | None]] = deque()  # being written; whose end it is
+        # Bytes, counted from the first that is written here.
+        self._laid = 0  # put into _out
+        self._kv_end = 0  # behind the last of a KV frame that was
+        self._taken = 0  # by the peer's kernel, as of the last look
         self._out_checksum = xxhash.xxh3_64()
         self._queued = len(unwritten)
         self._sent = 0
@@ -241,6 +251,8 @@ class Lane:
             if got == 0:
                 raise FrameError("eof", "closed by the peer")
             self.heard = time.monotonic()
+            if self.ticket is not None:
+                self.kv_moved = self.heard
             budget -= got
             full = got == sum(map(len, want))
             self._take(got)
@@ -266,6 +278,17 @@ class Lane:
         """Read what there is, however little: on a slow line even that is progress."""
         self._wait_for(1)
 
+    def look_at_sent(self, now: float) -> None:
+        """If the peer took bytes of KV frames since the last look, they moved.
+
+        Not when they were written: the kernel takes megabytes at once, and asks for more when a third of them
+        is gone, which on a slow line is a minute later."""
+        if self._taken < self._kv_end and not self.closed:
+            left = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            taken = self._sent - int.from_bytes(left, sys.byteorder)
+            if taken > self._taken:
+                self._taken, self.kv_moved = taken, now
+
     def _wait_for(self, size: int) -> None:
         if size != self._low_water and not self.closed:
             self.sock.setsockopt(socket.SOL_SOCKET, _SO_RCVLOWAT, size)
@@ -284,7 +307,7 @@ class Lane:
         if not kv:
             self._payload = memoryview(bytearray(header.length))
         else:
-            self._began = time.monotonic()
+            self._began = self.kv_moved = time.monotonic()
             self._payload, self.ticket = self.owner.kv_begins(self, header)
 
     def _end(self, header: Header) -> None:
@@ -326,30 +349,35 @@ class Lane:
 
     def _fill(self) -> bool:
         """Move what is queued into `_out`, control first, one piece; False: there is nothing to write."""
-        room = _PIECE - sum(len(view) for view, _ in self._out)
+        room = _PIECE - (self._laid - self._sent)
         while room > 0 and len(self._out) < _MOST_VIEWS:
             if (frame := self._frame) is not None:
                 piece = frame.payload[self._at : self._at + room]
                 self._out_checksum.update(piece)
-                self._out.append((piece, None))
+                self._lay(piece)
                 self._at += len(piece)
                 room -= len(piece)
                 if self._at == len(frame.payload):
-                    self._out.append((memoryview(trailer(self._out_checksum)), frame))
+                    self._lay(memoryview(trailer(self._out_checksum)), frame)
                     self._frame = None
+                self._kv_end = self._laid
             elif self._control:
-                self._out.append((memoryview(self._control.popleft()), None))
+                self._lay(memoryview(self._control.popleft()))
             elif self._frames and self.closing is None:
                 self._next(self._frames.popleft())
             else:
                 break
         return bool(self._out)
 
+    def _lay(self, view: memoryview, ends: OutgoingFrame | None = None) -> None:
+        self._out.append((view, ends))
+        self._laid += len(view)
+
     def _next(self, frame: OutgoingFrame) -> None:
         """Put its header into `_out`, unless nobody wants it any more."""
         if self.owner.frame_begins(self, frame):
             frame.started = time.monotonic()
-            self._out.append((memoryview(pack(frame.header)), None))
+            self._lay(memoryview(pack(frame.header)))
             self._frame, self._at, self._out_checksum = frame, 0, xxhash.xxh3_64()
         else:
-            self._sent += frame.wire_bytes
+            self._queued -= frame.wire_bytes

@@ -22,7 +22,7 @@ from kv_transfer.process.slots import Slots, take_slot
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
 from kv_transfer.trace import TraceWriter
 
-_TICK = 0.25  # seconds between reports of what is heard
+_TICK = 0.25  # seconds between reports of what is heard, and of what moves
 _MOST_PENDING = 4096  # reports that wait while the transfer process reads none
 
 # ---------------------------------------------------------------- transfer process → mover
@@ -93,11 +93,11 @@ class Said(Local):
 
 
 class Heard(Local):
-    """When bytes last came on the lane (time.monotonic()), and whether in mid-frame."""
+    """When bytes last came on the lane, and when bytes of KV last moved (time.monotonic()); see `Lane`."""
 
     lane: int
     at: float
-    receiving: bool
+    kv_moved: float
 
 
 class Closed(Local):
@@ -137,7 +137,7 @@ class Mover:
             try:
                 self._loop.turn(_TICK if self._lanes else None)
                 if (now := time.monotonic()) >= ticked + _TICK:
-                    self._tick(ticked)
+                    self._tick(ticked, now)
                     ticked = now
             except ChannelClosed:
                 return
@@ -178,12 +178,12 @@ class Mover:
         self._ids[lane] = m.lane
         lane.serve(select.EPOLLIN)
 
-    def _tick(self, last: float) -> None:
+    def _tick(self, last: float, now: float) -> None:
         for number, lane in self._lanes.items():
-            receiving = lane.receiving
-            if receiving or lane.heard >= last:
-                self._channel.post(Heard(number, lane.heard, receiving))
-            if receiving:
+            lane.look_at_sent(now)
+            if max(lane.heard, lane.kv_moved) >= last:
+                self._channel.post(Heard(number, lane.heard, lane.kv_moved))
+            if lane.receiving:
                 lane.relax()
         self._trace.flush()
 

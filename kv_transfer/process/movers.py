@@ -47,7 +47,7 @@ class FarLane:
 
     def __init__(self, handle: MoverHandle, number: int, owner: FarOwner) -> None:
         self.heard = time.monotonic()
-        self.receiving = False  # in mid-frame, when it was last heard
+        self.kv_moved = 0.0  # as its mover last reported it
         self.closed_by = math.inf  # time.monotonic(); else its mover hangs
         self.unsent = 0
         self._handle = handle
@@ -78,6 +78,8 @@ class FarLane:
     def report(self, message: mover.FromMover) -> None:
         if isinstance(message, mover.Begins | mover.Ends | mover.Said):
             self.heard = time.monotonic()
+            if not isinstance(message, mover.Said):
+                self.kv_moved = self.heard
         match message:
             case mover.Begins(_, header, slot):
                 self._incoming = (header, self._owner.far_begins(self, header, slot))
@@ -91,8 +93,8 @@ class FarLane:
                 (self._owner.frame_sent if sent else self._owner.frame_dropped)(self, frame)
             case mover.Said(_, header, payload):
                 self._owner.control(self, header, memoryview(payload))
-            case mover.Heard(_, at, receiving):
-                self.heard, self.receiving = at, receiving
+            case mover.Heard(_, at, kv_moved):
+                self.heard, self.kv_moved = at, kv_moved
             case mover.Closed(_, kind, why):
                 assert self._incoming is None
                 for frame in self._frames.values():  # told of too late: the mover never had them

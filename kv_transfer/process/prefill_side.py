@@ -171,7 +171,7 @@ class PrefillSide:
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        expired = self.table.expire(now)
+        expired = self.table.expire(now, {s.number: s.kv_moved for s in self._sessions.values()})
         for name, effect in expired:
             if name:
                 self._counters.expire(name, repr(effect))

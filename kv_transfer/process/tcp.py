@@ -62,8 +62,8 @@ class TcpSession:
         self._handler = connector.handler
 
     @property
-    def kv_heard(self) -> float:
-        return max((lane.heard for lane in self.lanes.values() if lane.receiving), default=0.0)
+    def kv_moved(self) -> float:
+        return max((lane.kv_moved for lane in self.lanes.values()), default=0.0)
 
     def send(self, message: Control, transfer_id: bytes = NO_TRANSFER) -> None:
         if not self.ended:
@@ -314,8 +314,10 @@ class TcpConnector:
                 for lane in session.lanes.values():
                     if ping is not None:
                         lane.push(FrameType.PING, NO_TRANSFER, ping)
-                    if isinstance(lane, Lane) and lane.receiving:
-                        lane.relax()
+                    if isinstance(lane, Lane):
+                        lane.look_at_sent(now)
+                        if lane.receiving:
+                            lane.relax()
 
     def stop(self) -> None:
         """End all sessions: their lanes say what is queued, and close."""

@@ -8,6 +8,7 @@ makes it READY again. FETCHes for ids not offered yet wait in a bounded table; e
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -222,9 +223,13 @@ class HeldPrefills:
         if held is not None:
             held.moved = now
 
-    def expire(self, now: float) -> list[tuple[str, Effect]]:
-        """What the passing of time ends, with the name of the deadline."""
+    def expire(self, now: float, kv_moved: Mapping[int, float] | None = None) -> list[tuple[str, Effect]]:
+        """What the passing of time ends, with the name of the deadline.
+
+        `kv_moved`: when bytes of any transfer's frames last moved, by session. No transfer of that session is
+        without progress then: its own frames may stand behind them."""
         limits = self._deadlines
+        flow = kv_moved or {}
         out: list[tuple[str, Effect]] = []
         for prefill_id, w in [(p, w) for p, w in self.waiting.items() if now >= w.deadline]:
             del self.waiting[prefill_id]
@@ -233,7 +238,8 @@ class HeldPrefills:
         for held in list(self.held.values()):
             if not held.finished:
                 continue  # how long it computes is the router's business
-            if held.transfer_id in self.open and now >= max(held.moved, held.since) + limits.progress:
+            moved = max(held.moved, held.since, flow.get(held.session, 0.0))
+            if held.transfer_id in self.open and now >= moved + limits.progress:
                 effects = self._end_transfer(held, "deadline", now)
                 out += [("progress", effects[0]), *[("", e) for e in effects[1:]]]
             if held.state is State.READY and now >= held.since + limits.hold:

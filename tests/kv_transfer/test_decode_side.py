@@ -16,15 +16,16 @@ from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.slots import Slots, take_slot
 from kv_transfer.process.stats import Counters
 from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.messages import Commit, Credit, Fetch
+from kv_transfer.protocol.messages import Abort, Aborted, Commit, Credit, Fetch
 
 
 class Peer:
     """The session that `Network` makes."""
 
-    slot_bytes, lane_count, kv_heard = 4096, 4, 0.0
+    slot_bytes, lane_count = 4096, 4
 
     def __init__(self, number: int) -> None:
+        self.kv_moved = 0.0
         self.number = number
         self.said: list[tuple[Any, bytes]] = []
         self.ended = ""
@@ -215,3 +216,54 @@ def test_what_is_complete_is_injected_whatever_becomes_of_its_peer(monkeypatch: 
     side.engine(ch.InjectedIn(b"t" * 16))
     assert side.quiet
     assert side.slots_free() == 4
+
+
+def committed(world: Side, *transfers: bytes) -> Peer:
+    """Their session; each has its COMMIT, which counts one frame that has not come."""
+    for transfer in transfers:
+        world.fetch(transfer)
+    session = world.up()
+    for transfer in transfers:
+        commit = Commit(kv.FirstToken(7), 1, 256)
+        world.side.control(cast("Session", session), Header(FrameType.COMMIT, transfer), commit)
+    return session
+
+
+def test_a_transfer_whose_bytes_come_is_slow_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One frame for an hour, its own or one before it; then the line stands still."""
+    world = Side(monkeypatch, Network(), progress=10.0)
+    session = committed(world, b"t" * 16)
+    for now in range(0, 3600, 9):
+        session.kv_moved, world.now = float(now), now + 9.0
+        world.side.tick(world.now)
+    session.kv_moved, world.now = 3600.0, 3609.9
+    world.side.tick(world.now)
+    assert world.told() == []
+    assert not session.ended
+    world.now = 3610.0
+    world.side.tick(world.now)
+    assert session.ended == "lost", "what both sides count as on its way is lost"
+
+
+@pytest.mark.parametrize(
+    ("moved", "other", "dry"),
+    [(0.0, False, True), (4.9, False, True), (5.1, False, False), (10.0, False, False), (0.0, True, False)],
+)
+def test_a_session_whose_bytes_come_is_not_dry(
+    monkeypatch: pytest.MonkeyPatch, moved: float, other: bool, dry: bool
+) -> None:
+    """Prefill has given the transfer up: whether its frames were lost, or are behind others, decides whether
+    its session goes, too. `moved`: when bytes last came; `other`: another transfer's frame came since."""
+    world = Side(monkeypatch, Network(), progress=10.0)
+    session = committed(world, b"t" * 16, b"u" * 16)
+    side, peer = world.side, cast("Session", session)
+    if other:
+        world.now = 1.0
+        head = Header(FrameType.KV, b"u" * 16, head_count=1, token_count=4, length=256)
+        side.kv_ends(peer, head, side.kv_begins(peer, head, take_slot(world.slots)), True)
+        world.told()
+    session.kv_moved, world.now = moved, 10.0
+    side.control(peer, Header(FrameType.ABORTED, b"t" * 16), Aborted("deadline", 1))
+    assert session.ended == ("lost" if dry else "")
+    assert world.told() == ([] if dry else [ch.FailedIn(b"t" * 16, "deadline", True)])
+    assert not any(isinstance(message, Abort) for message, _ in session.said)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kv_transfer.config import Deadlines
 from kv_transfer.protocol.held import HeldPrefills, Release, Send, Start, State, Stop, Waiting
 from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FirstToken
@@ -137,3 +139,55 @@ def test_deadlines_run_only_once_it_is_computed() -> None:
     idle.offer(Q, 0)
     idle.finish(Q, 5)
     assert idle.expire(35) == [("hold", Release(Q, "deadline"))]
+
+
+@pytest.mark.parametrize("last", ["fetched", "finished", "begun", "sent", "committed", "flowed"])
+def test_a_transfer_ends_so_long_after_whatever_moved_it_last(last: str) -> None:
+    """Frames, COMMIT, and bytes of anybody's frames on its session; on another one they move nothing."""
+    held = streaming()
+    held.finish(P, 0)
+    events = {
+        "begun": lambda now: held.begin_send(next(iter(held.open)), now),
+        "sent": lambda now: held.sent(next(iter(held.open)), now),
+        "committed": lambda now: held.commit(next(iter(held.open)), COMMIT, now),
+        "fetched": lambda now: held.fetch(T2, B, FETCH, now),
+        "finished": lambda now: held.finish(P, now),
+    }
+    now = 0
+    for name, event in events.items():
+        if name != last:
+            event(now := now + 1)
+    if last != "flowed":
+        events[last](100)
+    flow = {B: 100.0 if last == "flowed" else 50.0, A: 1e9}
+    assert held.expire(109.9, flow) == []
+    assert [name for name, _ in held.expire(110, flow)] == ["progress", ""]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_neither_deadline_hits_what_still_flows(committed: bool) -> None:
+    """For an hour, with one frame; then the line stands still: the transfer ends, then the prefill."""
+    held = streaming()
+    held.finish(P, 0)
+    held.begin_send(T1, 0)
+    if committed:
+        held.commit(T1, COMMIT, 0)
+    for now in range(0, 3600, 9):
+        assert held.expire(now + 9, {A: now}) == []
+    flow = {A: 3600.0}
+    assert held.expire(3609.9, flow) == []
+    assert held.expire(3610, flow) == [("progress", aborted("deadline", 1)), ("", Stop(P, T1))]
+    assert held.expire(3639.9, {A: 3639.0}) == []
+    assert held.expire(3640, {A: 3640.0}) == [("hold", Release(P, "deadline"))], "nobody FETCHed it again"
+
+
+def test_the_engines_end_ends_what_still_flows() -> None:
+    """What bounds a peer that takes a byte now and then: its request's deadline, or a cancel."""
+    held = streaming()
+    held.finish(P, 0)
+    held.begin_send(T1, 0)
+    assert held.expire(100, {A: 100.0}) == []
+    assert held.close(P, "cancelled", 100) == [aborted("cancelled", 1)]
+    assert not held.held
+    assert not held.open
+    assert not held.begin_send(T1, 101)

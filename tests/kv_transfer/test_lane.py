@@ -245,3 +245,65 @@ def test_a_frame_goes_to_the_lane_with_the_fewest_unsent_bytes() -> None:
     for pair in sockets:
         for sock in pair:
             sock.close()
+
+
+def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
+    """Not when the kernel does; and what is no KV is none."""
+    near, far = connected()
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
+    loop, owner = Loop(lambda: None), Sending()
+    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+
+    def looked(now: float) -> float:
+        lane.look_at_sent(now)
+        return lane.kv_moved
+
+    lane.push(FrameType.PING, b"", b"x")
+    loop.turn(1.0)
+    assert looked(1.0) == 0, "no KV"
+    payload = memoryview(random.Random(1).randbytes(16 << 20))
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=len(payload)), payload, 0))
+    loop.turn(1.0)
+    while looked(2.0) < 2.0 or (before := lane._taken) != (lane.look_at_sent(2.0), lane._taken)[1]:
+        select.select([], [], [], 0.2)  # the peer's kernel takes what it has room for
+    assert lane.unsent, "in mid-frame"
+    assert looked(3.0) == 2.0, "the line stands still"
+    lane.push(FrameType.PING, b"", b"x")
+    loop.turn(0)
+    assert looked(4.0) == 2.0
+    got, written, now = len(near.recv(1 << 16)), lane._sent, 5.0
+    while lane._taken == before:
+        got += len(near.recv(1 << 16))
+        looked(now)
+    assert lane.kv_moved == now
+    assert lane._sent == written, "nothing was written meanwhile"
+    total = 2 * (64 + 1 + 8) + 64 + len(payload) + 8
+    while got < total:
+        loop.turn(0)
+        got += len(near.recv(1 << 20))
+    assert lane.unsent == 0
+    while looked(6.0) < 6.0:
+        pass
+    lane.push(FrameType.PING, b"", b"x")
+    loop.turn(0)
+    near.recv(1 << 16)
+    assert looked(7.0) == 6.0
+    assert [f.slot for f in owner.sent] == [0]
+    lane.close("stopped", "")
+    assert looked(8.0) == 6.0
+    near.close()
+
+
+def test_frames_that_nobody_wants_any_more_leave_no_trace() -> None:
+    near, far = connected()
+    loop, owner = Loop(lambda: None), Sending()
+    owner.frame_begins = lambda lane, frame: False  # type: ignore[method-assign]
+    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    for _ in range(3):
+        lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 0))
+    loop.turn(0)
+    lane.look_at_sent(1.0)
+    assert (lane.unsent, lane.kv_moved) == (0, 0.0)
+    lane.close("stopped", "")
+    near.close()
