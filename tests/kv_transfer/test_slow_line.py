@@ -1,0 +1,155 @@
+"""Lines on which one frame takes longer than every deadline: as long as bytes flow, nothing ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+import kv_transfer as kv
+
+LAYOUT = kv.KVLayout(3, 8, 128, "float32")  # 8 KiB a position and layer
+SLOT_BYTES = 768 << 10
+TOKENS = SLOT_BYTES // LAYOUT.bytes_per_token_layer  # a frame a layer
+RATE = 800_000.0  # bytes a second, of all lanes: three frames at once take 2.9 s
+PROGRESS = 0.8
+SHORT = kv.Deadlines(progress=PROGRESS, hold=1.5)
+KINDS = pytest.mark.parametrize("lane_processes", [0, 1])
+_CHUNK = 1 << 13
+
+
+class SlowLine:
+    """Carries lanes to a prefill worker; what comes back is throttled, byte by byte, as one line is."""
+
+    def __init__(self, port: int) -> None:
+        self.rate = RATE
+        self.carried = 0  # bytes, back
+        self._port = port
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._turn = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._open.set()
+        server = self._do(asyncio.start_server(self._carry, "127.0.0.1", 0))
+        self.address = "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
+
+    def stand_still(self) -> None:
+        self._loop.call_soon_threadsafe(self._open.clear)
+
+    def go_on(self) -> None:
+        self._loop.call_soon_threadsafe(self._open.set)
+
+    def close(self) -> None:
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._do(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+
+    async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.CancelledError), socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # what is on its way is prefill's
+            sock.setblocking(False)
+            await self._loop.sock_connect(sock, ("127.0.0.1", self._port))
+            ways = [asyncio.create_task(way) for way in (self._forth(near, sock), self._back(sock, back))]
+            _, others = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in others:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+        back.close()
+
+    async def _forth(self, near: asyncio.StreamReader, sock: socket.socket) -> None:
+        while data := await near.read(1 << 16):
+            await self._loop.sock_sendall(sock, data)
+
+    async def _back(self, sock: socket.socket, to: asyncio.StreamWriter) -> None:
+        while data := await self._loop.sock_recv(sock, _CHUNK):
+            async with self._turn:  # lanes take turns
+                await self._open.wait()
+                await asyncio.sleep(len(data) / self.rate)
+            self.carried += len(data)
+            to.write(data)
+            await to.drain()
+
+
+@pytest.fixture
+def make_line(make_pair: Any) -> Iterator[Callable[..., tuple[Any, SlowLine]]]:
+    made: list[SlowLine] = []
+
+    def make(lane_processes: int, deadlines: kv.Deadlines) -> tuple[Any, SlowLine]:
+        settings = {
+            "layout": LAYOUT, "slot_bytes": SLOT_BYTES, "blocks": 16, "lane_processes": lane_processes,
+            "lanes": 3, "deadlines": deadlines,
+        }  # fmt: skip
+        pair = make_pair(settings, settings)
+        made.append(SlowLine(pair.prefill.port))
+        return pair, made[-1]
+
+    yield make
+    for line in made:
+        line.close()
+
+
+def fetched(pair: Any, line: SlowLine) -> tuple[bytes, bytes]:
+    prefill_id = pair.prefill.hold(TOKENS)
+    return prefill_id, pair.decode.fetch(pair.prefill, prefill_id, TOKENS, kv_address=line.address)
+
+
+@KINDS
+def test_a_frame_that_takes_several_deadlines(make_line: Any, lane_processes: int) -> None:
+    """The whole transfer takes longer than `hold`, too."""
+    pair, line = make_line(lane_processes, SHORT)
+    prefill_id, decode_id = fetched(pair, line)
+    blocks, started = pair.prefill.held[prefill_id], time.monotonic()
+    event = pair.event(decode_id)
+    assert isinstance(event, kv.Injected), event
+    assert time.monotonic() - started > 3 * PROGRESS, "it was no slow line"
+    pair.assert_same(blocks, decode_id, 0, TOKENS)
+    pair.assert_whole()
+    for stats, ended in ((pair.prefill.stats(), "acked"), (pair.decode.stats(), "injected")):
+        assert (stats.deadlines, stats.transfers, stats.kv_frames) == ({}, {ended: 1}, 3)
+
+
+@KINDS
+def test_a_line_that_stands_still(make_line: Any, lane_processes: int) -> None:
+    """In mid-frame: both sides give the transfer up after `progress`. Then it goes on, and all is well."""
+    pair, line = make_line(lane_processes, kv.Deadlines(progress=PROGRESS, peer_dead=20.0))
+    prefill_id, decode_id = fetched(pair, line)
+    blocks = pair.prefill.held[prefill_id]
+    pair.until(lambda: line.carried > SLOT_BYTES // 2, "it to be in mid-frame")
+    assert pair.prefill.stats().deadlines == pair.decode.stats().deadlines == {}
+    line.stand_still()
+    stood = time.monotonic()
+    pair.until(lambda: pair.prefill.stats().deadlines == {"progress": 1}, "prefill to give it up")
+    assert PROGRESS / 2 < time.monotonic() - stood < PROGRESS + 2, "a little of it came meanwhile"
+    line.rate = 1e9
+    line.go_on()
+    assert isinstance(pair.event(decode_id), kv.Injected)
+    pair.assert_same(blocks, decode_id, 0, TOKENS)
+    pair.assert_whole()
+
+
+def test_a_cancel_ends_what_flows_slowly(make_line: Any) -> None:
+    """The blocks are free at once, though frames of it are under way for long."""
+    pair, line = make_line(0, SHORT)
+    prefill_id, _ = fetched(pair, line)
+    pair.until(lambda: line.carried > SLOT_BYTES // 4, "it to be in mid-frame")
+    pair.prefill.sender.close(prefill_id, "cancelled")
+    pair.until(lambda: pair.prefill.released == {prefill_id: "cancelled"}, "its blocks", seconds=1)
+    stats = pair.prefill.stats()
+    assert (stats.prefills_held, stats.transfers_open) == (0, 0)
