@@ -127,15 +127,18 @@ def test_a_frame_that_takes_several_deadlines(make_line: Any, lane_processes: in
 
 @KINDS
 def test_a_line_that_stands_still(make_line: Any, lane_processes: int) -> None:
-    """In mid-frame: both sides give the transfer up after `progress`. Then it goes on, and all is well."""
-    pair, line = make_line(lane_processes, kv.Deadlines(progress=PROGRESS, peer_dead=20.0))
+    """In mid-frame: one side gives the transfer up after `progress`. Then it goes on, and all is well.
+
+    If decode has everything before it learns of that, its ACK means nothing: `hold` releases the prefill."""
+    pair, line = make_line(lane_processes, kv.Deadlines(progress=PROGRESS, hold=2.0, peer_dead=20.0))
     prefill_id, decode_id = fetched(pair, line)
     blocks = pair.prefill.held[prefill_id]
     pair.until(lambda: line.carried > SLOT_BYTES // 2, "it to be in mid-frame")
     assert pair.prefill.stats().deadlines == pair.decode.stats().deadlines == {}
     line.stand_still()
     stood = time.monotonic()
-    pair.until(lambda: pair.prefill.stats().deadlines == {"progress": 1}, "prefill to give it up")
+    either = pair.until(lambda: pair.prefill.stats().deadlines or pair.decode.stats().deadlines, "its end")
+    assert either == {"progress": 1}
     assert PROGRESS / 2 < time.monotonic() - stood < PROGRESS + 2, "a little of it came meanwhile"
     line.rate = 1e9
     line.go_on()
