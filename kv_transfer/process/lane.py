@@ -104,9 +104,8 @@ class Lane:
         self.owner = owner
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
         self.heard = time.monotonic()
-        self.kv_moved = (
-            0.0  # when bytes of a KV frame last came, or (see `look_at_sent`) were last taken by the peer
-        )
+        # When bytes of a KV frame last came, or (see `look_at_sent`) were last taken by the peer.
+        self.kv_moved = 0.0
         self.ticket: Any = None  # of the KV frame being received
         self.closing: tuple[str, str] | None = None
         self.closed = False  # or gone to another process
