@@ -27,6 +27,7 @@ from kv_transfer.process.connector import Connector, ProtocolError, Session
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.slots import Slots
 from kv_transfer.process.stats import Counters
+from kv_transfer.protocol.acks import Acks
 from kv_transfer.protocol.credits import CreditExceeded, CreditPool
 from kv_transfer.protocol.frame import Header
 from kv_transfer.protocol.incoming import Fault, Incoming
@@ -50,6 +51,9 @@ _CREDIT_PER_LANE, _CREDIT_LANES = 4, 4
 _BACKOFF = (0.05, 1.0)  # seconds before lanes reopen: first and longest
 # A new session, or a new FETCH over it, can mend these; anything else that ends a session cannot.
 _MENDABLE = {"lost", "dead", "unreachable", "idle", "busy", "by_peer", "hello"}
+# We ended it, and nothing was amiss: what was said will arrive. Any other end may have lost it. So may the
+# peer's: it closes in the same way when it drains and when it heard nothing from us for too long.
+_CLEAN = {"idle", "drained", "stopped"}
 
 
 @dataclass(slots=True, eq=False)
@@ -79,10 +83,10 @@ class _Peer:
 
     address: str
     incarnation: int
+    acks: Acks
     session: Session | None = None  # up, or coming up
     up: bool = False
     transfers: dict[bytes, _Transfer] = field(default_factory=dict)
-    acks: list[bytes] = field(default_factory=list)  # of transfers whose session was lost before the ACK
     retry_at: float = 0.0
     backoff: float = _BACKOFF[0]
     used: float = 0.0  # when it last had something to do
@@ -139,10 +143,8 @@ class DecodeSide:
                 assert transfer is not None, "the engine injected what was not complete"
                 transfer.incoming.injected()
                 self._forget(transfer, "injected", now)
-                if transfer.peer.session is not None and transfer.peer.up:
-                    transfer.peer.session.send(Ack(), transfer_id)
-                else:
-                    transfer.peer.acks.append(transfer_id)
+                transfer.peer.acks.injected(transfer_id, now)
+                self._acknowledge(transfer.peer, now)
             case CancelIn(transfer_id):
                 transfer = self.transfers.get(transfer_id)
                 if transfer is not None:  # else its failure crossed the cancel
@@ -157,7 +159,7 @@ class DecodeSide:
         key = (message.address, message.incarnation)
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = _Peer(*key)
+            peer = self._peers[key] = _Peer(*key, Acks(self._config.deadlines))
         incoming = Incoming(
             self._config.layout,
             message.ranges,
@@ -178,6 +180,11 @@ class DecodeSide:
         heads = incoming.heads
         fetch = Fetch(transfer.prefill_id, incoming.ranges, 0, heads[0], heads[1] - heads[0])
         transfer.peer.session.send(fetch, transfer.id)
+
+    def _acknowledge(self, peer: _Peer, now: float) -> None:
+        if peer.session is not None and peer.up:
+            for transfer_id in peer.acks.say(now):
+                peer.session.send(Ack(), transfer_id)
 
     def _connect(self, peer: _Peer, now: float) -> None:
         if peer.session is not None or now < peer.retry_at:
@@ -201,9 +208,7 @@ class DecodeSide:
         peer.up = True
         peer.backoff = _BACKOFF[0]
         self.credits.open(session.number)
-        for transfer_id in peer.acks:
-            session.send(Ack(), transfer_id)
-        peer.acks.clear()
+        self._acknowledge(peer, time.monotonic())
         for transfer in peer.transfers.values():
             if transfer.incoming.live:
                 self._open(transfer)
@@ -216,6 +221,10 @@ class DecodeSide:
         if peer.up:
             peer.up = False
             self.credits.end(session.number)
+            if reason in _CLEAN:
+                peer.acks.clear()
+            else:
+                peer.acks.lost(now)
             self._fail_live(peer, "lost", retry=True)
             peer.retry_at = now  # streams wait: the first attempt is due at once
         else:
@@ -371,13 +380,13 @@ class DecodeSide:
         for key, peer in list(self._peers.items()):
             if peer.transfers:
                 peer.used = now
-            if peer.session is None and (peer.transfers or peer.acks):
+            peer.acks.expire(now)
+            wanted = peer.transfers or peer.acks.waiting
+            if peer.session is None and wanted:
                 self._connect(peer, now)
-                if now >= peer.used + limits.hold:
-                    peer.acks.clear()  # the prefill's hold deadline has passed: nobody waits for them
             elif peer.session is None:
                 del self._peers[key]
-            elif not peer.transfers and now >= peer.used + limits.idle_close:
+            elif not wanted and now >= peer.used + limits.idle_close:
                 peer.session.end("idle", "no transfer for a while")
         self._tombstones.expire(now)
         self.credits.ask_again()

@@ -16,7 +16,7 @@ from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.slots import Slots, take_slot
 from kv_transfer.process.stats import Counters
 from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.messages import Abort, Aborted, Commit, Credit, Fetch
+from kv_transfer.protocol.messages import Abort, Aborted, Ack, Commit, Credit, Fetch
 
 
 class Peer:
@@ -58,6 +58,7 @@ class Side:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, network: Network, **deadlines: float) -> None:
         self.now = 0.0
+        self.is_up = False
         monkeypatch.setattr(decode_side, "time", SimpleNamespace(monotonic=lambda: self.now))
         config = kv.TransferConfig(
             role="decode", name="decode 0", incarnation=1, model_fingerprint="m", num_slots=4,
@@ -84,12 +85,35 @@ class Side:
         session = cast("Session", self.network.session)
         self.side.session_down(session, reason, "")
         self.side.session_over(session)
-        self.network.session = None
+        self.network.session, self.is_up = None, False
 
     def up(self) -> Peer:
         assert self.network.session is not None
+        self.is_up = True
         self.side.session_up(cast("Session", self.network.session))
         return self.network.session
+
+    def complete(self, transfer_id: bytes) -> None:
+        """All of it comes, and the engine gives the slot back."""
+        session = cast("Session", self.network.session)
+        slot = take_slot(self.slots)
+        head = Header(FrameType.KV, transfer_id, head_count=1, token_count=4, length=256)
+        self.side.kv_ends(session, head, self.side.kv_begins(session, head, slot), True)
+        self.side.control(session, Header(FrameType.COMMIT, transfer_id), Commit(kv.FirstToken(7), 1, 256))
+        self.side.engine(ch.SlotsFree([slot]))
+
+    def inject(self, transfer_id: bytes) -> None:
+        """From FETCH to ACK."""
+        self.fetch(transfer_id)
+        if not self.is_up:
+            self.up()
+        self.complete(transfer_id)
+        self.side.engine(ch.InjectedIn(transfer_id))
+
+    def acked(self) -> list[bytes]:
+        """The ACKs said in this session."""
+        assert self.network.session is not None
+        return [t for m, t in self.network.session.said if isinstance(m, Ack)]
 
     def attempts_until(self, stop: float) -> list[float]:
         """When it tries to connect, each time in vain, with a hundred ticks a second."""
@@ -203,16 +227,13 @@ def test_what_is_complete_is_injected_whatever_becomes_of_its_peer(monkeypatch: 
     """Its session is lost, and who answers then is another incarnation."""
     world = Side(monkeypatch, Network())
     world.fetch(b"t" * 16)
-    side, session = world.side, cast("Session", world.up())
-    slot = take_slot(world.slots)
-    head = Header(FrameType.KV, b"t" * 16, head_count=1, token_count=4, length=256)
-    side.kv_ends(session, head, side.kv_begins(session, head, slot), True)
-    side.control(session, Header(FrameType.COMMIT, b"t" * 16), Commit(kv.FirstToken(7), 1, 256))
+    side = world.side
+    world.up()
+    world.complete(b"t" * 16)
     world.down("lost")
     side.tick(world.now)
     world.down("incarnation")
     assert [type(message) for message in world.told()] == [ch.Arrived, ch.Complete]
-    side.engine(ch.SlotsFree([slot]))
     side.engine(ch.InjectedIn(b"t" * 16))
     assert side.quiet
     assert side.slots_free() == 4
@@ -267,3 +288,67 @@ def test_a_session_whose_bytes_come_is_not_dry(
     assert session.ended == ("lost" if dry else "")
     assert world.told() == ([] if dry else [ch.FailedIn(b"t" * 16, "deadline", True)])
     assert not any(isinstance(message, Abort) for message, _ in session.said)
+
+
+OLD, NEW = b"o" * 16, b"n" * 16
+
+
+def test_an_ack_that_may_be_lost_with_its_session_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more if that session is lost, too; but not one that had arrived before anything was amiss."""
+    world = Side(monkeypatch, Network(), peer_dead=5.0)
+    world.inject(OLD)
+    world.now = 9.0
+    world.side.tick(world.now)
+    world.inject(NEW)
+    assert world.acked() == [OLD, NEW]
+    world.now = 13.0  # twice peer_dead, and a margin, after the old one
+    for _ in range(3):
+        world.down("lost")
+        world.side.tick(world.now)
+        assert world.network.session is not None, "it connects for that alone"
+        world.up()
+        assert world.acked() == [NEW]
+        world.now += 5.0
+        world.side.tick(world.now)
+    world.now += 15.0
+    world.side.tick(world.now)
+    world.down("lost")
+    world.side.tick(world.now)
+    assert not world.side.busy, "nobody can be without an ACK any more"
+
+
+def test_an_ack_waits_for_a_session_as_long_as_a_prefill_is_held_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Side(monkeypatch, Network(), hold=30.0)
+    world.inject(NEW)
+    world.down("dead")
+    times = world.attempts_until(40.0)
+    assert 29.0 < times[-1] < 30.0
+    assert not world.side.busy
+
+
+@pytest.mark.parametrize("reason", ["idle", "drained", "stopped"])
+def test_who_ends_a_session_in_order_does_not_come_back(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    world = Side(monkeypatch, Network())
+    world.inject(NEW)
+    world.down(reason)
+    world.side.tick(world.now)
+    assert len(world.network.attempts) == 1
+    assert not world.side.busy
+
+
+def test_a_session_is_not_idle_while_an_ack_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Side(monkeypatch, Network(), idle_close=1.0)
+    world.inject(NEW)
+    world.down("lost")
+    world.side.tick(world.now)
+    session = world.network.session
+    assert session is not None
+    world.now = 2.0
+    world.side.tick(world.now)
+    assert not session.ended
+    world.up()
+    assert world.acked() == [NEW]
+    world.side.tick(world.now)
+    assert session.ended == "idle"

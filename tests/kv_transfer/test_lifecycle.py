@@ -17,6 +17,7 @@ import pytest
 
 from kv_transfer.config import Deadlines
 from kv_transfer.layout import KVLayout
+from kv_transfer.protocol.acks import Acks
 from kv_transfer.protocol.frame import FrameType, Header
 from kv_transfer.protocol.held import HeldPrefills, Release, Send, Start
 from kv_transfer.protocol.incoming import Incoming, State
@@ -34,6 +35,7 @@ class World:
     def __init__(self) -> None:
         self.held = HeldPrefills(Deadlines(), 4)
         self.session = 1
+        self.up = True
         self.offered = self.finished = self.closed = False
         self.started: bytes | None = None  # what the pump serves
         self.queued: list[tuple[bytes, int]] = []  # frames handed to lanes, not begun
@@ -43,7 +45,7 @@ class World:
         self.transfers: dict[bytes, Incoming] = {}  # at decode, live or complete
         self.used = 0
         self.injected: list[bytes] = []
-        self.pending_acks: list[bytes] = []
+        self.acks = Acks(Deadlines())
         self.released: list[str] = []
         self.left: dict[bytes, int] = {}  # frames that really left, by transfer
         self.now = 0.0
@@ -71,7 +73,9 @@ class World:
                 out.append(("abort", transfer_id))
             if t.state is State.COMPLETE:
                 out.append(("inject", transfer_id))
-        if self.session == 1 and (self.transfers or self.flying):
+        if not self.up:
+            out.append(("session_up",))
+        elif self.session == 1 and (self.transfers or self.flying or self.to_prefill):
             out.append(("lose_session",))
         return out
 
@@ -97,7 +101,7 @@ class World:
                     assert e.message.frames == self.left.get(e.transfer_id, 0), (
                         "ABORTED miscounts what was sent"
                     )
-                if e.session == self.session:
+                if e.session == self.session and self.up:
                     self.to_decode.append((e.session, e.transfer_id, e.message))
 
     def commit(self) -> None:
@@ -138,13 +142,20 @@ class World:
     # ------------------------------------------------------------ decode
 
     def say(self, transfer_id: bytes, message: Any) -> None:
+        assert self.up
         self.to_prefill.append((self.session, transfer_id, message))
+
+    def acknowledge(self) -> None:
+        if self.up:
+            for transfer_id in self.acks.say(self.now):
+                self.say(transfer_id, Ack())
 
     def do_fetch(self) -> None:
         self.used += 1
         transfer_id = bytes([self.used]) * 16
         self.transfers[transfer_id] = Incoming(LAYOUT, RANGES, (0, 1), slot_bytes=4096)
-        self.say(transfer_id, Fetch(P, RANGES, 0, 0, 1))
+        if self.up:
+            self.say(transfer_id, Fetch(P, RANGES, 0, 0, 1))
 
     def do_frame(self, i: int) -> None:
         _, transfer_id, seq = self.flying.pop(i)
@@ -168,29 +179,37 @@ class World:
 
     def do_abort(self, transfer_id: bytes) -> None:
         del self.transfers[transfer_id]
-        self.say(transfer_id, Abort("cancelled"))
+        if self.up:
+            self.say(transfer_id, Abort("cancelled"))
 
     def do_inject(self, transfer_id: bytes) -> None:
         t = self.transfers.pop(transfer_id)
         assert (t.frames, t.bytes) == (2, 2 * FRAME_BYTES)
         t.injected()
         self.injected.append(transfer_id)
-        self.say(transfer_id, Ack())
+        self.acks.injected(transfer_id, self.now)
+        self.acknowledge()
 
     # ------------------------------------------------------------ the network
 
     def do_lose_session(self) -> None:
-        """Both ends learn of it; whatever was on its way is gone; ACKs are said again on the next session."""
-        lost_acks = [(t, m) for _, t, m in self.to_prefill if isinstance(m, Ack)]
+        """Both ends learn of it; whatever was on its way is gone."""
         self.session += 1
+        self.up = False
         self.flying.clear()
         self.to_decode.clear()
         self.to_prefill.clear()
         self.apply(self.held.session_down(self.session - 1, self.now))
         for transfer_id in [t for t, x in self.transfers.items() if x.live]:
             del self.transfers[transfer_id]
-        for transfer_id, message in lost_acks:
-            self.say(transfer_id, message)
+        self.acks.lost(self.now)
+
+    def do_session_up(self) -> None:
+        """ACKs that may be lost are said again, those that came, too; then what was asked for meanwhile."""
+        self.up = True
+        self.acknowledge()
+        for transfer_id in [t for t, x in self.transfers.items() if x.live]:
+            self.say(transfer_id, Fetch(P, RANGES, 0, 0, 1))
 
     # ------------------------------------------------------------ what must hold
 
@@ -207,14 +226,14 @@ class World:
 
     def settled(self) -> None:
         """With nothing on its way, the last transfer was acknowledged if it was injected."""
-        if not (self.to_prefill or self.to_decode or self.flying or self.closed):
+        if self.up and not (self.to_prefill or self.to_decode or self.flying or self.closed):
             last = bytes([self.used]) * 16
             assert last not in self.injected or self.released == ["acked"]
 
     def key(self) -> tuple[Any, ...]:
         held = self.held.held.get(P)
         return (
-            self.session, self.offered, self.finished, self.closed, self.started, tuple(self.queued),
+            self.session, self.up, self.offered, self.finished, self.closed, self.started, tuple(self.queued),
             tuple(sorted(self.flying)), tuple((s, t, repr(m)) for s, t, m in self.to_decode),
             tuple((s, t, repr(m)) for s, t, m in self.to_prefill), self.used, tuple(self.injected),
             tuple(self.released), tuple(sorted(self.left.items())),

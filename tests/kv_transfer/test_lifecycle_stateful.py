@@ -35,6 +35,7 @@ class Lifecycle(RuleBasedStateMachine):
         world = self.world
         world.now += seconds
         world.apply([effect for _, effect in world.held.expire(world.now)])
+        world.acks.expire(world.now)
         world.check()
 
     @invariant()

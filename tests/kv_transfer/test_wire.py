@@ -125,6 +125,11 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any, rank: int) -> None:
     assert (kind, unpack(payload)) == (CREDIT, [5, 3])
     lane.say(ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)
+    lane.say(ACK, [], transfer)  # as after a session that might have lost the first
+    lane.say(CREDIT, [6, True])
+    assert next(unpack(m[3]) for m in iter(lane.read, None) if m[0] == CREDIT) == [6, 3], "it goes on"
+    stats = prefill.stats()
+    assert (stats.refused, stats.transfers) == ({}, {"acked": 1})
     assert prefill.sender.idle
 
 

@@ -1,0 +1,64 @@
+"""Which ACKs a peer may not have had: those that wait for a session, and those said lately in this one.
+
+Nothing confirms an ACK. A second one harms nobody, but a prefill whose only one was lost keeps its blocks
+until the hold deadline: so what may have been lost with a session is said again in the next. Pure.
+"""
+
+from __future__ import annotations
+
+from kv_transfer.config import Deadlines
+
+# Seconds, on top of `peer_dead` twice: for two looks at the clock (0.25 each), and for bytes on their way.
+_MARGIN = 2.0
+_MOST = 4096  # of either kind; the oldest are forgotten first
+
+
+class Acks:
+    """Of one peer."""
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self.waiting: dict[bytes, float] = {}  # transfer id → when it was injected; oldest first
+        self._said: dict[bytes, tuple[float, float]] = {}  # → when it was injected, when said; oldest first
+        self._hold = deadlines.hold
+        # If from some moment on nothing reaches the peer, it notices after `peer_dead`, and closes; if that
+        # is lost, too, we notice `peer_dead` after its last byte.
+        self._unnoticed = 2 * deadlines.peer_dead + _MARGIN
+
+    def injected(self, transfer_id: bytes, now: float) -> None:
+        self.waiting[transfer_id] = now
+        self._bound()
+
+    def say(self, now: float) -> list[bytes]:
+        """All that wait, to be said in a session that is up."""
+        ids = list(self.waiting)
+        self._said |= {transfer_id: (injected, now) for transfer_id, injected in self.waiting.items()}
+        self.waiting.clear()
+        self._bound()
+        return ids
+
+    def lost(self, now: float) -> None:
+        """The session is, and perhaps what was said in it lately: that waits for the next one."""
+        self.expire(now)
+        said = {transfer_id: injected for transfer_id, (injected, _) in self._said.items()}
+        self._said.clear()
+        self.waiting = said | self.waiting
+        self._bound()
+
+    def expire(self, now: float) -> None:
+        """Forget what has surely arrived, and what no prefill is held for any more."""
+        while self._said:
+            transfer_id, (injected, said) = next(iter(self._said.items()))
+            if now < min(said + self._unnoticed, injected + self._hold):
+                break
+            del self._said[transfer_id]
+        while self.waiting and now >= next(iter(self.waiting.values())) + self._hold:
+            del self.waiting[next(iter(self.waiting))]
+
+    def clear(self) -> None:
+        self.waiting.clear()
+        self._said.clear()
+
+    def _bound(self) -> None:
+        for ids in (self.waiting, self._said):
+            while len(ids) > _MOST:
+                del ids[next(iter(ids))]
