@@ -30,14 +30,20 @@ FAULTS = (
     "duplicate",
     "lose",
 )
+# The other way there are small messages only, and none is lost, repeated or overtaken as a whole: nothing
+# between two workers knows where one begins.
+BACK_FAULTS = ("delay", "cut", "truncate", "half-open", "corrupt", "header", "hole")
 
 
 @dataclass
 class BadNetwork:
-    """`fault` holds for frames from prefill to decode; each of `hits` first ones that come by suffers it."""
+    """`fault` holds for KV frames from prefill to decode, or the other way for messages of types in `back`;
+    each of `hits` first ones that come by suffers it."""
 
     port: int  # of the prefill worker
     fault: str = ""
+    back: tuple[int, ...] = ()
+    suffered: int = 0  # how many were hit
     first_token: int | None = None  # told in place of that in the next COMMIT, checksums and all
     hits: int = 0
     chance: float = 1.0  # that a frame is hit at all
@@ -73,7 +79,8 @@ class BadNetwork:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             far, forth = await asyncio.open_connection("127.0.0.1", self.port)
             ends.append(forth)
-            ways = [asyncio.create_task(way) for way in (self._plain(near, forth), self._frames(far, back))]
+            there, here = self._frames(near, forth, back=True), self._frames(far, back, back=False)
+            ways = [asyncio.create_task(way) for way in (there, here)]
             done, others = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             for way in others:
                 way.cancel()
@@ -81,13 +88,9 @@ class BadNetwork:
         for end in ends:
             end.close()
 
-    async def _plain(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
-        while data := await source.read(1 << 16):
-            to.write(data)
-            await to.drain()
-
-    async def _frames(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
-        kept = b""  # back, to come after the next one
+    async def _frames(self, source: asyncio.StreamReader, to: asyncio.StreamWriter, *, back: bool) -> None:
+        """`back`: from decode to prefill."""
+        kept = b""  # to come after the next one
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 head = await source.readexactly(HEADER)
@@ -97,8 +100,10 @@ class BadNetwork:
                     message = unpack(frame[HEADER:-TRAILER])
                     message[0][0], self.first_token = self.first_token, None
                     frame = bytearray(whole_frame(COMMIT, pack(message), head[8:24]))
-                hit = head[5] == KV and self.hits > 0 and self.rng.random() < self.chance
+                meant = head[5] in self.back if back else head[5] == KV and not self.back
+                hit = meant and self.hits > 0 and self.rng.random() < self.chance
                 self.hits -= hit
+                self.suffered += hit
                 match self.fault if hit else "":
                     case "delay":
                         await asyncio.sleep(self.rng.random() * 0.1)
@@ -120,6 +125,9 @@ class BadNetwork:
                         kept, frame = bytes(frame), bytearray(kept)
                     case "duplicate":
                         frame += frame
+                    case "hole":
+                        at = self.rng.randrange(len(frame))
+                        del frame[at : at + self.rng.randrange(1, 100)]
                     case "lose":
                         frame = bytearray()
                 to.write(frame)

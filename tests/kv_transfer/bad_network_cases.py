@@ -1,0 +1,121 @@
+"""Whole transfers over a network that fails in every way: each ends right, and then all pools are whole.
+
+`test_bad_network` runs these in a network namespace; named to pytest, they run without.
+
+Right is: injected, every byte as it was at prefill; or failed, with a reason, and then it is asked for anew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+import kv_transfer as kv
+from tests.bad_network import BACK_FAULTS, FAULTS, BadNetwork
+
+from .second_wire import ACK, CREDIT, FETCH, HELLO, PING
+
+SHORT = kv.Deadlines(
+    handshake=2.0, fetch_wait=5.0, hold=30.0, progress=0.8, peer_dead=0.8, ping=0.1, unreachable=3.0
+)
+# As the defaults: a dead peer is noticed before an ACK is overdue.
+BACK = msgspec.structs.replace(SHORT, progress=3.0)
+LONGER = kv.Deadlines(handshake=2.0, progress=1.5, peer_dead=1.5)
+TOKENS = 120  # 24 frames
+ROUNDS = [pytest.param(1), pytest.param(40, marks=pytest.mark.long)]
+
+
+@pytest.fixture
+def network(make_pair: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, BadNetwork]]:
+    settings = {"deadlines": SHORT, "blocks": 64} | getattr(request, "param", {})
+    pair = make_pair(settings, settings)
+    network = BadNetwork(pair.prefill.port)
+    yield pair, network
+    network.close()
+
+
+def transfer(pair: Any, network: BadNetwork) -> str:
+    """One prefill, fetched until it came: what its fetches ended with."""
+    prefill_id = pair.prefill.hold(TOKENS)
+    blocks = pair.prefill.held[prefill_id]
+    ends = ""
+    while not ends.endswith("injected"):
+        decode_id = pair.decode.fetch(pair.prefill, prefill_id, TOKENS, kv_address=network.address)
+        event = pair.until(lambda i=decode_id: pair.decode.events.get(i), "the fetch to end", seconds=60)
+        if isinstance(event, kv.Injected):
+            pair.assert_same(blocks, decode_id, 0, TOKENS)
+            ends += "injected"
+        else:
+            assert isinstance(event, kv.Failed)
+            ends += f"{event.reason}, "
+            network.hits = 0  # no network is bad for ever
+        pair.decode.release(decode_id)
+    return ends
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "network", [{"lane_processes": 0}, {"lane_processes": 3}], indirect=True, ids=["0", "3"]
+)
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_every_request_ends_right(network: tuple[Any, BadNetwork], rounds: int) -> None:
+    pair, bad = network
+    rng = random.Random(rounds)
+    for _ in range(rounds):
+        for fault in FAULTS:
+            bad.fault, bad.hits, bad.chance = (
+                fault,
+                rng.choice([1, 1, 2, 5, 40]),
+                rng.choice([0.05, 0.3, 1.0]),
+            )
+            ends = transfer(pair, bad)
+            assert ends.count("injected") == 1, (fault, ends)
+            bad.hits = 0
+    pair.assert_whole()
+    pair.until(lambda: (len(pair.prefill.free), len(pair.decode.free)) == (64, 64), "every block to be free")
+    assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("network", "rounds"),
+    [
+        pytest.param({"lane_processes": processes, "deadlines": BACK}, rounds, marks=marks)
+        for processes, rounds, marks in ((3, 1, ()), (0, 40, pytest.mark.long), (3, 40, pytest.mark.long))
+    ],
+    indirect=["network"],
+    ids=["3-1", "0-40", "3-40"],
+)
+def test_what_decode_says_is_lost_or_wrong(network: tuple[Any, BadNetwork], rounds: int) -> None:
+    """No prefill is held until its deadline, not even one whose ACK was lost."""
+    pair, bad = network
+    rng = bad.rng = random.Random(rounds)
+    for _ in range(rounds):
+        for fault in BACK_FAULTS:
+            # A HELLO comes by when the fault of an ACK has ended the session.
+            for back in (rng.choice([(ACK,), (ACK, HELLO)]), rng.choice([(FETCH,), (CREDIT,), (PING,)])):
+                bad.fault, bad.back, bad.hits, before = fault, back, len(back), bad.suffered
+                ends = transfer(pair, bad)
+                assert ends.count("injected") == 1, (fault, back, ends)
+                pair.until(lambda: not pair.prefill.held, f"the release after {fault} of {back}", seconds=10)
+                pair.until(lambda n=before: bad.suffered > n, f"a message of {back}")
+                bad.hits = 0
+    assert set(pair.prefill.released.values()) == {"acked"}
+    assert "hold" not in pair.prefill.stats().deadlines
+    pair.assert_whole()
+    pair.until(lambda: (len(pair.prefill.free), len(pair.decode.free)) == (64, 64), "every block to be free")
+    assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
+
+
+@pytest.mark.parametrize("network", [{"deadlines": LONGER}], indirect=True, ids=["patient"])
+def test_a_line_of_a_megabit_is_slow_and_nothing_else(network: tuple[Any, BadNetwork]) -> None:
+    """Slower than every deadline in all, but never without progress."""
+    pair, bad = network
+    bad.fault, bad.hits = "throttle", 10_000
+    assert transfer(pair, bad) == "injected"
+    assert pair.decode.stats().deadlines == pair.prefill.stats().deadlines == {}
+    pair.assert_whole()
