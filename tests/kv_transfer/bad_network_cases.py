@@ -105,7 +105,9 @@ def test_what_decode_says_is_lost_or_wrong(network: tuple[Any, BadNetwork], roun
                 pair.until(lambda n=before: bad.suffered > n, f"a message of {back}")
                 bad.hits = 0
     assert set(pair.prefill.released.values()) == {"acked"}
-    assert "hold" not in pair.prefill.stats().deadlines
+    stats = pair.prefill.stats()
+    assert "hold" not in stats.deadlines
+    assert stats.checksum_failures.keys() == {"header", "control"}, "what was bent is seen as that"
     pair.assert_whole()
     pair.until(lambda: (len(pair.prefill.free), len(pair.decode.free)) == (64, 64), "every block to be free")
     assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
