@@ -30,8 +30,9 @@ from worker.watchdog import START_SILENCE, Watchdog
 
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds: the transfer process reports once in one."""
-CAUSE_SOON = 0.5
-"""Seconds within which the death of a process that took another along is seen."""
+CAUSE_SOON = 5.0
+"""Seconds within which the death of an engine process is seen that took the transfer process along: with a
+GPU it is there until all of that memory is given back."""
 STOP_TIMEOUT = 5.0
 """For a process that was told to stop, before it is killed."""
 
