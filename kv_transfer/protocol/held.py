@@ -74,7 +74,7 @@ Effect = Start | Stop | Release | Waiting | Send
 class Held:
     prefill_id: bytes
     state: State = State.READY
-    transfer_id: bytes | None = None  # of the open transfer; in READY of the one a lost session took along
+    transfer_id: bytes | None = None  # of the open transfer; in READY of one that may still be ACKed
     session: int = 0
     receiver_rank: int = 0  # as its FETCH says
     sent: int = 0  # frames whose first byte went out, of the open transfer
@@ -199,11 +199,8 @@ class HeldPrefills:
         for prefill_id in [p for p, w in self.waiting.items() if w.session == session]:
             del self.waiting[prefill_id]
             effects.append(Waiting(prefill_id, gone=True))
-        for transfer_id, held in [(t, h) for t, h in self.open.items() if h.session == session]:
-            committed = held.state is State.COMMITTED
+        for held in [h for h in self.open.values() if h.session == session]:
             effects += [e for e in self._end_transfer(held, "gone", now) if isinstance(e, Stop)]
-            # Its receiver may have everything, and say so on its next session.
-            held.transfer_id = transfer_id if committed else None
         return effects
 
     # ------------------------------------------------------------ frames and time
@@ -263,7 +260,10 @@ class HeldPrefills:
         transfer_id = held.transfer_id
         assert transfer_id is not None
         del self.open[transfer_id]
-        held.state, held.transfer_id, held.since = State.READY, None, now
+        # Else its receiver may have everything, and say so: in its next session, or not knowing of this end.
+        if held.state is not State.COMMITTED or reason not in ("gone", "deadline"):
+            held.transfer_id = None
+        held.state, held.since = State.READY, now
         answer = Send(held.session, transfer_id, Aborted(reason, held.sent))
         return [answer, Stop(held.prefill_id, transfer_id)]
 

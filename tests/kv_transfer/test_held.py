@@ -6,7 +6,7 @@ import pytest
 
 from kv_transfer.config import Deadlines
 from kv_transfer.protocol.held import HeldPrefills, Release, Send, Start, State, Stop, Waiting
-from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FirstToken
+from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FirstToken, Reason
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
 FETCH = Fetch(P, ((0, 8),), 0, 0, 4)
@@ -111,6 +111,26 @@ def test_a_committed_transfer_survives_its_session() -> None:
     held.commit(T1, COMMIT, 1)
     assert held.session_down(A, 2) == [Stop(P, T1)]
     assert held.ack(T1, 3) == [Release(P, "acked")]
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_an_ack_that_crosses_the_deadline_counts(committed: bool) -> None:
+    """Decode has everything, and its ACK was on its way; or it had nothing to ACK yet."""
+    held = streaming()
+    if committed:
+        held.commit(T1, COMMIT, 1)
+    held.finish(P, 1)
+    assert held.expire(11) == [("progress", aborted("deadline")), ("", Stop(P, T1))]
+    assert held.ack(T1, 12) == ([Release(P, "acked")] if committed else [])
+    assert held.ack(T1, 13) == []
+
+
+@pytest.mark.parametrize("reason", ["integrity", "cancelled"])
+def test_an_ack_of_what_its_receiver_ended_means_nothing(reason: Reason) -> None:
+    held = streaming()
+    held.commit(T1, COMMIT, 1)
+    assert held.abort(T1, reason, 2) == [aborted(reason), Stop(P, T1)]
+    assert held.ack(T1, 3) == []
 
 
 def test_an_ack_of_what_was_never_committed_is_an_error() -> None:
