@@ -242,7 +242,8 @@ class Engine:
         self._computing(frozenset().union(*(later.ids for later in self._flights)))
         self._scheduler.landed(plan.chunks)
         sampling = flight.sampling
-        if sampling is None or sampling.tokens is None:
+        assert sampling is not None, "a step is sampled before it lands"
+        if sampling.tokens is None:
             return
         logprobs = sampling.logprobs.by_row(flight.sampled) if sampling.logprobs else {}
         for row, (live, token) in enumerate(zip(flight.sampled, sampling.tokens.tolist(), strict=True)):

@@ -99,16 +99,16 @@ class PrefillSide:
     def _send(self, s: SliceOut) -> None:
         self.slots_out += 1
         held = self.table.open.get(s.transfer_id)
+        if held is None:
+            self._give_back(s.slot, unsent=True)
+            return
         header = Header(
             FrameType.KV, s.transfer_id, layer=s.layer, head_start=s.head_start, head_count=s.head_count,
             token_start=s.token_start, token_count=s.token_count, seq=s.seq, length=s.length,
-            receiver_rank=held.receiver_rank if held is not None else 0,
+            receiver_rank=held.receiver_rank,
         )  # fmt: skip
         frame = OutgoingFrame(header, self._arena.slot(s.slot)[: s.length], s.slot)
-        if held is None:
-            self._give_back(frame, unsent=True)
-        else:
-            self._sessions[held.session].send_frame(frame)
+        self._sessions[held.session].send_frame(frame)
 
     # ------------------------------------------------------------ connector.Handler
 
@@ -152,21 +152,21 @@ class PrefillSide:
     def frame_begins(self, session: Session, frame: OutgoingFrame) -> bool:
         if self.table.begin_send(frame.header.transfer_id, time.monotonic()):
             return True
-        self._give_back(frame, unsent=True)
+        self._give_back(frame.slot, unsent=True)
         return False
 
     def frame_sent(self, session: Session, frame: OutgoingFrame) -> None:
         self._counters.kv_frames += 1
         self._counters.kv_bytes += len(frame.payload)
         self.table.sent(frame.header.transfer_id, time.monotonic())
-        self._give_back(frame, unsent=False)
+        self._give_back(frame.slot, unsent=False)
 
     def frame_dropped(self, session: Session, frame: OutgoingFrame) -> None:
-        self._give_back(frame, unsent=True)
+        self._give_back(frame.slot, unsent=True)
 
-    def _give_back(self, frame: OutgoingFrame, *, unsent: bool) -> None:
+    def _give_back(self, slot: int, *, unsent: bool) -> None:
         self.slots_out -= 1
-        self._channel.hold(SlotFree(frame.slot, unsent))
+        self._channel.hold(SlotFree(slot, unsent))
 
     # ------------------------------------------------------------ time
 
