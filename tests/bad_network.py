@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import threading
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
 
 from tests.kv_transfer.second_wire import COMMIT, KV, pack, unpack
 from tests.kv_transfer.second_wire import frame as whole_frame
+from tests.proxy import Proxy
 
 HEADER, TRAILER = 64, 8
 FAULTS = (
@@ -36,7 +34,7 @@ BACK_FAULTS = ("delay", "cut", "truncate", "half-open", "corrupt", "header", "ho
 
 
 @dataclass
-class BadNetwork:
+class BadNetwork(Proxy):
     """`fault` holds for KV frames from prefill to decode, or the other way for messages of types in `back`;
     each of `hits` first ones that come by suffers it."""
 
@@ -48,30 +46,10 @@ class BadNetwork:
     hits: int = 0
     chance: float = 1.0  # that a frame is hit at all
     bytes_per_second: float = 125_000.0  # of "throttle": 1 Mbit/s
-    address: str = ""
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        server = self._do(asyncio.start_server(self._carry, "127.0.0.1", 0))
-        self.address = "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
-
-    def close(self) -> None:
-        async def end() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self._do(end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+        super().__init__()
 
     async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         """One lane, both ways, until either end closes."""

@@ -311,6 +311,14 @@ def lane_1_at(process_count: int, worker: Any, until: Any) -> None:
         until(lambda: sum(map(lanes, movers(worker))) == 1, "lane 1 to be handed over")
 
 
+def gives_up(worker: Any, control: Any) -> bool:
+    """A peer that it hears on lane 0 all the time."""
+    if not worker.stats().deadlines:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            control.send(PING, pack([5, 0]))
+    return worker.stats().deadlines == {"peer_dead": 1}
+
+
 @pytest.mark.parametrize("lane_processes", [0, 1])
 def test_one_lane_that_falls_silent_ends_its_session(
     make_prefill: Any, until: Any, lane_processes: int
@@ -319,15 +327,7 @@ def test_one_lane_that_falls_silent_ends_its_session(
     prefill = make_prefill(lane_processes=lane_processes, deadlines=kv.Deadlines(peer_dead=1.0, ping=0.1))
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     lane_1_at(lane_processes, prefill, until)
-    ping = pack([5, 0])
-
-    def given_up() -> bool:
-        if not prefill.stats().deadlines:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                control.send(PING, ping)
-        return prefill.stats().deadlines == {"peer_dead": 1}
-
-    until(given_up, "prefill to notice")
+    until(lambda: gives_up(prefill, control), "prefill to notice")
     assert [lane.read()[0] for lane in (control, data)] == [0, 0]
 
 
@@ -342,15 +342,7 @@ def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, lan
     control, data, transfer = peers.asked(b"a")
     data.sock.sendall(frame(KV, bytes(2560), transfer, head_count=2, token_count=10)[:1000])
     peers.free(15)
-    ping = pack([5, 0])
-
-    def given_up() -> bool:
-        if not decode.stats().deadlines:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                control.send(PING, ping)
-        return decode.stats().deadlines == {"peer_dead": 1}
-
-    until(given_up, "decode to notice")
+    until(lambda: gives_up(decode, control), "decode to notice")
     peers.free(16)
     peers.serve(b"a", *peers.asked(b"a"))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import kv_transfer as kv
+from tests.proxy import Proxy
 
 LAYOUT = kv.KVLayout(3, 8, 128, "float32")  # 8 KiB a position and layer
 SLOT_BYTES = 768 << 10
@@ -24,42 +24,23 @@ KINDS = pytest.mark.parametrize("lane_processes", [0, 1])
 _CHUNK = 1 << 13
 
 
-class SlowLine:
+class SlowLine(Proxy):
     """Carries lanes to a prefill worker; what comes back is throttled, byte by byte, as one line is."""
 
     def __init__(self, port: int) -> None:
         self.rate = RATE
         self.carried = 0  # bytes, back
         self._port = port
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
         self._turn = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
-        server = self._do(asyncio.start_server(self._carry, "127.0.0.1", 0))
-        self.address = "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
+        super().__init__()
 
     def stand_still(self) -> None:
         self._loop.call_soon_threadsafe(self._open.clear)
 
     def go_on(self) -> None:
         self._loop.call_soon_threadsafe(self._open.set)
-
-    def close(self) -> None:
-        async def end() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self._do(end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
 
     async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError), socket.socket() as sock:
@@ -127,9 +108,7 @@ def test_a_frame_that_takes_several_deadlines(make_line: Any, lane_processes: in
 
 @KINDS
 def test_a_line_that_stands_still(make_line: Any, lane_processes: int) -> None:
-    """In mid-frame: one side gives the transfer up after `progress`. Then it goes on, and all is well.
-
-    If decode has everything before it learns of that, its ACK means nothing: `hold` releases the prefill."""
+    """In mid-frame: one side gives the transfer up after `progress`. Then it goes on, and all is well."""
     pair, line = make_line(lane_processes, kv.Deadlines(progress=PROGRESS, hold=2.0, peer_dead=20.0))
     prefill_id, decode_id = fetched(pair, line)
     blocks = pair.prefill.held[prefill_id]
