@@ -80,7 +80,8 @@ def _plain(message: Message) -> dict[str, Any]:
     for described in message.DESCRIPTOR.fields:
         value = getattr(message, described.name)
         if described.enum_type is not None:
-            value = described.enum_type.values_by_number[value].name.lower()
+            known = described.enum_type.values_by_number.get(value)  # None: the worker is newer
+            value = str(value) if known is None else known.name.lower()
         elif described.name == "incarnation":
             value = f"{value:016x}"  # JavaScript cannot hold it as a number
         plain[described.name] = value

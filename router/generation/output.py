@@ -32,7 +32,8 @@ class Output:
     def token(self, event: pb.TokenEvent, emitted: int, *, handed_over: bool) -> str:
         """The next one, which makes `emitted`. Returns why it is the last, or nothing."""
         self._measure(emitted, handed_over)
-        finish_reason = _FINISH.get(event.finish_reason, "")
+        # A reason that a newer worker adds ends the request, too: no token follows.
+        finish_reason = _FINISH.get(event.finish_reason, "length")
         if not finish_reason and emitted >= self._max_tokens:
             finish_reason = "length"
         logprobs = event.logprobs if event.HasField("logprobs") else None

@@ -264,17 +264,23 @@ class WorkerConnection:
     async def _run(self) -> None:
         backoff = FIRST_BACKOFF
         while not self.retired:
+            was_ready = False
             try:
-                await self._attached()
-                self.reason = "the worker ended the stream"
-                backoff = FIRST_BACKOFF
-            except grpc.aio.AioRpcError as error:
-                self.reason = f"{error.code().name.lower()}: {error.details()}"
-            except Refused as error:
-                self.state, self.reason = State.REFUSED, str(error)
-                backoff = LAST_BACKOFF
-            finally:
-                was_ready = self._detached()
+                try:
+                    await self._attached()
+                    self.reason = "the worker ended the stream"
+                except grpc.aio.AioRpcError as error:
+                    self.reason = f"{error.code().name.lower()}: {error.details()}"
+                except Refused as error:
+                    self.state, self.reason = State.REFUSED, str(error)
+                    backoff = LAST_BACKOFF
+                finally:
+                    was_ready = self.attached
+                    self._detached()
+            except Exception as error:
+                # Without this the task would end, and no connection would be opened to this worker again.
+                self.reason = f"a defect in the router: {type(error).__name__}: {error}"
+                log.exception("%s: the connection failed and is opened again", self)
             if _cancelled_from_outside():  # grpc.aio swallows that where the stream breaks in the same moment
                 raise asyncio.CancelledError
             log.log(logging.WARNING if was_ready else logging.DEBUG, "%s: %s", self, self.reason)
@@ -306,8 +312,8 @@ class WorkerConnection:
                     raise
                 raise Refused("it leaves what it is sent unread") from None
 
-    def _detached(self) -> bool:
-        """Every attempt on the stream is lost with it. Returns whether it was attached."""
+    def _detached(self) -> None:
+        """Every attempt on the stream is lost with it."""
         was_attached = self._outgoing is not None
         if self._outgoing is not None:
             self._outgoing.close()
@@ -323,8 +329,10 @@ class WorkerConnection:
             self._observer.membership_changed(self)
         for attempt_id, attempt in lost.items():
             attempt.span.end("the worker was lost")
-            attempt.owner.on_lost(attempt_id)
-        return was_attached
+            try:
+                attempt.owner.on_lost(attempt_id)
+            except Exception:  # the other requests must still learn that their attempts are lost
+                log.exception("request %s: a defect in the router", attempt.owner.name)
 
     def _receive(self, message: pb.WorkerMessage) -> None:
         match message.WhichOneof("kind"):
@@ -360,11 +368,13 @@ class WorkerConnection:
         attempt = self._attempts.get(failure.attempt_id)
         if attempt is None:
             return
+        if failure.code not in pb.FailureCode.values():  # the worker is newer than this router
+            failure.message = f"{failure.message} (unknown failure code {failure.code})"
+            failure.code = pb.FAILURE_CODE_UNSPECIFIED
         if failure.code != pb.FAILURE_CODE_KV_FAILED:  # which leaves the reservation
             attempt.span.end(f"{pb.FailureCode.Name(failure.code)}: {failure.message}")
-        if failure.code == pb.FAILURE_CODE_NO_ROOM:
+        if failure.code == pb.FAILURE_CODE_NO_ROOM and self.decode_load is not None:
             del self._attempts[failure.attempt_id]
-            assert self.decode_load is not None, "only decode has to have room"
             self.decode_load.refused(attempt.tokens)
             self._observer.load_changed(self)
         elif failure.code != pb.FAILURE_CODE_KV_FAILED:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import grpc.aio
 import pytest
@@ -36,3 +37,14 @@ async def test_a_worker_that_goes_while_it_is_asked_is_shown_as_last_reported(
             assert response.status == 200
             workers = (await response.json())["workers"]
     assert [worker["status"]["blocks_free"] for worker in workers] == [512, 512]
+
+
+async def test_a_health_that_this_router_does_not_know_is_shown_as_its_number(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    async with make_cluster(tokenizer, tmp_path) as cluster:
+        cluster.decodes[0].status.health = cast("pb.WorkerStatus.Health", 99)
+        async with cluster.http.get(cluster.url + "/status") as response:
+            assert response.status == 200
+            workers = (await response.json())["workers"]
+    assert [worker["status"]["health"] for worker in workers] == ["health_serving", "99"]

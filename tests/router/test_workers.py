@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -9,11 +10,12 @@ import pytest
 
 from bench.fake_worker import FakeWorker
 from router.config import RouterConfig
+from router.generation.generation import Generation
 from router.text.tokenizer import ModelTokenizer
 from router.workers.connection import State, WorkerConnection
 from rpc import worker_pb2 as pb
 
-from .conftest import Cluster, make_cluster
+from .conftest import TEXT, Cluster, make_cluster
 
 
 def rewrite(path: Path, workers: list[FakeWorker]) -> None:
@@ -109,6 +111,86 @@ async def test_a_connection_closes_also_where_its_stream_breaks_in_the_same_mome
     connection = WorkerConnection("127.0.0.1:1", b"x" * 16, b"", pool)
     await waits.wait()
     await asyncio.wait_for(connection.close(), 10)
+
+
+async def test_an_unknown_failure_code_fails_the_attempt_alone(cluster: Cluster):
+    """Workers may be upgraded before routers."""
+    decode = cluster.decodes[0]
+    decode.fail = (1, cast("pb.FailureCode", 99))
+    [connection] = cluster.router.services.pool.ready(pb.ROLE_DECODE)
+    assert (await cluster.complete())["choices"][0]["text"] == TEXT
+    assert connection.ready
+    assert len(decode.submitted) == 2
+    assert 'baton:retries_total{cause="unspecified",model_name="fake",role="router"} 1.0' in (
+        await cluster.metrics()
+    )
+
+
+async def test_a_failure_code_of_the_other_role_fails_the_attempt_alone(cluster: Cluster):
+    cluster.prefills[0].fail = (1, pb.FAILURE_CODE_NO_ROOM)
+    [connection] = cluster.router.services.pool.ready(pb.ROLE_PREFILL)
+    assert (await cluster.complete())["choices"][0]["text"] == TEXT
+    assert connection.ready
+
+
+async def test_an_unknown_finish_reason_ends_the_request(cluster: Cluster):
+    decode = cluster.decodes[0]
+    decode.steps = asyncio.Semaphore(1)
+    request = asyncio.create_task(cluster.complete())
+    await decode.until(lambda w: w.submitted)
+    submitted = decode.submitted[0].decode
+    await cluster.until(lambda: decode.steps is not None and decode.steps.locked())
+    event = pb.TokenEvent(
+        attempt_id=submitted.decode_id,
+        output_index=1,
+        token_id=cluster.answer[1],
+        finish_reason=cast("pb.FinishReason", 99),
+    )
+    for outputs in decode._outputs:
+        outputs.put_nowait(pb.WorkerMessage(step=pb.StepOutput(tokens=[event])))
+    answer = await request
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The next call of this method of any generation raises."""
+    method, failures = getattr(Generation, name), [RuntimeError("the test wants it")]
+
+    def fails(generation: Generation, argument: object) -> None:
+        if failures:
+            raise failures.pop()
+        method(generation, argument)
+
+    monkeypatch.setattr(Generation, name, fails)
+
+
+async def test_a_connection_that_meets_a_defect_is_opened_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    fail_once(monkeypatch, "on_token")
+    assert (await cluster.complete(timeout=5))["choices"][0]["text"] == TEXT
+    assert "the test wants it" in caplog.text
+    await cluster.until(lambda: cluster.router.services.pool.complete)
+
+
+async def test_a_defect_in_one_request_does_not_keep_a_loss_from_the_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    decode = cluster.decodes[0]
+    decode.steps = asyncio.Semaphore(0)
+    requests = [asyncio.create_task(cluster.complete(timeout=5)) for _ in range(2)]
+    await decode.until(lambda w: len(w.submitted) == 2)
+    fail_once(monkeypatch, "on_lost")
+    port = int(decode.address.rpartition(":")[2])
+    await decode.kill()
+    await cluster.until(lambda: "the test wants it" in caplog.text)
+    decode.steps = None
+    await decode.start(port)
+    done, waits = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+    assert [(await request)["choices"][0]["text"] for request in done] == [TEXT]
+    for request in waits:
+        request.cancel()
 
 
 @pytest.mark.parametrize(
