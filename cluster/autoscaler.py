@@ -12,8 +12,6 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import grpc
-
 import rpc
 from cluster.options import PoolOptions, PoolSize
 from cluster.scaling import DecodeDemand, DecodeLoad, Needed, PrefillDemand, PrefillLoad, Scaler
@@ -64,7 +62,7 @@ class Autoscaler:
         self._prefill = PrefillDemand(pools.ttft_target / 1000)
         self._decode = DecodeDemand((pools.ttit_target or TTIT_TARGET) / 1000)
         self._done = 0
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, rpc.Channel] = {}
         self._last: dict[str, pb.WorkerStatus] = {}
 
     async def run(self) -> None:
@@ -128,7 +126,7 @@ class Autoscaler:
         )
         try:
             status = await answer
-        except grpc.RpcError:
+        except rpc.RpcError:
             return None  # its own supervision says what is wrong with it
         before = self._last.get(address, pb.WorkerStatus())
         self._last[address] = status

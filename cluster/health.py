@@ -48,19 +48,14 @@ async def _check_of(
     if "address" not in ready:
         # The admin port, where there is one: it knows all processes, and asks for no certificate.
         return lambda: _get_health(urlsplit(ready.get("admin_url", ready["url"])))
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
     import rpc
 
     channel = await open_.enter_async_context(rpc.connect(ready["address"], secret, tls))
-    stub = health_pb2_grpc.HealthStub(channel)
 
     async def check() -> None:
         try:
-            # pyrefly: ignore[missing-attribute]  (the stubs leave it out)
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
-        except grpc.RpcError as error:
+            await rpc.check_health(channel, PATIENCE)
+        except rpc.RpcError as error:
             raise OSError(str(error)) from error
 
     return check

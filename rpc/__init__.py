@@ -13,19 +13,27 @@ The stubs `*_pb2*` are written by `make proto` and checked in.
 
 import os
 
-# gRPC writes about every connection that ends; what matters reaches us as status codes.
+# Both must be set before grpc is imported. gRPC logs every connection that ends, and its fork handlers can
+# crash a child process between fork and exec.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+from grpc import RpcError
+from grpc.aio import Channel
 
 from rpc.auth import load_secret
-from rpc.channel import HealthServicer, connect, create_public_server, create_server
+from rpc.channel import HealthServicer, check_health, connect, create_public_server, create_server
 from rpc.chunk_hash import CHUNK_TOKENS, chunk_hashes
 from rpc.tls import TlsFiles, add_port
 
 __all__ = [
     "CHUNK_TOKENS",
+    "Channel",
     "HealthServicer",
+    "RpcError",
     "TlsFiles",
     "add_port",
+    "check_health",
     "chunk_hashes",
     "connect",
     "create_public_server",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rpc.auth import ServerAuth, client_interceptors
@@ -55,6 +55,12 @@ def connect(address: str, secret: bytes, tls: TlsFiles | None = None) -> grpc.ai
     credentials = tls.channel_credentials()
     # pyrefly: ignore[bad-argument-type]  (the stubs leave this type out)
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+
+
+async def check_health(channel: grpc.aio.Channel, timeout: float) -> None:
+    """Returns when the server answers, whatever its state is. Raises grpc.RpcError when it does not."""
+    # pyrefly: ignore[missing-attribute]  (the stubs leave it out)
+    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
 
 
 def create_public_server(
