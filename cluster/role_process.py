@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from cluster.backoff import RestartPolicy
 
@@ -161,7 +161,7 @@ class RoleProcess:
         started = time.monotonic()
         read_end, write_end = os.pipe()
         try:
-            with self._log.open("ab") as log:
+            with _open_private(self._log) as log:
                 # Blocks for the milliseconds of a fork, but must be in this thread: the child dies with it.
                 self._popen = subprocess.Popen(  # noqa: ASYNC220
                     [*self._command, "--ready-fd", str(write_end)],
@@ -260,3 +260,10 @@ def describe_exit(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"exited with {code}"
+
+
+def _open_private(path: Path) -> BinaryIO:
+    """To append; only the owner can read the file, also where it existed before."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)
+    return os.fdopen(fd, "ab")

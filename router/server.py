@@ -48,7 +48,7 @@ def main(config: RouterConfig) -> int:
     number = f".{config.process_number}" if config.supervised else ""
     setproctitle.setproctitle(f"baton: router {config.index}{number}")
     speaker = {"role": "router", "index": config.index, "incarnation": config.incarnation}
-    logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker))
+    logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker, exception_text=False))
     _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
     tokenizer = load_tokenizer(
         config.model,

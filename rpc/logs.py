@@ -6,6 +6,8 @@ what it is about is in `extra` (`request_id`, `attempt_id`): fields of their own
 message for people. What clients write and what models answer is never logged.
 """
 
+import logging
+import traceback
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,10 +17,30 @@ Level = Literal["debug", "info", "warning", "error"]
 _OURS = ("router", "rpc", "worker", "prefill_worker", "decode_worker", "engine", "kv_transfer", "baton")
 
 
-def log_config(style: Format, level: Level, process: Mapping[str, str | int]) -> dict[str, Any]:
+class ExceptionsWithoutText(logging.Filter):
+    """Keeps the type and the stack of a logged exception, and drops its text, which may quote a client."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and (raised := record.exc_info[1]) is not None:
+            record.exc_text = "\n".join(_without_text(raised))
+            record.exc_info = None
+        return True
+
+
+def _without_text(raised: BaseException) -> list[str]:
+    cause = raised.__cause__ or (None if raised.__suppress_context__ else raised.__context__)
+    lines = [] if cause is None else [*_without_text(cause), "", "which led to", ""]
+    stack = "".join(traceback.format_tb(raised.__traceback__)).rstrip()
+    return [*lines, "Traceback (most recent call last):", stack, type(raised).__qualname__]
+
+
+def log_config(
+    style: Format, level: Level, process: Mapping[str, str | int], *, exception_text: bool = True
+) -> dict[str, Any]:
     """`process` says who speaks: {"role": "prefill", "index": 0, "process": "engine", "incarnation": …}.
 
-    `level` is for what is ours; of libraries, info and above is shown at most.
+    `level` is for what is ours; of libraries, info and above is shown at most. `exception_text` is False
+    where exceptions may quote what a client wrote.
     """
     name = " ".join(str(process[key]) for key in ("role", "index", "process") if key in process)
     formatters: dict[Format, dict[str, Any]] = {
@@ -31,12 +53,16 @@ def log_config(style: Format, level: Level, process: Mapping[str, str | int]) ->
             "timestamp": "time",
         },
     }
+    handler: dict[str, Any] = {"class": "logging.StreamHandler", "formatter": "line"}
+    if not exception_text:
+        handler["filters"] = ["exceptions"]
     libraries = "INFO" if level == "debug" else level.upper()
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": formatters[style]},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "filters": {} if exception_text else {"exceptions": {"()": f"{__name__}.ExceptionsWithoutText"}},
+        "handlers": {"stderr": handler},
         "root": {"level": libraries, "handlers": ["stderr"]},
         "loggers": {logger: {"level": level.upper()} for logger in _OURS},
     }

@@ -339,5 +339,5 @@ def supervise(config: RouterConfig) -> int:
     """Runs the processes until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
     setproctitle.setproctitle(f"baton: router {config.index}")
     speaker = {"role": "router", "index": config.index, "incarnation": config.incarnation}
-    logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker))
+    logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker, exception_text=False))
     return asyncio.run(Supervisor(config).run())

@@ -47,6 +47,13 @@ async def test_reports_stages_and_then_what_the_role_said(start: Start) -> None:
     assert state.state.seconds_to_ready is not None
 
 
+async def test_only_the_owner_can_read_the_log(start: Start, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch(0o644)
+    await until_ready(start())
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
 async def test_a_killed_role_comes_back_as_a_new_incarnation(start: Start) -> None:
     process = start()
     first = await until_ready(process)

@@ -151,6 +151,27 @@ async def test_what_a_user_got_wrong_is_said(start: Callable, directory: Path, t
         assert not any("ready" in report for report in reports)
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_what_clients_send_is_not_logged(start: Callable, log_format: str):
+    router = await start(log_format=log_format, log_level="debug")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+    for request in (
+        head + b"Authorization: Bearer sk-private\0\r\n\r\n",
+        head + b"Transfer-Encoding: chunked\r\n\r\nprivate prompt\r\n",
+        head + b"Transfer-Encoding: private\r\n\r\n",
+        head + b"Content-Encoding: gzip\r\nContent-Length: 14\r\n\r\nprivate prompt",
+        b"private\r\n\r\n",
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+        writer.write(request)
+        assert (await reader.readline()).startswith(b"HTTP/1.")
+        writer.close()
+    router.process.send_signal(signal.SIGINT)
+    _, logged = await asyncio.to_thread(router.process.communicate)
+    assert b"listening on" in logged
+    assert b"private" not in logged
+
+
 async def stops_listening(router: Router) -> None:
     host, _, port = router.url.removeprefix("http://").partition(":")
     async with asyncio.timeout(10):

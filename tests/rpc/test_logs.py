@@ -13,17 +13,20 @@ from rpc.logs import Format, Level, log_config
 SPEAKER = {"role": "prefill", "index": 3, "process": "engine", "incarnation": "00ff"}
 
 
-def written(style: Format, level: Level) -> list[str]:
+def written(style: Format, level: Level, **how: bool) -> list[str]:
     """By a process of its own: logging is global."""
     script = f"""
 import logging.config, json
-logging.config.dictConfig(json.loads({json.dumps(log_config(style, level, SPEAKER))!r}))
+logging.config.dictConfig(json.loads({json.dumps(log_config(style, level, SPEAKER, **how))!r}))
 for name in ("router.generation.generation", "baton.kv", "aiohttp.server"):
     for number in (logging.DEBUG, logging.INFO, logging.WARNING):
         logging.getLogger(name).log(number, "of %s", name, extra={{"request_id": "mine"}})
 try:
-    1 / 0
-except ZeroDivisionError:
+    try:
+        1 / 0
+    except ZeroDivisionError as error:
+        raise ValueError("private") from error
+except ValueError:
     logging.getLogger("worker.service").exception("it broke")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -49,6 +52,16 @@ def test_json_has_a_field_for_everything() -> None:
 @pytest.mark.parametrize(("level", "count"), [("debug", 8), ("info", 6), ("warning", 3), ("error", 0)])
 def test_text_from_a_level_on(level: Level, count: int) -> None:
     """Libraries are never shown in debug detail."""
-    lines = [line for line in written("text", level) if " of " in line]
+    lines = [line for line in written("text", level) if " of " in line and " prefill 3 engine: " in line]
     assert len(lines) == count
-    assert all(" prefill 3 engine: " in line for line in lines)
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_the_text_of_exceptions_can_be_left_out(style: Format) -> None:
+    logged = "\n".join(written(style, "info", exception_text=False))
+    assert "it broke" in logged
+    assert "ZeroDivisionError" in logged
+    assert "ValueError" in logged
+    assert "line 9, in <module>" in logged, "its stack is there"
+    assert "private" not in logged
+    assert "private" in "\n".join(written(style, "info"))
