@@ -2,8 +2,9 @@
 
 The supervisor serves no client. It reserves the ports, starts the processes, which all listen there
 (SO_REUSEPORT: the kernel spreads connections), starts one again that died or hangs, and answers for all of
-them on the admin port: `/metrics`, `/status`, `/health`, `/ready`. A process that ends before it ever
-listened ends them all: something is wrong that another try would not change.
+them on the admin port: `/metrics`, `/status`, `/health`, `/ready`. If the first start of a process fails, the
+router ends: another try would fail, too. If a later start fails, the supervisor tries again after a pause,
+and the other processes go on.
 
 Life: reserve → start → all listen: ready → (SIGTERM: all drain, SIGINT: all end) → all have ended.
 """
@@ -35,13 +36,15 @@ log = logging.getLogger(__name__)
 PING_SECONDS = 2.0
 LAST_WORDS_SECONDS = 15.0
 """Beyond the drain, for ending."""
+FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
+"""Seconds between two starts of a process of which the first failed."""
 
 
 _COUNTS = ("requests", "waiting_for_turn", "waiting_for_room", "waiting_for_workers", "waiting_tokens")
 
 
 class _CannotServe(Exception):
-    """In words for the user."""
+    """The first start of a process failed, in words for the user."""
 
 
 class _Process:
@@ -52,17 +55,18 @@ class _Process:
         self.ready: dict[str, Any] | None = None
         self.error = ""
         ours, theirs = socket.socketpair()
-        self._control = ours
         reader, writer = os.pipe()
-        self._pipe = reader
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs, open(writer, "wb"):
+            undo.callback(ours.close)
+            undo.callback(os.close, reader)
             command = [
                 *config.command, *ports, "--ready-fd", str(writer),
                 "--process-number", str(number), "--control-fd", str(theirs.fileno()),
             ]  # fmt: skip
             # Blocks for the milliseconds of a fork, but must be in this thread: the process dies with it.
             self._popen = subprocess.Popen(command, pass_fds=(writer, theirs.fileno()))
-        os.close(writer)
+            undo.pop_all()
+        self._control, self._pipe = ours, reader
         self.pid = self._popen.pid
         self._asker: Asker | None = None
 
@@ -150,7 +154,7 @@ class Supervisor:
         self._processes: dict[int, _Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._listens = asyncio.Event()
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     async def run(self) -> int:
         """Returns the exit code. Raises ValueError for what a user got wrong."""
@@ -183,7 +187,7 @@ class Supervisor:
             log.error("%s", error)
             return 1
         finally:
-            self._stopping = True
+            self._stopping.set()
             for task in (saying, stopped):
                 task.cancel()
             for process in self._processes.values():
@@ -192,7 +196,7 @@ class Supervisor:
 
     async def _stop(self, signum: int, lives: list[asyncio.Task[None]]) -> None:
         """Passes signals on until all have ended."""
-        self._stopping = True
+        self._stopping.set()
         all_ended = asyncio.gather(*lives, return_exceptions=True)
         drain = self._config.drain_timeout if signum == signal.SIGTERM else 0.0
         with contextlib.suppress(TimeoutError):
@@ -206,29 +210,50 @@ class Supervisor:
                     again.cancel()
 
     async def _keep(self, number: int, ports: list[str]) -> None:
-        """Keeps process `number` running. Raises _CannotServe when it ends before it listens."""
+        """Keeps process `number` running. Raises _CannotServe when its first start fails."""
         report = self._report if number == 0 else None
-        while not self._stopping:
-            process = self._processes[number] = _Process(number, self._config, ports)
-            following = asyncio.create_task(process.follow(report))
-            following.add_done_callback(lambda _: self._listens.set())
-            pinging = asyncio.create_task(self._ping(process))
+        has_listened, backoff = False, FIRST_BACKOFF
+        while not self._stopping.is_set():
             try:
-                code = await process.ended()
-                await following
-            finally:
-                pinging.cancel()
-                following.cancel()
-                process.close()
-                del self._processes[number]
-                self._metrics.ended(str(number))
+                process = _Process(number, self._config, ports)
+            except OSError as error:
+                listened, why = False, f"cannot be started: {error}"
+            else:
+                listened, why = await self._live(process, report)
             report = None
-            if self._stopping:
+            if self._stopping.is_set():
                 return
-            why = process.error or f"ended with {code}"
-            if process.ready is None:
-                raise _CannotServe(process.error or f"router process {number} {why} before it listened")
-            log.error("process %d %s; starting it again", number, why)
+            if listened:
+                has_listened, backoff = True, FIRST_BACKOFF
+                log.error("process %d %s; starting it again", number, why)
+                continue
+            if not has_listened:
+                raise _CannotServe(why)
+            log.error("process %d: %s; starting it again in %g s", number, why, backoff)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(backoff):
+                    await self._stopping.wait()
+            backoff = min(2 * backoff, LAST_BACKOFF)
+
+    async def _live(self, process: _Process, report: _Report | None) -> tuple[bool, str]:
+        """Until its end. Returns whether it listened, and why it ended."""
+        number = process.number
+        self._processes[number] = process
+        following = asyncio.create_task(process.follow(report))
+        following.add_done_callback(lambda _: self._listens.set())
+        pinging = asyncio.create_task(self._ping(process))
+        try:
+            code = await process.ended()
+            await following
+        finally:
+            pinging.cancel()
+            following.cancel()
+            process.close()
+            del self._processes[number]
+            self._metrics.ended(str(number))
+        if process.ready is not None:
+            return True, process.error or f"ended with {code}"
+        return False, process.error or f"router process {number} ended with {code} before it listened"
 
     async def _ping(self, process: _Process) -> None:
         while True:

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ import pytest
 
 from bench.fake_worker import SECRET, FakeWorker, Lanes
 from bench.roles import spawn
+from router.config import RouterConfig
+from router.processes import supervise
 from router.processes.listen import listen, reserve
 from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
@@ -222,6 +226,63 @@ async def test_one_that_hangs_is_started_again(start: Callable[..., Any]):
     await routers.until(lambda s: len({p["pid"] for p in s["processes"]} - {before[1]}) == 2)
     routers.popen.send_signal(signal.SIGINT)
     assert await routers.exit_code() == 0
+
+
+PROCESS = """
+import os, socket, sys
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if os.path.exists(flags["--broken"]):
+    sys.exit(3)
+os.write(int(flags["--ready-fd"]), b'{"ready": {"url": "http://nowhere"}}\\n')
+os.close(int(flags["--ready-fd"]))
+control = socket.socket(fileno=int(flags["--control-fd"]))
+for question in control.makefile():
+    control.sendall(bytes(4))
+    if question == "stop\\n":
+        break
+"""
+
+
+@pytest.mark.parametrize("failure", ["ends", "no fork"])
+async def test_a_failed_restart_leaves_the_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
+):
+    """The processes are scripts, so that they start at once."""
+    script, broken = tmp_path / "process.py", tmp_path / "broken"
+    script.write_text(PROCESS)
+    command = (sys.executable, "-S", str(script), "--broken", str(broken))
+    config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0, command=command)
+    supervisor = supervise.Supervisor(config)
+    running = asyncio.create_task(supervisor.run())
+    monkeypatch.setattr(supervise, "FIRST_BACKOFF", 0.01)
+    popen, forks = subprocess.Popen, failure == "ends"
+
+    def start(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
+        if not forks and broken.exists():
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return popen(*given, **named)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+
+    async def until(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                assert not running.done(), await running
+                await asyncio.sleep(0.005)
+
+    await until(supervisor._all_ready)
+    before = {number: process.pid for number, process in supervisor._processes.items()}
+    broken.touch()
+    descriptors = psutil.Process().num_fds()
+    os.kill(before[1], signal.SIGKILL)
+    await until(lambda: "starting it again in 0.02 s" in caplog.text)
+    assert psutil.Process().num_fds() <= descriptors
+    broken.unlink()
+    await until(supervisor._all_ready)
+    after = {number: process.pid for number, process in supervisor._processes.items()}
+    assert after[0] == before[0]
+    supervisor._signals.put_nowait(signal.SIGINT)
+    assert await running == 0
 
 
 async def test_what_a_user_got_wrong_is_said_once(start: Callable[..., Any], tmp_path: Path):
