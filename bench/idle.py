@@ -21,7 +21,7 @@ from bench.serving import Serving
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _TIMING = re.compile(r"\s*[\d.]+s +[\d.]+s  ")  # a row of --timings
-OWNERS = ("ray", "actors", "serve", "router", "workers")
+OWNERS = ("serve", "router", "workers")
 
 
 def tree(pid: int) -> list[int]:
@@ -41,14 +41,10 @@ def tree(pid: int) -> list[int]:
 
 
 def owner(title: str) -> str:
-    """Whose a process is, by its name. What Ray starts for its own sake is Ray's."""
-    if title.startswith("ray::RoleActor"):
-        return "actors"
-    if title.startswith(("baton: serve", "baton: janitor")):
-        return "serve"
-    if title.startswith("baton: router"):
-        return "router"
-    return "workers" if title.startswith("baton: ") else "ray"
+    """Whose a process is, by its title."""
+    if title.startswith(("baton: prefill", "baton: decode")):
+        return "workers"
+    return "router" if title.startswith("baton: router") else "serve"
 
 
 def memory_and_cpu(pids: Sequence[int]) -> dict[str, tuple[float, float]]:

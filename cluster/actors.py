@@ -29,11 +29,9 @@ SUPERVISOR = "supervisor"
 class RoleActor(RoleRunner):
     """The runner as an actor. Named so that no process of Ray is called after a role."""
 
-    def __init__(
-        self, spec: RoleSpec, directory: Path | None, logs: Path | None, peer: str | None = None
-    ) -> None:
+    def __init__(self, spec: RoleSpec, logs: Path | None, peer: str) -> None:
         node = ray.get_runtime_context().get_node_id()
-        super().__init__(spec, directory, logs, peer, node=f"{socket.gethostname()} {node[:8]}")
+        super().__init__(spec, None, logs, peer, node=f"{socket.gethostname()} {node[:8]}")
 
 
 class RemoteRole:
@@ -70,11 +68,6 @@ async def _answer(reference: Any) -> Any:
         return await reference
     except RayActorError as error:
         raise ConnectionError(f"lost its actor ({type(error).__name__})") from error
-
-
-def place(spec: RoleSpec, directory: Path, logs: Path) -> RemoteRole:
-    """Starts the actor of one role in a Ray of our own, which ends with us."""
-    return RemoteRole(ray.remote(RoleActor).options(**placement.options(spec)).remote(spec, directory, logs))
 
 
 def actor_name(spec: RoleSpec) -> str:
@@ -151,7 +144,7 @@ class ClusterActor:
             "get_if_exists": True,  # a supervisor before this one may have started it
             "lifetime": "detached",  # it outlives its supervisor
         }
-        actor = ray.remote(RoleActor).options(**options).remote(spec, None, self._cluster.logs, self._peer)
+        actor = ray.remote(RoleActor).options(**options).remote(spec, self._cluster.logs, self._peer)
         handle = RemoteRole(actor)
         self._handles.append(handle)
         return handle

@@ -65,7 +65,7 @@ def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
     "baton serve --config cluster.toml",
 )
 def serve(plan: Plan) -> int:
-    """Start a cluster on this machine: Ray, prefill workers, decode workers and a router.
+    """Start a cluster on this machine: prefill workers, decode workers and a router.
 
     Without any option it serves the embedded SmolLM2-135M-Instruct with one worker of each role at
     http://127.0.0.1:8000. Ctrl-C stops everything, in order, and leaves nothing behind; a second Ctrl-C does

@@ -1,15 +1,12 @@
-"""Cleans up after a `baton serve` that was killed: a small process that does nothing but wait for that.
+"""Removes the run directory of a `baton serve` that was killed: a small process that only waits for that.
 
-Roles, GCS and raylet die with serve by themselves (PDEATHSIG). Ray's agents do not: they look for their
-raylet for up to a minute. They are found by the files that they have open in the run directory, which is
-private to one cluster, so nobody else's process can be among them. The directory goes with them.
+Every role dies with serve by itself (PDEATHSIG).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +14,7 @@ from pathlib import Path
 
 from cluster.rundir import remove_stale
 
-PATIENCE = 10.0  # seconds of killing what may still be starting something
+PATIENCE = 10.0  # seconds in which a role that is being killed may still write to the directory
 _PACKAGES = str(Path(__file__).parents[1])
 
 
@@ -33,42 +30,21 @@ class Janitor:
         )
 
     def dismiss(self) -> None:
-        with contextlib.suppress(BrokenPipeError):  # somebody killed it
+        with contextlib.suppress(BrokenPipeError):  # the janitor was killed
             self._process.communicate(b"ends well")
-
-
-def inhabitants(run_dir: Path) -> list[int]:
-    """Pids of this user's processes that have a file open in the directory, but for the caller."""
-    prefix = f"{run_dir}/"
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if any(os.readlink(link).startswith(prefix) for link in (entry / "fd").iterdir()):
-                found.append(int(entry.name))
-        except OSError:
-            continue  # gone, or another user's
-    return found
-
-
-def clean_up(run_dir: Path) -> None:
-    """Kills who lives in the directory, until nobody does, and removes it."""
-    deadline = time.monotonic() + PATIENCE
-    while (pids := inhabitants(run_dir)) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)  # they are not our children: no event tells of their end
-    remove_stale(run_dir.parent)
 
 
 def main() -> None:
     import setproctitle
 
     setproctitle.setproctitle("baton: janitor")
-    if not sys.stdin.buffer.read():
-        clean_up(Path(sys.argv[1]))
+    if sys.stdin.buffer.read():
+        return
+    run_dir = Path(sys.argv[1])
+    deadline = time.monotonic() + PATIENCE
+    while run_dir.exists() and time.monotonic() < deadline:
+        remove_stale(run_dir.parent)
+        time.sleep(0.02)  # no event tells of the end of a process that is not our child
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from cluster.display import Display
-from cluster.local_ray import import_ray
 from cluster.plan import Plan, RoleSpec
 from cluster.ports import check_ports
 from cluster.role_process import RoleState
@@ -26,6 +26,17 @@ if TYPE_CHECKING:
 STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ANSWERS_WITHIN = 30.0  # seconds for a supervisor that Ray may just be starting again
 _POLL = 0.1
+
+
+def import_ray() -> ModuleType:
+    """Ray, imported only by what needs it. Raises ValueError where it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            "--ray-address: Ray is not installed; `pip install 'ray>=2.60'` adds it to this environment"
+        ) from error
+    return ray
 
 
 def connect(address: str) -> None:

@@ -53,7 +53,7 @@ def _pair(index: int, roles: Sequence[RoleSpec]) -> PlacementGroup:
         pair = [next(s for s in roles if (s.role, s.index) == (role, index)) for role in _MEMBERS]
         return ray.util.placement_group(
             [{"CPU": s.cpus} | ({"GPU": s.gpus} if s.gpus else {}) for s in pair],
-            strategy="STRICT_PACK",  # one machine, or none: NVLink reaches no further
+            strategy="STRICT_PACK",  # one machine, or none
             name=_pair_name(index),
             lifetime="detached",  # as the actors in it
             bundle_label_selector=[dict(s.labels) for s in pair],

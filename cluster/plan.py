@@ -125,15 +125,19 @@ class Plan:
         router = RoleSpec("router", 0, (*shared_args, *to_argv(front)), shared | keys)
         return [*workers, router]
 
-    def most(self, roles: list[RoleSpec]) -> list[RoleSpec]:
-        """The roles of the cluster at its largest, given those of its smallest."""
-        sizes = {"prefill": self.pool.prefill.most, "decode": self.pool.decode.most}
-        patterns = {spec.role: spec for spec in roles}
-        return [
-            replace(spec, index=index)
-            for role, spec in patterns.items()
-            for index in range(sizes.get(role, 1))
-        ]
+    def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
+        """The GPUs that the roles of one machine share. Raises ValueError where the pools could need more."""
+        each = {spec.role: spec.gpus for spec in roles}
+        pools: dict[RoleName, options.PoolSize] = {"prefill": self.pool.prefill, "decode": self.pool.decode}
+        needed = sum(each[role] * size.most for role, size in pools.items())
+        present = visible_gpus()
+        if needed > len(present):
+            sizes = " ".join(f"--{role} {size}" for role, size in pools.items())
+            raise ValueError(
+                f"{sizes}: these workers need {needed} GPUs, and this machine shows {len(present)}; ask for "
+                "fewer workers, or run them on the CPU with --device cpu"
+            )
+        return present
 
     def _pairs(self) -> int:
         """How many prefill workers have a decode worker to stand beside."""
@@ -172,7 +176,17 @@ def _labels(flag: str, given: list[str]) -> dict[str, str]:
     return labels
 
 
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may name here: the GPUs that the driver shows and the user does not hide.
+
+    Told without importing torch.
+    """
+    present = [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not present or chosen is None:
+        return present
+    return [name for name in chosen.replace(" ", "").split(",") if name not in ("", "-1")]
+
+
 def default_device() -> str:
-    """ "cuda" where the driver shows a GPU and the user does not hide it; told without importing torch."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return "cuda" if not hidden and any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+    return "cuda" if visible_gpus() else "cpu"

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pathlib import Path
 class Process:
     pid: int
     parent: int
+    group: int  # process group
     name: str
     alive: bool  # False: a zombie
 
@@ -32,8 +32,8 @@ def _all_processes() -> list[Process]:
             continue  # gone since the directory was read
         # The name is in parentheses and may contain anything, parentheses too.
         name, _, rest = stat.partition("(")[2].rpartition(")")
-        state, parent = rest.split()[:2]
-        found.append(Process(int(entry.name), int(parent), name, state != "Z"))
+        state, parent, group = rest.split()[:3]
+        found.append(Process(int(entry.name), int(parent), int(group), name, state != "Z"))
     return found
 
 
@@ -59,30 +59,20 @@ def own_age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-class OrphanReaper:
-    """Reaps orphans that became our children (see `lifeline.adopt_orphans`), and watches our own.
+def reap_orphans() -> None:
+    """From now on this event loop reaps the orphans that became our children (`lifeline.adopt_orphans`).
 
-    Children that existed before `install` belong to whoever started them, who waits for them too; when one of
-    Ray's two servers among them dies, `on_loss` is called with its name.
+    The children that this process started lead process groups of their own, and the code that started them
+    waits for them. An orphan is a member of another group.
     """
+    asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, _reap_orphans)
 
-    def __init__(self, on_loss: Callable[[str], None]) -> None:
-        self._on_loss = on_loss
-        self._own: set[int] = set()
 
-    def install(self) -> None:
-        self._own = {p.pid for p in descendants(os.getpid()) if p.parent == os.getpid()}
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
-
-    def _reap(self) -> None:
-        for process in descendants(os.getpid()):
-            if process.alive or process.parent != os.getpid():
-                continue
-            if process.pid not in self._own:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(process.pid, os.WNOHANG)
-            elif process.name in ("raylet", "gcs_server"):
-                self._on_loss(process.name)
+def _reap_orphans() -> None:
+    for process in descendants(os.getpid()):
+        if process.parent == os.getpid() and not process.alive and process.group != process.pid:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
 
 
 def end_descendants(patience: float, hurry: threading.Event) -> list[str]:

@@ -2,7 +2,7 @@
 
 Life: starting ─ready line→ ready ─exit→ waiting ─backoff→ starting …; `stop` ends it for good: → stopped;
 `restart` ends it for the next one: → starting, at once.
-Nothing here knows Ray: an actor runs one of these, and tests run it directly.
+Nothing here knows Ray.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ class RoleProcess:
         self._restarting = False
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self, environment: Mapping[str, str] | None = None) -> None:
+        """Starts the child, and each child after it, with these variables beside the others."""
         assert self._task is None, "a RoleProcess starts once"
+        self._environment |= environment or {}
         self._task = asyncio.create_task(self._supervise())
 
     @property

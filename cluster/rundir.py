@@ -1,4 +1,4 @@
-"""The private directory that holds everything a cluster leaves on disk, Ray's session included.
+"""The private directory that holds everything a cluster leaves on disk.
 
 It is locked (flock on the directory itself) for as long as its owner lives. So the next start can tell what
 a killed one left behind, and removes it; and systemd-tmpfiles does not clean it away under a living cluster.
@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "baton."  # unlike the "baton-…" of a worker that was started alone
-# The longest socket in it: Ray's plasma store. A socket's path must fit 107 bytes.
-_LONGEST = PREFIX + "XXXXXXXX/r/session_2025-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+# The longest socket in it: a worker's. A socket's path must fit 107 bytes.
+_LONGEST = PREFIX + "XXXXXXXX/baton-XXXXXXXX/engine"
 MAX_PARENT = 107 - len(_LONGEST) - 1
 
 
@@ -50,11 +50,6 @@ class RunDir:
         final = parent / (PREFIX + path.name.removeprefix(".baton-"))
         path.rename(final)
         return cls(final, lock)
-
-    def directory(self, name: str) -> Path:
-        path = self.path / name
-        path.mkdir(mode=0o700, exist_ok=True)
-        return path
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""What one actor does: keeps one role running on its machine, and tells routers there who the workers are.
+"""Keeps one role running on its machine, and tells a router there which workers there are.
 
-A plain class, so that tests and actors run the same thing (`actors` wraps it).
+A plain class: `local` and `actors` build on it, and tests run it directly.
 """
 
 from __future__ import annotations
@@ -103,8 +103,12 @@ class RoleRunner:
 
     async def start(self) -> RoleState:
         """Starts the role, unless it is started. A second supervisor finds it as the first one left it."""
+        return self.launch()
+
+    def launch(self, **environment: str) -> RoleState:
+        """As `start`, with more variables for the role."""
         if not self._process.started:
-            self._process.start()
+            self._process.start(environment)
         return self._process.state
 
     async def changed(self, token: str) -> RoleState:

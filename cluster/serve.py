@@ -18,17 +18,17 @@ from cluster.autoscaler import Autoscaler
 from cluster.display import Display
 from cluster.janitor import Janitor
 from cluster.lifeline import adopt_orphans
-from cluster.local_ray import LocalRay
+from cluster.local import Gpus, LocalRole
 from cluster.plan import Plan, RoleSpec
 from cluster.ports import check_ports
-from cluster.processes import OrphanReaper, end_descendants
+from cluster.processes import end_descendants, reap_orphans
 from cluster.role_process import RoleState
 from cluster.rundir import RunDir
 from cluster.signals import StopSignals
 from cluster.supervisor import Supervisor
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
-RAY_GRACE = 10.0  # seconds for Ray's agents to notice that their raylet is gone; they need about two
+ORPHAN_GRACE = 10.0  # seconds for processes of a killed role to end
 LOG_TAIL = 20  # lines of the log that are shown of a role that cannot start
 
 
@@ -46,7 +46,7 @@ def run(plan: Plan) -> int:
 
         return serve(plan, roles, plan.ray.ray_address)
     check_ports(plan.front)
-    return asyncio.run(LocalCluster(plan, roles).run())
+    return asyncio.run(LocalCluster(plan, roles, plan.gpus(roles)).run())
 
 
 class CannotStart(Exception):
@@ -54,11 +54,12 @@ class CannotStart(Exception):
 
 
 class LocalCluster:
-    """One run. Owns the run directory, Ray, and through the supervisor every role."""
+    """One run. Owns the run directory, and through the supervisor every role."""
 
-    def __init__(self, plan: Plan, roles: list[RoleSpec]) -> None:
+    def __init__(self, plan: Plan, roles: list[RoleSpec], gpus: list[str]) -> None:
         self._plan = plan
         self._roles = roles
+        self._gpus = gpus
         self._display = Display()
         self._signals = StopSignals()
         self._changed = asyncio.Event()
@@ -68,6 +69,7 @@ class LocalCluster:
     async def run(self) -> int:
         self._signals.install()
         adopt_orphans()
+        reap_orphans()
         run_dir = RunDir.create(self._plan.run_dir.run_dir)
         janitor = Janitor(run_dir.path)
         self._logs = (self._plan.logs.log_dir or run_dir.path / "logs").absolute()
@@ -81,7 +83,7 @@ class LocalCluster:
             return 1
         finally:
             await asyncio.to_thread(janitor.dismiss)
-            killed = await asyncio.to_thread(end_descendants, RAY_GRACE, self._signals.hurry_threads)
+            killed = await asyncio.to_thread(end_descendants, ORPHAN_GRACE, self._signals.hurry_threads)
             if killed and not self._signals.hurry.is_set():
                 self._display.line(f"Killed what did not end by itself: {', '.join(killed)}")
             run_dir.remove()
@@ -91,23 +93,13 @@ class LocalCluster:
     async def _serve(self, run_dir: RunDir, to_stop: contextlib.AsyncExitStack) -> None:
         """Returns when a signal says stop; `to_stop` then ends, in reverse order, what was started."""
         with self._display:
-            self._display.stage("ray", "starting", 0.0)
-            most = self._plan.most(self._roles)
-            cpus, gpus = sum(role.cpus for role in most), sum(role.gpus for role in most)
-            ray = LocalRay(run_dir.directory("r"), cpus, gpus)
-            await ray.start()
-            to_stop.push_async_callback(ray.stop)
-            self._signals.install()  # again: Ray's C++ part has put a handler of its own on SIGTERM
-            self._display.stage("ray", "ready", 1.0)
-            OrphanReaper(self._ray_lost).install()
-            if self._signals.stop.is_set():
-                return
-            from cluster.actors import place  # imports ray
-
-            sockets = run_dir.directory("run")
+            gpus = Gpus(self._gpus)
             grace = self._plan.drain.drain_timeout + CANCEL_GRACE
             supervisor = Supervisor(
-                self._roles, lambda role: place(role, sockets, self._logs), self._observe, grace
+                self._roles,
+                lambda role: LocalRole(role, run_dir.path, self._logs, gpus),
+                self._observe,
+                grace,
             )
             following = asyncio.create_task(supervisor.run())
             to_stop.push_async_callback(self._stop_roles, supervisor, following)
@@ -202,11 +194,6 @@ class LocalCluster:
             self._display.line(f"{role.name}: ready after {state.seconds_to_ready:.1f} s")
         elif state.phase == "stopped":
             self._display.line(f"{role.name}: drained; the pool needs it no longer")
-
-    def _ray_lost(self, name: str) -> None:
-        if not self._signals.stop.is_set():
-            self._failure = CannotStart(f"Ray's {name} died")
-            self._changed.set()
 
 
 def _answers(url: str) -> bool:

@@ -1,8 +1,8 @@
 """Follows every role, keeps the registry of ready workers, and gives it to every router.
 
-It starts no process itself: `place` gives it a handle for each role. Behind a handle is an actor, or in tests
-the runner itself; both answer the same calls. Pools may grow and shrink: a worker that leaves is first taken
-off the routers' list, then drained, then forgotten.
+It starts no process itself: `place` gives it a handle for each role. Behind a handle is a runner, or a Ray
+actor with a runner in it; both answer the same calls. Pools may grow and shrink: a worker that leaves is
+first taken off the routers' list, then drained, then forgotten.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class RayOptions:
         Literal["spread", "pack", "pair"],
         opt(
             "With --ray-address. spread: the emptiest machine first; pack: fill one to half, then the next; "
-            "pair: prefill I beside decode I on one machine, for NVLink between them.",
+            "pair: prefill I and decode I on one machine. KV uses TCP there, too.",
         ),
     ] = "spread"
     prefill_nodes: Annotated[
@@ -94,8 +94,8 @@ class RayOptions:
     ray_address: Annotated[
         str | None,
         opt(
-            "Join this Ray cluster; the workers then outlive this command.",
+            "Start the roles on this Ray cluster; they then outlive this command.",
             "HOST:PORT",
-            shown="a local Ray that ends with this command",
+            shown="none: all on this machine, until this command ends",
         ),
     ] = None

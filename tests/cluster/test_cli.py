@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 import cluster.roles
 import cluster.serve
 from cluster.cli import app
-from cluster.plan import Plan
+from cluster.plan import Plan, visible_gpus
 from cluster.runner import PACKAGES
 
 
@@ -200,15 +200,54 @@ def test_pools_and_their_places(served: list[Plan], tmp_path: Path) -> None:
     [plan, pairs] = served
     roles = plan.roles()
     assert [role.name for role in roles] == ["prefill 0", "prefill 1", "decode 0", "router 0"]
-    assert sorted(role.name for role in plan.most(roles)) == [
-        "decode 0", "decode 1", "decode 2", "prefill 0", "prefill 1", "router 0",
-    ]  # fmt: skip
     assert [role.gpus for role in roles] == [1, 1, 1, 0]
     assert [role.placement for role in roles[:3]] == ["pack"] * 3
     assert [role.labels for role in roles[1:3]] == [{"gpu": "h200", "zone": "a"}, {}]
     assert [role.name for role in pairs.roles() if role.placement == "pair"] == [
         "prefill 0", "prefill 1", "decode 0", "decode 1",
     ]  # fmt: skip
+
+
+def test_pools_that_could_need_more_gpus_than_there_are_are_refused(
+    served: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = ["0", "1", "2", "3"]
+    monkeypatch.setattr("cluster.plan.visible_gpus", lambda: present)
+    baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:2")
+    baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:3")
+    baton("serve", "--device", "cpu", "--prefill", "9")
+    fits, too_many, on_cpu = served
+    assert fits.gpus(fits.roles()) == present
+    with pytest.raises(ValueError, match=r"--prefill 2 --decode 1:3.* 5 GPUs, and this machine shows 4"):
+        too_many.gpus(too_many.roles())
+    assert on_cpu.gpus(on_cpu.roles()) == present
+
+
+@pytest.mark.parametrize(
+    ("devices", "chosen", "shown"),
+    [
+        (("nvidia0", "nvidia3", "nvidiactl"), None, ["0", "1"]),  # CUDA counts those that it sees
+        (("nvidia0", "nvidia1"), "1", ["1"]),
+        (("nvidia0", "nvidia1"), "GPU-5a, GPU-7b", ["GPU-5a", "GPU-7b"]),
+        (("nvidia0",), "", []),
+        (("nvidia0",), "-1", []),
+        ((), "0", []),
+    ],
+)
+def test_gpus_that_a_role_may_be_given(
+    devices: tuple[str, ...],
+    chosen: str | None,
+    shown: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for device in devices:
+        (tmp_path / device).touch()
+    monkeypatch.setattr("cluster.plan.Path", lambda path: tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert visible_gpus() == shown
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ _CONTROL = """
 import json, os, secrets, sys, threading
 from pathlib import Path
 from cluster.lifeline import adopt_orphans
-from cluster.local_ray import environment
+from cluster.runner import PACKAGES
 from cluster.processes import end_descendants
 
 directory = Path(sys.argv[1])
@@ -29,8 +29,15 @@ token.touch(mode=0o600)
 token.write_text(secrets.token_hex(32))
 (directory / "gcs").mkdir()
 (directory / "ray").mkdir()
-os.environ.update(environment(token))
 os.environ.update(
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN_PATH=str(token),
+    RAY_worker_niceness="0",  # Ray's default is 15, which roles inherit
+    RAY_memory_monitor_refresh_ms="0",  # a full machine must not cost a worker
+    RAY_enable_metrics_collection="0",
+    RAY_USAGE_STATS_ENABLED="0",
+    PYTHONPATH=os.pathsep.join(filter(None, (PACKAGES, os.environ.get("PYTHONPATH")))),
+    PYTHONSAFEPATH="1",
     RAY_TMPDIR=str(directory),  # where it notes the address of the current cluster, for other commands
     RAY_gcs_storage="rocksdb",
     RAY_gcs_storage_path=str(directory / "gcs"),

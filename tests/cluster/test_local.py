@@ -1,0 +1,64 @@
+"""Roles as children of `baton serve`, and the GPUs that they share."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.local import Gpus, LocalRole
+from cluster.plan import RoleSpec
+from cluster.runner import RoleRunner
+
+from .conftest import FAKE, until, until_ready
+
+Place = Callable[[int, int], LocalRole]
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    """Makes decode worker `index`, which needs `count` of three GPUs."""
+    gpus, made = Gpus(["0", "1", "2"]), list[LocalRole]()
+
+    def make(index: int, count: int) -> LocalRole:
+        spec = RoleSpec("decode", index, (), {"BATON_CLUSTER_SECRET": "x" * 32}, gpus=count)
+        made.append(LocalRole(spec, tmp_path, tmp_path / "logs", gpus, FAKE))
+        return made[-1]
+
+    yield make
+    for role in made:
+        await role.stop(signal.SIGKILL, 0)
+
+
+async def devices(role: RoleRunner) -> str:
+    return (await until_ready(role)).said["environment"]["CUDA_VISIBLE_DEVICES"]
+
+
+async def test_a_role_sees_its_own_gpus_only(place: Place) -> None:
+    first, second, without = place(0, 2), place(1, 1), place(2, 0)
+    await asyncio.gather(first.start(), second.start(), without.start())
+    assert await asyncio.gather(*map(devices, (first, second, without))) == ["0,1", "2", ""]
+
+
+async def test_a_worker_waits_for_the_gpus_of_one_that_drains(place: Place) -> None:
+    leaving, next_one = place(0, 3), place(1, 2)
+    await leaving.start()
+    waiting = asyncio.create_task(next_one.start())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await leaving.stop(signal.SIGTERM, 10)
+    await waiting
+    assert await devices(next_one) == "0,1"
+
+
+async def test_a_worker_that_waits_for_gpus_can_be_stopped(place: Place) -> None:
+    await place(0, 3).start()
+    role = place(1, 1)
+    waiting = asyncio.create_task(role.start())
+    await asyncio.sleep(0)
+    await role.stop(signal.SIGTERM, 10)
+    await waiting
+    assert (await until(role, lambda state: state.phase == "stopped")).pid is None
