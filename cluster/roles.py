@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cluster import lifeline, model, options
+from cluster.parameters import to_argv
 
 if TYPE_CHECKING:
+    from router.config import RouterConfig
     from router.workers.discovery import Discovery
+    from rpc.worker_pb2 import WorkerDescription
 
 
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
@@ -91,14 +95,14 @@ def run_router(given: options.RouterRole) -> int:
                 "a router needs workers: --worker HOST:PORT (repeatable), --workers-file FILE or "
                 "--kubernetes-service NAME"
             )
-        found = model.resolve(given.model.model)
+        found = None if given.model.model is None else model.resolve(given.model.model)
         several = given.front.router_processes > 1
         config = router.RouterConfig(
             index=given.process.index,
             secret=load_secret(given.secret.cluster_secret_file),
-            model=found.location,
+            model=None if found is None else found.location,
             revision=given.model.revision,
-            served_model_name=given.model.served_model_name or found.name,
+            served_model_name=given.model.served_model_name or (None if found is None else found.name),
             host=given.front.host,
             port=given.front.port,
             grpc_port=given.front.grpc_port,
@@ -131,9 +135,29 @@ def run_router(given: options.RouterRole) -> int:
             cluster_file=_path(members.cluster_file),
             ready_fd=given.process.ready_fd,
         )
+        if config.model is None:
+            from router.workers.ask import ask_workers
+
+            described = ask_workers(config)
+            if described is None:
+                return 0
+            config = _with_model(config, described)
         return router.main(config)
 
     return _supervised(given.process.ready_fd, start)
+
+
+def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterConfig:
+    """The same router, for the model of a worker. Raises ValueError when it is not on this machine."""
+    found = model.of_workers(described.model, described.served_model_name)
+    named = {
+        "model": found.location,
+        "revision": config.revision or described.revision or None,
+        "served_model_name": config.served_model_name or found.name,
+    }
+    # Several processes must not ask once more: another worker could answer.
+    command = (*config.command, *to_argv(**named))
+    return replace(config, command=command, **named)
 
 
 def _kubernetes(services: Sequence[str]) -> Discovery | None:

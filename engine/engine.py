@@ -58,6 +58,8 @@ class Engine:
     head_dim] per layer. The engine owns it; a request's blocks may be read while it is prefilled and held,
     and written while it is reserved. Position p of a request is in slot
     block_table[p // block_size] * block_size + p % block_size.
+
+    `source` is the checkpoint's directory or file.
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class Engine:
                 checkpoint, limits.max_model_len, self.dtype, self.device, starting
             )
         self.model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
-        self._grammars = Grammars(checkpoint.source, self.model_config.vocab_size, self.model_config.eos_ids)
+        self.source = checkpoint.source
+        self._grammars = Grammars(self.source, self.model_config.vocab_size, self.model_config.eos_ids)
         self._runner = ModelRunner(
             model,
             kernels_for(self.device, self.model_config.head_dim),

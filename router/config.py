@@ -2,11 +2,12 @@
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from router.admission.keys import ApiKey
 from router.policy import PREFILL_POLICIES
 from router.tools import FORMATS
-from router.workers.discovery import Discovery
+from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
 from rpc import TlsFiles, logs
 
 
@@ -14,8 +15,9 @@ from rpc import TlsFiles, logs
 class RouterConfig:
     """Raises ValueError naming the flag and the remedy."""
 
-    model: str
-    """Path of a Hugging Face directory or a GGUF file, or a hub id. Only its tokenizer is read."""
+    model: str | None
+    """Path of a Hugging Face directory or a GGUF file, or a hub id. Only its tokenizer is read. None: that of
+    the workers, to be asked for by `ask_workers` before the router runs."""
     secret: bytes = field(repr=False)
     """The cluster secret."""
     served_model_name: str | None = None
@@ -128,4 +130,18 @@ class RouterConfig:
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model
+        name = self.served_model_name or self.model
+        assert name is not None, "a router runs once its model is known"
+        return name
+
+    def discovered(self) -> Discovery:
+        """Where the workers are found."""
+        if self.discovery is not None:
+            return self.discovery
+        if self.workers_file is not None:
+            return FileDiscovery(self.workers_file, self.workers)
+        return StaticDiscovery(self.workers)
+
+    def logging(self) -> dict[str, Any]:
+        speaker = {"role": "router", "index": self.index, "incarnation": self.incarnation}
+        return logs.log_config(self.log_format, self.log_level, speaker, exception_text=False)

@@ -32,9 +32,8 @@ from router.processes.control import Answers, answer
 from router.processes.listen import BACKLOG, listen, url_host
 from router.status import router_status
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
-from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
+from router.workers.fit import RouterModel
 from router.workers.pool import WorkerPool
-from rpc.logs import log_config
 from rpc.tracing import open_tracer
 
 log = logging.getLogger(__name__)
@@ -47,9 +46,9 @@ def main(config: RouterConfig) -> int:
     """Runs the router until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
     number = f".{config.process_number}" if config.supervised else ""
     setproctitle.setproctitle(f"baton: router {config.index}{number}")
-    speaker = {"role": "router", "index": config.index, "incarnation": config.incarnation}
-    logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker, exception_text=False))
+    logging.config.dictConfig(config.logging())
     _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
+    assert config.model is not None, "the workers were asked for it"
     tokenizer = load_tokenizer(
         config.model,
         revision=config.revision,
@@ -84,8 +83,15 @@ class Running:
 async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[Running]:
     """Listens while the context is open; what still runs when it closes is cut."""
     policy = PREFILL_POLICIES[config.routing_policy]
+    model = RouterModel(config.model_name, tokenizer.vocab_size, tokenizer.vocabulary_fingerprint)
     pool = WorkerPool(
-        config.secret, config.id, _discovery(config), policy, config.cluster_tls, overflow=config.overflow
+        config.secret,
+        config.id,
+        config.discovered(),
+        policy,
+        model,
+        config.cluster_tls,
+        overflow=config.overflow,
     )
     services = Services(
         tokenizer=tokenizer,
@@ -212,14 +218,6 @@ async def _cut(services: Services) -> None:
     services.active.abort(ShuttingDown("the router is shutting down", retry_after=1))
     with contextlib.suppress(TimeoutError):  # of clients that do not read: the connection is closed on them
         await asyncio.wait_for(services.active.wait_for_none(), LAST_WORDS_SECONDS)
-
-
-def _discovery(config: RouterConfig) -> Discovery:
-    if config.discovery is not None:
-        return config.discovery
-    if config.workers_file is not None:
-        return FileDiscovery(config.workers_file, config.workers)
-    return StaticDiscovery(config.workers)
 
 
 def _report(ready_fd: int | None, line: dict[str, object], *, last: bool = False) -> None:

@@ -68,6 +68,7 @@ async def _worker(connection: WorkerConnection) -> dict[str, Any]:
         "incarnation": f"{described.incarnation:016x}",
         "state": str(connection.state),
         "reason": connection.reason,
+        "remedy": connection.remedy,
         "attempts": connection.attempts,
         "description": _plain(described),
         "status": _plain(status),

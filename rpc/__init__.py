@@ -25,6 +25,7 @@ from rpc.auth import load_secret
 from rpc.channel import HealthServicer, check_health, connect, create_public_server, create_server
 from rpc.chunk_hash import CHUNK_TOKENS, chunk_hashes
 from rpc.tls import TlsFiles, add_port
+from rpc.vocabulary import vocabulary_fingerprint
 
 __all__ = [
     "CHUNK_TOKENS",
@@ -39,4 +40,5 @@ __all__ = [
     "create_public_server",
     "create_server",
     "load_secret",
+    "vocabulary_fingerprint",
 ]

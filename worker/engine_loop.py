@@ -30,8 +30,10 @@ from engine import (
     StepResult,
     StructuredOutput,
 )
+from engine.loader.tokenizer_json import vocabulary
 from kv_transfer import Arena, KVLayout, TraceWriter
 from kv_transfer.wait import wait
+from rpc import vocabulary_fingerprint
 from worker import messages
 from worker.attempts import Attempts
 from worker.cached_chunks import CachedChunks
@@ -158,6 +160,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
     parts.arena.tick()
     try:
         role = build(parts)
+        ready = _ready(role.engine)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))
         link.close()
@@ -165,7 +168,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
     gc.collect()
     gc.enable()
     gc.freeze()  # what was built lives as long as the process: no step shall wait while it is looked through
-    link.send(_ready(role.engine))
+    link.send(ready)
     loop(role, parts)
     parts.trace.close()
     link.close()
@@ -216,6 +219,7 @@ def loop(role: Role, parts: Parts) -> None:
 
 
 def _ready(engine: Engine) -> messages.EngineReady:
+    """Raises ValueError for a tokenizer that cannot be read."""
     layout = kv_layout(engine)
     return messages.EngineReady(
         model_fingerprint=engine.model_fingerprint,
@@ -227,6 +231,7 @@ def _ready(engine: Engine) -> messages.EngineReady:
         max_model_len=engine.model_config.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
+        vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.source)),
     )
 
 

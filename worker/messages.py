@@ -157,6 +157,7 @@ class EngineReady(_Message):
     max_model_len: int
     block_size: int
     num_blocks: int
+    vocabulary_fingerprint: str  # empty: the model comes without a tokenizer
 
 
 class Logprobs(_Message, tag=False):

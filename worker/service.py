@@ -328,6 +328,10 @@ class Service:
             device=config.engine.device,
             pid=os.getpid(),
             metrics_address=metrics_address,
+            vocab_size=engine.vocab_size,
+            vocabulary_fingerprint=engine.vocabulary_fingerprint,
+            served_model_name=config.model_name,
+            revision=config.engine.revision or "",
         )
 
 

@@ -28,6 +28,22 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class RouterModelOptions(ModelOptions):
+    """Whose tokenizer a router uses. It refuses workers with another one."""
+
+    model: Annotated[
+        str | None,
+        opt("As for the workers. Only the tokenizer is read.", "PATH_OR_HUB_ID", shown="that of the workers"),
+    ] = None
+    revision: Annotated[
+        str | None, opt("Branch, tag or commit of a model on the hub.", "NAME", shown="that of the workers")
+    ] = None
+    served_model_name: Annotated[
+        str | None, opt("The model's name for clients and metrics.", "NAME", shown="as in --model")
+    ] = None
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """How a worker computes."""
 

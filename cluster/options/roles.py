@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.options.engine import EngineOptions, ModelOptions, PaceOptions
+from cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
 from cluster.options.front import FrontOptions
 from cluster.options.process import (
     MembershipOptions,
@@ -41,7 +41,7 @@ class WorkerRole:
 class RouterRole:
     """`baton router`."""
 
-    model: ModelOptions
+    model: RouterModelOptions
     front: FrontOptions
     membership: MembershipOptions
     drain: DrainOptions

@@ -142,9 +142,11 @@ class GGUFFile:
         return None
 
     def _string(self) -> str:
-        (length,) = self._unpack("Q")
-        (value,) = self._unpack(f"{length}s")
-        return value.decode("utf-8")
+        begin = self._at + LENGTH.size
+        self._skip_string()
+        if self._at > len(self._data):
+            raise OverflowError("a string is longer than the file")
+        return self._data[begin : self._at].decode("utf-8")
 
     def _skip_string(self) -> None:
         (length,) = LENGTH.unpack_from(self._data, self._at)

@@ -1,4 +1,4 @@
-"""A model's tokenizer in the form of Hugging Face's tokenizer.json: what its tokens say."""
+"""A model's tokenizer in the form of Hugging Face's tokenizer.json, and its vocabulary alone."""
 
 import json
 from pathlib import Path
@@ -19,6 +19,28 @@ def tokenizer_json(source: str) -> str:
         return (path / "tokenizer.json").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
+
+
+def vocabulary(source: str) -> dict[str, int]:
+    """The ids of all tokens, by their text as the file spells it; empty if the checkpoint has no tokenizer.
+
+    Raises ValueError for a tokenizer.json that is none.
+    """
+    path = Path(source)
+    if path.is_file():
+        tokens = GGUFFile(path, vocabulary=True).metadata.get("tokenizer.ggml.tokens") or []
+        return {token: token_id for token_id, token in enumerate(tokens)}
+    if not (path / "tokenizer.json").is_file():
+        return {}
+    try:
+        tokenizer = json.loads(tokenizer_json(source))
+        tokens = tokenizer["model"]["vocab"]
+        if isinstance(tokens, list):  # of a Unigram model: pairs of a token and its score
+            tokens = {token: token_id for token_id, (token, _) in enumerate(tokens)}
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        return {**tokens, **added}
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path / 'tokenizer.json'} is not a tokenizer: {error!r}") from error
 
 
 def _from_gguf(path: Path) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from router.processes.control import Asker
 from router.processes.listen import listen, reserve, url_host
 from router.processes.merged_metrics import MergedMetrics
 from router.status import scrape_targets
-from rpc.logs import log_config
 
 log = logging.getLogger(__name__)
 
@@ -363,6 +362,5 @@ def _ready(routers: list[dict[str, Any]]) -> bool:
 def supervise(config: RouterConfig) -> int:
     """Runs the processes until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
     setproctitle.setproctitle(f"baton: router {config.index}")
-    speaker = {"role": "router", "index": config.index, "incarnation": config.incarnation}
-    logging.config.dictConfig(log_config(config.log_format, config.log_level, speaker, exception_text=False))
+    logging.config.dictConfig(config.logging())
     return asyncio.run(Supervisor(config).run())

@@ -11,6 +11,7 @@ from router.text.chat_template import ChatTemplate
 from router.text.gguf_tokenizer import read_gguf
 from router.text.model_files import locate, read_directory
 from router.tools import FORMATS, ToolParser, format_of
+from rpc import vocabulary_fingerprint
 
 
 class ModelTokenizer:
@@ -21,6 +22,7 @@ class ModelTokenizer:
         takes_tools: the chat template knows tools.
         tool_format: how the model calls them; None: nobody knows.
         vocab_size: every token id is below it.
+        vocabulary_fingerprint: workers whose model has another one mean other text by the same ids.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class ModelTokenizer:
         self.tool_format = tool_format
         self._template = template
         self.max_model_len = max_model_len
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.vocabulary_fingerprint = vocabulary_fingerprint(vocabulary)
         self._spell = _speller(tokenizer)
         self._bytes: dict[int, bytes] = {}
         added = tokenizer.get_added_tokens_decoder()

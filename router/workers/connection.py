@@ -21,6 +21,7 @@ from router.policy import DecodeLoad, PrefillWork
 from router.workers.breaker import Breaker
 from router.workers.cache_sequence import CacheSequence, Verdict
 from router.workers.outgoing import Outgoing
+from router.workers.refusal import OWN_LOG, Refused, cause
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
 from rpc.tracing import Span
@@ -37,10 +38,6 @@ class State(StrEnum):
     READY = "ready"
     DRAINING = "draining"  # serves what it has, takes nothing new
     REFUSED = "refused"  # another model, or a description that makes no sense
-
-
-class Refused(Exception):
-    """This worker cannot be part of the pool."""
 
 
 class AttemptOwner(Protocol):
@@ -94,6 +91,8 @@ class WorkerConnection:
 
     Attributes:
         description: of the incarnation that is attached; the last one while it is not.
+        accepted: the worker fits the pool, from that check until the stream ends.
+        reason, remedy: why it is not ready, and what to do about it; empty where it is.
         status: as last reported.
         decode_load: of a decode worker that is attached.
         started_tokens: prompt tokens that this router gave it to prefill since `status` (decode workers).
@@ -110,7 +109,8 @@ class WorkerConnection:
     ) -> None:
         self.address = address
         self.state = State.CONNECTING
-        self.reason = ""
+        self.reason = self.remedy = ""
+        self.accepted = False
         self.description = pb.WorkerDescription()
         self.status = pb.WorkerStatus()
         self.started_tokens = 0
@@ -128,8 +128,8 @@ class WorkerConnection:
         self._task = asyncio.create_task(self._run(), name=f"worker {address}")
 
     def __str__(self) -> str:
-        role = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}.get(self.description.role, "worker")
-        return f"{role} {self.description.index} at {self.address}"
+        role = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}.get(self.description.role)
+        return f"{f'{role} {self.description.index}' if role else 'worker'} at {self.address}"
 
     @property
     def ready(self) -> bool:
@@ -263,16 +263,19 @@ class WorkerConnection:
 
     async def _run(self) -> None:
         backoff = FIRST_BACKOFF
+        logged = ""
         while not self.retired:
             was_ready = False
             try:
                 try:
                     await self._attached()
-                    self.reason = "the worker ended the stream"
+                    self.reason, self.remedy = "the worker ended the stream", OWN_LOG
                 except grpc.aio.AioRpcError as error:
-                    self.reason = f"{error.code().name.lower()}: {error.details()}"
+                    self.reason, self.remedy = cause(error, tls=self._tls is not None)
+                    if self.state is State.REFUSED:
+                        self.state = State.CONNECTING
                 except Refused as error:
-                    self.state, self.reason = State.REFUSED, str(error)
+                    self.state, self.reason, self.remedy = State.REFUSED, str(error), error.remedy
                     backoff = LAST_BACKOFF
                 finally:
                     was_ready = self.attached
@@ -280,10 +283,13 @@ class WorkerConnection:
             except Exception as error:
                 # Without this the task would end, and no connection would be opened to this worker again.
                 self.reason = f"a defect in the router: {type(error).__name__}: {error}"
+                self.remedy = "Report it with the router's log."
                 log.exception("%s: the connection failed and is opened again", self)
             if _cancelled_from_outside():  # grpc.aio swallows that where the stream breaks in the same moment
                 raise asyncio.CancelledError
-            log.log(logging.WARNING if was_ready else logging.DEBUG, "%s: %s", self, self.reason)
+            if was_ready or self.reason != logged:  # not with each try
+                logged = self.reason
+                log.warning("%s is %s: %s. %s", self, self.state, self.reason, self.remedy)
             if was_ready:
                 backoff = FIRST_BACKOFF
             await asyncio.sleep(backoff * random.uniform(0.5, 1))
@@ -295,13 +301,14 @@ class WorkerConnection:
             stub = WorkerStub(channel)
             self.description = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
             self._observer.check(self)
+            self.accepted = True
             if self.description.role == pb.ROLE_DECODE:
                 self.decode_load = _decode_load(self.address, self.description)
             self._report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
             self._outgoing, self._cache = Outgoing(), CacheSequence()
             self._outgoing.put(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
             self._call = stub.Attach(self._outgoing.messages())
-            self._stub, self.reason = stub, ""
+            self._stub, self.reason, self.remedy = stub, "", ""
             log.info("%s is %s", self, self.state)
             self._observer.membership_changed(self)
             try:
@@ -318,6 +325,7 @@ class WorkerConnection:
         if self._outgoing is not None:
             self._outgoing.close()
         self._outgoing = self._stub = None
+        self.accepted = False
         if was_attached and self.state is State.READY and not self.retired:
             self.failed()
         if self.state is not State.REFUSED:

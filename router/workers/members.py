@@ -13,7 +13,8 @@ from router.policy import (
     PrefillRequest,
     PrefillWork,
 )
-from router.workers.connection import Refused, WorkerConnection
+from router.workers.connection import WorkerConnection
+from router.workers.refusal import Refused
 from rpc import CHUNK_TOKENS
 from rpc import worker_pb2 as pb
 

@@ -17,8 +17,9 @@ from router.generation.retries import RetryQueue
 from router.generation.retry_budget import RetryBudget
 from router.generation.room import RoomQueue
 from router.policy import ChunkOffer, PrefillPolicy, PrefillWork, Reason, overflow, two_choices
-from router.workers.connection import Refused, State, WorkerConnection
+from router.workers.connection import State, WorkerConnection
 from router.workers.discovery import Discovery
+from router.workers.fit import RouterModel, check_fit
 from router.workers.members import Members, PrefillChoice
 from rpc import TlsFiles
 from rpc import worker_pb2 as pb
@@ -62,6 +63,7 @@ class WorkerPool:
         router_id: bytes,
         discovery: Discovery,
         policy: PrefillPolicy,
+        model: RouterModel,
         tls: TlsFiles | None = None,
         *,
         overflow: bool = True,
@@ -75,6 +77,7 @@ class WorkerPool:
         self._spare = 0.0  # what decode workers prefill beside their own work, as a share of that
         self._spare_at = 0.0  # time.monotonic()
         self._overflow = overflow
+        self._model = model
         self._secret = secret
         self._tls = tls
         self._discovery = discovery
@@ -188,23 +191,12 @@ class WorkerPool:
     # ------------------------------------------------------------ what connections report
 
     def check(self, connection: WorkerConnection) -> None:
-        described = connection.description
-        if described.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
-            raise Refused(f"it has no known role ({described.role})")
-        if not described.block_size or not described.num_blocks or not described.max_model_len:
-            raise Refused("its description has no block size, number of blocks or context length")
-        for other in self._connections.values():
-            if other is connection or other.state not in (State.READY, State.DRAINING):
-                continue
-            theirs = other.description
-            if described.model_fingerprint != theirs.model_fingerprint:
-                raise Refused(f"its model ({described.model}) is not that of {other} ({theirs.model})")
-            if described.layout_fingerprint != theirs.layout_fingerprint:
-                raise Refused(f"its KV layout is not that of {other}")
+        others = [c for c in self._connections.values() if c.accepted and c is not connection]
+        check_fit(connection.description, self._model, {str(c): c.description for c in others})
 
     def membership_changed(self, connection: WorkerConnection) -> None:
         self._serve(connection, connection.ready)
-        described = (c.description for c in self._connections.values())
+        described = (c.description for c in self._connections.values() if c.state is not State.REFUSED)
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._capacity = min(sizes, default=None)
         self._use(connection.description.role)

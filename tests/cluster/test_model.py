@@ -81,6 +81,19 @@ def test_a_damaged_or_unwritable_memory_only_costs_another_check(tmp_path: Path,
     assert model.verified(file, 5, digest) == file
 
 
+def test_what_workers_serve_is_looked_for_here(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    here = str(tmp_path)
+    assert model.of_workers(here, "mine") == model.ResolvedModel(here, "mine")
+    assert model.of_workers(here, "") == model.ResolvedModel(here, here), "of the version before"
+    assert model.of_workers("org/name", "name") == model.ResolvedModel("org/name", "name")
+    embedded = model.resolve(None)
+    elsewhere = "/another/machine/site-packages/smollm2.gguf"
+    assert model.of_workers(elsewhere, embedded.name) == embedded == model.resolve(embedded.name)
+    with pytest.raises(ValueError, match="the workers serve /models/big, which is not on this machine"):
+        model.of_workers("/models/big", "big")
+
+
 def test_directories_files_and_hub_names(tmp_path: Path) -> None:
     directory = tmp_path / "hf"
     directory.mkdir()

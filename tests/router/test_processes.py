@@ -99,13 +99,14 @@ async def start(
         async def begin(*flags: str) -> Routers:
             lanes, answer = Lanes(), [*tokenizer.encode(TEXT), 2]
             roles = (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE)
-            workers = [await FakeWorker(role, lanes, answer).start() for role in roles]
+            workers = [FakeWorker(role, lanes, answer) for role in roles]
             for worker in workers:
-                stack.push_async_callback(worker.kill)
+                worker.model, worker.served_model_name = str(directory), "fake"
+                stack.push_async_callback((await worker.start()).kill)
             log = tmp_path / "router.log"
             environment = os.environ | {"BATON_CLUSTER_SECRET": SECRET.decode(), "BATON_GRPC_PORT": "0"}
             given = (
-                "--model", str(directory), "--port", "0", "--served-model-name", "fake", "--index", "4",
+                "--port", "0", "--index", "4",  # the model is that of its workers
                 *(part for worker in workers for part in ("--worker", worker.address)), *flags,
             )  # fmt: skip
             with log.open("wb") as output:

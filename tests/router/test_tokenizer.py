@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import tokenizers
 
+from engine.loader.tokenizer_json import vocabulary
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
+from rpc import vocabulary_fingerprint
 
 TEXTS = [
     "",
@@ -55,6 +57,28 @@ def reference(embedded_model_path: Path):
 
     folder, name = embedded_model_path.parent, embedded_model_path.name
     return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+
+
+def test_a_router_and_a_worker_find_the_same_vocabulary(
+    tokenizer: ModelTokenizer, embedded_model_path: Path, directory: Path, tmp_path: Path
+) -> None:
+    """Of a GGUF file and of a directory, which have the same one; of a changed one they find another."""
+    for source in (embedded_model_path, directory):
+        theirs = vocabulary_fingerprint(vocabulary(str(source)))
+        assert (
+            theirs == tokenizer.vocabulary_fingerprint == load_tokenizer(str(source)).vocabulary_fingerprint
+        )
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    changed = json.loads((tmp_path / "tokenizer.json").read_text())
+    changed["added_tokens"].append({**changed["added_tokens"][0], "content": "<new>", "id": 49152})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    theirs = vocabulary_fingerprint(vocabulary(str(tmp_path)))
+    assert theirs == load_tokenizer(str(tmp_path)).vocabulary_fingerprint != tokenizer.vocabulary_fingerprint
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+        vocabulary(str(tmp_path))
+    (tmp_path / "tokenizer.json").unlink()
+    assert vocabulary_fingerprint(vocabulary(str(tmp_path))) == ""
 
 
 def random_texts(count: int) -> list[str]:

@@ -12,6 +12,7 @@ from bench.fake_worker import FakeWorker
 from router.config import RouterConfig
 from router.generation.generation import Generation
 from router.text.tokenizer import ModelTokenizer
+from router.workers import connection
 from router.workers.connection import State, WorkerConnection
 from rpc import worker_pb2 as pb
 
@@ -73,6 +74,47 @@ async def test_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Pat
         await stranger.kill()
 
 
+async def test_another_tokenizer_is_refused(
+    tokenizer: ModelTokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """By name, in `/status` and once in the log, however often it is tried again."""
+    monkeypatch.setattr(connection, "LAST_BACKOFF", 0.02)
+    async with make_cluster(tokenizer, tmp_path, decode=0) as cluster:
+        stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=9)
+        stranger.vocab_size, stranger.vocabulary_fingerprint = 151936, "of another tokenizer"
+        await stranger.start()
+        rewrite(tmp_path / "workers", [*cluster.workers, stranger])
+        await cluster.until(lambda: stranger.described >= 3)
+        async with cluster.http.get(cluster.url + "/status") as response:
+            workers = {worker["address"]: worker for worker in (await response.json())["workers"]}
+        refused = workers[stranger.address]
+        assert (refused["role"], refused["state"]) == ("decode", "refused")
+        assert "its tokenizer (fake) is not the router's (fake)" in refused["reason"]
+        assert "--model" in refused["remedy"]
+        assert not cluster.router.services.pool.has_decode
+        logged = [record.message for record in caplog.records if stranger.address in record.message]
+        assert [("is refused: its tokenizer" in line, "--model" in line) for line in logged] == [(True, True)]
+        await stranger.kill()
+
+
+async def test_two_models_that_connect_at_the_same_time(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
+        prefill = FakeWorker(pb.ROLE_PREFILL, cluster.lanes, cluster.answer)
+        decode = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer)
+        decode.model_fingerprint = "m2"
+        for worker, other in ((prefill, decode), (decode, prefill)):
+            worker.before_status = lambda other=other: other.until(lambda w: w.described)
+            await worker.start()
+        rewrite(tmp_path / "workers", [prefill, decode])
+        pool = cluster.router.services.pool
+        await cluster.until(lambda: {c.state for c in pool.connections} == {State.READY, State.REFUSED})
+        for worker in (prefill, decode):
+            await worker.kill()
+
+
 async def test_a_wrong_secret_is_reported(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, wait=False, secret=b"some other secret") as cluster:
         pool = cluster.router.services.pool
@@ -108,9 +150,9 @@ async def test_a_connection_closes_also_where_its_stream_breaks_in_the_same_mome
 
     monkeypatch.setattr(WorkerConnection, "_attached", breaks)
     pool = cluster.router.services.pool
-    connection = WorkerConnection("127.0.0.1:1", b"x" * 16, b"", pool)
+    made = WorkerConnection("127.0.0.1:1", b"x" * 16, b"", pool)
     await waits.wait()
-    await asyncio.wait_for(connection.close(), 10)
+    await asyncio.wait_for(made.close(), 10)
 
 
 async def test_an_unknown_failure_code_fails_the_attempt_alone(cluster: Cluster):

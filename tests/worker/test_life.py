@@ -82,6 +82,10 @@ async def test_a_worker_tells_how_it_comes_up_and_what_it_is(prefill: WorkerProc
     assert (described.block_size, described.num_blocks, described.max_model_len) == (16, 300, 4096)
     assert described.layout_fingerprint
     assert described.model_fingerprint
+    assert (described.vocab_size, described.vocabulary_fingerprint) == (512, ""), (
+        "it comes without a tokenizer"
+    )
+    assert described.served_model_name == described.model
     await assert_whole(worker)
 
 

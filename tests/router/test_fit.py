@@ -1,0 +1,54 @@
+"""Which workers fit a router and each other."""
+
+from typing import Any
+
+import pytest
+
+from router.workers.fit import RouterModel, check_fit
+from router.workers.refusal import Refused
+from rpc import worker_pb2 as pb
+
+MODEL = RouterModel("ours", vocab_size=1000, vocabulary_fingerprint="v1")
+
+
+def described(**changes: Any) -> pb.WorkerDescription:
+    fields: dict[str, Any] = {
+        "role": pb.ROLE_DECODE, "block_size": 16, "num_blocks": 8, "max_model_len": 64, "model": "theirs",
+        "model_fingerprint": "m1", "layout_fingerprint": "l1", "vocab_size": 1024,
+        "vocabulary_fingerprint": "v1",
+    }  # fmt: skip
+    return pb.WorkerDescription(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"vocabulary_fingerprint": "", "vocab_size": 0},  # of the version before
+        {"vocabulary_fingerprint": ""},  # of random weights
+        {"vocab_size": 999},  # a token was added to the tokenizer, and not to the model
+    ],
+)
+def test_workers_that_fit(changes: dict[str, Any]) -> None:
+    check_fit(described(**changes), MODEL, {"prefill 0 at a:1": described()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "remedy"),
+    [
+        ({"role": 7}, "no known role", "log"),
+        ({"block_size": 0}, "no block size", "log"),
+        (
+            {"vocabulary_fingerprint": "v2"},
+            r"its tokenizer \(theirs\) is not the router's \(ours\)",
+            "--model",
+        ),
+        ({"vocabulary_fingerprint": "", "vocab_size": 999}, "has 999 tokens, .* 1000", "--model"),
+        ({"model_fingerprint": "m2"}, "is not that of prefill 0 at a:1", "--model"),
+        ({"layout_fingerprint": "l2"}, r"\(l2\) is not that of prefill 0 at a:1 \(l1\)", "--dtype"),
+    ],
+)
+def test_workers_that_do_not(changes: dict[str, Any], reason: str, remedy: str) -> None:
+    with pytest.raises(Refused, match=reason) as refusal:
+        check_fit(described(**changes), MODEL, {"prefill 0 at a:1": described()})
+    assert remedy in refusal.value.remedy
