@@ -1,14 +1,15 @@
 """A process that compiles clients' grammars, so that the router need not.
 
 What a client wrote may take minutes to compile, or overflow the compiler's stack: then this process ends, and
-the router starts another. It is asked with lines of JSON, [kind, text], and answers each with one: what is
-wrong or null, and the text for workers. Run as a script, without the other modules, it starts in a tenth of a
-second; it ends with its stdin.
+the router starts another (`router.processes.children`). A question is JSON, [kind, text]. So is the answer:
+what is wrong or null, and the text for workers. As a script, without the other modules, it starts in a tenth
+of a second.
 """
 
 import json
 import resource
 import signal
+import struct
 import sys
 import threading
 from typing import Any
@@ -36,8 +37,14 @@ def main(name: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     alphabet = LLTokenizer("byte")
     threading.stack_size(STACK_BYTES)
-    for line in sys.stdin:
-        kind, text = json.loads(line)
+    length = struct.Struct("<I")
+    answer = b""  # the first frame says that it is ready
+    while True:
+        sys.stdout.buffer.write(length.pack(len(answer)) + answer)
+        sys.stdout.buffer.flush()
+        if not (head := sys.stdin.buffer.read(length.size)):
+            return
+        kind, text = json.loads(sys.stdin.buffer.read(*length.unpack(head)))
         answers: list[tuple[str | None, str]] = []
         thread = threading.Thread(target=compile_, args=(alphabet, kind, text, answers))
         # Its signal ends the process, whatever the compiler is doing.
@@ -45,7 +52,7 @@ def main(name: str) -> None:
         thread.start()
         thread.join()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(answers[0]), flush=True)
+        answer = json.dumps(answers[0]).encode()
 
 
 def compile_(alphabet: LLTokenizer, kind: str, text: str, answers: list[tuple[str | None, str]]) -> None:

@@ -7,8 +7,6 @@ narrow bounds, so that who wrote what is no schema, regular expression or gramma
 is asked, and nothing reaches a worker that a compiler cannot take.
 """
 
-import asyncio
-import contextlib
 import json
 import re
 import sys
@@ -20,7 +18,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from router.api.fields import invalid, one_of, refuse
-from router.errors import InvalidRequest
+from router.errors import ApiError, InvalidRequest
+from router.processes.children import ChildDied, Children
 from rpc import worker_pb2 as pb
 
 MAX_LENGTH = 1 << 17
@@ -136,25 +135,21 @@ class StructuredOutputs(BaseModel):
 class Checker:
     """Finds out whether structures can be compiled, and remembers those that can.
 
-    Owns a process of its own for that (`grammar_child`), since what clients write may hang or crash the
-    compiler; it is started with the first question.
+    What clients write may hang or crash the compiler: a child process compiles (`grammar_child`).
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
         self._valid: OrderedDict[Structure, Structure] = OrderedDict()
-        self._child: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._children = Children([sys.executable, "-I", _CHILD, name], 1)
 
-    async def check(self, given: Structure) -> Structure:
-        """Returns what workers understand. Raises InvalidRequest naming the field."""
+    async def check(self, given: Structure, key: str) -> Structure:
+        """Returns what workers understand; `key` names the client's key. Raises InvalidRequest naming the
+        field, and ApiError when the compiler cannot start."""
         if not 0 < len(given.text) <= MAX_LENGTH:
             text = f"{given.field}: must have 1 to {MAX_LENGTH} characters, not {len(given.text)}"
             raise InvalidRequest(text, param=given.field)
         if (checked := self._valid.get(given)) is None:
-            async with self._turn:
-                answer = await self._ask(given)
-            wrong, text = answer or ("too much to compile", "")
+            wrong, text = await self._compile(given, key)
             if wrong is not None:
                 reason = " ".join(wrong.removesuffix("<non-verbose/>").split())
                 raise InvalidRequest(f"{given.field}: {reason}", param=given.field)
@@ -164,37 +159,14 @@ class Checker:
         return checked
 
     async def close(self) -> None:
-        async with self._turn:
-            await self._end()
+        await self._children.close()
 
-    async def _ask(self, given: Structure) -> tuple[str | None, str] | None:
-        """None: the process died of it."""
-        if self._child is None:
-            self._child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", _CHILD, self._name),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=16 * MAX_LENGTH,
-            )
-        stdin, stdout = self._child.stdin, self._child.stdout
-        assert stdin is not None
-        assert stdout is not None
+    async def _compile(self, given: Structure, key: str) -> tuple[str | None, str]:
+        """Returns what is wrong with it, and the text in the form of workers."""
+        question = json.dumps([given.kind, given.text]).encode()
         try:
-            stdin.write(json.dumps([given.kind, given.text]).encode() + b"\n")
-            answer = await stdout.readline()
-        except ConnectionError:
-            answer = b""
-        except asyncio.CancelledError:
-            await self._end()  # its answer must not be taken for the next one's
-            raise
-        if not answer:
-            await self._end()
-            return None
-        return json.loads(answer)
-
-    async def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
+            return json.loads(await self._children.ask(key, question))
+        except ChildDied as died:
+            if not died.started:
+                raise ApiError("the router could not start its grammar compiler") from died
+            return "too much to compile", ""

@@ -92,7 +92,7 @@ class Intake:
             vocab_size=tokenizer.vocab_size,
             session=session,
             cache_salt=account.key.cache_salt,
-            structure=await self._structure(body),
+            structure=await self._structure(body, account.key.name),
         )
         wanted = (seconds for seconds in (body.timeout, timeout) if seconds is not None)
         deadline = began + min(self._services.request_timeout, *wanted, math.inf)
@@ -107,10 +107,10 @@ class Intake:
             traceparent=valid_traceparent(traceparent),
         )
 
-    async def _structure(self, body: ChatBody | CompletionBody) -> Structure | None:
+    async def _structure(self, body: ChatBody | CompletionBody, key: str) -> Structure | None:
         """What workers are to enforce. Raises InvalidRequest."""
         if not isinstance(body, ChatBody) or not body.offered_tools:
-            return body.structure and await self._checker.check(body.structure)
+            return body.structure and await self._checker.check(body.structure, key)
         tokenizer = self._services.tokenizer
         if tokenizer.tool_format is None:
             text = "tools is not supported: how this model writes calls is unknown, see --tool-call-parser"
@@ -119,7 +119,7 @@ class Intake:
             return None
         for i, tool in enumerate(body.tools or ()):
             field = f"tools[{i}].function.parameters"
-            await self._checker.check(Structure("json_schema", tool.schema_text, field))
+            await self._checker.check(Structure("json_schema", tool.schema_text, field), key)
         grammar = tokenizer.tool_format.grammar(
             body.callable_tools, many=body.many_calls, spell=tokenizer.lark
         )

@@ -1,7 +1,9 @@
 """Structured output at the router: what workers are asked to enforce, and what is refused before they are."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -119,34 +121,39 @@ async def test_grpc(cluster: Cluster, given: ipb.StructuredOutputs, expected: pb
     assert len(cluster.prefills[0].submitted) == 1
 
 
+@contextlib.asynccontextmanager
+async def running_checker() -> AsyncIterator[Checker]:
+    checker = Checker("baton: test grammars")
+    yield checker
+    await checker.close()
+
+
 async def test_what_was_found_valid_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
     compiled = []
-    original = Checker._ask
+    original = Checker._compile
 
-    async def ask(self: Checker, given: Structure) -> Any:
+    async def compile_(self: Checker, given: Structure, key: str) -> Any:
         compiled.append(given.text)
-        return await original(self, given)
+        return await original(self, given, key)
 
-    monkeypatch.setattr(Checker, "_ask", ask)
-    checker = Checker("baton: test grammars")
-    for text in ("a", "b", "a", "a"):
-        await checker.check(Structure("regex", text, "f"))
-    assert compiled == ["a", "b"]
-    for _ in range(2):
-        with pytest.raises(InvalidRequest):
-            await checker.check(Structure("regex", "(", "f"))
-    for i in range(100):
-        await checker.check(Structure("regex", str(i), "f"))
-    assert len(checker._valid) < 100
-    await checker.close()
+    monkeypatch.setattr(Checker, "_compile", compile_)
+    async with running_checker() as checker:
+        for text in ("a", "b", "a", "a"):
+            await checker.check(Structure("regex", text, "f"), "")
+        assert compiled == ["a", "b"]
+        for _ in range(2):
+            with pytest.raises(InvalidRequest):
+                await checker.check(Structure("regex", "(", "f"), "")
+        for i in range(100):
+            await checker.check(Structure("regex", str(i), "f"), "")
+        assert len(checker._valid) < 100
 
 
 async def test_a_question_that_is_given_up_answers_no_other():
-    checker = Checker("baton: test grammars")
-    slow = asyncio.create_task(checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f")))
-    while checker._child is None:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    slow.cancel()
-    assert await asyncio.gather(slow, return_exceptions=True)
-    assert (await checker.check(Structure("regex", "a", "f"))).text == "a"
-    await checker.close()
+    async with running_checker() as checker:
+        slow = asyncio.create_task(checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f"), ""))
+        while not checker._children._asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        slow.cancel()
+        assert await asyncio.gather(slow, return_exceptions=True)
+        assert (await checker.check(Structure("regex", "a", "f"), "")).text == "a"

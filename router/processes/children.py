@@ -1,0 +1,149 @@
+"""Child processes that do long or dangerous work for a router, one question at a time.
+
+What a client wrote may take seconds to process, and may crash the library that does it. In a child it does
+not stop the event loop, and only the child dies. The parent asks on stdin, the child answers on stdout.
+Both send frames: four bytes of length, little-endian, then the payload. A child that is ready sends an empty
+frame. It ends with its stdin.
+
+Life of a child: started with the first question → asked → … → dead, and started again with the next question.
+"""
+
+import asyncio
+import contextlib
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.admission.fairness import FairQueue
+
+_LENGTH = struct.Struct("<I")
+
+
+class ChildDied(Exception):
+    """The child died, or it could not start. `started` is False where the question did not reach it."""
+
+    def __init__(self, code: int, *, started: bool) -> None:
+        super().__init__(f"exit code {code}")
+        self.started = started
+
+
+class Child:
+    """One process. Its owner asks one question at a time."""
+
+    def __init__(self, command: Sequence[str], greeting: bytes) -> None:
+        self._command = command
+        self._greeting = greeting
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, parts: Sequence[bytes]) -> bytes:
+        """Joins `parts` to one frame. Raises ChildDied."""
+        if self._process is not None and self._is_dead(self._process):
+            await self.end()
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                # The secrets of the router are no concern of a process that reads what clients wrote.
+                env={name: value for name, value in os.environ.items() if not name.startswith("BATON_")},
+            )
+            await self._exchange(self._process, [self._greeting] if self._greeting else None, started=False)
+        return await self._exchange(self._process, parts, started=True)
+
+    @staticmethod
+    def _is_dead(process: asyncio.subprocess.Process) -> bool:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return process.returncode is not None or process.stdin.is_closing() or process.stdout.at_eof()
+
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, parts: Sequence[bytes] | None, *, started: bool
+    ) -> bytes:
+        """Sends a frame, if there is one, and reads the next."""
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            if parts is not None:
+                stdin.write(_LENGTH.pack(sum(map(len, parts))))
+                for part in parts:
+                    stdin.write(part)
+                    await stdin.drain()
+            return await stdout.readexactly(*_LENGTH.unpack(await stdout.readexactly(_LENGTH.size)))
+        except (
+            OSError,
+            asyncio.IncompleteReadError,
+            RuntimeError,
+        ):  # the last one: uvloop's, of a closed pipe
+            raise ChildDied(await self.end(), started=started) from None
+
+    async def end(self) -> int:
+        """Kills it, if it lives. Returns its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    child: asyncio.Future[Child]
+    key: str
+    size: int
+
+
+class Children:
+    """Up to `count` processes of one kind. Clients' keys take turns by the bytes that they ask."""
+
+    def __init__(self, command: Sequence[str], count: int, greeting: bytes = b"") -> None:
+        self._idle = [Child(command, greeting) for _ in range(count)]
+        self._waiting: FairQueue[_Turn] = FairQueue()
+        self._asked: set[asyncio.Task[bytes]] = set()
+
+    async def ask(self, key: str, *parts: bytes) -> bytes:
+        """For the client with this key. A question that is given up is answered all the same, but to nobody.
+
+        Raises ChildDied.
+        """
+        child = await self._turn(key, sum(map(len, parts)))
+        asked = asyncio.create_task(child.ask(parts))
+        self._asked.add(asked)
+        asked.add_done_callback(lambda _: self._answered(asked, child))
+        return await asyncio.shield(asked)
+
+    async def close(self) -> None:
+        """Ends all of them. Nothing may be asked from now on."""
+        for asked in self._asked:
+            asked.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
+        await asyncio.gather(*(child.end() for child in self._idle))
+
+    async def _turn(self, key: str, size: int) -> Child:
+        turn: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+        ticket = self._waiting.push(key, 0, _Turn(turn, key, size))
+        self._dispatch()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            self._waiting.remove(ticket)
+            if not turn.cancelled():  # the turn came in the same moment
+                self._free(turn.result())
+            raise
+
+    def _answered(self, asked: asyncio.Task[bytes], child: Child) -> None:
+        self._asked.discard(asked)
+        self._free(child)
+
+    def _free(self, child: Child) -> None:
+        self._idle.append(child)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        while self._idle and len(self._waiting):
+            turn = self._waiting.pop()
+            if not turn.child.done():
+                self._waiting.charge(turn.key, turn.size)
+                turn.child.set_result(self._idle.pop())
