@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ _FLAGS = (
     "--dtype", "float32", "--num-threads", "1", "--num-blocks", "32", "--block-size", "16",
     "--prefill", "1:3", "--decode", "1:2", "--drain-timeout", "30", "--no-overflow",
 )  # fmt: skip
+PHASES = {"before": 20.0, "busy": 80.0, "after": 70.0}  # seconds
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def picture(seen: Seen, phases: Sequence[Phase]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> Report:
-    p = parser(__doc__ or "")
+    p = parser(__doc__ or "", devices=("cpu",))
     p.add_argument("--svg", type=Path, metavar="PATH", help="write the picture here")
     p.add_argument(
         "--low", type=float, default=0.04, metavar="S", help="load of the quiet phases, as a share"
@@ -159,9 +159,6 @@ def main(argv: Sequence[str] | None = None) -> Report:
     p.add_argument("--shrink-after", type=float, default=15, metavar="S")
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args(argv)
-    if args.device == "cuda":
-        print("bench.autoscale: measures the autoscaler, on the CPU", file=sys.stderr)
-        raise SystemExit(2)
     scale = 0.5 if args.short else 1.0
     shown = {
         name: getattr(args, name)
@@ -179,9 +176,8 @@ def main(argv: Sequence[str] | None = None) -> Report:
     with tempfile.TemporaryDirectory() as directory, Serving(Path(directory), *_FLAGS, *targets) as serving:
         prefills = 1 / asyncio.run(alone(serving, args.output_len))
         phases = [
-            Phase("before", 20 * scale, args.low * prefills),
-            Phase("busy", 80 * scale, args.high * prefills),
-            Phase("after", 70 * scale, args.low * prefills),
+            Phase(name, seconds * scale, share * prefills)
+            for (name, seconds), share in zip(PHASES.items(), (args.low, args.high, args.low), strict=True)
         ]
         seen = asyncio.run(drive(serving, phases, args.output_len, random.Random(args.seed)))
     for row in rows(seen, phases):

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from rich.table import Table
 
 EXIT_CANNOT_MEASURE = 2
 MIN_PAIRS = 5
+DEVICES = ("cpu", "cuda")
 _PACKAGES = ("baton", "torch", "triton", "numpy", "pyzmq", "grpcio", "xxhash", "transformers")
 
 
@@ -110,13 +112,31 @@ class Report:
         self.write()
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The arguments every bench takes; a bench adds its own to the result."""
+def parser(description: str, devices: Sequence[str] = DEVICES) -> argparse.ArgumentParser:
+    """The arguments every bench takes; a bench adds its own to the result.
+
+    The bench can measure on `devices`. The parsed `device` is one of them, and this machine has it. Else the
+    parser exits with 2, argparse's code for a wrong argument, which is `EXIT_CANNOT_MEASURE`.
+    """
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON to PATH")
-    p.add_argument("--device", choices=("cpu", "cuda"), help="where to measure (default: what is there)")
+    p.add_argument(
+        "--device",
+        type=partial(_device, devices),
+        default=devices[0] if len(devices) == 1 or not gpus() else "cuda",
+        metavar="|".join(devices),
+        help="where to measure (default: the GPU if there is one)",
+    )
     p.add_argument("--short", action="store_true", help="a run under 50 s on 2 cores")
     return p
+
+
+def _device(devices: Sequence[str], given: str) -> str:
+    if given not in devices:
+        raise argparse.ArgumentTypeError(f"{given!r}: this bench measures on {' or '.join(devices)} only")
+    if given == "cuda" and not gpus():
+        raise argparse.ArgumentTypeError("this bench needs a GPU, and nvidia-smi shows none on this machine")
+    return given
 
 
 def interleaved(
@@ -151,7 +171,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "gpus": _gpu_names(),
+        "gpus": gpus(),
     }
 
 
@@ -172,7 +192,8 @@ def _cpu_name() -> str:
     return platform.processor()
 
 
-def _gpu_names() -> list[str]:
+def gpus() -> list[str]:
+    """Name and driver of each; empty: none."""
     try:
         out = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import bench.contract as contract
-from bench.contract import EXIT_CANNOT_MEASURE, Report, Row
+from bench.contract import Report, Row
 from bench.load.session import INVALID as EXIT_INVALID
 from bench.roles import Roles
 from bench.shapes import write_shape
@@ -154,12 +154,10 @@ def main() -> int:
     p.add_argument(
         "--ttit-target", type=float, action="append", metavar="MS", help="of decode workers; may be repeated"
     )
+    gpus = len(contract.gpus())
+    p.set_defaults(device="cuda" if gpus >= 2 else "cpu")
     args = p.parse_args()
-    args.gpus = len(contract.machine()["gpus"])
-    if args.device == "cuda" and not args.gpus:
-        print("bench.disagg --device cuda: no GPU here", file=sys.stderr)
-        return EXIT_CANNOT_MEASURE
-    args.device = args.device or ("cuda" if args.gpus >= 2 else "cpu")
+    args.gpus = gpus
     if args.device == "cuda" and args.gpus == 1:
         print("bench.disagg: all workers share one GPU: a rehearsal, which measures nothing", file=sys.stderr)
     on_cpu = args.device == "cpu"

@@ -89,7 +89,7 @@ async def measure(report: Report) -> None:
 
 
 def main() -> int:
-    arguments = contract.parser(__doc__ or "").parse_args()
+    arguments = contract.parser(__doc__ or "", devices=("cpu",)).parse_args()
     logging.disable(logging.WARNING)  # that each worker is lost, which is what is measured
     report = Report("discovery", {"rounds": ROUNDS}, arguments.json)
     asyncio.run(measure(report))

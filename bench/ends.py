@@ -29,6 +29,8 @@ from rpc.worker_pb2_grpc import WorkerStub
 
 PROMPT_TOKENS = 200
 OUTPUT_TOKENS = 2  # the least with a handover
+SPREAD_S = 1.0
+"""After this time the streams of a load are spread over the steps."""
 _HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -116,7 +118,7 @@ class Load:
         self._process.start()
         while not self.tokens.value:
             time.sleep(0.05)
-        time.sleep(1)  # until the streams are spread over the steps
+        time.sleep(SPREAD_S)
         return self
 
     def __exit__(self, *_: object) -> None:

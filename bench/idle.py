@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -19,6 +18,8 @@ from pathlib import Path
 from bench.contract import Report, Row, parser
 from bench.serving import Serving
 
+SETTLE_S = 5.0
+"""Until the work that the last request caused is over."""
 _TICK = os.sysconf("SC_CLK_TCK")
 _TIMING = re.compile(r"\s*[\d.]+s +[\d.]+s  ")  # a row of --timings
 OWNERS = ("serve", "router", "workers")
@@ -65,13 +66,10 @@ def memory_and_cpu(pids: Sequence[int]) -> dict[str, tuple[float, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> Report:
-    p = parser(__doc__ or "")
+    p = parser(__doc__ or "", devices=("cpu",))
     p.add_argument("--starts", type=int, default=5)
     p.add_argument("--seconds", type=float, default=30.0, help="how long it is left alone")
     args = p.parse_args(argv)
-    if args.device == "cuda":
-        print("bench.idle: measures a cluster on the CPU", file=sys.stderr)
-        raise SystemExit(2)
     starts, seconds = (2, 10.0) if args.short else (args.starts, args.seconds)
     report = Report("idle", {"starts": starts, "seconds": seconds}, args.json)
     took: list[float] = []
@@ -83,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
             took.append(time.monotonic() - serving.started)
             if number == starts - 1:
                 serving.ask(16)
-                time.sleep(5)  # what was started for the sake of the request comes to rest
+                time.sleep(SETTLE_S)
                 before = memory_and_cpu(tree(serving.process.pid))
                 time.sleep(seconds)
                 after = memory_and_cpu(tree(serving.process.pid))

@@ -118,17 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if engine not in {known for known, *_ in PEERS.values()} or not shutil.which(python):
             p.error(f"--peer {engine}={python}: wants nixl or mooncake, and the Python that has it installed")
     torch.set_num_threads(1)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = Settings(args.lanes, args.slots, args.slot_bytes, args.lane_processes, max(SIZES) * MIB)
     pairs = 7 if args.short else 15
     shown = {"lanes": args.lanes, "slots": args.slots, "slot_bytes": args.slot_bytes}
-    shown |= {"lane_processes": settings.lane_processes, "pairs": pairs, "block_size": BLOCK, "pools": device}
+    shown |= {"lane_processes": settings.lane_processes, "pairs": pairs, "block_size": BLOCK}
+    shown["pools"] = args.device
     report = Report("kv", shown, args.json)
     if args.table:
         table(report, settings)
     else:
         with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
-            rows(report, settings, device, sockets(raw), sockets(cubic), pairs)
+            rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
         peers(report, settings, pythons, pairs)
     report.finish()
     return 0

@@ -63,7 +63,7 @@ def _metrics(address: str) -> dict[str, float]:
 
 
 def main() -> int:
-    p = contract.parser(__doc__ or "")
+    p = contract.parser(__doc__ or "", devices=("cpu",))
     p.add_argument("--blocks", type=int, default=170, help="KV blocks of a prefill worker (default: 170)")
     p.add_argument("--duration", type=float, help="seconds for each policy (default: 100; --short: 30)")
     p.add_argument("--model", help="default: the embedded one")

@@ -223,7 +223,7 @@ def peer(given: str) -> tuple[str, Path]:
 
 
 def main() -> int:
-    p = contract.parser(__doc__ or "")
+    p = contract.parser(__doc__ or "", devices=("cpu",))
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PROGRAM",
                    help=f"one of {', '.join(PEERS)}, and where it is; may be repeated")  # fmt: skip

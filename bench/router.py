@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import uvloop
 
 import bench.contract as contract
-from bench.contract import EXIT_CANNOT_MEASURE, Report, Row
+from bench.contract import Report, Row
 from bench.ends import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
@@ -216,15 +216,12 @@ def collector_off() -> Iterator[None]:
 
 
 def main() -> int:
-    p = contract.parser(__doc__ or "")
+    p = contract.parser(__doc__ or "", devices=("cpu",))
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--pairs", type=int, default=2_000, help="requests each way (default: %(default)s)")
     p.add_argument("--streams", type=int, default=32, help="open at the same time (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=20.0, help="of saturation (default: %(default)s)")
     args = p.parse_args()
-    if args.device == "cuda":
-        print("bench.router: a router uses no GPU", file=sys.stderr)
-        return EXIT_CANNOT_MEASURE
     if args.short:
         args.pairs, args.seconds = 400, 5.0
     if args.pairs < 100:

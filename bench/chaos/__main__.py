@@ -32,7 +32,7 @@ WORKER_FLAGS = (
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    p = parser("Kill, stall and cut off the processes of a real cluster under load.")
+    p = parser("Kill, stall and cut off the processes of a real cluster under load.", devices=("cpu",))
     p.add_argument("--kills", type=int, metavar="N", help="kills of each role (default: 12; 3 with --short)")
     p.add_argument("--stalls", type=int, metavar="N", help="stopped engines of each role (default: 2; 0)")
     p.add_argument("--routers", type=int, metavar="N", help="kills of the router (default: 3; 0)")

@@ -5,18 +5,13 @@ from __future__ import annotations
 import sys
 
 import bench.contract as contract
-from bench.contract import EXIT_CANNOT_MEASURE, Report
+from bench.contract import Report
 
 
 def main() -> int:
     p = contract.parser("One engine: against transformers on a CPU, against the floor of the card on a GPU.")
     p.add_argument("--threads", type=int, help="CPU threads of both sides (default: torch's choice)")
     args = p.parse_args()
-    has_gpu = bool(contract.machine()["gpus"])
-    if args.device == "cuda" and not has_gpu:
-        print("bench.engine --device cuda: no GPU here", file=sys.stderr)
-        return EXIT_CANNOT_MEASURE
-    args.device = args.device or ("cuda" if has_gpu else "cpu")
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)
     if args.device == "cuda":

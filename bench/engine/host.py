@@ -15,15 +15,17 @@ from bench.contract import Report, Row
 from bench.engine.drive import greedy, prompt
 from bench.shapes import SHAPES, write_shape
 from engine import Engine, EngineConfig
-from engine.model_runner import Sampling
+from engine.batch import StepBatch
+from engine.model_runner import Computed, ModelRunner, Sampling
 from engine.sampler import draws_of
+from engine.step_graphs import LayerDone
 
 CONTEXT = 1000
 MODEL = "one-small-layer"
 
 
 class _Moment:
-    """Passed once somebody has waited for it."""
+    """An event of the device that does not exist. It is over as soon as the engine waits for it."""
 
     def __init__(self) -> None:
         self._passed = False
@@ -58,14 +60,18 @@ def _engine(model: Path, batch: int) -> Any:
             num_blocks=16 * batch + 4, max_num_seqs=batch, max_num_batched_tokens=8192,
         )
     )  # fmt: skip
-    runner, tokens = engine._runner, torch.full((batch,), 7)
+    runner: ModelRunner = engine._runner
+    tokens = torch.full((batch,), 7)
 
-    def run(step: Any, layer_done: Any) -> Any:
-        rows = len(step.sampled)
-        draws_of(step.sampled, SHAPES[MODEL]["vocab_size"])
+    def run(batch: StepBatch, layer_done: LayerDone) -> Computed:
+        variant, _ = draws_of(batch.sampled, SHAPES[MODEL]["vocab_size"])
+        return Computed(batch.sampled, variant, size=None)
+
+    def sample(computed: Computed) -> Sampling:
+        rows = len(computed.requests)
         return Sampling(tokens[:rows].clone() if rows else None)
 
-    runner.run, runner.table_width = run, 16
+    runner.run, runner.sample, runner.table_width = run, sample, 16
     engine._moment = _Moment
     engine._landings.expect = lambda flight: None
     return engine

@@ -5,21 +5,18 @@ import sys
 import torch
 
 from bench import kernels
-from bench.contract import EXIT_CANNOT_MEASURE, Report, parser
+from bench.contract import Report, parser
 from bench.kernels.cases import Cases, Shape
 from bench.kernels.measure import choices, graph_seconds, measure, sweep
 from engine.kernels import kernels_for
 
 
 def main() -> int:
-    arguments = parser(kernels.__doc__ or "")
+    arguments = parser(kernels.__doc__ or "", devices=("cuda",))
     arguments.add_argument(
         "--sweep", action="store_true", help="time the attention kernels by their constants"
     )
     args = arguments.parse_args()
-    if args.device == "cpu" or not torch.cuda.is_available():
-        print("bench.kernels measures GPU kernels: it needs --device cuda, and a GPU", file=sys.stderr)
-        return EXIT_CANNOT_MEASURE
     device = torch.device("cuda")
     shape = Shape(batches=(1, 64), prompts=(2000,)) if args.short else Shape()
     cases = Cases(shape, kernels_for(device, shape.head_dim), device)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import bench.contract as contract
-from bench.contract import EXIT_CANNOT_MEASURE, Report, Row
+from bench.contract import Report, Row
 from bench.overlap.picture import picture
 from bench.overlap.streams import (
     AT_ONCE,
@@ -230,11 +230,6 @@ def main() -> int:
     )  # fmt: skip
     p.add_argument("--picture", type=Path, help="draw a handover: an SVG file")
     args = p.parse_args()
-    has_gpu = bool(contract.machine()["gpus"])
-    if args.device == "cuda" and not has_gpu:
-        print("bench.overlap --device cuda: no GPU here", file=sys.stderr)
-        return EXIT_CANNOT_MEASURE
-    args.device = args.device or ("cuda" if has_gpu else "cpu")
     on_cpu = args.device == "cpu"
     args.tokens = args.tokens or (1000 if on_cpu else 2000)
     args.lanes = args.lanes or (4 if on_cpu else 8)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import bench.contract as contract
-from bench.contract import EXIT_CANNOT_MEASURE, Report, Row
+from bench.contract import Report, Row
 from bench.load.datasets import SAMPLE_TRACE
 from bench.routing_sim import decode
 from bench.routing_sim.baselines import POLICIES
@@ -110,7 +110,7 @@ def add_decode(report: Report, short: bool) -> None:
 
 
 def main() -> int:
-    p = contract.parser(__doc__ or "")
+    p = contract.parser(__doc__ or "", devices=("cpu",))
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--speed", choices=SPEEDS, default="h200", help="of a worker (default: %(default)s)")
     p.add_argument(
@@ -124,9 +124,6 @@ def main() -> int:
     )
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args()
-    if args.device == "cuda":
-        print("bench.routing_sim: a simulation uses no GPU", file=sys.stderr)
-        return EXIT_CANNOT_MEASURE
     report = Report("routing_sim", {k: str(v) for k, v in vars(args).items() if k != "json"}, args.json)
     for case, trace, setting, names in cases(args):
         outcomes = {name: Simulation(trace, POLICIES[name], setting).run() for name in names}

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from bench.kernels import __main__ as command
 from bench.kernels import measure as bench
 from bench.kernels.cases import Cases, Shape
 
@@ -65,11 +64,3 @@ def test_a_sweep_tries_every_choice_and_leaves_the_constants_alone(cases: Cases)
     assert stages == decode_attention.STAGES
     tried = [(module, name) for module, values, _ in bench.choices(cases) for name in values]
     assert all(hasattr(module, name) for module, name in tried)
-
-
-def test_without_a_gpu_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["bench.kernels", "--device", "cpu"])
-    assert command.main() == 2
-    assert "needs --device cuda" in capsys.readouterr().err
