@@ -3,11 +3,12 @@
 import secrets
 import string
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from router.api.bodies import ChatBody, CompletionBody
 from router.faces.serving import Answer, Usage
-from router.generation.choice import Choice, Delta
+from router.generation.choice import Delta
 from router.text.tokenizer import ModelTokenizer
 from router.tools import Piece
 from rpc import worker_pb2 as pb
@@ -30,8 +31,9 @@ class Format:
         self._token_ids = answer.body.return_token_ids
         self._frame = {"id": f"{self.prefix}{answer.name}", "created": int(time.time()), "model": model}
 
-    def whole(self) -> dict[str, Any]:
-        choices = [self._choice(i, choice) for i, choice in enumerate(self._answer.choices)]
+    def whole(self, deltas: Sequence[list[Delta]]) -> dict[str, Any]:
+        """`deltas`: all of each choice."""
+        choices = [self._choice(index, choice) for index, choice in enumerate(deltas)]
         return {**self._frame, "object": self.kind, "choices": choices, "usage": _usage(self._answer.usage())}
 
     def chunk(self, index: int, delta: Delta, *, usage: bool) -> dict[str, Any]:
@@ -49,7 +51,7 @@ class Format:
         usage = _usage(self._answer.usage())
         return {**self._frame, "object": self.chunk_kind, "choices": [], "usage": usage}
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
         raise NotImplementedError
 
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -71,19 +73,19 @@ class ChatFormat(Format):
         tool_format = tokenizer.tool_format if body.offered_tools else None
         self._parsers = [tool_format() for _ in answer.choices] if tool_format is not None else []
 
-    def whole(self) -> dict[str, Any]:
-        whole = super().whole()
+    def whole(self, deltas: Sequence[list[Delta]]) -> dict[str, Any]:
+        whole = super().whole(deltas)
         if self._token_ids:
             whole["prompt_token_ids"] = self._answer.prompts[0]
         return whole
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        content, calls = self._parsed(index, choice.text, last=True)
+    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+        content, calls = self._parsed(index, _text(deltas), last=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
-        return {"index": index, "message": message, **self._rest(index, choice.deltas)}
+        return {"index": index, "message": message, **self._rest(index, deltas)}
 
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         content, calls = self._parsed(index, delta.text, last=delta.finish_reason is not None)
@@ -149,8 +151,8 @@ class CompletionFormat(Format):
         self._n = body.n
         self._offsets = [0] * len(answer.choices)
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return self._written(index, self._echoed(index) + choice.text, choice.deltas, first=True)
+    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+        return self._written(index, self._echoed(index) + _text(deltas), deltas, first=True)
 
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         text = self._echoed(index) + delta.text if delta.first else delta.text
@@ -189,6 +191,10 @@ class CompletionFormat(Format):
         return {
             "tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets
         }  # fmt: skip
+
+
+def _text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
 
 
 def _tool_call(piece: Piece) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from aiohttp import web
 from router.api.answers import Format
 from router.errors import ApiError
 from router.faces.serving import Answer
+from router.generation.choice import Delta
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +36,11 @@ async def respond(
     with answer.generating():
         if answer.body.stream:
             return await _stream(request, answer, answer_format, headers, client_timeout)
+        whole: list[list[Delta]] = [[] for _ in answer.choices]
         while not answer.finished:
-            await answer.take(KEEPALIVE_SECONDS)
-        body = _encode(answer_format.whole())
+            for index, delta in await answer.take(KEEPALIVE_SECONDS):
+                whole[index].append(delta)
+        body = _encode(answer_format.whole(whole))
     response = web.Response(body=body, content_type="application/json", headers=headers)
     try:
         async with asyncio.timeout(client_timeout):

@@ -20,11 +20,11 @@ class Delta:
 
 
 class Choice:
-    """Owns the text state of one generation.
+    """Owns the text state of one generation. It keeps no delta: a stream may be long.
 
     Attributes:
-        text: all of it so far.
-        tokens: all that were generated, also the one that ended it.
+        num_tokens: tokens so far, including the one that ended it.
+        finish_reason: None until the last delta.
     """
 
     def __init__(
@@ -36,20 +36,12 @@ class Choice:
         min_tokens: int,
         skip_special_tokens: bool,
     ) -> None:
-        self.text = ""
-        self.deltas: list[Delta] = []
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stops = StopStrings(stops)
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.deltas)
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.deltas[-1].finish_reason if self.deltas else None
 
     def push(self, token: Token) -> Delta:
         """A delta with a finish reason is the last one, also where the token itself was not."""
@@ -67,7 +59,6 @@ class Choice:
             text += self._stops.finish()
             if reason == "stop" and token.token_id in self._stop_token_ids:
                 stop_reason = token.token_id
-        delta = Delta(text, token, reason, stop_reason, first=not self.deltas)
-        self.text += text
-        self.deltas.append(delta)
-        return delta
+        self.num_tokens += 1
+        self.finish_reason = reason
+        return Delta(text, token, reason, stop_reason, first=self.num_tokens == 1)

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.generation.choice import Choice
+from router.generation.choice import Choice, Delta
 from router.generation.outbox import Token
 from router.text.detokenizer import Detokenizer, StopStrings
 from router.text.tokenizer import ModelTokenizer
@@ -75,29 +75,33 @@ def make_choice(tokenizer: ModelTokenizer, **options: Any) -> Choice:
     return Choice(tokenizer, skip_special_tokens=True, **(defaults | options))
 
 
-def feed(choice: Choice, ids: list[int], last: str) -> None:
+def feed(choice: Choice, ids: list[int], last: str) -> tuple[str, Delta]:
+    """Returns the text, and the last delta."""
+    text = ""
     for position, token_id in enumerate(ids):
         delta = choice.push(Token(token_id, None, last if position == len(ids) - 1 else ""))
+        text += delta.text
         if delta.finish_reason:
-            return
+            return text, delta
+    raise AssertionError("no delta was the last")
 
 
 def test_the_token_that_stops_is_counted_but_not_shown(tokenizer: ModelTokenizer):
     ids = tokenizer.encode("One two")
     choice = make_choice(tokenizer, stop_token_ids=frozenset({ids[-1]}))
-    feed(choice, ids, "stop")
-    assert (choice.text, choice.finish_reason, choice.num_tokens) == ("One", "stop", 2)
-    assert choice.deltas[-1].stop_reason == ids[-1]
+    text, last = feed(choice, ids, "stop")
+    assert (text, choice.finish_reason, choice.num_tokens) == ("One", "stop", 2)
+    assert last.stop_reason == ids[-1]
 
 
 def test_what_was_held_back_comes_out_at_the_end(tokenizer: ModelTokenizer):
     choice = make_choice(tokenizer, stops=["two three"])
-    feed(choice, tokenizer.encode("One two"), "length")
-    assert (choice.text, choice.finish_reason) == ("One two", "length")
+    text, _ = feed(choice, tokenizer.encode("One two"), "length")
+    assert (text, choice.finish_reason) == ("One two", "length")
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: ModelTokenizer):
     ids = tokenizer.encode("One two One two One two")
     choice = make_choice(tokenizer, stops=["two"], min_tokens=4)
-    feed(choice, ids, "length")
-    assert (choice.text, choice.finish_reason) == ("One two One two One ", "stop")
+    text, _ = feed(choice, ids, "length")
+    assert (text, choice.finish_reason) == ("One two One two One ", "stop")

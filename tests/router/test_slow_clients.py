@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ import grpc.aio
 import pytest
 
 from router.faces import serving
+from router.generation.choice import Delta
 from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub
@@ -128,3 +130,36 @@ async def test_an_answer_that_nobody_reads(
                 while chunk := await reader.read(1 << 20):
                     read += len(chunk)
         assert read < 4 << 20, "cut off in the middle"
+
+
+@pytest.mark.parametrize("face", ["http", "grpc"])
+async def test_a_stream_keeps_nothing_of_what_it_has_sent(cluster: Cluster, face: str):
+    decode = cluster.decodes[0]
+    decode.steps = asyncio.Semaphore(1)
+    before = deltas_alive()
+    async with contextlib.AsyncExitStack() as stack:
+        if face == "http":
+            response = await stack.enter_async_context(
+                cluster.http.post(cluster.url + "/v1/completions", json=LONG)
+            )
+            for _ in range(50):
+                assert await response.content.readuntil(b"\n\n")
+                decode.steps.release()
+        else:
+            channel = grpc.aio.insecure_channel(cluster.router.grpc_address or "")
+            await stack.enter_async_context(channel)
+            asked = pb.GenerateRequest(text="Hello", max_tokens=7000, ignore_eos=True, logprobs=20)
+            call = InferenceStub(channel).Generate(asked)
+            tokens = 0
+            while tokens < 50:
+                message = await call.read()
+                assert isinstance(message, pb.GenerateResponse)
+                tokens += len(message.deltas)
+                decode.steps.release()
+            call.cancel()
+        assert deltas_alive() - before < 25, "of 50"
+    decode.steps = None
+
+
+def deltas_alive() -> int:
+    return sum(isinstance(thing, Delta) for thing in gc.get_objects())
