@@ -57,7 +57,7 @@ class Released:
     """The prefill's blocks may be freed: nothing reads them any more. Exactly once for each `open`."""
 
     prefill_id: bytes
-    reason: str  # "acked" | "deadline" | what close() was given
+    reason: str  # "acked" | "deadline" | "reused" (its id) | what close() was given
 
 
 class KVSender:
@@ -94,7 +94,7 @@ class KVSender:
         self._sessions: dict[int, Session] = {}
         # In stream order, with the events.
         self._gathers: deque[tuple[Any, list[tuple[Prefill, SliceOut]]]] = deque()
-        self._fetched: set[bytes] = set()
+        self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
         self._num_slots = arena.num_slots
         # A heap, lowest first: few slots are used again and again, and neighbours are copied together.
         self._free = list(range(arena.num_slots))
@@ -341,7 +341,9 @@ class KVSender:
     def _start(self, m: StartOut) -> None:
         prefill = self._prefills.get(m.prefill_id)
         if prefill is None or prefill.ended is not None:
-            return  # closed meanwhile, and the transfer process will read that next
+            # Closed meanwhile, and the transfer process will read that next. The FETCH no longer waits.
+            self._fetched.discard(m.prefill_id)
+            return
         self._drop_transfer(prefill)
         session = self._session(m.session)
         session.window = m.window

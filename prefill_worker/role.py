@@ -125,6 +125,8 @@ class PrefillRole:
         self._sink.opened.discard(released.prefill_id)
         if released.reason == "deadline":
             self._attempts.fail(released.prefill_id, Code.DROPPED, "not fetched before the hold deadline")
+        elif released.reason == "reused":
+            self._attempts.fail(released.prefill_id, Code.INVALID, "this id was used before: draw a new one")
         self._attempts.end(released.prefill_id)
         self._forget(released.prefill_id)
 

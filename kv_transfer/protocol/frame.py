@@ -42,6 +42,7 @@ class FrameType(enum.IntEnum):
 
 
 _TYPES = {int(t): t for t in FrameType}
+_OF_TRANSFER = {FrameType.FETCH, FrameType.COMMIT, FrameType.ACK, FrameType.ABORT, FrameType.ABORTED}
 
 
 class FrameError(Exception):
@@ -87,7 +88,17 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header:
         raise FrameError("version", f"wire version {version}, here {WIRE_VERSION}")
     if kind not in _TYPES or flags or zeros != _ZEROS:
         raise FrameError("type", f"unknown frame type {kind}, flags {flags:#x} or reserved {zeros.hex()}")
-    return Header(_TYPES[kind], *fields)
+    header = Header(_TYPES[kind], *fields)
+    if kind != FrameType.KV:
+        used = Header(
+            header.type,
+            header.transfer_id if header.type in _OF_TRANSFER else NO_TRANSFER,
+            length=header.length,
+            sender_rank=header.sender_rank if kind == FrameType.COMMIT else 0,
+        )
+        if header != used:
+            raise FrameError("type", f"{header.type.name} with a field that this type does not use: {header}")
+    return header
 
 
 def trailer(checksum: xxhash.xxh3_64) -> bytes:

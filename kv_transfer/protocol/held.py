@@ -105,8 +105,11 @@ class HeldPrefills:
     # ------------------------------------------------------------ from the engine
 
     def offer(self, prefill_id: bytes, now: float) -> list[Effect]:
-        if prefill_id in self.held or self._tombstones.get(prefill_id):
-            return []  # known; or cancelled before it was scheduled
+        if prefill_id in self.held:
+            return []
+        if self._tombstones.get(prefill_id) is not None:
+            # A FETCH may still mean the earlier prefill of this id, so this one cannot be served.
+            return [Release(prefill_id, "reused")]
         held = self.held[prefill_id] = Held(prefill_id, since=now)
         waiting = self.waiting.pop(prefill_id, None)
         if waiting is None:

@@ -6,6 +6,7 @@ it is read and validated field by field while it is decoded. Nothing else is eve
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -191,9 +192,7 @@ def decode(role: Literal["prefill", "decode"], kind: FrameType, payload: memoryv
     if isinstance(message, Fetch):
         _check_fetch(message)
     elif isinstance(message, Commit):
-        first = message.first_token
-        if len(first.top_ids) != len(first.top_logprobs):
-            raise MessageError(f"COMMIT: {len(first.top_ids)} top ids, {len(first.top_logprobs)} logprobs")
+        _check_first_token(message.first_token)
     return message
 
 
@@ -209,6 +208,15 @@ def decode_identity(payload: bytes) -> Identity:
         return _decode_identity(payload)
     except _UNREADABLE as e:
         raise MessageError(f"HELLO identity: {e}") from None
+
+
+def _check_first_token(first: FirstToken) -> None:
+    if len(first.top_ids) != len(first.top_logprobs):
+        raise MessageError(f"COMMIT: {len(first.top_ids)} top ids, {len(first.top_logprobs)} logprobs")
+    for logprob in (first.logprob, *first.top_logprobs):
+        # −∞ is the logprob of a token that a grammar forbids. NaN compares as false.
+        if logprob is not None and not logprob < math.inf:
+            raise MessageError(f"COMMIT: {logprob} is no logprob")
 
 
 def _check_fetch(message: Fetch) -> None:

@@ -37,6 +37,23 @@ async def test_a_first_token_that_ends_the_request_ends_the_transfer(workers: Wo
         await assert_whole(*workers)
 
 
+async def test_a_prefill_under_an_id_that_ended_is_refused(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        prefill_id = await pair.prefill.submit_prefill(request(prompt(10), ENDLESS), handover=True)
+        await pair.prefill.token(prefill_id)
+        await pair.prefill.cancel(prefill_id)
+        await assert_whole(*workers)  # until then the id is in use
+        again = pb.SubmitPrefill(prefill_id=prefill_id, request=request(prompt(20), ENDLESS), handover=True)
+        await pair.prefill.send(prefill=again)
+        message = (await pair.prefill.next(prefill_id)).message
+        if isinstance(message, pb.TokenEvent):  # computed before the transfer process was heard
+            message = (await pair.prefill.next(prefill_id)).message
+        assert isinstance(message, pb.AttemptFailed)
+        assert message.code == pb.FAILURE_CODE_INVALID
+        assert "used before" in message.message
+        await assert_whole(*workers)
+
+
 async def test_a_finished_request_is_released_on_both_sides(workers: Workers) -> None:
     async with paired(*workers) as pair:
         answers = await asyncio.gather(

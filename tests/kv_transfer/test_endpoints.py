@@ -252,6 +252,18 @@ def test_a_fetch_that_cannot_be_served_is_refused_and_nothing_else(
     assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]
 
 
+def test_a_fetch_that_waited_for_a_cancelled_prefill_is_forgotten(sending: Any, until: Any) -> None:
+    bench, sender, _ = sending
+    bench.channel.send(ch.FetchWaits(b"p", False))
+    until(lambda: sender.has_fetch(b"p"), "the FETCH")
+    sender.expect(b"p")
+    sender.close(b"p", "cancelled")
+    bench.next(until, ch.Offer)
+    bench.next(until, ch.CloseOut)
+    start(bench, b"p")  # what the transfer process says to the offer
+    until(lambda: not sender.has_fetch(b"p"), "the FETCH to be forgotten")
+
+
 def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:
     bench = Bench(kv.KVSender, ch.FromSender)
     bench.channel.send(ch.SlotFree(3, False))  # a slot that it never gave

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 import xxhash
@@ -12,10 +13,15 @@ from hypothesis import strategies as st
 from kv_transfer.protocol.frame import FrameError, FrameType, Header, pack, parse
 
 u8, u16, u32 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32))
-headers = st.builds(
-    Header, st.sampled_from(FrameType), st.binary(min_size=16, max_size=16), u16, u16, u16, u16,
-    u32, u32, u32, u32, u8, u8,
-)  # fmt: skip
+ids = st.binary(min_size=16, max_size=16)
+OF_TRANSFER = [FrameType.FETCH, FrameType.ACK, FrameType.ABORT, FrameType.ABORTED]
+OF_NO_TRANSFER = [FrameType.HELLO, FrameType.CREDIT, FrameType.PING]
+headers = st.one_of(
+    st.builds(Header, st.just(FrameType.KV), ids, u16, u16, u16, u16, u32, u32, u32, u32, u8, u8),
+    st.builds(lambda *x: Header(FrameType.COMMIT, x[0], length=x[1], sender_rank=x[2]), ids, u32, u8),
+    st.builds(lambda *x: Header(x[0], x[1], length=x[2]), st.sampled_from(OF_TRANSFER), ids, u32),
+    st.builds(lambda *x: Header(x[0], length=x[1]), st.sampled_from(OF_NO_TRANSFER), u32),
+)
 
 
 def test_every_byte_is_where_the_table_says() -> None:
@@ -41,6 +47,24 @@ def test_any_flipped_bit_is_seen(header: Header, bit: int) -> None:
     with pytest.raises(FrameError, match="checksum") as error:
         parse(damaged)
     assert error.value.kind == "header"
+
+
+@pytest.mark.parametrize("kind", [t for t in FrameType if t is not FrameType.KV])
+def test_fields_that_a_type_does_not_use_are_zero(kind: FrameType) -> None:
+    used = {"type", "length"}
+    if kind in (*OF_TRANSFER, FrameType.COMMIT):
+        used.add("transfer_id")
+    if kind is FrameType.COMMIT:
+        used.add("sender_rank")
+    for field in Header._fields:
+        value: dict[str, Any] = {field: b"t" * 16 if field == "transfer_id" else 1}
+        raw = pack(Header(kind)._replace(**value)) if field != "type" else pack(Header(kind))
+        if field in used:
+            parse(raw)
+        else:
+            with pytest.raises(FrameError, match=kind.name) as error:
+                parse(raw)
+            assert error.value.kind == "type"
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,21 @@ def test_the_engines_own_end() -> None:
     assert held.close(P, "cancelled", 2) == [aborted("cancelled", 1)]
     assert held.close(P, "cancelled", 2) == []
     assert held.ack(T1, 3) == []
-    assert held.offer(P, 3) == [], "cancelled before it was scheduled"
     assert held.fetch(T2, A, FETCH, 3) == [aborted("cancelled", transfer=T2)]
     held.expire(63)
     assert held.fetch(T2, A, FETCH, 63) == [Waiting(P)], "tombstones do not last"
+
+
+def test_an_id_that_is_used_again_is_released_at_once() -> None:
+    """Otherwise it has neither a FETCH nor a hold deadline, and its blocks stay for ever."""
+    held = table()
+    held.offer(P, 0)
+    held.close(P, "cancelled", 1)
+    assert held.offer(P, 2) == [Release(P, "reused")]
+    assert not held.held
+    held.expire(62)
+    assert held.offer(P, 62) == []
+    assert P in held.held
 
 
 def test_a_committed_transfer_survives_its_session() -> None:

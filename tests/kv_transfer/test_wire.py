@@ -147,6 +147,17 @@ def test_as_a_prefill_worker(fetching: Any, until: Any) -> None:
     until(lambda: decode.stats().slots_free == 16, "the slots to come home")
 
 
+def test_a_fetch_of_nothing_is_answered(make_prefill: Any, until: Any) -> None:
+    """Decode has all positions already, and wants the first token alone."""
+    prefill = make_prefill()
+    prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
+    lane = connect(prefill.port)
+    lane.say(FETCH, [prefill_id, [], 0, 0, 2], transfer)
+    assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 0, 0])
+    lane.say(ACK, [], transfer)
+    until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)
+
+
 # ---------------------------------------------------------------- it does not: at prefill
 
 
@@ -161,6 +172,8 @@ def refused(worker: Any, until: Any, reason: str, count: int = 1) -> None:
         (frame(HELLO, b"x", magic=b"HTTP"), "magic"),
         (frame(HELLO, b"x", version=1), "version"),
         (frame(99, b"x"), "type"),
+        (frame(HELLO, b"x", b"t" * 16), "type"),
+        (frame(HELLO, b"x", seq=1), "type"),
         (frame(HELLO, b"", length=1 << 31), "hello"),
         (frame(FETCH, b"x"), "hello"),
         (frame(KV, b"x"), "hello"),
