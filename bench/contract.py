@@ -23,7 +23,7 @@ from rich.table import Table
 EXIT_CANNOT_MEASURE = 2
 MIN_PAIRS = 5
 DEVICES = ("cpu", "cuda")
-_PACKAGES = ("baton", "torch", "triton", "numpy", "pyzmq", "grpcio", "xxhash", "transformers")
+_PACKAGES = ("baton-llm", "torch", "triton", "numpy", "pyzmq", "grpcio", "xxhash", "transformers")
 
 
 @dataclass(slots=True)

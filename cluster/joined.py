@@ -34,7 +34,8 @@ def import_ray() -> ModuleType:
         import ray
     except ImportError as error:
         raise ValueError(
-            "--ray-address: Ray is not installed; `pip install 'ray>=2.60'` adds it to this environment"
+            "--ray-address: Ray is not installed; in Baton's source directory `pip install -e '.[ray]'` "
+            "installs it"
         ) from error
     return ray
 

@@ -86,8 +86,8 @@ class KubernetesDiscovery:
             import kubernetes.aio  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                "--kubernetes-service: the Kubernetes client is not installed: "
-                "`pip install 'baton[kubernetes]'`"
+                "--kubernetes-service: the Kubernetes client is not installed; in Baton's source directory "
+                "`pip install -e '.[kubernetes]'` installs it"
             ) from error
         self._selector = f"{SERVICE_LABEL} in ({','.join(sorted(services))})"
 

@@ -139,8 +139,8 @@ class _On:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ValueError(
-                f"--otlp-endpoint: tracing needs OpenTelemetry ({error}); install it with "
-                "`pip install 'baton[otel]'`"
+                f"--otlp-endpoint: tracing needs OpenTelemetry ({error}); in Baton's source directory "
+                "`pip install -e '.[otel]'` installs it"
             ) from error
         self.api = trace
         self._extract = TraceContextTextMapPropagator().extract

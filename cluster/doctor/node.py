@@ -48,7 +48,11 @@ def versions() -> Iterator[Finding]:
             found[package] = importlib.metadata.version(package)
     yield note("versions", ", ".join(f"{name} {version}" for name, version in found.items()))
     if "torch" not in found:
-        yield bad("torch", "not installed", "pip install baton, or only run `baton router` here.")
+        yield bad(
+            "torch",
+            "not installed",
+            "pip install -e . in Baton's source directory, or only run `baton router` here.",
+        )
 
 
 def gpus() -> Iterator[Finding]:
@@ -76,7 +80,11 @@ def gpus() -> Iterator[Finding]:
             "Install a torch build for this driver, and look at CUDA_VISIBLE_DEVICES.",
         )  # fmt: skip
     if importlib.util.find_spec("triton") is None:
-        yield bad("triton", "not installed", "pip install 'baton[cuda]': the GPU kernels are written in it.")
+        yield bad(
+            "triton",
+            "not installed",
+            "pip install -e '.[cuda]' in Baton's source directory: the GPU kernels need it.",
+        )
     if len(listed) > 1:
         links = _nvidia_smi("nvlink", "--status") or []
         active = sum("GB/s" in line for line in links)

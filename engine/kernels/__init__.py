@@ -106,6 +106,7 @@ def kernels_for(device: torch.device, head_dim: int) -> Kernels:
         if error.name != "triton":
             raise
         raise ValueError(
-            f"--device {device} needs Triton: pip install 'baton[cuda]', or use --device cpu"
+            f"--device {device} needs Triton: in Baton's source directory `pip install -e '.[cuda]'` "
+            "installs it; or use --device cpu"
         ) from error
     return TritonKernels(device, head_dim)

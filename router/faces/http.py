@@ -225,7 +225,7 @@ def _seconds(header: str | None) -> float | None:
 
 def _version() -> str:
     try:
-        return version("baton")
+        return version("baton-llm")
     except PackageNotFoundError:
         return "unknown"  # run from a checkout that is not installed
 

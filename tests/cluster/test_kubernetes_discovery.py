@@ -211,7 +211,7 @@ async def test_it_neither_runs_in_a_pod_nor_where_kubectl_works(
 async def test_without_the_client_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     monkeypatch.setitem(sys.modules, "kubernetes.aio", None)
-    with pytest.raises(ValueError, match=re.escape("baton[kubernetes]")):
+    with pytest.raises(ValueError, match=re.escape("pip install -e '.[kubernetes]'")):
         KubernetesDiscovery(SERVICES)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import configparser
+import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,17 @@ from cluster.cli import app
 UNITS = sorted((Path(__file__).parents[2] / "deploy/systemd").glob("*.service"))
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_a_unit(unit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Repeated(dict[str, Any]):
-        """A key may be there twice; the last one counts here."""
-
-    read = configparser.RawConfigParser(strict=False, dict_type=Repeated, interpolation=None)
+def service_of(unit: Path) -> Mapping[str, str]:
+    """The section `Service`. Of a key that is there several times, the last one counts."""
+    read = configparser.RawConfigParser(strict=False, interpolation=None)
     read.optionxform = str  # type: ignore[assignment, method-assign]
     read.read_string(unit.read_text())
-    service = read["Service"]
+    return read["Service"]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_a_unit(unit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = service_of(unit)
     for name in ("cluster-secret", "api-keys"):
         (tmp_path / name).touch()
     program, role, *flags = shlex.split(service["ExecStart"].replace("%d", str(tmp_path)))
@@ -38,6 +42,17 @@ def test_a_unit(unit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert options.secret.cluster_secret_file == tmp_path / "cluster-secret"
     assert float(service["TimeoutStopSec"]) > options.drain.drain_timeout, "else systemd cuts a drain off"
     assert service["Restart"] == "always"
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_what_a_unit_writes_goes_to_a_directory_that_it_may_write(unit: Path) -> None:
+    service = service_of(unit)
+    assert (service["ProtectSystem"], service["ProtectHome"]) == ("strict", "read-only")
+    variables = dict(re.findall(r"^Environment=(\w+)=(.*)$", unit.read_text(), re.M))
+    # The caches of Hugging Face and of `cluster.model`, then Triton's, which are in the home otherwise.
+    caches = ["XDG_CACHE_HOME"] if unit.stem == "baton-router" else ["XDG_CACHE_HOME", "TRITON_CACHE_DIR"]
+    for name in caches:
+        assert Path(variables[name]).is_relative_to(Path("/var/cache") / service["CacheDirectory"])
 
 
 def test_there_is_one_for_each_role() -> None:

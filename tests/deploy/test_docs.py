@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from typing import Any
 
 import kubernetes_validate
@@ -74,3 +75,18 @@ def test_the_secrets_of_the_text_are_those_that_pods_want(overlay: list[Object])
         assert mounted <= {name for name, _ in made}
         if mounted:
             assert ("baton-cluster", "secret") in made, "the file that --cluster-secret-file names"
+
+
+def test_install_hints_name_the_source_directory_and_an_extra_that_exists() -> None:
+    """`pip install baton` would install another project, and Baton is not published."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    hints = 0
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/**/*.py")]:
+        if path.is_relative_to(ROOT / "tests"):
+            continue
+        text = path.read_text()
+        assert not re.search(r"pip install \W*baton", text), path
+        for named in re.findall(r"pip install [^`\n]*'\.\[([\w,]+)\]'", text):
+            assert set(named.split(",")) <= extras.keys(), path
+            hints += 1
+    assert hints, "none was found"

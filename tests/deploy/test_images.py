@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -64,10 +65,19 @@ def test_every_package_in_an_image_has_a_tested_version() -> None:
     pins = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     )
-    pinned = {normalized(name) for name in pins} | {"setuptools", "baton"}
+    pinned = {normalized(name) for name in pins} | {"setuptools"}
     seen: set[tuple[str, frozenset[str]]] = set()
     cpu, cuda = (set(e.split(",")) for e in re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE.read_text()))
     assert cuda == cpu | {"cuda"}
-    wanted = {*needed("baton", cuda, seen), *needed("ray", {"default"}, seen)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = [
+        *project["dependencies"],
+        *(line for extra in cuda for line in project["optional-dependencies"][extra]),
+    ]
+    wanted = {
+        name
+        for requirement in map(Requirement, [*ours, "ray[default]"])
+        for name in needed(requirement.name, requirement.extras, seen)
+    }
     assert {"kubernetes", "triton", "opentelemetry-sdk"} <= wanted
     assert wanted <= pinned, f"not in constraints.txt: {sorted(wanted - pinned)}"

@@ -442,7 +442,7 @@ def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" or "kernels." in name]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ValueError, match=r"--device cuda:1 needs Triton: pip install 'baton\[cuda\]'"):
+    with pytest.raises(ValueError, match=r"--device cuda:1 needs Triton: .*pip install -e '.\[cuda\]'"):
         kernels_for(torch.device("cuda:1"), 64)
 
 

@@ -56,7 +56,7 @@ open_tracer({endpoint!r}, "baton", {{}})
         assert done.returncode == 0, done.stderr
     else:
         assert "ValueError: --otlp-endpoint: tracing needs OpenTelemetry" in done.stderr
-        assert "pip install 'baton[otel]'" in done.stderr
+        assert "pip install -e '.[otel]'" in done.stderr
 
 
 def test_a_receiver_that_is_gone_ends_nothing_but_spans(

@@ -54,7 +54,7 @@ def role(machine: Machine, *command: str) -> Iterator[Any]:
 def test_prefill_decode_and_router_started_by_hand_without_ray(machine: Machine) -> None:
     serve = machine.baton("serve", "--port", "0", "--ray-address", "127.0.0.1:1")
     assert serve.returncode == 2
-    assert "pip install 'ray>=" in serve.stderr
+    assert "pip install -e '.[ray]'" in serve.stderr
     worker = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1")
     with (
         role(machine, "prefill", *worker) as prefill,
