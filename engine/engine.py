@@ -38,7 +38,7 @@ from engine.request import (
     StepResult,
     check_request,
 )
-from engine.sampler import NOT_FINITE
+from engine.sampler import NO_CHOICE, NOT_FINITE
 from engine.scheduler import Scheduler
 from engine.step_graphs import LARGEST
 from engine.warm_up import measure_steps, plan_rehearsal, warm_up
@@ -257,6 +257,9 @@ class Engine:
                 self._leave_batch(live)
             elif token == NOT_FINITE:
                 result.failed.append((live.id, "the model's logits are not finite numbers"))
+                self._leave_batch(live)
+            elif token == NO_CHOICE:
+                result.refused.append((live.id, "its sampling parameters leave no token to choose from"))
                 self._leave_batch(live)
             else:
                 position = live.learn(token)

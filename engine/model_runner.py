@@ -39,7 +39,7 @@ from engine.step_graphs import LayerDone, Size, StepGraphs, Widths
 class Sampling:
     """What a step samples; its tensors are right once the step is over."""
 
-    tokens: Tensor | None = None  # [sampled] int64, on the host, or `NOT_FINITE`; None: nobody gets one
+    tokens: Tensor | None = None  # [sampled] int64, on the host; negative: why there is none. None: no rows
     logprobs: TopLogprobs | None = None
     refused: dict[int, str] = field(default_factory=dict)  # by row: what is wrong with its grammar
 

@@ -87,7 +87,7 @@ class StepResult:
     failed: list[tuple[bytes, str]] = field(default_factory=list)
     """(request id, message): only that request is affected."""
     refused: list[tuple[bytes, str]] = field(default_factory=list)
-    """The same where the request itself is wrong, and would fail anywhere: its grammar."""
+    """The same where the request itself is wrong, and would fail anywhere: its grammar, its parameters."""
     seconds: float = 0.0
     """That the device took for the step whose tokens these are; 0: none is over."""
 

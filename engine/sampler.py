@@ -27,7 +27,9 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 NO_TOP_P = np.float32(2)  # rounded sums of probabilities may pass 1, so what is no limit must be above it
 NOT_FINITE = -1
-"""In place of a token, where logits are not finite: nothing can be sampled from them."""
+"""In place of a token: the model's logits are not all finite, so nothing can be sampled from them."""
+NO_CHOICE = -2
+"""In place of a token: the request's own parameters bar every token, or drive a logit beyond float32."""
 
 
 class Variant(Enum):
@@ -81,7 +83,7 @@ def choose(
     adjusted: Tensor, logits: Tensor, variant: Variant, draws: Draws[Tensor], kernels: Kernels
 ) -> Tensor:
     """[rows] int64: a token of each row of adjusted [rows, vocabulary], float32; `NOT_FINITE` where the
-    model's own logits are not all finite. Draws are on the device."""
+    model's own logits are not all finite; or `NO_CHOICE`. Draws are on the device."""
     if variant is Variant.GREEDY:
         tokens, finite = kernels.greedy(adjusted)
     else:
@@ -92,6 +94,8 @@ def choose(
         tokens, finite = kernels.draw(adjusted, draws.temperature, draws.keys, probs, least)
     if adjusted is not logits:
         _, finite = kernels.greedy(logits)
+        # −∞ bars a token, so only the largest must be finite. It is NaN where any logit is.
+        tokens = torch.where(adjusted.amax(dim=-1).isfinite(), tokens, NO_CHOICE)
     return torch.where(finite, tokens, NOT_FINITE)
 
 

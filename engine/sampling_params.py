@@ -1,6 +1,5 @@
 """How a request wants its tokens chosen, and when it wants to stop. Names and meanings are vLLM's."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -8,6 +7,8 @@ from engine.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the bound of OpenAI's API)."""
+LARGEST = 1e6
+"""Bounds what a logit is multiplied by, divided by, or shifted by: float32 then holds the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +52,26 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{name} must be {bound}, not {getattr(self, name)!r}")
 
-        require("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "at least 0")
+        require("temperature", 0 <= self.temperature <= LARGEST, f"between 0 and {LARGEST:g}")
         require("top_k", 0 <= self.top_k < 1 << 31, "1 to 2³¹ − 1, or 0 for no limit")
         require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0")
+        require(
+            "repetition_penalty",
+            1 / LARGEST <= self.repetition_penalty <= LARGEST,
+            f"between {1 / LARGEST:g} and {LARGEST:g}",
+        )
         require("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
         require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
         require("max_tokens", self.max_tokens >= 1, "at least 1")
         require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
         require("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids, which are at least 0")
         require("logit_bias", all(t >= 0 for t in self.logit_bias), "keyed by token ids, at least 0")
-        require("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()), "finite numbers")
+        require(
+            "logit_bias",
+            all(abs(b) <= LARGEST for b in self.logit_bias.values()),
+            f"numbers between {-LARGEST:g} and {LARGEST:g}",
+        )
         require(
             "ignore_eos",
             not (self.ignore_eos and self.structured_output),

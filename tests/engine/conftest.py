@@ -19,6 +19,7 @@ class Result:
 
     outputs: list[Output] = field(default_factory=list)
     failed: str | None = None
+    refused: str | None = None
     handed_back: bool = False
 
     @property
@@ -43,6 +44,8 @@ def run(engine: Engine, requests: Iterable[EngineRequest] = (), **add: Any) -> d
             result.outputs.append(output)
         for request_id, message in step.failed:
             results.setdefault(request_id, Result()).failed = message
+        for request_id, message in step.refused:
+            results.setdefault(request_id, Result()).refused = message
         for request_id in step.preempted:
             results.setdefault(request_id, Result()).handed_back = True
     return results

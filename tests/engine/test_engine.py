@@ -226,6 +226,19 @@ def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: A
     assert all(result.failed is None for result in clean.values())
 
 
+def test_a_request_that_bars_every_token_is_refused_alone(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    engine = tiny_engine()
+    other = request_of(1, PROMPT, max_tokens=4, ignore_eos=True)
+    barred = request_of(2, PROMPT, max_tokens=4, min_tokens=2, stop_token_ids=tuple(range(199)))
+    results = run(engine, [barred, other])
+    assert results[barred.id].refused == "its sampling parameters leave no token to choose from"
+    assert not results[barred.id].outputs
+    assert results[other.id].tokens == run(tiny_engine(), [other])[other.id].tokens
+    engine.assert_whole()
+
+
 @pytest.mark.parametrize("at", [0, 5, 12, 22, 23], ids="token {}".format)
 @pytest.mark.parametrize("handover", [False, True])
 def test_a_nan_in_any_chunk_of_a_prompt_is_never_shared(

@@ -1,6 +1,7 @@
 """The vectorised sampler against the definition, one row at a time in numpy."""
 
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,17 @@ import torch
 from engine import EngineRequest, SamplingParams
 from engine.kernels.torch_kernels import TorchKernels, exponentials
 from engine.live_request import LiveRequest, Phase
-from engine.sampler import NOT_FINITE, Draws, adjust, adjusts, choose, draw_keys, draws_of, top_logprobs
+from engine.sampler import (
+    NO_CHOICE,
+    NOT_FINITE,
+    Draws,
+    adjust,
+    adjusts,
+    choose,
+    draw_keys,
+    draws_of,
+    top_logprobs,
+)
 
 VOCABULARY = 1000
 EOS = (2,)
@@ -202,6 +213,20 @@ def test_a_bad_row_fails_alone(bad: float, everywhere: bool) -> None:
         assert tokens(spoiled, requests) == [*good[:row], NOT_FINITE, *good[row + 1 :]]
 
 
+def test_a_row_without_a_finite_logit_left_fails_alone() -> None:
+    requests = [live(seed=i, **params) for i, params in enumerate(VARIANTS)]
+    values = logits(len(VARIANTS))
+    values[:, 5] = 3e38  # finite; 5 is in every prompt
+    good = tokens(values, requests)
+    barred = {"min_tokens": 9, "stop_token_ids": tuple(range(VOCABULARY))}
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (0, barred), (4, {"repetition_penalty": 1e-6}), (9, barred | {"temperature": 0.0})
+    ]  # fmt: skip
+    for row, params in cases:
+        spoiled = [*requests[:row], live(**params), *requests[row + 1 :]]
+        assert tokens(values, spoiled) == [*good[:row], NO_CHOICE, *good[row + 1 :]]
+
+
 def test_logprobs_are_the_models_own() -> None:
     values = logits(3)
     requests = [
@@ -247,22 +272,25 @@ def test_what_a_graph_cannot_do_is_known_beforehand(params: dict[str, Any], expe
 @pytest.mark.parametrize(
     ("field", "value", "bound"),
     [
-        ("temperature", -0.1, "at least 0"),
-        ("temperature", math.nan, "at least 0"),
+        ("temperature", -0.1, "between 0 and 1e+06"),
+        ("temperature", math.nan, "between 0 and 1e+06"),
+        ("temperature", 1e39, "between 0 and 1e+06"),
         ("top_k", -1, "1 to 2³¹ − 1, or 0 for no limit"),
         ("top_k", 1 << 31, "1 to 2³¹ − 1, or 0 for no limit"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("min_p", 1.5, "between 0 and 1"),
-        ("repetition_penalty", 0.0, "above 0"),
+        ("repetition_penalty", 1e-46, "between 1e-06 and 1e+06"),
+        ("repetition_penalty", 1e39, "between 1e-06 and 1e+06"),
         ("presence_penalty", 2.5, "between -2 and 2"),
         ("frequency_penalty", -2.5, "between -2 and 2"),
         ("max_tokens", 0, "at least 1"),
         ("min_tokens", 17, "between 0 and max_tokens"),
         ("stop_token_ids", (-1,), "token ids, which are at least 0"),
-        ("logit_bias", {1: math.inf}, "finite numbers"),
+        ("logit_bias", {1: math.inf}, "numbers between -1e+06 and 1e+06"),
+        ("logit_bias", {1: math.nan}, "numbers between -1e+06 and 1e+06"),
         ("logprobs", 21, "0 to 20"),
     ],
 )
 def test_parameters_out_of_bounds_are_named(field: str, value: Any, bound: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field} must be {bound}, not"):
+    with pytest.raises(ValueError, match=f"^{field} must be {re.escape(bound)}, not"):
         SamplingParams(**{field: value})
