@@ -190,8 +190,9 @@ class DecodeRole:
         )
         self._link.send(messages.Injected(event.decode_id, event.stats))
         first, vocabulary = event.first_token, self.engine.model_config.vocab_size
-        if first.token_id >= vocabulary:  # the peer's word: one that is none would end the engine
-            text = f"its first token is said to be {first.token_id}, of a vocabulary of {vocabulary}"
+        # A peer named these tokens, and an id that is out of range would crash the engine or the router.
+        if (largest := max((first.token_id, *first.top_ids))) >= vocabulary:
+            text = f"COMMIT names token {largest}, beyond the vocabulary of {vocabulary}"
             self._end(event.decode_id, Code.ENGINE, text)
             return
         logprobs = None

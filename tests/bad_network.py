@@ -42,7 +42,7 @@ class BadNetwork(Proxy):
     fault: str = ""
     back: tuple[int, ...] = ()
     suffered: int = 0  # how many were hit
-    first_token: int | None = None  # told in place of that in the next COMMIT, checksums and all
+    first_token: list[object] | None = None  # replaces that of the next COMMIT; checksums are right
     hits: int = 0
     chance: float = 1.0  # that a frame is hit at all
     bytes_per_second: float = 125_000.0  # of "throttle": 1 Mbit/s
@@ -76,7 +76,7 @@ class BadNetwork(Proxy):
                 frame = bytearray(head + await source.readexactly(length + TRAILER))
                 if head[5] == COMMIT and self.first_token is not None:
                     message = unpack(frame[HEADER:-TRAILER])
-                    message[0][0], self.first_token = self.first_token, None
+                    message[0], self.first_token = self.first_token, None
                     frame = bytearray(whole_frame(COMMIT, pack(message), head[8:24]))
                 meant = head[5] in self.back if back else head[5] == KV and not self.back
                 hit = meant and self.hits > 0 and self.rng.random() < self.chance

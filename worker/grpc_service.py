@@ -150,7 +150,7 @@ class AttachService(WorkerServicer):
         prefill_id = validation.attempt_id(submit.prefill_id, "prefill_id")
         try:
             self._accepts("prefill")
-            work = validation.work(submit.request, self._limits)
+            work = validation.work(submit.request, self._limits, handover=submit.handover)
         except Refused as refusal:
             stream.put(_refused(prefill_id, refusal))
         else:
@@ -172,6 +172,7 @@ class AttachService(WorkerServicer):
         retarget = message.retarget
         decode_id = validation.attempt_id(retarget.decode_id, "decode_id")
         try:
+            self._is_for("decode")
             source = validation.source(retarget.source)
             output_ids = validation.output_tokens(retarget.output_ids, self._limits)
         except Refused as refusal:
@@ -187,9 +188,12 @@ class AttachService(WorkerServicer):
     async def _cache_resync(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         self._put_snapshot(stream)
 
-    def _accepts(self, role: Role) -> None:
+    def _is_for(self, role: Role) -> None:
         if role != self._role:
             raise Refused(Code.INVALID, f"this is a {self._role} worker")
+
+    def _accepts(self, role: Role) -> None:
+        self._is_for(role)
         if self._backend.draining:
             raise Refused(Code.DRAINING, "the worker is shutting down")
 

@@ -21,6 +21,7 @@ MAX_LISTED = 1024
 MAX_ADDRESS = 256
 MAX_SALT_BYTES = 64
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")  # nothing that could look like another line of a log
+_ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # it is logged, too
 
 
 class ProtocolError(Exception):
@@ -49,8 +50,9 @@ def attempt_id(value: bytes, name: str) -> bytes:
     return value
 
 
-def work(request: pb.Request, limits: Limits) -> messages.Work:
-    """Raises Refused(INVALID) naming the field."""
+def work(request: pb.Request, limits: Limits, *, handover: bool = True) -> messages.Work:
+    """The request, checked. Without `handover` its next token must be its last: no worker would continue it.
+    Raises Refused(INVALID) naming the field."""
     if len(request.request_id) != ID_BYTES:
         raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(request.request_id)}")
     if not request.prompt_ids:
@@ -71,6 +73,11 @@ def work(request: pb.Request, limits: Limits) -> messages.Work:
     if sampling.max_tokens <= len(output_ids):
         raise _invalid(
             f"max_tokens is {sampling.max_tokens}, but {len(output_ids)} tokens were emitted already"
+        )
+    if not handover and sampling.max_tokens > len(output_ids) + 1:
+        raise _invalid(
+            f"max_tokens is {sampling.max_tokens}, but a prefill without handover computes only token "
+            f"{len(output_ids) + 1}: set handover"
         )
     for name, listed in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
         if len(listed) > MAX_LISTED:
@@ -122,12 +129,13 @@ def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:
 
 
 def source(value: pb.PrefillSource) -> messages.Source:
-    host, _, port = value.kv_address.rpartition(":")
-    if not host or len(value.kv_address) > MAX_ADDRESS or not port.isascii() or not port.isdigit():
-        raise _invalid(f"kv_address {value.kv_address[:MAX_ADDRESS]!r} is not host:port")
-    if not 1 <= int(port) <= 65_535:
-        raise _invalid(f"kv_address names port {port[:16]}")
-    return messages.Source(attempt_id(value.prefill_id, "prefill_id"), value.kv_address, value.incarnation)
+    address = value.kv_address
+    match = _ADDRESS.fullmatch(address) if len(address) <= MAX_ADDRESS else None
+    if match is None:
+        raise _invalid(f"kv_address {address[:MAX_ADDRESS]!r} is not host:port")
+    if not 1 <= int(match[2]) <= 65_535:
+        raise _invalid(f"kv_address names port {match[2]}, which is not 1 to 65535")
+    return messages.Source(attempt_id(value.prefill_id, "prefill_id"), address, value.incarnation)
 
 
 def _tokens(name: str, ids: Sequence[int], limits: Limits) -> list[int]:

@@ -303,7 +303,7 @@ async def test_bad_requests_are_refused_one_by_one(workers: Workers) -> None:
         source = pair.source(os.urandom(16))
         for req, reason in (
             (request([512], sampling()), "beyond the vocabulary of 512"),
-            (request([1], sampling(temperature=-1.0)), "temperature must be at least 0"),
+            (request([1], sampling(temperature=-1.0)), "temperature must be between 0 and 1e+06"),
             (request([1], sampling(top_p=0.0)), "top_p must be above 0"),
             (request(prompt(CONTEXT), sampling()), "more than the context of 4096"),
         ):
@@ -315,6 +315,10 @@ async def test_bad_requests_are_refused_one_by_one(workers: Workers) -> None:
                 assert reason in failure.message
         wrong = await pair.prefill.submit_decode(request([1], sampling()), source)
         assert "this is a prefill worker" in (await pair.prefill.failure(wrong)).message
+        await pair.prefill.send(retarget=pb.Retarget(decode_id=wrong, source=source))
+        assert "this is a prefill worker" in (await pair.prefill.failure(wrong)).message
+        longer = await pair.prefill.submit_prefill(request([1], sampling(max_tokens=2)), handover=False)
+        assert "set handover" in (await pair.prefill.failure(longer)).message
         await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
         await assert_whole(*workers)
 

@@ -52,19 +52,23 @@ async def test_damage_is_caught_and_mended(
         assert metrics(decode)[counter] == before + 1
 
 
-async def test_a_first_token_that_is_none_fails_its_request_alone(
-    workers: Workers, network: BadNetwork
+@pytest.mark.parametrize(
+    ("first", "named"),
+    [([(1 << 32) - 1, None, [], []], (1 << 32) - 1), ([5, -1.0, [5, 512], [-1.0, -2.0]], 512)],
+)
+async def test_a_first_token_beyond_the_vocabulary_fails_its_request_alone(
+    workers: Workers, network: BadNetwork, first: list[object], named: int
 ) -> None:
-    """Of a peer's words, too, none ends the engine: it is no token of this model, and checksums are right."""
+    """The checksums are right: the prefill worker itself names a token that the model does not have."""
     async with over(network, workers) as pair:
         right = await right_answer(pair)
-        network.first_token = (1 << 32) - 1
+        network.first_token = first
         _, decode_id = await pair.submit(request(PROMPT, PARAMS))
         await pair.decode.reserved(decode_id)
         failure = await pair.decode.failure(decode_id)
         assert (failure.code, failure.message) == (
             pb.FAILURE_CODE_ENGINE,
-            "its first token is said to be 4294967295, of a vocabulary of 512",
+            f"COMMIT names token {named}, beyond the vocabulary of 512",
         )
         await assert_whole(*workers)
         assert await right_answer(pair) == right

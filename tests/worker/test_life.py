@@ -263,13 +263,12 @@ async def test_a_router_that_does_not_read_is_cut(prefill: WorkerProcess) -> Non
         held = await stream.submit_prefill(request(range(100), sampling()), handover=True)
         await stream.token(held)
         stream.may_read.clear()
-        # Each is refused in a line that repeats its address.
-        nowhere = pb.PrefillSource(prefill_id=b"x" * 16, kv_address="\0" * 200, incarnation=1)
-        retarget = pb.Retarget(decode_id=b"y" * 16, source=nowhere)
+        # Each is refused in a line that repeats all of its biases.
+        biased = request([1], sampling(logit_bias=dict.fromkeys(range(512), 1e7)))
 
         async def flood() -> None:
             while True:
-                await stream.send(retarget=retarget)
+                await stream.submit_prefill(biased, handover=True)
 
         flooding = asyncio.create_task(flood())
         await assert_whole(prefill, within=60.0)

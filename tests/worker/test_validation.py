@@ -103,12 +103,19 @@ def test_what_cannot_be_served_is_refused_with_its_reason(
     assert refusal.value.code is Code.INVALID
 
 
+def test_without_handover_the_next_token_must_be_the_last() -> None:
+    assert work(request([1], sampling(max_tokens=3), [4, 5]), LIMITS, handover=False)
+    with pytest.raises(Refused, match=r"max_tokens is 3, .* computes only token 2: set handover"):
+        work(request([1], sampling(max_tokens=3), [4]), LIMITS, handover=False)
+
+
 def test_the_last_position_of_the_context_can_be_used() -> None:
     assert work(request([1, 2], sampling(max_tokens=30)), LIMITS)
 
 
 @pytest.mark.parametrize(
-    "address", ["", "host", "host:", ":1", "host:0", "host:65536", "host:1x", "h" * 256 + ":1"]
+    "address",
+    ["", "host", "host:", ":1", "host:0", "host:65536", "host:1x", "h" * 256 + ":1", "\n:1", "ü:1", "h: 1"],
 )
 def test_a_kv_address_is_host_and_port(address: str) -> None:
     with pytest.raises(Refused, match="kv_address"):
