@@ -114,7 +114,7 @@ class FakeWorker(WorkerServicer):
     async def start(self, port: int = 0) -> "FakeWorker":
         self._server = create_server(self.secret)
         add_WorkerServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{add_port(self._server, f'127.0.0.1:{port}', self.tls)}"
+        self.address = f"127.0.0.1:{add_port(self._server, '127.0.0.1', port, self.tls)}"
         await self._server.start()
         return self
 

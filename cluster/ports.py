@@ -6,6 +6,7 @@ import contextlib
 import socket
 
 from cluster.options import FrontOptions
+from rpc.ports import cannot_listen, family
 
 
 def check_ports(front: FrontOptions) -> None:
@@ -16,14 +17,10 @@ def check_ports(front: FrontOptions) -> None:
         for flag, host, port in asked:
             if port is None:
                 continue
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe = held.enter_context(socket.socket(family(host), socket.SOCK_STREAM))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
             try:
                 probe.bind((host, port))
             except OSError as error:
-                raise ValueError(
-                    f"--{flag} {port}: cannot listen on {host}:{port} ({error.strerror}); choose another "
-                    "port or host, or stop what listens there"
-                ) from error
+                raise ValueError(cannot_listen(f"--{flag}", host, port, error)) from error
             probe.listen()  # else the next one might share it

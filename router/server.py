@@ -29,11 +29,12 @@ from router.faces.serving import Services
 from router.metrics import Metrics
 from router.policy import PREFILL_POLICIES
 from router.processes.control import Answers, answer
-from router.processes.listen import BACKLOG, listen, url_host
+from router.processes.listen import BACKLOG, listen
 from router.status import router_status
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from router.workers.fit import RouterModel
 from router.workers.pool import WorkerPool
+from rpc.ports import url_host
 from rpc.tracing import open_tracer
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
     following = asyncio.create_task(pool.run(), name="workers")
     try:
         context = None if config.tls is None else config.tls.server_context()
-        listening = listen("--host, --port", config.host, config.port, share=config.supervised)
+        listening = listen("--port", config.host, config.port, share=config.supervised)
         port = listening.getsockname()[1]
         site = web.SockSite(runner, listening, ssl_context=context, backlog=BACKLOG)
         await site.start()

@@ -24,6 +24,7 @@ from grpc.aio import Channel
 from rpc.auth import load_secret
 from rpc.channel import HealthServicer, check_health, connect, create_public_server, create_server
 from rpc.chunk_hash import CHUNK_TOKENS, chunk_hashes
+from rpc.ports import cannot_listen, try_port, url_host
 from rpc.tls import TlsFiles, add_port
 from rpc.vocabulary import vocabulary_fingerprint
 
@@ -34,11 +35,14 @@ __all__ = [
     "RpcError",
     "TlsFiles",
     "add_port",
+    "cannot_listen",
     "check_health",
     "chunk_hashes",
     "connect",
     "create_public_server",
     "create_server",
     "load_secret",
+    "try_port",
+    "url_host",
     "vocabulary_fingerprint",
 ]

@@ -30,22 +30,26 @@ def load_secret(path: str | os.PathLike[str] | None = None) -> bytes:
     Whitespace around it is ignored. Raises ValueError when there is none or it is shorter than 16 bytes.
     """
     if path is not None:
-        source = f"cluster secret file {os.fspath(path)!r}"
+        source = f"--cluster-secret-file {os.fspath(path)}:"
         try:
             with Path(path).open("rb") as file:
                 secret = file.read(_MAX_SECRET_BYTES + 1).strip()
         except OSError as error:
-            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+            raise ValueError(f"{source} cannot be read ({error.strerror})") from error
     else:
-        source = f"environment variable {SECRET_VARIABLE}"
+        source = f"{SECRET_VARIABLE}:"
         value = os.environ.get(SECRET_VARIABLE)
         if value is None:
-            raise ValueError(f"no cluster secret: set {source}, or name a file that holds it")
+            raise ValueError(
+                "no cluster secret, which routers and workers share: make one with "
+                f"`export {SECRET_VARIABLE}=$(openssl rand -hex 32)` and set it for every process, or name a "
+                "file that holds it with --cluster-secret-file"
+            )
         secret = value.encode().strip()
     if not MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
         raise ValueError(
-            f"{source} holds {len(secret)} bytes; the secret must have {MIN_SECRET_BYTES} to "
-            f"{_MAX_SECRET_BYTES}, for example the output of `openssl rand -hex 32`"
+            f"{source} a secret of {len(secret)} bytes; it must have {MIN_SECRET_BYTES} to "
+            f"{_MAX_SECRET_BYTES}, as the output of `openssl rand -hex 32`"
         )
     return secret
 

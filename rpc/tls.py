@@ -11,6 +11,8 @@ from pathlib import Path
 
 import grpc
 
+from rpc.ports import try_port, url_host
+
 WORKER_NAME = "baton-worker"
 
 
@@ -77,8 +79,13 @@ class TlsFiles:
         return Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes(), authorities
 
 
-def add_port(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
-    """Listens at "host:port", with TLS if there is any. Returns the port. Raises RuntimeError."""
-    if tls is None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, tls.server_credentials())
+def add_port(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None) -> int:
+    """Listens there, with TLS if there is any. Returns the port. Raises OSError."""
+    address = f"{url_host(host)}:{port}"
+    try:
+        if tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.server_credentials())
+    except RuntimeError as error:  # gRPC does not say why
+        try_port(host, port)
+        raise OSError(str(error)) from error

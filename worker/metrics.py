@@ -17,6 +17,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from kv_transfer import InjectStats, TransferStats
+from rpc.ports import family
 from worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Metrics(Collector):
             return answer(environ, start_response)
 
         class Server(ThreadingWSGIServer):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            address_family = family(host)
 
         server = make_server(host, port, plain, Server, handler_class=_Quiet)
         thread = Thread(target=self._serve, args=(server,), name="metrics", daemon=True)

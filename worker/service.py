@@ -5,7 +5,6 @@ import asyncio
 import logging.config
 import os
 import signal
-import socket
 import time
 from collections.abc import Coroutine
 from itertools import count
@@ -154,13 +153,14 @@ class Service:
         except ValueError as error:
             raise StartError(str(error)) from error
         try:
-            port = rpc.add_port(self._server, f"{config.host}:{config.port}", config.tls)
-        except RuntimeError as error:
-            raise StartError(f"--port {config.port}: cannot listen on {config.host}") from error
+            port = rpc.add_port(self._server, config.host, config.port, config.tls)
+        except OSError as error:
+            raise StartError(rpc.cannot_listen("--port", config.host, config.port, error)) from error
         try:
             metrics_port = self._metrics.listen(config.host, config.metrics_port)
         except OSError as error:
-            raise StartError(f"--metrics-port {config.metrics_port}: {error.strerror}") from error
+            reason = rpc.cannot_listen("--metrics-port", config.host, config.metrics_port, error)
+            raise StartError(reason) from error
         if config.role == "prefill":
             _try_port(config.kv_address() or config.host, config.kv_port)
         return port, metrics_port, host
@@ -338,6 +338,6 @@ class Service:
 def _try_port(host: str, port: int) -> None:
     """The transfer process, which will listen there, starts only once the model is loaded."""
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        rpc.try_port(host, port)
     except OSError as error:
-        raise StartError(f"--kv-port {port}: cannot listen on {host}: {error.strerror}") from error
+        raise StartError(rpc.cannot_listen("--kv-port", host, port, error)) from error

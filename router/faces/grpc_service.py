@@ -14,9 +14,8 @@ from router.errors import ApiError, TooSlow
 from router.faces.intake import Intake, request_name
 from router.faces.serving import Answer
 from router.generation.choice import Delta
-from router.processes.listen import url_host
 from router.workers.pool import WorkerPool
-from rpc import HealthServicer, add_port, create_public_server
+from rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
@@ -62,14 +61,13 @@ class GrpcFace(InferenceServicer):
 
     async def start(self, host: str, port: int) -> str:
         """Returns the address at which it listens. Raises ValueError when it cannot."""
-        host = url_host(host)
         try:
-            bound = add_port(self._server, f"{host}:{port}", self._tls)
-        except RuntimeError as error:
-            raise ValueError(f"--host, --grpc-port: cannot listen on {host}:{port}") from error
+            bound = add_port(self._server, host, port, self._tls)
+        except OSError as error:
+            raise ValueError(cannot_listen("--grpc-port", host, port, error)) from error
         await self._server.start()
         self._following = asyncio.create_task(self._follow_readiness(), name="gRPC health")
-        return f"{host}:{bound}"
+        return f"{url_host(host)}:{bound}"
 
     async def drain(self) -> None:
         """Says that it is going. It still listens: clients keep their connections, and are told on them."""

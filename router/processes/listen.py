@@ -2,20 +2,22 @@
 
 import socket
 
+from rpc.ports import cannot_listen, family
+
 SEND_BUFFER_BYTES = 256 << 10
 """What the kernel may hold for one client that does not read; by default it would be megabytes."""
 BACKLOG = 1024
 
 
-def listen(flags: str, host: str, port: int, *, share: bool = False) -> socket.socket:
+def listen(flag: str, host: str, port: int, *, share: bool = False) -> socket.socket:
     """A listening TCP socket. `share`: other processes of ours listen at the same address (SO_REUSEPORT).
 
-    Raises ValueError naming the flags.
+    Raises ValueError naming the flag.
     """
     try:
-        made = socket.create_server((host, port), family=_family(host), backlog=BACKLOG, reuse_port=share)
+        made = socket.create_server((host, port), family=family(host), backlog=BACKLOG, reuse_port=share)
     except OSError as error:
-        raise _cannot_listen(flags, host, port, error) from error
+        raise ValueError(cannot_listen(flag, host, port, error)) from error
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted ones inherit it
     return made
 
@@ -25,9 +27,9 @@ def reserve(flag: str, host: str, port: int) -> socket.socket:
 
     Raises ValueError naming the flag when somebody else has the port, also one who would share it.
     """
-    made = socket.socket(_family(host), socket.SOCK_STREAM)
+    made = socket.socket(family(host), socket.SOCK_STREAM)
     try:
-        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        with socket.socket(family(host), socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
             probe.bind((host, port))
             address = probe.getsockname()
@@ -35,18 +37,5 @@ def reserve(flag: str, host: str, port: int) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
-        raise _cannot_listen(f"--host, {flag}", host, port, error) from error
+        raise ValueError(cannot_listen(flag, host, port, error)) from error
     return made
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _cannot_listen(flags: str, host: str, port: int, error: OSError) -> ValueError:
-    return ValueError(f"{flags}: cannot listen on {host}:{port}: {error.strerror or error}")
-
-
-def url_host(host: str) -> str:
-    """As it stands before a port."""
-    return f"[{host}]" if ":" in host else host

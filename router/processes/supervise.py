@@ -26,9 +26,10 @@ from aiohttp import web
 
 from router.config import RouterConfig
 from router.processes.control import Asker
-from router.processes.listen import listen, reserve, url_host
+from router.processes.listen import listen, reserve
 from router.processes.merged_metrics import MergedMetrics
 from router.status import scrape_targets
+from rpc.ports import url_host
 
 log = logging.getLogger(__name__)
 
@@ -294,7 +295,7 @@ class Supervisor:
         )
         await runner.setup()
         try:
-            listening = listen("--admin-host, --admin-port", config.admin_host, config.admin_port or 0)
+            listening = listen("--admin-port", config.admin_host, config.admin_port or 0)
             await web.SockSite(runner, listening).start()
             yield f"http://{url_host(config.admin_host)}:{listening.getsockname()[1]}"
         finally:

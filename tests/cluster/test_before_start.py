@@ -25,7 +25,7 @@ def test_a_port_that_is_taken_is_named() -> None:
             ("--admin-port", FrontOptions(port=0, admin_port=port)),
         ):
             with pytest.raises(
-                ValueError, match=rf"{flag} {port}: cannot listen on 127.0.0.1:{port} \(.*use"
+                ValueError, match=rf"{flag} {port}: cannot listen on 127.0.0.1:{port}: the port is in use"
             ):
                 check_ports(front)
     check_ports(FrontOptions(port=port, grpc_port=0, admin_port=0))

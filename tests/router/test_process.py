@@ -140,7 +140,7 @@ async def test_what_a_user_got_wrong_is_said(start: Callable, directory: Path, t
     router = await start()
     port = int(router.url.rpartition(":")[2])
     cases: list[tuple[dict[str, Any], bytes]] = [
-        ({"model": str(directory), "port": port}, b"cannot listen"),
+        ({"model": str(directory), "port": port}, b"the port is in use"),
         ({"model": str(tmp_path)}, b"no tokenizer.json"),
     ]
     for wrong, named in cases:

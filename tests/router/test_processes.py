@@ -295,7 +295,10 @@ async def test_what_a_user_got_wrong_is_said_once(start: Callable[..., Any], tmp
             start("--router-processes", "2", "--port", port),
             start("--router-processes", "2", "--chat-template", str(template)),  # seen by the processes only
         )
-        for routers, said in ((wrong, "--host, --port: cannot listen"), (unread, "template")):
+        for routers, said in (
+            (wrong, f"--port {port}: cannot listen on 127.0.0.1:{port}: the port is in use"),
+            (unread, "template"),
+        ):
             assert await routers.exit_code() == 2
             assert said in routers.said[-1]["error"]
 
@@ -304,7 +307,7 @@ def test_a_port_is_taken_for_all_of_them_or_not_at_all():
     with reserve("--port", "127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with listen("--port", "127.0.0.1", port, share=True), listen("--port", "127.0.0.1", port, share=True):
-            with pytest.raises(ValueError, match=f"--grpc-port: cannot listen on 127.0.0.1:{port}"):
+            with pytest.raises(ValueError, match=f"--grpc-port {port}: cannot listen on 127.0.0.1:{port}"):
                 reserve("--grpc-port", "127.0.0.1", port)
             with pytest.raises(ValueError, match="cannot listen"):
                 listen("--port", "127.0.0.1", port)

@@ -27,7 +27,7 @@ class Described(WorkerServicer):
 async def serving(tls: TlsFiles | None) -> AsyncIterator[str]:
     server = create_server(SECRET)
     add_WorkerServicer_to_server(Described(), server)
-    port = add_port(server, "127.0.0.1:0", tls)
+    port = add_port(server, "127.0.0.1", 0, tls)
     await server.start()
     try:
         yield f"127.0.0.1:{port}"

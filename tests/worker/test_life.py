@@ -93,10 +93,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": Path("/nonexistent/model")}, "--model /nonexistent/model"),
     # No mistake where there is one.
     *([({"engine": TINY | {"device": "cuda"}}, "--device cuda")] if DEVICE == "cpu" else []),
-    ({"host": "192.0.2.1"}, "--port 0: cannot listen on 192.0.2.1"),
-    ({"port": "taken"}, "--port TAKEN: cannot listen on 127.0.0.1"),
-    ({"metrics_port": "taken"}, "--metrics-port TAKEN: Address already in use"),
-    ({"kv_port": "taken"}, "--kv-port TAKEN: cannot listen on 127.0.0.1: Address already in use"),
+    ({"host": "192.0.2.1"}, "--port 0: cannot listen on 192.0.2.1:0: no network interface of this machine"),
+    *[
+        ({option: "taken"}, f"{flag} TAKEN: cannot listen on 127.0.0.1:TAKEN: the port is in use")
+        for option, flag in (("port", "--port"), ("metrics_port", "--metrics-port"), ("kv_port", "--kv-port"))
+    ],
 ]
 
 

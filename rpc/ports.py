@@ -1,0 +1,33 @@
+"""Where a process listens, and why it cannot."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+_REASONS = {
+    errno.EADDRINUSE: "the port is in use; choose another one, or stop the process that listens there",
+    errno.EADDRNOTAVAIL: "no network interface of this machine has that address",
+    errno.EACCES: "this user may not listen there; ports below 1024 need a privilege",
+}
+
+
+def family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def url_host(host: str) -> str:
+    """As it stands before a port: an IPv6 address has brackets there."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def try_port(host: str, port: int) -> None:
+    """Raises OSError if nothing could listen there now."""
+    host = host.strip("[]")
+    socket.create_server((host, port), family=family(host)).close()
+
+
+def cannot_listen(flag: str, host: str, port: int, error: OSError) -> str:
+    """The message for the user."""
+    reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
+    return f"{flag} {port}: cannot listen on {url_host(host)}:{port}: {reason}"
