@@ -55,6 +55,10 @@ class BodyTooLarge(ApiError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
 
+class UnsupportedMediaType(ApiError):
+    status, type, code = 415, "invalid_request_error", "unsupported_media_type"
+
+
 class Overloaded(ApiError):
     status, type, code = 429, "rate_limit_error", "overloaded"
 

@@ -24,6 +24,7 @@ from router.config import RouterConfig
 from router.errors import ShuttingDown
 from router.faces.grpc_service import GrpcFace
 from router.faces.http import Front
+from router.faces.http_runner import HttpRunner
 from router.faces.intake import Intake
 from router.faces.serving import Services
 from router.metrics import Metrics
@@ -113,8 +114,9 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
     intake = Intake(config, services)
     front = Front(config, services, intake)
     grpc_face = GrpcFace(config, intake, pool, share=config.supervised)
-    runner = web.AppRunner(
+    runner = HttpRunner(
         front.app,
+        services.metrics,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=0.5,

@@ -11,7 +11,7 @@ from router.api import replies
 from router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _SCHEMA = "#/components/schemas/{model}"
-_REQUEST = (400, 401, 404, 413, 500, 503)
+_REQUEST = (400, 401, 404, 408, 413, 415, 500, 503)
 _GENERATION = (*_REQUEST, 429, 504)
 
 

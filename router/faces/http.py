@@ -129,13 +129,18 @@ class Front:
         return await respond(request, answer, written, headers, self._config.client_timeout)
 
     async def _read(self, request: web.Request) -> bytes:
-        """The body, from a client that does not take for ever to send it."""
+        """The body, which must be JSON, and come within the client's timeout."""
+        _check_type(request.headers.get("content-type"))
         try:
             async with asyncio.timeout(self._config.client_timeout):
                 return await request.read()
         except TimeoutError:
             text = f"the body did not come within {self._config.client_timeout:g} s"
             raise errors.TooSlow(text) from None
+        except web.RequestPayloadError as error:
+            encoding = request.headers.get("content-encoding", "identity")
+            text = f"the body cannot be read: it is not what Content-Encoding says ({encoding[:20]})"
+            raise errors.InvalidRequest(text) from error
 
     async def _parse(self, request: web.Request, kind: type[B]) -> B:
         body = parse(kind, await self._read(request))
@@ -207,6 +212,14 @@ class Front:
 
     async def _targets(self, request: web.Request) -> web.Response:
         return _json(scrape_targets(await router_status(self._config, self._services, self._intake.draining)))
+
+
+def _check_type(header: str | None) -> None:
+    """As vLLM does. Browsers send other types, or none, to another origin without asking it first."""
+    sent = "none" if header is None else repr(header[:80])
+    if header is None or header.partition(";")[0].strip().lower() != "application/json":
+        text = f"the Content-Type must be application/json, not {sent}"
+        raise errors.UnsupportedMediaType(f"{text}: curl needs -H 'Content-Type: application/json'")
 
 
 def _seconds(header: str | None) -> float | None:

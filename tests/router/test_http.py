@@ -1,15 +1,20 @@
 """The HTTP face of a real router over fake workers: answers, streams, errors."""
 
 import asyncio
+import gzip
 import json
+import logging
+import shutil
 import socket
+from pathlib import Path
 
-import aiohttp
 import pytest
 
+from router.api import replies
+from router.text.tokenizer import load_tokenizer
 from rpc import worker_pb2 as pb
 
-from .conftest import TEXT, Cluster
+from .conftest import TEXT, Cluster, make_cluster
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -289,11 +294,87 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
     assert status["workers"][0]["incarnation"] == f"{cluster.prefills[0].incarnation:016x}"
 
 
-async def test_a_client_that_sends_garbage_gets_an_answer(cluster: Cluster):
+async def raw(cluster: Cluster, sent: bytes) -> tuple[int, dict[str, str], replies.ErrorDetail]:
+    """Status, headers and error of what is answered to these bytes."""
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port), family=socket.AF_INET)
-    writer.write(b"\x16\x03\x01 garbage\r\n\r\n")
-    assert b"400" in await asyncio.wait_for(reader.readline(), 5)
-    writer.close()
-    async with aiohttp.ClientSession() as other, other.get(cluster.url + "/health") as response:
-        assert response.status == 200
+    try:
+        async with asyncio.timeout(5):
+            writer.write(sent)
+            [status, *headers] = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()[:-1]
+            named = dict(header.split(": ", 1) for header in headers)
+            body = await reader.readexactly(int(named["Content-Length"]))
+    finally:
+        writer.close()
+    return int(status.split()[1]), named, replies.ErrorReply.model_validate_json(body).error
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+async def test_what_is_no_http_is_answered_in_openais_shape(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+):
+    """And none of it is logged: it may hold a key or a prompt."""
+    for sent, reason in (
+        (b"\x16\x03\x01 garbage\r\n\r\n", "HTTPS"),
+        (b"BREW /health HTTP/1.1\r\n\r\n", "Invalid method"),
+        (b"GET /health HTTP/9.9\r\n\r\n", "Bad status line"),
+        (b"GET /health HTTP/1.1\r\n\r\n", "Host"),
+        (b"GET / HTTP/1.1\r\nAuthorization: Bearer SECRET\0\r\n\r\n", "Invalid header value"),
+        (POST + b"Transfer-Encoding: bad\r\n\r\nSECRET", "Transfer-Encoding"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nSECRET\r\n", "chunk size"),
+        (POST + b"Content-Length: SECRET\r\n\r\n", "Content-Length"),
+        (POST + b"Cookie: " + b"SECRET" * 2000 + b"\r\n\r\n", "more than 8190 bytes"),
+    ):
+        with caplog.at_level(logging.DEBUG):
+            status, headers, error = await raw(cluster, sent)
+        assert (status, error.type, error.code) == (400, "invalid_request_error", "invalid_value")
+        assert "not valid HTTP" in error.message
+        assert reason in error.message
+        assert "\n" not in error.message
+        assert headers["Content-Type"].startswith("application/json")
+        assert len(headers["x-request-id"]) == 32
+    assert "SECRET" not in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
+    counted = 'baton:request_errors_total{code="invalid_value",model_name="fake",role="router"} 9.0'
+    assert counted in await cluster.metrics()
+
+
+async def test_a_compressed_body(cluster: Cluster):
+    packed = gzip.compress(b'{"prompt": ""}')
+    encoded = POST + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+    _, _, error = await raw(cluster, encoded % len(packed) + packed)
+    assert error.param == "prompt", "it is read"
+    for broken in (b"{}", packed[:-12] + b"x" * 12):
+        status, _, error = await raw(cluster, encoded % len(broken) + broken)
+        assert (status, error.type) == (400, "invalid_request_error")
+        assert "the body cannot be read" in error.message
+        assert "gzip" in error.message
+
+
+async def test_a_body_says_that_it_is_json(cluster: Cluster):
+    """As in vLLM. A page of another origin can make a browser send other types without asking first."""
+    bodies = {
+        "/v1/completions": {"prompt": "x", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1},
+        "/tokenize": {"prompt": "x"},
+        "/detokenize": {"tokens": [5]},
+    }
+    for path, body in bodies.items():
+        text = json.dumps(body).encode()
+        plain = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n".encode()
+        for sent, told in (
+            (b"Content-Type: application/x-www-form-urlencoded\r\n", "x-www-form-urlencoded"),  # curl -d
+            (b"Content-Type: text/plain\r\n", "text/plain"),
+            (b"Content-Type: application/jsonl\r\n", "application/jsonl"),
+            (b"", "none"),
+        ):
+            status, _, error = await raw(cluster, plain + sent + b"\r\n" + text)
+            assert (status, error.code) == (415, "unsupported_media_type")
+            assert told in error.message
+            assert "-H 'Content-Type: application/json'" in error.message
+        for sent in ("application/json; charset=utf-8", "Application/JSON"):
+            headers = {"Content-Type": sent}
+            async with cluster.http.post(cluster.url + path, data=text, headers=headers) as response:
+                assert response.status == 200

@@ -34,9 +34,8 @@ async def test_a_body_that_is_too_large(tokenizer: ModelTokenizer, tmp_path: Pat
         assert status == 413
         assert "1000 bytes" in answer["error"]["message"]
         bomb = gzip.compress(bytes(50_000_000))
-        async with cluster.http.post(
-            cluster.url + "/v1/completions", data=bomb, headers={"Content-Encoding": "gzip"}
-        ) as response:
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        async with cluster.http.post(cluster.url + "/v1/completions", data=bomb, headers=headers) as response:
             assert response.status == 413
 
 

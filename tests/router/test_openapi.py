@@ -41,7 +41,8 @@ async def test_the_routes_are_those_that_are_described(cluster: Cluster):
     """Each answers, without a body with a refusal that its description knows."""
     for operation in OPERATIONS:
         path = operation.path.replace("{id}", "fake")
-        async with cluster.http.request(operation.method, cluster.url + path) as response:
+        json_type = {"Content-Type": "application/json"}
+        async with cluster.http.request(operation.method, cluster.url + path, headers=json_type) as response:
             expected = 200 if operation.body is None else 400
             assert response.status == expected, operation
             if expected == 400:

@@ -154,7 +154,7 @@ async def test_what_a_user_got_wrong_is_said(start: Callable, directory: Path, t
 @pytest.mark.parametrize("log_format", ["text", "json"])
 async def test_what_clients_send_is_not_logged(start: Callable, log_format: str):
     router = await start(log_format=log_format, log_level="debug")
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     for request in (
         head + b"Authorization: Bearer sk-private\0\r\n\r\n",
         head + b"Transfer-Encoding: chunked\r\n\r\nprivate prompt\r\n",

@@ -41,7 +41,8 @@ async def connected(cluster: Cluster) -> AsyncIterator[tuple[asyncio.StreamReade
 
 def request(body: bytes, length: int | None = None) -> bytes:
     sent = len(body) if length is None else length
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (sent, body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n%s" % (sent, body)
 
 
 async def test_headers_that_do_not_come(tokenizer: ModelTokenizer, tmp_path: Path):

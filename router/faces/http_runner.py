@@ -1,0 +1,74 @@
+"""Runs the HTTP application, and answers bytes that are not HTTP in OpenAI's shape.
+
+aiohttp answers these before any middleware, as plain text, and logs the bytes.
+"""
+
+import logging
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from router.errors import ApiError, InvalidRequest
+from router.faces.intake import request_name
+from router.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class HttpRunner(web.AppRunner):
+    """Takes the arguments of `web.AppRunner`, and the router's metrics."""
+
+    __slots__ = ("_metrics",)
+
+    def __init__(self, app: web.Application, metrics: Metrics, **arguments: Any) -> None:
+        super().__init__(app, **arguments)
+        self._metrics = metrics
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(made, self._metrics, **self._kwargs)
+
+
+class _Server(web.Server):
+    """A copy of another server with connections of its own kind."""
+
+    def __init__(self, other: web.Server, metrics: Metrics, **arguments: Any) -> None:
+        factory = other.request_factory
+        super().__init__(other.request_handler, request_factory=factory, **arguments)
+        self.metrics = metrics
+
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Connection(RequestHandler):
+    __slots__ = ("_metrics",)
+
+    def __init__(self, server: _Server, **arguments: Any) -> None:
+        super().__init__(server, **arguments)
+        self._metrics = server.metrics
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Ends a connection. `status` is 400 for what is not HTTP, else a handler raised `exc`."""
+        if request.writer.output_size or isinstance(exc, ConnectionError):
+            raise ConnectionError("an answer has begun, or the client went")
+        if status == 400:
+            # The first line is the reason. The others show what was read, which may be a key or a prompt.
+            reason = (message or "").partition("\n")[0].rstrip(":")
+            error: ApiError = InvalidRequest(f"the request is not valid HTTP: {reason}")
+            log.debug("a request of %s is not valid HTTP: %s", request.remote, type(exc).__name__)
+        else:
+            error = ApiError("the request failed inside the router")
+            log.error("a request of %s failed", request.remote, exc_info=exc)
+        self._metrics.failed(error)
+        headers = {"x-request-id": request_name(None)}
+        response = web.json_response(error.body, status=error.status, headers=headers)
+        response.force_close()
+        return response
