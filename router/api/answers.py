@@ -70,6 +70,7 @@ class ChatFormat(Format):
         assert isinstance(body, ChatBody)
         self._logprobs = body.logprobs_wanted is not None
         self._max_calls = 1 if body.parallel_tool_calls is False else None
+        self._only_calls = body.must_call
         tool_format = tokenizer.tool_format if body.offered_tools else None
         self._parsers = [tool_format() for _ in answer.choices] if tool_format is not None else []
 
@@ -78,6 +79,12 @@ class ChatFormat(Format):
         if self._token_ids:
             whole["prompt_token_ids"] = self._answer.prompts[0]
         return whole
+
+    def chunk(self, index: int, delta: Delta, *, usage: bool) -> dict[str, Any]:
+        chunk = super().chunk(index, delta, usage=usage)
+        if self._token_ids and delta.first:
+            chunk["prompt_token_ids"] = self._answer.prompts[0]
+        return chunk
 
     def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
         content, calls = self._parsed(index, _text(deltas), last=True)
@@ -104,7 +111,8 @@ class ChatFormat(Format):
         content, calls = "", []
         for piece in [*parser.push(text), *(parser.finish() if last else ())]:
             if piece.call is None:
-                content += piece.text
+                # The grammar lets only calls through: other text is the head of a call that was cut.
+                content += "" if self._only_calls else piece.text
             elif self._max_calls is None or piece.call < self._max_calls:
                 calls.append(_tool_call(piece))
         return content, calls
@@ -185,7 +193,8 @@ class CompletionFormat(Format):
             tokens.append(text)
             logprobs.append(max(given.logprob, LOWEST_LOGPROB))
             top = zip(given.top_ids, given.top_logprobs, strict=True)
-            tops.append({self._spelled(i): max(logprob, LOWEST_LOGPROB) for i, logprob in top})
+            spelled = {self._spelled(i): max(logprob, LOWEST_LOGPROB) for i, logprob in top}
+            tops.append({**spelled, text: logprobs[-1]})  # OpenAI always adds the token itself
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
         return {

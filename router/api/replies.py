@@ -136,6 +136,7 @@ class ChatChunk(Reply):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageReply | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionChunkChoice(Reply):

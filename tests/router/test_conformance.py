@@ -168,5 +168,9 @@ def _http_logprobs(choice: dict[str, Any]) -> list[tuple[float, list[float]]]:
         return []
     if "content" in given:
         return [(t["logprob"], sorted(top["logprob"] for top in t["top_logprobs"])) for t in given["content"]]
-    tops = [sorted(top.values()) for top in given["top_logprobs"]]
+    # OpenAI's completions add the token itself to the likely ones. Here it is never one of these.
+    tops = [
+        sorted(logprob for token, logprob in top.items() if token != itself)
+        for itself, top in zip(given["tokens"], given["top_logprobs"], strict=True)
+    ]
     return list(zip(given["token_logprobs"], tops, strict=True))

@@ -118,7 +118,11 @@ async def test_logprobs_of_both_kinds(cluster: Cluster):
     assert logprobs["tokens"] == ["The", " capital", " of"]
     assert logprobs["token_logprobs"] == [-0.5, -1.0, -1.5]
     assert logprobs["text_offset"] == [0, 3, 11]
-    assert [len(top) for top in logprobs["top_logprobs"]] == [2, 2, 2]
+    for token, logprob, top in zip(
+        *(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+    ):
+        assert top[token] == logprob, "the token itself is one of them, whether or not it is likely"
+        assert len(top) == 3
     body = {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 2}
     _, answer = await cluster.post("/v1/chat/completions", **body)
     first, second = answer["choices"][0]["logprobs"]["content"]

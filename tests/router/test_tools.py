@@ -212,6 +212,19 @@ async def test_a_text_without_calls_and_a_call_that_is_cut(tool_tokenizer: Model
         assert len(arguments) > 2
 
 
+async def test_a_forced_call_that_is_cut_leaves_nothing_in_the_content(
+    tool_tokenizer: ModelTokenizer, tmp_path: Path
+):
+    async with make_cluster(tool_tokenizer, tmp_path, text=ONE) as made:
+        for max_tokens in range(1, 12):
+            body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "max_tokens": max_tokens}
+            _, answer = await made.post("/v1/chat/completions", **body)
+            [choice] = answer["choices"]
+            assert (choice["message"]["content"] or None, choice["finish_reason"]) == (None, "length")
+            message, reason = joined(await made.events("/v1/chat/completions", **body))
+            assert (message["content"], reason) == (None, "length")
+
+
 @pytest.mark.parametrize(
     ("body", "texts"),
     [
