@@ -1,9 +1,9 @@
 """Requests as clients write them: OpenAI's fields, and vLLM's beside them.
 
-Types are strict. What Baton cannot do is refused by name; fields that nobody knows are ignored, as vLLM does.
+Types are strict. Fields in `unsupported` are refused by name; unknown ones are ignored, as in vLLM.
 """
 
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -18,6 +18,7 @@ from pydantic import (
 from router.api.fields import (
     MAX_CHOICES,
     MAX_LISTED,
+    Nullable,
     PromptInput,
     Prompts,
     Stops,
@@ -25,12 +26,12 @@ from router.api.fields import (
     TokenId,
     invalid,
     prompts,
-    refuse,
     stops,
     unsupported,
 )
 from router.api.messages import Message
 from router.api.structured import ResponseFormat, Structure, StructuredOutputs
+from router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refuse
 from router.errors import InvalidRequest, Unsupported
 from router.tools import NamedTool, Tool, ToolChoice
 
@@ -50,30 +51,25 @@ class Body(BaseModel):
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    """None: as continuous_usage_stats, a field of vLLM, where the default of this one is true."""
+    continuous_usage_stats: Nullable[bool] = False
 
+    @property
+    def usage_at_the_end(self) -> bool:
+        return self.continuous_usage_stats if self.include_usage is None else self.include_usage
 
-# Name, and what may stand there all the same because it asks for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,), "allowed_token_ids": ([],), "audio": (), "bad_words": ([],),
-    "best_of": (1,), "cache_salt": (), "chat_template": (), "continue_final_message": (False,),
-    "documents": ([],), "function_call": ("none",), "functions": ([],),
-    "include_stop_str_in_output": (False,), "length_penalty": (1,), "logits_processors": ([],),
-    "lora_request": (), "modalities": (["text"],), "prediction": (), "prompt_embeds": (),
-    "prompt_logprobs": (0,), "return_tokens_as_token_ids": (False,), "suffix": ("",),
-    "truncate_prompt_tokens": (), "use_beam_search": (False,), "web_search_options": (),
-}  # fmt: skip
-_OLD_NAMES = {f"guided_{k}": f"structured_outputs.{k}" for k in ("json", "regex", "choice", "grammar")}
-"""vLLM's before 0.12."""
+    @property
+    def usage_in_each_chunk(self) -> bool:
+        return self.usage_at_the_end and self.continuous_usage_stats
 
 
 class GenerationBody(Body):
     """What both kinds of completion share."""
 
-    stream: bool = False
+    stream: Nullable[bool] = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    n: Nullable[Annotated[int, Field(ge=1, le=MAX_CHOICES)]] = 1
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -88,13 +84,13 @@ class GenerationBody(Body):
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED)] | None
     ) = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    return_token_ids: bool = False
+    min_tokens: Nullable[Annotated[int, Field(ge=0, lt=2**31)]] = 0
+    ignore_eos: Nullable[bool] = False
+    skip_special_tokens: Nullable[bool] = True
+    return_token_ids: Nullable[bool] = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Nullable[Annotated[int, Field(ge=-(2**31), lt=2**31)]] = 0
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -102,10 +98,13 @@ class GenerationBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        for old, new in _OLD_NAMES.items():
-            if isinstance(data, dict) and data.get(old) is not None:
-                raise unsupported(f"{old} is not supported; its name is {new} now", old)
-        return refuse(data, _UNSUPPORTED)
+        return refuse(data, GENERATION)
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream to be true", "stream_options")
+        return self
 
     @model_validator(mode="after")
     def _one_structure(self) -> Self:
@@ -145,12 +144,13 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Prompts, PlainValidator(prompts, json_schema_input_type=PromptInput)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: bool = False
+    echo: Nullable[bool] = False
+    add_special_tokens: Nullable[bool] = True
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_tools(cls, data: Any) -> Any:
-        return refuse(data, {"tools": ([],), "tool_choice": ("none", "auto")})
+    def _refuse_fields_of_chats(cls, data: Any) -> Any:
+        return refuse(data, COMPLETION)
 
     @model_validator(mode="after")
     def _no_prompt_logprobs(self) -> Self:
@@ -163,21 +163,60 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class ChatBody(GenerationBody):
+class RenderedBody(Body):
+    """The fields that say how a chat template makes a prompt of messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: TemplateSettings | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_generation_prompt: bool | None = None
+    """None: true, unless the final message is continued."""
+    continue_final_message: Nullable[bool] = False
+    add_special_tokens: bool | None = None
+    """None: true for a prompt, false for messages, because their template writes these tokens."""
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise invalid("continue_final_message excludes add_generation_prompt", "continue_final_message")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the prompt tells the model of."""
+        return self.tools or []
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """Variables of the template. As in vLLM, a reasoning effort also says whether to think at all."""
+        effort = self.reasoning_effort
+        asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+        return asked | (self.chat_template_kwargs or {})
+
+    @property
+    def ends_with_generation_prompt(self) -> bool:
+        given = self.add_generation_prompt
+        return not self.continue_final_message if given is None else given
+
+
+class ChatBody(RenderedBody, GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    logprobs: bool = False
+    logprobs: Nullable[bool] = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    chat_template_kwargs: TemplateSettings | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_fields_of_completions(cls, data: Any) -> Any:
+        return refuse(data, CHAT)
+
     @model_validator(mode="after")
     def _logprobs_first(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
         return self
 
@@ -231,14 +270,16 @@ class ChatBody(GenerationBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RenderedBody):
     """POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    chat_template_kwargs: TemplateSettings | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    add_special_tokens: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return refuse(data, TOKENIZE)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:

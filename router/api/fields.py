@@ -1,10 +1,10 @@
 """Kinds of values that fields of requests have: what may stand there, and what is made of it."""
 
 from types import UnionType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, PlainValidator
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault, core_schema
 
 MAX_CHOICES = 128
 MAX_LISTED = 1024  # entries of stop_token_ids and of logit_bias
@@ -25,6 +25,25 @@ Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
 TemplateSettings = Annotated[dict[Annotated[str, Field(max_length=64)], Any], Field(max_length=64)]
 
 
+class _NullIsDefault:
+    """Makes null as good as leaving the field out: many clients write out every field that they know."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(kind)
+        shown = core_schema.nullable_schema(schema)
+        return core_schema.no_info_before_validator_function(_given, schema, json_schema_input_schema=shown)
+
+
+def _given(value: Any) -> Any:
+    if value is None:
+        raise PydanticUseDefault
+    return value
+
+
+T = TypeVar("T")
+Nullable = Annotated[T, _NullIsDefault()]
+
+
 class TextPart(BaseModel):
     type: Literal["text"]
     text: str
@@ -42,16 +61,6 @@ def unsupported(reason: str, param: str | None = None) -> PydanticCustomError:
 
 def _error(kind: Literal["invalid", "unsupported"], reason: str, param: str | None) -> PydanticCustomError:
     return PydanticCustomError(kind, "{reason}", {"reason": reason} | ({"param": param} if param else {}))
-
-
-def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
-    """Returns `data` if it has none of the fields, or only with values that ask for nothing. `nested`: it is
-    no body, and its own place names it better."""
-    for name, harmless in fields.items():
-        value = data.get(name) if isinstance(data, dict) else None
-        if value is not None and value not in harmless:
-            raise unsupported(f"{name} is not supported", None if nested else name)
-    return data
 
 
 def one_of(kinds: UnionType, what: str) -> PlainValidator:

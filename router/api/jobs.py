@@ -8,12 +8,11 @@ from typing import Any
 
 import xxhash
 
-from router.api.bodies import MAX_CHOICES, CompletionBody, GenerationBody
+from router.api.bodies import MAX_CHOICES, CompletionBody, GenerationBody, RenderedBody
 from router.api.messages import Message
 from router.api.structured import Structure
 from router.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from router.text.tokenizer import ModelTokenizer
-from router.tools import Tool
 from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 
@@ -62,11 +61,9 @@ class Job:
 
 
 async def chat_prompt(
-    tokenizer: ModelTokenizer,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    settings: dict[str, Any] | None,
+    tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[Message]
 ) -> list[int]:
+    tools = body.offered_tools
     if not tokenizer.takes_tools:
         if tools:
             raise Unsupported("tools is not supported: this model's chat template knows none", param="tools")
@@ -78,17 +75,22 @@ async def chat_prompt(
         text = tokenizer.render_chat(
             [message.for_template() for message in messages],
             [tool.for_template() for tool in tools],
-            settings,
+            body.template_settings,
+            add_generation_prompt=body.ends_with_generation_prompt,
+            continue_final_message=body.continue_final_message,
         )
     except ValueError as error:
         raise InvalidRequest(f"messages: {error}", param="messages") from error
-    return await encode(tokenizer, text, add_special_tokens=False)
+    return await encode(tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
 
 
 async def completion_prompts(tokenizer: ModelTokenizer, body: CompletionBody) -> list[list[int]]:
     prompts: list[list[int]] = []
     for prompt in body.prompt:
-        ids = prompt if isinstance(prompt, list) else await encode(tokenizer, prompt)
+        if isinstance(prompt, list):
+            ids = prompt
+        else:
+            ids = await encode(tokenizer, prompt, add_special_tokens=body.add_special_tokens)
         if max(ids, default=0) >= tokenizer.vocab_size:
             text = f"prompt: token id {max(ids)} is not below the vocabulary's {tokenizer.vocab_size}"
             raise InvalidRequest(text, param="prompt")

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from router.api.fields import TextPart, invalid, refuse, text
+from router.api.fields import TextPart, invalid, text
+from router.api.unsupported import refuse
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 

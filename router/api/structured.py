@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from router.api.fields import invalid, one_of, refuse
+from router.api.fields import invalid, one_of
+from router.api.unsupported import refuse
 from router.errors import ApiError, InvalidRequest
 from router.processes.children import ChildDied, Children
 from rpc import worker_pb2 as pb

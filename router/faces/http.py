@@ -168,9 +168,10 @@ class Front:
         body = await self._parse(request, TokenizeBody)
         tokenizer = self._services.tokenizer
         if body.messages is not None:
-            tokens = await chat_prompt(tokenizer, body.messages, body.tools or (), body.chat_template_kwargs)
+            tokens = await chat_prompt(tokenizer, body, body.messages)
         else:
-            tokens = await encode(tokenizer, body.prompt or "", add_special_tokens=body.add_special_tokens)
+            special = body.add_special_tokens is not False
+            tokens = await encode(tokenizer, body.prompt or "", add_special_tokens=special)
         answer = {"count": len(tokens), "max_model_len": self._intake.capacity, "tokens": tokens}
         return _json(answer)
 

@@ -67,7 +67,7 @@ async def _stream(
         }
     )
     options = answer.body.stream_options
-    always = options is not None and options.continuous_usage_stats
+    always = options is not None and options.usage_in_each_chunk
     last: list[dict[str, Any]] = []
     try:
         while not answer.finished:
@@ -76,7 +76,7 @@ async def _stream(
                 await response.prepare(request)
             events = (_event(answer_format.chunk(index, delta, usage=always)) for index, delta in deltas)
             await _write(request, response, b"".join(events) or _KEEPALIVE, client_timeout)
-        if options is not None and options.include_usage:
+        if options is not None and options.usage_at_the_end:
             last.append(answer_format.usage_chunk())
     except ApiError as error:
         if not response.prepared:

@@ -80,8 +80,7 @@ class Intake:
         self.check_model(body)
         tokenizer = self._services.tokenizer
         if isinstance(body, ChatBody):
-            field, settings = "messages", body.chat_template_kwargs
-            prompts = [await chat_prompt(tokenizer, body.messages, body.offered_tools, settings)]
+            field, prompts = "messages", [await chat_prompt(tokenizer, body, body.messages)]
         else:
             field, prompts = "prompt", await completion_prompts(tokenizer, body)
         jobs = make_jobs(

@@ -14,6 +14,9 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+_END = "THE FINAL MESSAGE GOES ON HERE\v"
+"""Marks the end of the final message in a rendered text. A template that strips messages removes the \\v."""
+
 
 class ChatTemplateError(ValueError):
     """The template refuses these messages; the text says why and is for the client."""
@@ -54,17 +57,43 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         settings: dict[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
-        """`settings` are variables of this template's own. Raises ChatTemplateError when the template refuses
-        the messages or fails on them."""
-        ours = {"messages": messages, "tools": tools or None, "add_generation_prompt": True, **self._tokens}
+        """`settings` are variables of this template's own. `add_generation_prompt` ends the text with the
+        head of an answer, `continue_final_message` with the content of the last message.
+
+        Raises ChatTemplateError when the template refuses the messages or fails on them.
+        """
+        if continue_final_message:
+            *earlier, final = messages
+            messages = [*earlier, {**final, "content": final["content"] + _END}]
+        ours = {
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._tokens,
+        }
         try:
-            return self._template.render({**(settings or {}), **ours})
+            text = self._template.render({**(settings or {}), **ours})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # A template is a program of the model's author: what it trips over is in the messages.
             raise ChatTemplateError(
                 f"the model's chat template does not take these messages: {error}"
             ) from error
+        return _cut_at_end(text) if continue_final_message else text
+
+
+def _cut_at_end(text: str) -> str:
+    """Cuts what the template adds after the last message, as transformers does.
+
+    If the template strips messages, the content loses its last spaces here too.
+    """
+    content, end, rest = text.rpartition(_END.rstrip())
+    if not end:
+        raise ChatTemplateError("the model's chat template leaves out the last message: it cannot continue")
+    return content if rest.startswith("\v") else content.rstrip()
 
 
 def _to_json(

@@ -59,10 +59,19 @@ class ModelTokenizer:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         settings: dict[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         if self._template is None:
             raise ValueError("this model has no chat template; use /v1/completions, or give --chat-template")
-        return self._template.render(messages, tools, settings)
+        return self._template.render(
+            messages,
+            tools,
+            settings,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def lark(self, text: str) -> str:
         """How a grammar for workers writes one token, or else a text."""

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 
-from router.api.bodies import ChatBody, CompletionBody, parse
+from router.api.bodies import ChatBody, CompletionBody, TokenizeBody, parse
 from router.errors import InvalidRequest, Unsupported
 
 HELLO = [{"role": "user", "content": "hi"}]
+BODIES: list[tuple[type[ChatBody | CompletionBody], dict[str, Any]]] = [
+    (ChatBody, {"messages": HELLO}),
+    (CompletionBody, {"prompt": "x"}),
+]
 
 
 def called(name: str, arguments: str) -> dict[str, Any]:
@@ -35,6 +39,7 @@ def refused(kind, body: dict[str, Any]) -> InvalidRequest:
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
+        ("stream_options", {"include_usage": True}, "needs stream"),
         ("prompt", "", "empty"),
         ("prompt", [], "empty"),
         ("prompt", [""], "empty"),
@@ -143,6 +148,12 @@ def test_a_wrong_field_of_a_completion(field, value, reason):
             "response_format",
             "together with tools",
         ),
+        (
+            {"messages": HELLO, "add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+            "excludes",
+        ),
+        ({"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"messages": HELLO, "logprobs": 3}, "logprobs", "boolean"),
         ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "logprobs"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 99}, "top_logprobs", "99"),
@@ -166,9 +177,9 @@ def test_a_wrong_chat(body, param, reason):
         ("lora_request", {}),
         ("chat_template", "{{ x }}"),
         ("include_stop_str_in_output", True),
-        ("continue_final_message", True),
         ("allowed_token_ids", [5]),
         ("cache_salt", "x"),
+        ("return_hidden_states", True),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(field, value):
@@ -177,14 +188,100 @@ def test_what_is_not_supported_is_refused_by_name(field, value):
     assert (error.param, error.message) == (field, f"{field} is not supported")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("kv_transfer_params", {"do_remote_decode": True}, "leave it out"),
+        ("vllm_xargs", {"a": 1}, "leave it out"),
+        ("request_id", "mine", "x-request-id"),
+        ("rid", "mine", "x-request-id"),
+        ("logprob_token_ids", [5], "logprobs"),
+        ("thinking_token_budget", 100, "max_tokens"),
+        ("repetition_detection", {"max_pattern_size": 5}, "repetition_penalty"),
+        ("regex", "a+", "structured_outputs.regex"),
+        ("ebnf", "root ::= x", "structured_outputs.grammar"),
+        ("json_schema", "{}", "structured_outputs.json"),
+        ("stop_regex", "a+", "stop"),
+        ("bootstrap_room", 5, "leave it out"),
+    ],
+)
+def test_fields_of_other_servers_are_refused_with_what_to_do_instead(field, value, remedy):
+    for kind, rest in BODIES:
+        error = refused(kind, {**rest, field: value})
+        assert isinstance(error, Unsupported)
+        assert error.param == field
+        assert error.message.startswith(f"{field} is not supported: ")
+        assert remedy in error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "remedy"),
+    [
+        (ChatBody, "echo", True, "put the last message before it"),
+        (CompletionBody, "max_completion_tokens", 5, "use max_tokens"),
+        (CompletionBody, "top_logprobs", 2, "use logprobs"),
+        (TokenizeBody, "return_token_strs", True, "/detokenize"),
+    ],
+)
+def test_fields_of_another_endpoint_are_refused_with_what_to_do_instead(kind, field, value, remedy):
+    error = refused(kind, {"messages": HELLO, "prompt": "x", field: value})
+    assert isinstance(error, Unsupported)
+    assert remedy in error.message
+
+
 def test_what_asks_for_nothing_is_no_reason_to_refuse():
     harmless = {
-        "best_of": 1, "length_penalty": 1.0,
+        "best_of": 1, "length_penalty": 1.0, "echo": False, "thinking_token_budget": -1, "vllm_xargs": {},
+        "kv_transfer_params": None,
         "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "suffix": None,
         "logit_bias": None, "stop": None, "seed": None, "parallel_tool_calls": True, "store": False,
     }  # fmt: skip
 
     assert parse(ChatBody, json.dumps({"messages": HELLO, **harmless}).encode()).stop == []
+
+
+@pytest.mark.parametrize(("kind", "rest"), BODIES)
+def test_null_is_as_good_as_nothing(kind, rest):
+    """OpenAI and vLLM allow null for most fields. Some clients write every field that they know."""
+    optional = [name for name, field in kind.model_fields.items() if not field.is_required()]
+    assert {"n", "stream", "echo" if kind is CompletionBody else "logprobs"} < set(optional)
+    nulls = json.dumps({**rest, **dict.fromkeys(optional)}).encode()
+    assert parse(kind, nulls) == parse(kind, json.dumps(rest).encode())
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    streamed = {**rest, "stream": True, "stream_options": options}
+    given = parse(kind, json.dumps(streamed).encode()).stream_options
+    assert given is not None
+    assert not given.usage_at_the_end
+
+
+@pytest.mark.parametrize(
+    ("options", "at_the_end", "in_each_chunk"),
+    [
+        ({}, False, False),
+        ({"include_usage": True}, True, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+        ({"include_usage": False, "continuous_usage_stats": True}, False, False),
+        ({"continuous_usage_stats": True}, True, True),
+    ],
+)
+def test_when_a_stream_tells_its_usage(options, at_the_end, in_each_chunk):
+    body = {"prompt": "x", "stream": True, "stream_options": options}
+    given = parse(CompletionBody, json.dumps(body).encode()).stream_options
+    assert given is not None
+    assert (given.usage_at_the_end, given.usage_in_each_chunk) == (at_the_end, in_each_chunk)
+
+
+def test_a_reasoning_effort_is_for_the_template():
+    def settings(**fields: Any) -> dict[str, Any]:
+        return parse(ChatBody, json.dumps({"messages": HELLO, **fields}).encode()).template_settings
+
+    assert settings() == {}
+    assert settings(reasoning_effort="low") == {"reasoning_effort": "low", "enable_thinking": True}
+    assert settings(reasoning_effort="none") == {"reasoning_effort": "none", "enable_thinking": False}
+    both = settings(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False})
+    assert both == {"reasoning_effort": "high", "enable_thinking": False}
+    error = refused(ChatBody, {"messages": HELLO, "reasoning_effort": "extreme"})
+    assert "'minimal'" in error.message
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"nonsense", b'{"prompt": NaN', b"\xff\xfe", b'{"a": 1} x'])

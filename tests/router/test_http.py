@@ -149,6 +149,55 @@ async def test_echo_and_token_ids(cluster: Cluster):
     assert choice["token_ids"] == cluster.answer[:2]
 
 
+async def test_a_streamed_chat_says_its_prompts_token_ids_once_for_each_choice(cluster: Cluster):
+    body = {"messages": CHAT, "max_tokens": 3, "n": 2, "return_token_ids": True}
+    events = await cluster.events("/v1/chat/completions", **body)
+    firsts = [event for event in events if "role" in event["choices"][0]["delta"]]
+    assert [event for event in events if "prompt_token_ids" in event] == firsts
+    assert [event["prompt_token_ids"] for event in firsts] == 2 * [cluster.tokenizer.encode_chat(CHAT)]
+
+
+async def test_a_prompt_ends_as_the_client_says(cluster: Cluster):
+    """The same for /tokenize, which shows it, and for a chat, which is answered from there."""
+    said = [*CHAT, {"role": "assistant", "content": "Ho"}]
+    start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo"
+    for fields, text in (
+        ({}, f"{start}<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False}, f"{start}<|im_end|>\n"),
+        ({"continue_final_message": True}, start),
+        ({"continue_final_message": True, "add_generation_prompt": False}, start),
+    ):
+        status, tokens = await cluster.post("/tokenize", messages=said, **fields)
+        assert status == 200, tokens
+        shown = cluster.tokenizer.decode(tokens["tokens"], skip_special_tokens=False)
+        assert shown.endswith(text), fields
+        await cluster.post("/v1/chat/completions", messages=said, max_tokens=1, **fields)
+        prompt = cluster.prefills[0].submitted[-1].prefill.request.prompt_ids
+        assert list(prompt) == tokens["tokens"]
+
+
+async def test_special_tokens_are_added_where_the_client_says(directory: Path, tmp_path: Path):
+    shutil.copytree(directory, tmp_path / "model")
+    described = json.loads((directory / "tokenizer.json").read_text())
+    start = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    described["post_processor"] = {
+        "type": "TemplateProcessing", "single": start, "pair": start,
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }  # fmt: skip
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(described))
+    async with make_cluster(load_tokenizer(str(tmp_path / "model")), tmp_path) as made:
+        for path, body, default in (
+            ("/v1/completions", {"prompt": "Hi"}, True),
+            ("/v1/chat/completions", {"messages": CHAT}, False),
+        ):
+            for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+                _, shown = await made.post("/tokenize", **body, **fields)
+                assert (shown["tokens"][0] == 0) == fields.get("add_special_tokens", default), (path, fields)
+                await made.post(path, **body, **fields, max_tokens=1)
+                prompt = made.prefills[0].submitted[-1].prefill.request.prompt_ids
+                assert list(prompt) == shown["tokens"]
+
+
 async def test_sessions_stick_to_a_prefill_worker(pair: Cluster):
     for session in range(25):
         for _ in range(2):

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 
 from engine.loader.tokenizer_json import vocabulary
+from router.text.chat_template import ChatTemplate, ChatTemplateError
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import vocabulary_fingerprint
 
@@ -253,3 +254,30 @@ def test_other_kinds_of_gguf_tokenizers_are_refused_by_name(tmp_path: Path):
         writer.close()
         with pytest.raises(ValueError, match=reason):
             load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "expected"),
+    [
+        (
+            "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}",
+            " one ",
+            "[user]Hi</s>[assistant] one ",
+        ),
+        (
+            "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }} </s>{% endfor %}",
+            " one ",
+            "[user]Hi </s>[assistant]one",
+        ),
+    ],
+)
+def test_the_final_message_can_be_continued(source: str, content: str, expected: str):
+    """As transformers cuts it: where the content ends, without spaces that the template strips."""
+    template = ChatTemplate(source, bos_token=None, eos_token=None)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == expected
+    assert messages[-1]["content"] == content
+    forgetful = ChatTemplate("{{ messages[0].content }}", bos_token=None, eos_token=None)
+    with pytest.raises(ChatTemplateError, match="leaves out the last message"):
+        forgetful.render(messages, continue_final_message=True)

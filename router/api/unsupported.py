@@ -1,0 +1,74 @@
+"""The fields of OpenAI, vLLM and SGLang that Baton knows and does not have. It refuses them by name.
+
+To ignore one of them would give another answer than the client asked for.
+"""
+
+from typing import Any
+
+from router.api.fields import unsupported
+
+# Each name, and the values that ask for nothing.
+GENERATION: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],), "audio": (), "bad_words": ([],), "best_of": (1,), "bootstrap_host": (),
+    "bootstrap_port": (), "bootstrap_room": (), "cache_salt": (), "chat_template": (),
+    "custom_logit_processor": (), "custom_params": ({},), "documents": ([],), "ebnf": (),
+    "ec_transfer_params": ({},), "function_call": ("none",), "functions": ([],), "guided_choice": (),
+    "guided_grammar": (), "guided_json": (), "guided_regex": (), "include_stop_str_in_output": (False,),
+    "input_ids": (), "json_schema": (), "kv_transfer_params": ({},), "length_penalty": (1,),
+    "logits_processors": ([],), "logprob_token_ids": (), "lora_path": (), "lora_request": (),
+    "modalities": (["text"],), "moderation": (), "no_stop_trim": (False,), "prediction": (),
+    "prompt_embeds": (), "prompt_logprobs": (0,), "regex": (), "repetition_detection": (),
+    "request_id": (), "return_hidden_states": (False,), "return_prompt_text": (False,),
+    "return_tokens_as_token_ids": (False,), "rid": (), "session_params": ({},), "stop_regex": ([],),
+    "suffix": ("",), "thinking_token_budget": (-1,), "truncate_prompt_tokens": (),
+    "use_beam_search": (False,), "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
+}  # fmt: skip
+COMPLETION: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "max_completion_tokens": (),
+    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
+}  # fmt: skip
+CHAT: dict[str, tuple[Any, ...]] = {"echo": (False,)}
+TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": (), "return_token_strs": (False,)}
+
+_ROUTED = "Baton chooses the workers and moves the KV cache by itself; leave it out"
+_NAMED = "name the request in the header x-request-id"
+# What to do instead, where there is something.
+_REMEDIES = {
+    "bootstrap_host": _ROUTED,
+    "bootstrap_port": _ROUTED,
+    "bootstrap_room": _ROUTED,
+    "ebnf": "use structured_outputs.grammar",
+    "echo": "the answer holds only the new text; put the last message before it",
+    "ec_transfer_params": _ROUTED,
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar",
+    "guided_json": "use structured_outputs.json",
+    "guided_regex": "use structured_outputs.regex",
+    "input_ids": "send the token ids as prompt to /v1/completions",
+    "json_schema": "use structured_outputs.json",
+    "kv_transfer_params": _ROUTED,
+    "logprob_token_ids": "use logprobs, in a chat with top_logprobs",
+    "max_completion_tokens": "use max_tokens",
+    "regex": "use structured_outputs.regex",
+    "repetition_detection": "use repetition_penalty or stop",
+    "request_id": _NAMED,
+    "return_token_strs": "send the token ids to /detokenize",
+    "rid": _NAMED,
+    "stop_regex": "use stop",
+    "thinking_token_budget": "limit the whole answer with max_tokens",
+    "top_logprobs": "use logprobs",
+    "vllm_xargs": "Baton has no such extensions; leave it out",
+}
+
+
+def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
+    """Returns `data` if it has none of the fields, or only with values that ask for nothing.
+
+    `nested`: `data` is no body, and its own place names it better.
+    """
+    for name, harmless in fields.items():
+        value = data.get(name) if isinstance(data, dict) else None
+        if value is not None and value not in harmless:
+            remedy = f": {_REMEDIES[name]}" if name in _REMEDIES else ""
+            raise unsupported(f"{name} is not supported{remedy}", None if nested else name)
+    return data
