@@ -211,6 +211,7 @@ class WorkerReply(Reply):
     incarnation: str
     state: str
     reason: str
+    remedy: str
     attempts: int
     description: dict[str, Any]
     status: dict[str, Any]
