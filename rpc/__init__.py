@@ -1,10 +1,10 @@
 """What routers and workers speak: stubs generated from proto/, channels, authentication, the routing hash.
 
-Life of a call: `connect` opens a channel with keepalive and message bounds; each call made on it carries an
-HMAC of its method, the time and a nonce under the cluster secret (`rpc.auth`); the server made by
-`create_server` verifies it before any message is read, refuses replays, and answers. Health checks alone need
-no secret. With `TlsFiles` both ends also show certificates of the cluster. `create_public_server` makes a
-server for clients, which know no secret.
+Life of a call: `connect` opens a channel with keepalive and message bounds. Each call made on it carries an
+HMAC of the server's id, the method, the time and a nonce under the cluster secret (`rpc.auth`). The server
+made by `create_server` verifies it before any message is read, refuses replays, and answers. Health checks
+alone need no secret. With `TlsFiles` both ends also show certificates of the cluster. `create_public_server`
+makes a server for clients, which know no secret.
 
 `rpc.logs` and `rpc.tracing` are how every process can be watched: one format of log lines, traces over OTLP.
 

@@ -1,16 +1,23 @@
-"""Who may call: each call carries an HMAC-SHA256 of method, time and nonce under the cluster secret.
+"""Authentication: each call carries an HMAC-SHA256 under the cluster secret.
 
-The secret never travels. A captured header is worth nothing for another method, after `WINDOW_SECONDS`, or
-a second time at the same server. Messages are neither encrypted nor signed: on an untrusted network add TLS.
+The HMAC covers the server's id, the method, the time and a nonce. A server draws its id when it is made, and
+tells it to everyone who asks. A channel asks once, before its first signed call. So every signature is for
+one life of one server.
+
+The secret never travels. A captured header is useless at another server, for another method, after
+`WINDOW_SECONDS`, and a second time. Messages are neither encrypted nor signed, and an attacker who can change
+the traffic can also tell a false id: on an untrusted network add TLS.
 """
 
+import asyncio
 import hashlib
 import hmac
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,7 +28,10 @@ MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
 _MAX_NONCES = 65_536
 _HEADER = "x-baton-auth"
-_HEALTH = "/grpc.health.v1.Health/"
+_SERVER_ID = "/baton.v1.Auth/ServerId"  # answers with the id, and reads no message
+_CHECK = "/grpc.health.v1.Health/Check"
+_OPEN = (_SERVER_ID, _CHECK)
+_CHECK_SECONDS = 5.0  # that the message of an unsigned health check may take to come
 
 
 def load_secret(path: str | os.PathLike[str] | None = None) -> bytes:
@@ -54,18 +64,19 @@ def load_secret(path: str | os.PathLike[str] | None = None) -> bytes:
     return secret
 
 
-def sign(secret: bytes, method: str, *, now: float | None = None, nonce: bytes | None = None) -> str:
+def sign(secret: bytes, server_id: bytes, method: str, *, now: float | None = None) -> str:
     """The header value for one call of `method` ("/package.Service/Method"): milliseconds, nonce and MAC."""
     milliseconds = int((time.time() if now is None else now) * 1000)
-    nonce_hex = (os.urandom(16) if nonce is None else nonce).hex()
-    return f"{milliseconds}.{nonce_hex}.{_mac(secret, method, str(milliseconds), nonce_hex)}"
+    nonce = os.urandom(16).hex()
+    return f"{milliseconds}.{nonce}.{_mac(secret, server_id, method, str(milliseconds), nonce)}"
 
 
 class Verifier:
     """Checks header values and remembers the nonces it has seen for as long as they could be replayed."""
 
-    def __init__(self, secret: bytes, *, max_nonces: int = _MAX_NONCES) -> None:
+    def __init__(self, secret: bytes, server_id: bytes, *, max_nonces: int = _MAX_NONCES) -> None:
         self._secret = secret
+        self._server_id = server_id
         self._max_nonces = max_nonces
         self._seen: OrderedDict[str, float] = OrderedDict()  # nonce -> time at which its header is stale
 
@@ -77,9 +88,9 @@ class Verifier:
         milliseconds, _, rest = header.partition(".")
         nonce, _, mac = rest.partition(".")
         # Nothing in the header is looked at before its MAC is right.
-        expected = _mac(self._secret, method, milliseconds, nonce)
+        expected = _mac(self._secret, self._server_id, method, milliseconds, nonce)
         if not hmac.compare_digest(expected.encode(), mac.encode(errors="replace")):
-            return "the call is signed with another cluster secret"
+            return "the call is signed with another cluster secret, or for another server"
         offset = int(milliseconds) / 1000 - now
         if abs(offset) > WINDOW_SECONDS:
             return f"the caller's clock is {offset:+.0f} s from ours; {WINDOW_SECONDS:.0f} s is accepted"
@@ -94,47 +105,85 @@ class Verifier:
         return None
 
 
-def _mac(secret: bytes, method: str, milliseconds: str, nonce: str) -> str:
-    message = "\n".join(("baton-rpc-1", method, milliseconds, nonce)).encode(errors="replace")
+def _mac(secret: bytes, server_id: bytes, method: str, milliseconds: str, nonce: str) -> str:
+    parts = ("baton-rpc-1", server_id.hex(), method, milliseconds, nonce)
+    message = "\n".join(parts).encode(errors="replace")
     return hmac.new(secret, message, hashlib.sha256).hexdigest()
 
 
 # ---------------------------------------------------------------- interceptors
 
 
-class _Signer:
+async def ask_server_id(
+    channel: grpc.aio.Channel, timeout: float | None = None, wait_for_ready: bool | None = None
+) -> bytes:
+    """The id of the server that answers now. Raises grpc.aio.AioRpcError when none does."""
+    ask = channel.unary_unary(_SERVER_ID, bytes, bytes)
+    return await ask(b"", timeout=timeout, wait_for_ready=wait_for_ready)
+
+
+class Signer:
+    """Signs the calls of one channel. `channel` must be set before the first call."""
+
+    channel: grpc.aio.Channel
+
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self._server_id: bytes | None = None  # None: not known yet, or no longer right
 
-    def signed(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    def interceptors(self) -> "list[_SignUnary | _SignStream]":
+        """For unary and for bidirectional calls; grpc.aio wants one class per kind of call."""
+        return [_SignUnary(self), _SignStream(self)]
+
+    async def signed(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
+        if method in _OPEN:
+            return details
+        if self._server_id is None:
+            self._server_id = await ask_server_id(self.channel, details.timeout, details.wait_for_ready)
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        metadata.add(_HEADER, sign(self._secret, method))
+        metadata.add(_HEADER, sign(self._secret, self._server_id, method))
         return grpc.aio.ClientCallDetails(
             details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
         )
 
+    def refused(self) -> None:
+        """Another server may answer at this address now: the next call asks for its id."""
+        self._server_id = None
 
-class _SignUnary(_Signer, grpc.aio.UnaryUnaryClientInterceptor):
+
+class _SignUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+
     async def intercept_unary_unary(self, continuation, client_call_details, request):
-        return await continuation(self.signed(client_call_details), request)
+        call = await continuation(await self._signer.signed(client_call_details), request)
+        try:
+            if await call.code() is grpc.StatusCode.UNAUTHENTICATED:
+                self._signer.refused()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        return call
 
 
-class _SignStream(_Signer, grpc.aio.StreamStreamClientInterceptor):
+class _SignStream(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+
     async def intercept_stream_stream(self, continuation, client_call_details, request_iterator):
-        return await continuation(self.signed(client_call_details), request_iterator)
-
-
-def client_interceptors(secret: bytes) -> "list[_SignUnary | _SignStream]":
-    """Sign each unary and each bidirectional call; grpc.aio wants one class per kind of call."""
-    return [_SignUnary(secret), _SignStream(secret)]
+        return await continuation(await self._signer.signed(client_call_details), request_iterator)
 
 
 class ServerAuth(grpc.aio.ServerInterceptor):
-    """Refuses what is not signed with UNAUTHENTICATED, before a message is read; health checks are open."""
+    """Refuses what is not signed with UNAUTHENTICATED, before a message is read.
+
+    Health checks and the question for the server's id are open. Health watches, which stay open, are not.
+    """
 
     def __init__(self, secret: bytes) -> None:
-        self._verifier = Verifier(secret)
+        self._server_id = os.urandom(16)
+        self._verifier = Verifier(secret, self._server_id)
 
     async def intercept_service(
         self,
@@ -142,8 +191,10 @@ class ServerAuth(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         method = handler_call_details.method
-        if method.startswith(_HEALTH):
-            return await continuation(handler_call_details)
+        if method == _SERVER_ID:
+            return _tell(self._server_id)
+        if method == _CHECK:
+            return _prompt(await continuation(handler_call_details))
         header = next(
             (value for key, value in handler_call_details.invocation_metadata if key == _HEADER), None
         )
@@ -155,9 +206,34 @@ class ServerAuth(grpc.aio.ServerInterceptor):
         return _refuse(refusal)
 
 
+# Stream handlers answer every kind of call, and do not wait for a first message as unary handlers do.
+
+
+def _tell(server_id: bytes) -> grpc.RpcMethodHandler:
+    async def tell(_requests: object, _context: object) -> AsyncIterator[bytes]:
+        yield server_id
+
+    return grpc.stream_stream_rpc_method_handler(tell)
+
+
+def _prompt(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    """The same unary handler, for messages that come in time."""
+    answer: Any = handler.unary_unary
+
+    async def check(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            request = await asyncio.wait_for(anext(requests), _CHECK_SECONDS)
+        except (TimeoutError, StopAsyncIteration):
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no message came")
+        yield await answer(request, context)
+
+    return grpc.stream_stream_rpc_method_handler(
+        check, handler.request_deserializer, handler.response_serializer
+    )
+
+
 def _refuse(reason: str) -> grpc.RpcMethodHandler:
-    # A stream handler answers every kind of call, and does not wait for a first message as a unary one would.
-    async def abort(_request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+    async def abort(_requests: object, context: grpc.aio.ServicerContext) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     return grpc.stream_stream_rpc_method_handler(abort)

@@ -6,7 +6,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rpc.auth import ServerAuth, client_interceptors
+from rpc.auth import ServerAuth, Signer
 from rpc.tls import WORKER_NAME, TlsFiles
 
 HealthServicer = health.aio.HealthServicer  # pyrefly: ignore[missing-attribute]
@@ -23,6 +23,11 @@ _KEEPALIVE = [
     ),  # of a bandwidth probe, which a keepalive ping waits behind: else 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+]
+# Strangers can connect, too: a connection that says nothing, or on which no call is open, is closed.
+_IDLE = [
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_connection_idle_ms", 30_000),
 ]
 _BOUNDS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -47,14 +52,17 @@ def connect(address: str, secret: bytes, tls: TlsFiles | None = None) -> grpc.ai
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    interceptors = client_interceptors(secret)
+    signer = Signer(secret)
+    interceptors = signer.interceptors()
     if tls is None:
         # pyrefly: ignore[bad-argument-type]  (the stubs leave this type out)
-        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+        signer.channel = grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+        return signer.channel
     options.append(("grpc.ssl_target_name_override", WORKER_NAME))
     credentials = tls.channel_credentials()
     # pyrefly: ignore[bad-argument-type]  (the stubs leave this type out)
-    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+    signer.channel = grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+    return signer.channel
 
 
 async def check_health(channel: grpc.aio.Channel, timeout: float) -> None:
@@ -72,6 +80,7 @@ def create_public_server(
     """
     options = [
         *_KEEPALIVE,
+        *_IDLE,
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.max_concurrent_streams", 1_000),  # of one connection
@@ -85,13 +94,14 @@ def create_public_server(
 
 
 def create_server(secret: bytes, health_servicer: HealthServicer | None = None) -> grpc.aio.Server:
-    """A server that verifies every call, with the standard health service, which is open to all.
+    """A server that verifies every call, with the standard health service, whose Check is open to all.
 
     Give `health_servicer` to report a state other than SERVING (`await servicer.set("", status)`). The caller
     adds its services and its port (`add_port`: two servers never share one), starts and stops it.
     """
     options = [
         *_KEEPALIVE,
+        *_IDLE,
         *_BOUNDS,
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.http2.max_ping_strikes", 0),

@@ -9,12 +9,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc import HealthServicer, connect, create_server, load_secret
-from rpc.auth import WINDOW_SECONDS, Verifier, sign
+from rpc import HealthServicer, auth, connect, create_server, load_secret
+from rpc.auth import WINDOW_SECONDS, Verifier, ask_server_id, sign
 from rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage
 from rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 
 SECRET = b"a secret of the cluster"
+ID = b"the id of server"
 DESCRIBE = "/baton.v1.Worker/Describe"
 
 
@@ -30,10 +31,10 @@ class Echo(WorkerServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(health_servicer: HealthServicer | None = None) -> AsyncIterator[str]:
+async def serving(health_servicer: HealthServicer | None = None, port: int = 0) -> AsyncIterator[str]:
     server = create_server(SECRET, health_servicer)
     add_WorkerServicer_to_server(Echo(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -71,12 +72,46 @@ async def test_wrong_or_no_secret_is_refused(secret):
 
 async def test_a_replayed_header_is_refused():
     async with serving() as address, grpc.aio.insecure_channel(address) as channel:
-        header = (("x-baton-auth", sign(SECRET, DESCRIBE)),)
+        server_id = await ask_server_id(channel)
+        header = (("x-baton-auth", sign(SECRET, server_id, DESCRIBE)),)
         stub = WorkerStub(channel)
         assert (await stub.Describe(DescribeRequest(), metadata=header, timeout=5)).index == 7
         with pytest.raises(grpc.aio.AioRpcError) as replay:
             await stub.Describe(DescribeRequest(), metadata=header, timeout=5)
         assert replay.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_signature_is_for_one_server():
+    async with serving() as first, serving() as second, grpc.aio.insecure_channel(first) as channel:
+        server_id = await ask_server_id(channel)
+        header = (("x-baton-auth", sign(SECRET, server_id, DESCRIBE)),)
+        async with grpc.aio.insecure_channel(second) as other:
+            with pytest.raises(grpc.aio.AioRpcError, match="another server"):
+                await WorkerStub(other).Describe(DescribeRequest(), metadata=header, timeout=5)
+        described = await WorkerStub(channel).Describe(DescribeRequest(), metadata=header, timeout=5)
+        assert described.index == 7
+
+
+async def test_a_channel_follows_a_server_that_was_started_again():
+    """Its first call is refused, since it is signed for the server before."""
+    async with serving() as address:
+        channel = connect(address, SECRET)
+        await WorkerStub(channel).Describe(DescribeRequest(), timeout=5)
+    async with channel, serving(port=int(address.rpartition(":")[2])):
+        stub = WorkerStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="another server"):
+            await stub.Describe(DescribeRequest(), timeout=5, wait_for_ready=True)
+        assert (await stub.Describe(DescribeRequest(), timeout=5)).index == 7
+
+
+async def test_strangers_hold_no_call_open(monkeypatch: pytest.MonkeyPatch):
+    """A health watch needs a signature, and a check whose message does not come ends."""
+    monkeypatch.setattr(auth, "_CHECK_SECONDS", 0.05)
+    async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch  # pyrefly: ignore[missing-attribute]
+        assert await watch(health_pb2.HealthCheckRequest()).code() is grpc.StatusCode.UNAUTHENTICATED
+        silent = channel.stream_stream("/grpc.health.v1.Health/Check", bytes, bytes)(None)
+        assert await asyncio.wait_for(silent.code(), 5) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_health_is_open_and_reports_what_it_was_told():
@@ -97,37 +132,37 @@ async def test_a_port_is_never_shared():
 
 
 def test_verifier_binds_method_and_time():
-    header = sign(SECRET, DESCRIBE, now=1000.0)
-    assert Verifier(SECRET).refusal(DESCRIBE, header, now=1000.0) is None
-    assert Verifier(SECRET).refusal("/baton.v1.Worker/Attach", header, now=1000.0)
+    header = sign(SECRET, ID, DESCRIBE, now=1000.0)
+    assert Verifier(SECRET, ID).refusal(DESCRIBE, header, now=1000.0) is None
+    assert Verifier(SECRET, ID).refusal("/baton.v1.Worker/Attach", header, now=1000.0)
     for shift in (WINDOW_SECONDS - 0.01, -WINDOW_SECONDS + 0.01):
-        assert Verifier(SECRET).refusal(DESCRIBE, header, now=1000.0 + shift) is None
+        assert Verifier(SECRET, ID).refusal(DESCRIBE, header, now=1000.0 + shift) is None
     for shift in (WINDOW_SECONDS + 0.01, -WINDOW_SECONDS - 0.01):
-        refusal = Verifier(SECRET).refusal(DESCRIBE, header, now=1000.0 + shift)
+        refusal = Verifier(SECRET, ID).refusal(DESCRIBE, header, now=1000.0 + shift)
         assert refusal is not None
         assert "clock" in refusal
 
 
 def test_a_header_is_never_accepted_twice_while_its_time_is_valid():
-    verifier = Verifier(SECRET)
-    header = sign(SECRET, DESCRIBE, now=1000.0 + WINDOW_SECONDS)
+    verifier = Verifier(SECRET, ID)
+    header = sign(SECRET, ID, DESCRIBE, now=1000.0 + WINDOW_SECONDS)
     assert verifier.refusal(DESCRIBE, header, now=1000.0) is None
     for later in range(int(2 * WINDOW_SECONDS) + 2):
         assert verifier.refusal(DESCRIBE, header, now=1000.0 + later)
 
 
 def test_the_nonce_cache_is_bounded_and_empties_with_time():
-    verifier = Verifier(SECRET, max_nonces=4)
+    verifier = Verifier(SECRET, ID, max_nonces=4)
     for _ in range(4):
-        assert verifier.refusal(DESCRIBE, sign(SECRET, DESCRIBE, now=1000.0), now=1000.0) is None
-    assert verifier.refusal(DESCRIBE, sign(SECRET, DESCRIBE, now=1000.0), now=1000.0)
+        assert verifier.refusal(DESCRIBE, sign(SECRET, ID, DESCRIBE, now=1000.0), now=1000.0) is None
+    assert verifier.refusal(DESCRIBE, sign(SECRET, ID, DESCRIBE, now=1000.0), now=1000.0)
     later = 1000.0 + 2 * WINDOW_SECONDS + 1
-    assert verifier.refusal(DESCRIBE, sign(SECRET, DESCRIBE, now=later), now=later) is None
+    assert verifier.refusal(DESCRIBE, sign(SECRET, ID, DESCRIBE, now=later), now=later) is None
 
 
 @pytest.mark.parametrize("header", ["", ".", "..", "x.y.z", "1.2.é", "9" * 5000, "\udcff.\udcff.\udcff"])
 def test_malformed_headers_are_refused(header):
-    assert Verifier(SECRET).refusal(DESCRIBE, header)
+    assert Verifier(SECRET, ID).refusal(DESCRIBE, header)
 
 
 def test_load_secret(tmp_path, monkeypatch):

@@ -71,6 +71,17 @@ async def test_a_stalled_peer_ends_the_stream_within_its_deadline(monkeypatch: p
         listener.close()
 
 
+@pytest.mark.parametrize("said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)])
+async def test_a_connection_without_a_call_is_closed(monkeypatch: pytest.MonkeyPatch, said: bytes):
+    """One that says nothing, and one that speaks HTTP/2 (an empty SETTINGS frame) and calls nothing."""
+    monkeypatch.setattr(channel, "_IDLE", [(name, 200) for name, _ in channel._IDLE])
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(said)
+        await asyncio.wait_for(reader.read(), 4)  # before keepalive would find that nothing is answered
+        writer.close()
+
+
 async def test_an_oversized_message_is_refused():
     async with serving() as port, connect(f"127.0.0.1:{port}", SECRET) as connected:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
