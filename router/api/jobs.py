@@ -71,6 +71,9 @@ async def chat_prompt(
             if message.about_tools:
                 text = f"messages[{i}]: this model's chat template knows no tool calls and no results of them"
                 raise Unsupported(text, param=f"messages[{i}]")
+    if body.continue_final_message and messages[-1].tool_calls:
+        text = "continue_final_message: the last message has tool_calls, after which no text can go on"
+        raise InvalidRequest(text, param="continue_final_message")
     try:
         text = tokenizer.render_chat(
             [message.for_template() for message in messages],

@@ -18,6 +18,7 @@ from router.api.jobs import chat_prompt, encode
 from router.api.openapi import OPERATIONS, description
 from router.config import RouterConfig
 from router.faces.http_answer import respond
+from router.faces.http_runner import ENCODINGS, unsupported_encoding
 from router.faces.intake import Intake, request_name
 from router.faces.serving import Services
 from router.status import router_status, scrape_targets
@@ -131,6 +132,8 @@ class Front:
     async def _read(self, request: web.Request) -> bytes:
         """The body, which must be JSON, and come within the client's timeout."""
         _check_type(request.headers.get("content-type"))
+        if request.headers.get("content-encoding", "identity").lower() not in ENCODINGS:
+            raise unsupported_encoding()
         try:
             async with asyncio.timeout(self._config.client_timeout):
                 return await request.read()

@@ -7,13 +7,21 @@ import logging
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.web_protocol import RequestHandler
 
-from router.errors import ApiError, InvalidRequest
+from router.errors import ApiError, InvalidRequest, UnsupportedMediaType
 from router.faces.intake import request_name
 from router.metrics import Metrics
 
 log = logging.getLogger(__name__)
+
+ENCODINGS = ("identity", "gzip", "deflate")
+"""Those of a body. aiohttp ignores unknown ones, and reads more where other libraries are installed."""
+
+
+def unsupported_encoding() -> UnsupportedMediaType:
+    return UnsupportedMediaType("the Content-Encoding of a body must be gzip or deflate, or left out")
 
 
 class HttpRunner(web.AppRunner):
@@ -59,10 +67,13 @@ class _Connection(RequestHandler):
         """Ends a connection. `status` is 400 for what is not HTTP, else a handler raised `exc`."""
         if request.writer.output_size or isinstance(exc, ConnectionError):
             raise ConnectionError("an answer has begun, or the client went")
-        if status == 400:
+        error: ApiError
+        if isinstance(exc, ContentEncodingError):
+            error = unsupported_encoding()
+        elif status == 400:
             # The first line is the reason. The others show what was read, which may be a key or a prompt.
             reason = (message or "").partition("\n")[0].rstrip(":")
-            error: ApiError = InvalidRequest(f"the request is not valid HTTP: {reason}")
+            error = InvalidRequest(f"the request is not valid HTTP: {reason}")
             log.debug("a request of %s is not valid HTTP: %s", request.remote, type(exc).__name__)
         else:
             error = ApiError("the request failed inside the router")

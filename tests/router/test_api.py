@@ -195,6 +195,7 @@ def test_what_is_not_supported_is_refused_by_name(field, value):
         ("vllm_xargs", {"a": 1}, "leave it out"),
         ("request_id", "mine", "x-request-id"),
         ("rid", "mine", "x-request-id"),
+        ("return_prompt_token_ids", True, "return_token_ids"),
         ("logprob_token_ids", [5], "logprobs"),
         ("thinking_token_budget", 100, "max_tokens"),
         ("repetition_detection", {"max_pattern_size": 5}, "repetition_penalty"),
@@ -232,12 +233,19 @@ def test_fields_of_another_endpoint_are_refused_with_what_to_do_instead(kind, fi
 def test_what_asks_for_nothing_is_no_reason_to_refuse():
     harmless = {
         "best_of": 1, "length_penalty": 1.0, "echo": False, "thinking_token_budget": -1, "vllm_xargs": {},
-        "kv_transfer_params": None,
+        "kv_transfer_params": None, "top_logprobs": 0,
         "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "suffix": None,
         "logit_bias": None, "stop": None, "seed": None, "parallel_tool_calls": True, "store": False,
     }  # fmt: skip
 
     assert parse(ChatBody, json.dumps({"messages": HELLO, **harmless}).encode()).stop == []
+
+
+def test_null_is_as_good_as_nothing_to_tokenize():
+    optional = [name for name in TokenizeBody.model_fields if name != "messages"]
+    nulls = {"messages": HELLO, **dict.fromkeys(optional)}
+    plain = json.dumps({"messages": HELLO}).encode()
+    assert parse(TokenizeBody, json.dumps(nulls).encode()) == parse(TokenizeBody, plain)
 
 
 @pytest.mark.parametrize(("kind", "rest"), BODIES)

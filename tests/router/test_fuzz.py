@@ -139,7 +139,8 @@ FIELDS = [
     "stop_token_ids", "logit_bias", "logprobs", "top_logprobs", "echo", "ignore_eos",
     "skip_special_tokens", "priority", "user", "stream_options", "structured_outputs",
     "response_format", "tools", "tool_choice", "parallel_tool_calls", "timeout", "return_token_ids",
-    "best_of", "suffix", "chat_template", "chat_template_kwargs",
+    "best_of", "suffix", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "reasoning_effort", "add_special_tokens", "kv_transfer_params", "vllm_xargs",
 ]  # fmt: skip
 
 

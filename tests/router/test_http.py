@@ -404,6 +404,10 @@ async def test_a_compressed_body(cluster: Cluster):
         assert (status, error.type) == (400, "invalid_request_error")
         assert "the body cannot be read" in error.message
         assert "gzip" in error.message
+    for unknown in (b"br", b"zstd", b"secret", b"gzip, gzip"):
+        status, _, error = await raw(cluster, (encoded % 2).replace(b"gzip", unknown) + b"{}")
+        assert (status, error.code) == (415, "unsupported_media_type")
+        assert "gzip or deflate" in error.message
 
 
 async def test_a_body_says_that_it_is_json(cluster: Cluster):

@@ -171,6 +171,9 @@ async def test_earlier_calls_and_results_are_in_the_prompt(calling: Cluster):
         in text
     )
     assert "<|im_start|>tool\nnoon<|im_end|>" in text
+    body = {"messages": messages[:2], "continue_final_message": True}
+    status, refused = await calling.post("/tokenize", **body, tools=TOOLS)
+    assert (status, refused["error"]["param"]) == (400, "continue_final_message")
 
 
 async def test_a_template_is_told_what_else_the_client_says(directory: Path, tmp_path: Path):
