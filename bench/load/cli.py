@@ -1,7 +1,8 @@
 """The command `baton bench`: run, sweep, replay, compare, report.
 
-Exit codes: 0 measured; 1 nothing could be measured, or a --fail-if holds; 2 what was asked for is wrong; 3
-the client could not keep up, the numbers are invalid; 130 stopped by Ctrl-C.
+Exit codes: 0 measured; 1 nothing could be measured, the server refused many requests in a row, or a --fail-if
+holds; 2 what was asked for is wrong; 3 the client could not keep up, the numbers are invalid; 130 stopped by
+Ctrl-C.
 """
 
 from __future__ import annotations

@@ -125,7 +125,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run that was made. `incomplete`: it was stopped before its end."""
+    """A run that was made.
+
+    Attributes:
+        incomplete: it was stopped before its end.
+        refused: what the last refusal said, if refusals stopped the run.
+    """
 
     plan: Plan
     records: Sequence[Record]
@@ -135,6 +140,7 @@ class Outcome:
     elapsed: float
     processes: int
     incomplete: bool
+    refused: str
 
     @property
     def valid(self) -> bool:
@@ -200,6 +206,7 @@ def _reduce(plan: Plan, options: Options, harvest: Harvest, server: ServerView) 
         elapsed=harvest.ended - harvest.started,
         processes=len(harvest.loads),
         incomplete=harvest.interrupted,
+        refused=harvest.refused,
     )
 
 

@@ -11,16 +11,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.load.client import ClientConfig
-from bench.load.record import Record
+from bench.load.record import Failure, Record
 from bench.load.wire import Finished, Load, Progress, Ready, Start, Stop, frame, messages, read_frame
 
 _HEADSTART_SECONDS = 0.2  # between the word to start and the start, for all clients to hear it
 _STOP_SECONDS = 10.0
+REFUSALS, REFUSED_SECONDS = 20, 1.0
+_REFUSED = (Failure.REFUSED, Failure.UNREACHABLE, Failure.HTTP)
+
+
+class Refusals:
+    """The refused requests since the last one that was served, of all clients."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._since = 0.0
+
+    def are_hopeless(self, record: Record) -> bool:
+        """Whether, with this record, there were `REFUSALS` in a row during `REFUSED_SECONDS`.
+
+        Then the server is down, or it needs another key, model or load: more requests only disturb it.
+        """
+        if record.failure not in _REFUSED:
+            self._count = 0
+            return False
+        if not self._count:
+            self._since = record.ended
+        self._count += 1
+        return self._count >= REFUSALS and record.ended - self._since >= REFUSED_SECONDS
 
 
 @dataclass(slots=True)
 class Harvest:
-    """Everything that came back. `died`: why a client process ended before it had reported all."""
+    """Everything that came back.
+
+    Attributes:
+        refused: what the last refusal said, if the run was stopped because of refusals.
+        died: why a client process ended before it had reported all.
+    """
 
     started: float = 0.0  # time.monotonic()
     ended: float = 0.0
@@ -29,6 +57,7 @@ class Harvest:
     sent: dict[int, int] = field(default_factory=dict)
     in_flight: dict[int, int] = field(default_factory=dict)
     interrupted: bool = False
+    refused: str = ""
     died: list[str] = field(default_factory=list)
 
 
@@ -40,6 +69,7 @@ class Fleet:
         self._configs = configs
         self._processes: list[asyncio.subprocess.Process] = []
         self._stopping = False
+        self._refusals = Refusals()
 
     async def run(self, on_record: Callable[[Record], None]) -> Harvest:
         try:
@@ -77,8 +107,12 @@ class Fleet:
         while (data := await read_frame(_out(process))) is not None:
             message = messages.decode(data)
             if isinstance(message, Finished):
-                harvest.records.append(message.record)
-                on_record(message.record)
+                record = message.record
+                harvest.records.append(record)
+                on_record(record)
+                if self._refusals.are_hopeless(record) and not self._stopping:
+                    harvest.refused = f"{record.error_class}, {record.detail!r}"
+                    self.stop()
             elif isinstance(message, Progress):
                 harvest.sent[index], harvest.in_flight[index] = message.sent, message.in_flight
             elif isinstance(message, Load):

@@ -17,7 +17,7 @@ from bench.contract import Report, Row
 from bench.load import experiment, results, table
 from bench.load.endpoint import EndpointError
 from bench.load.experiment import Outcome
-from bench.load.fleet import Fleet
+from bench.load.fleet import REFUSALS, Fleet
 from bench.load.live import Progression
 from bench.load.options import Options, OutputOptions
 from bench.load.page import page
@@ -112,7 +112,13 @@ async def _one(options: Options, output: OutputOptions, title: str, interrupt: _
                 progression.watch(fleet.harvest)
                 interrupt.then(fleet.stop)
 
-            return await experiment.run(plan, progression.saw, watch)
+            outcome = await experiment.run(plan, progression.saw, watch)
+        if outcome.refused:
+            text = (
+                f"Error: stopped, because the server refused {REFUSALS} requests in a row: {outcome.refused}"
+            )
+            typer.secho(text, fg="red", err=True)
+        return outcome
     except EndpointError as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
         return NOTHING
@@ -142,10 +148,10 @@ def _write(report: Report, output: OutputOptions) -> None:
 
 
 def _code(outcome: Outcome) -> int:
+    if outcome.refused or (not outcome.summary.ok and not outcome.incomplete):
+        return NOTHING
     if outcome.incomplete:
         return INTERRUPTED
-    if not outcome.summary.ok:
-        return NOTHING
     return OK if outcome.valid else INVALID
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
 import signal
 import sys
 import time
@@ -16,6 +18,8 @@ from typer.testing import CliRunner
 
 from bench.load import datasets, results
 from bench.load.cli import app
+from bench.load.fleet import REFUSALS, Refusals
+from bench.load.record import Failure, Record
 from tests.bench.mock_server import Behavior, Fault, MockServer
 from tests.bench.test_page import outcome
 
@@ -72,6 +76,19 @@ async def test_run_writes_all_it_is_asked_for(tmp_path: Path) -> None:
     assert "<svg" in files[2].read_text()
 
 
+async def test_the_readme_s_command_runs_as_it_is_typed(tmp_path: Path) -> None:
+    [line] = re.findall(r"^([\w./]*baton bench .+)$", (ROOT / "README.md").read_text(), re.M)
+    program, bench, *args = shlex.split(line)
+    assert program == ".venv/bin/baton", "it is on no PATH, unless the environment is activated"
+    assert bench == "bench"
+    assert "--url" not in args, "where `make serve` listens"
+    shorter = ("--duration", "0.5", "--warmup", "0", "--html", tmp_path / "report.html", "--quiet")
+    async with MockServer(Behavior(ttft=0.01)) as server:
+        code, _, err = await _bench(*args, *shorter, "--url", server.url)
+    assert code in MEASURED, err
+    assert (tmp_path / "report.html").exists()
+
+
 async def test_a_server_that_is_down() -> None:
     code, _, err = await _bench("run", "--url", "http://127.0.0.1:1", *QUICK)
     assert code == 1
@@ -90,6 +107,33 @@ async def test_a_server_that_only_fails(tmp_path: Path) -> None:
     rows = _rows(tmp_path / "r.json")
     assert rows["errors.http_429"] == rows["requests.failed"] == rows["requests.sent"] == 20
     assert "ttft.p50" not in rows
+
+
+async def test_a_server_that_refuses_everything_ends_the_run(tmp_path: Path) -> None:
+    faults: list[Fault] = ["none", *["429"] * 100_000]
+    async with MockServer(Behavior(ttft=0, faults=faults)) as server:
+        started = time.monotonic()
+        code, out, err = await _bench("run", "--url", server.url, "--duration", "60", *QUICK)
+    assert time.monotonic() - started < 30
+    assert code == 1
+    assert "stopped, because the server refused 20 requests in a row: http_429" in err
+    assert "INCOMPLETE" in out
+
+
+def _refused(at: float, failure: Failure | None = Failure.REFUSED) -> Record:
+    return Record(index=0, intended=at, sent=at, ended=at, failure=failure)
+
+
+def test_only_refusals_in_a_row_end_a_run() -> None:
+    def hopeless(*records: Record) -> list[bool]:
+        refusals = Refusals()
+        return [refusals.are_hopeless(record) for record in records]
+
+    row = [_refused(n / 10) for n in range(30)]
+    assert hopeless(*row).index(True) == REFUSALS - 1
+    assert not any(hopeless(*row[:15], _refused(1.5, None), *row[15:])), "one was served"
+    assert not any(hopeless(*(_refused(n / 1000) for n in range(100)))), "a burst is not yet hopeless"
+    assert not any(hopeless(*(_refused(n / 10, Failure.STREAM_ERROR) for n in range(30))))
 
 
 async def test_half_of_the_answers_fail(tmp_path: Path) -> None:

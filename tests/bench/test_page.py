@@ -44,6 +44,7 @@ def outcome(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Outcome:
         "elapsed": 6.0,
         "processes": 1,
         "incomplete": False,
+        "refused": "",
     }
     return Outcome(**fields | more)
 
