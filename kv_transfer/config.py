@@ -51,7 +51,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_lanes: int = 64  # decode: over all peers, each of which has its share of them when it connects
     bind: tuple[str, ...] = ()  # decode: interfaces or own addresses that lanes go out from, in turn
     max_sessions: int = 256  # prefill: authenticated peers
-    max_handshakes: int = 64  # prefill: connections that have not yet proved the secret
+    # prefill: connections that have not yet proved the secret; as many more from where a peer has before
+    max_handshakes: int = 64
     max_waiting: int = 4096  # prefill: FETCHes for prefill ids not yet seen
     lane_processes: int = msgspec.field(default_factory=_lane_processes)  # 0: the transfer process does it
     deadlines: Deadlines = Deadlines()

@@ -26,7 +26,7 @@ from kv_transfer.config import MAX_LANES, TransferConfig
 from kv_transfer.process.connector import Connector, ProtocolError, Session
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.slots import Slots
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import Counters, printable
 from kv_transfer.protocol.acks import Acks
 from kv_transfer.protocol.credits import CreditExceeded, CreditPool
 from kv_transfer.protocol.frame import Header
@@ -196,7 +196,7 @@ class DecodeSide:
             host, port = peer.address.rsplit(":", 1)
             peer.session = self.connector.connect((host.strip("[]"), int(port)), peer.incarnation, lanes)
         except (OSError, ValueError) as e:
-            log.warning("cannot connect to %s: %s", peer.address, e)
+            log.warning("cannot connect to %s: %s", printable(peer.address), e)
             self._back_off(peer, now)
         else:
             self._by_session[peer.session.number] = peer

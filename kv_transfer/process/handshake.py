@@ -33,8 +33,7 @@ class Doorkeeper(Protocol):
 
     @property
     def counters(self) -> Counters: ...
-    @property
-    def handshakes(self) -> dict[Lane, float]: ...
+    def lane_proved(self, lane: Lane) -> None: ...
     def joined_session(self, opened: HelloOpen, peer: Identity) -> Joinable: ...
     def lane_closed(self, lane: Lane) -> None: ...
 
@@ -79,7 +78,7 @@ class Handshake:
 
     def _up(self, lane: Lane, number: int, peer: Identity) -> None:
         assert self.session is not None
-        self._connector.handshakes.pop(lane)
+        self._connector.lane_proved(lane)
         self.session.add(number, lane, peer)
 
     def _refuse(self, lane: Lane, why: Refused) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import itertools
 import logging
 import os
@@ -17,11 +18,12 @@ from kv_transfer.arena import Arena
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Handler, ProtocolError
 from kv_transfer.process.handshake import Handshake, say
+from kv_transfer.process.handshakes import Handshakes
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.movers import FarLane, MoverHandle
 from kv_transfer.process.slots import Slots, take_slot
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import Counters, printable
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
 from kv_transfer.protocol.hello import Initiator, Listener, Refused
 from kv_transfer.protocol.messages import (
@@ -38,6 +40,7 @@ from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
 
+_ACCEPTED_AT_ONCE = 64  # connections; the lanes have their turn before the next ones
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -199,7 +202,7 @@ class TcpConnector:
         self.counters = counters
         self.sessions: dict[bytes, TcpSession] = {}  # by session id, from the first word to the end
         self.sessions_made = 0
-        self.handshakes: dict[Lane, float] = {}  # lanes not yet authenticated → when they must be
+        self.handshakes = Handshakes(config.max_handshakes)
         self.lane_count = 0
         self.listening = config.role == "prefill"
         self._secret = secret
@@ -230,12 +233,12 @@ class TcpConnector:
         self.sessions[session.id] = session
         for number, sock in enumerate(sockets):
             party = Initiator(self._secret, self._identity, session.id, number, lanes, incarnation)
-            say(self._adopt(sock, Handshake(self, session, party)), party.open)
+            say(self._adopt(sock, None, Handshake(self, session, party)), party.open)
         return session
 
     def accept(self, listener: socket.socket) -> bool:
         """Take what waits on the listening socket. False: it cannot be taken now, and goes on waiting."""
-        while True:
+        for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 sock, address = listener.accept()
             except BlockingIOError:
@@ -243,11 +246,9 @@ class TcpConnector:
             except OSError as e:  # out of descriptors, or the connection is gone again: others go on
                 self.counters.refuse("accept", str(e))
                 return e.errno not in _SCARCE
-            if len(self.handshakes) >= self.config.max_handshakes:
-                self.counters.refuse("handshakes", f"{address}: {len(self.handshakes)} are under way")
-                sock.close()
-                continue
-            self._adopt(sock, Handshake(self, None, Listener(self._secret, self._identity)))
+            owner = Handshake(self, None, Listener(self._secret, self._identity))
+            self._adopt(sock, _network_of(address[0]), owner)
+        return True
 
     def joined_session(self, opened: HelloOpen, peer: Identity) -> TcpSession:
         """The session that an authenticated lane belongs to; a new one for its first lane."""
@@ -271,7 +272,7 @@ class TcpConnector:
 
     def session_ended(self, session: TcpSession, reason: str, detail: str) -> None:
         del self.sessions[session.id]
-        log.info("session with %s ended (%s): %s", session.name, reason, detail)
+        log.info("session with %s ended (%s): %s", *map(printable, (session.name, reason, detail)))
         for lane in self.handshakes:
             if isinstance(lane.owner, Handshake) and lane.owner.session is session:
                 lane.close_soon(reason, detail)
@@ -284,9 +285,12 @@ class TcpConnector:
             return lane
         return min(self._movers, key=lambda x: len(x.lanes)).adopt(lane, session)
 
+    def lane_proved(self, lane: Lane) -> None:
+        self.handshakes.proved(lane)
+
     def lane_closed(self, lane: Lane) -> None:
         """One that had not joined a session."""
-        self.handshakes.pop(lane, None)
+        self.handshakes.closed(lane)
         self.lane_count -= 1
 
     # ------------------------------------------------------------ time
@@ -294,8 +298,8 @@ class TcpConnector:
     def tick(self, now: float) -> None:
         """PING, and end what is silent. Call several times a second."""
         limits = self.config.deadlines
-        for lane, deadline in self.handshakes.items():
-            if now >= deadline and lane.closing is None:
+        for lane in self.handshakes.late(now):
+            if lane.closing is None:
                 self.counters.expire("handshake", "a lane did not authenticate in time")
                 lane.close_soon("handshake", "too slow")
         ping = None
@@ -324,10 +328,15 @@ class TcpConnector:
         for session in list(self.sessions.values()):
             session.end("stopped", "the transfer process ends")
 
-    def _adopt(self, sock: socket.socket, owner: Handshake) -> Lane:
+    def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Lane:
+        """`network`: where the peer connected from; None: this side connected."""
         self.lane_count += 1
         lane = Lane(sock, self._loop, owner, self._trace)
-        self.handshakes[lane] = time.monotonic() + self.config.deadlines.handshake
+        deadline = time.monotonic() + self.config.deadlines.handshake
+        crowded_out = self.handshakes.add(lane, network, deadline)
+        if crowded_out is not None:
+            self.counters.refuse("handshakes", "too many connections have not authenticated")
+            crowded_out.close_soon("handshakes", "too many connections")
         self._loop.wake(lane.serve)
         return lane
 
@@ -340,6 +349,13 @@ def use_cubic(sock: socket.socket) -> None:
     """
     with contextlib.suppress(OSError):  # not in this kernel, or forbidden: then as the machine would have it
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+
+
+def _network_of(host: str) -> str:
+    """What counts as one address: of IPv6, the /64 that one machine usually has to itself."""
+    if ":" not in host:
+        return host
+    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
 
 
 def _connecting(address: tuple[str, int], source: str | None) -> socket.socket:

@@ -203,6 +203,15 @@ def test_a_wrong_secret(make_prefill: Any, until: Any) -> None:
     refused(prefill, until, "secret")
 
 
+def test_idle_connections_keep_no_peer_out(make_prefill: Any) -> None:
+    prefill = make_prefill(max_handshakes=4)
+    idle = [Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(6)]
+    lanes = [connect(prefill.port, session=b"s" * 16, number=i, lanes=3) for i in range(3)]
+    assert [lane.read()[0] for lane in idle[:3]] == [0, 0, 0], "the oldest are closed"
+    lanes[0].say(FETCH, [prefill.hold(10), [], 0, 0, 2], os.urandom(16))
+    lanes[0].expect(COMMIT)
+
+
 def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(max_handshakes=3, deadlines=kv.Deadlines(handshake=0.7))
     lanes = [Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(5)]
