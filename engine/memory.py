@@ -71,7 +71,10 @@ def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device
     block_size = config.block_size or (128 if device.type == "cuda" else 16)
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
-        raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}")
+        window = ", its sliding window" if model.sliding_window else ""
+        raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}{window}")
+    if wanted == model.sliding_window:
+        log.warning("requests can have %d tokens: the model's sliding window ends the context there", wanted)
     most, weights = CPU_POOL_BYTES, model.num_parameters * dtype.itemsize
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -1,6 +1,6 @@
 """The shape of a model, in whichever format its checkpoint tells it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     dtype: str | None
     """What the checkpoint was saved for; None: it does not say."""
+    sliding_window: int | None = field(default=None, repr=False)
+    """The model was made for a longer context, but `max_model_len` ends at this window, because attention
+    within the window is plain attention. None: no window ends it. Not in the repr, which makes fingerprints:
+    workers of the version before must have equal ones."""
 
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, where parts do not fit each other."""

@@ -276,7 +276,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("role", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision")
+    __slots__ = ("role", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "sliding_window")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -297,6 +297,7 @@ class WorkerDescription(_message.Message):
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
     role: Role
     index: int
     incarnation: int
@@ -317,7 +318,8 @@ class WorkerDescription(_message.Message):
     vocabulary_fingerprint: str
     served_model_name: str
     revision: str
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
+    sliding_window: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., sliding_window: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

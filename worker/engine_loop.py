@@ -221,17 +221,19 @@ def loop(role: Role, parts: Parts) -> None:
 def _ready(engine: Engine) -> messages.EngineReady:
     """Raises ValueError for a tokenizer that cannot be read."""
     layout = kv_layout(engine)
+    model = engine.model_config
     return messages.EngineReady(
         model_fingerprint=engine.model_fingerprint,
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         dtype=layout.dtype,
-        vocab_size=engine.model_config.vocab_size,
-        max_model_len=engine.model_config.max_model_len,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.source)),
+        sliding_window=model.max_model_len if model.max_model_len == model.sliding_window else 0,
     )
 
 

@@ -158,6 +158,7 @@ class EngineReady(_Message):
     block_size: int
     num_blocks: int
     vocabulary_fingerprint: str  # empty: the model comes without a tokenizer
+    sliding_window: int  # that ends the context at max_model_len; 0: none does
 
 
 class Logprobs(_Message, tag=False):

@@ -44,8 +44,10 @@ def model_config_from_hf(
     num_heads = integer("num_attention_heads")
     hidden_size = integer("hidden_size")
     context = integer("max_position_embeddings", 2048)
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        context = min(context, integer("sliding_window"))  # within the window, attention is plain attention
+    window = None
+    has_window = config.get("sliding_window") and config.get("use_sliding_window", True)
+    if has_window and integer("sliding_window") < context:
+        context = window = integer("sliding_window")
     # transformers 5 keeps both rope settings in one dictionary, older ones beside each other.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
@@ -73,6 +75,7 @@ def model_config_from_hf(
         attention_bias=bool(config.get("attention_bias", False)),
         eos_ids=tuple(eos_ids),
         dtype=config.get("dtype") or config.get("torch_dtype"),
+        sliding_window=window,
     )
     shape.check(source)
     return shape

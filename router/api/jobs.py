@@ -113,6 +113,7 @@ def make_jobs(
     *,
     field: str,
     capacity: int,
+    sliding_window: bool,
     vocab_size: int,
     session: str | None,
     cache_salt: bytes,
@@ -120,8 +121,8 @@ def make_jobs(
 ) -> list[Job]:
     """`n` jobs for each prompt, in the order of the answer's choices.
 
-    `field` is where the prompts came from, `capacity` the positions that a request may have. Raises
-    InvalidRequest.
+    `field` is where the prompts came from, `capacity` the positions that a request may have.
+    `sliding_window`: the model's window ends the context there. Raises InvalidRequest.
     """
     session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size)
@@ -133,7 +134,7 @@ def make_jobs(
     for prompt_ids in prompts:
         if not prompt_ids:
             raise InvalidRequest(f"{field}: must not be empty", param=field)
-        max_tokens = _max_tokens(body, len(prompt_ids), field, capacity)
+        max_tokens = _max_tokens(body, len(prompt_ids), field, capacity, sliding_window=sliding_window)
         if body.min_tokens > max_tokens:
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
@@ -146,10 +147,13 @@ def make_jobs(
     return jobs
 
 
-def _max_tokens(body: GenerationBody, prompt_tokens: int, field: str, capacity: int) -> int:
+def _max_tokens(
+    body: GenerationBody, prompt_tokens: int, field: str, capacity: int, *, sliding_window: bool
+) -> int:
     room = capacity - prompt_tokens
+    context = f"{capacity}, the model's sliding window" if sliding_window else f"{capacity}"
     if room < 1:
-        text = f"{field}: {prompt_tokens} tokens leave no room for output in a context of {capacity}"
+        text = f"{field}: {prompt_tokens} tokens leave no room for output in a context of {context}"
         raise ContextLengthExceeded(text, param=field)
     wanted = body.max_tokens_wanted
     if wanted is None:
@@ -157,7 +161,7 @@ def _max_tokens(body: GenerationBody, prompt_tokens: int, field: str, capacity: 
     if wanted > room:
         name = body.max_tokens_field
         # Without the prompt it would fit: then the prompt is too long as much as the output.
-        text = f"{name}: {wanted} and a prompt of {prompt_tokens} tokens exceed the context of {capacity}"
+        text = f"{name}: {wanted} and a prompt of {prompt_tokens} tokens exceed the context of {context}"
         raise ContextLengthExceeded(text, param=name)
     return wanted
 

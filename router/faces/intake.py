@@ -88,6 +88,7 @@ class Intake:
             prompts,
             field=field,
             capacity=self.capacity,
+            sliding_window=self._services.pool.sliding_window,
             vocab_size=tokenizer.vocab_size,
             session=session,
             cache_salt=account.key.cache_salt,

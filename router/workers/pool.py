@@ -89,6 +89,7 @@ class WorkerPool:
         self._retired: set[WorkerConnection] = set()  # off the list, but not yet empty
         self._members = Members(policy)
         self._capacity: int | None = None
+        self._sliding_window = False
         self._offering = False
 
     async def run(self) -> None:
@@ -135,6 +136,11 @@ class WorkerPool:
     def capacity(self) -> int | None:
         """Positions that one request may have anywhere; None while no worker is known."""
         return self._capacity
+
+    @property
+    def sliding_window(self) -> bool:
+        """Whether it is the model's sliding window that ends the context at `capacity`."""
+        return self._sliding_window
 
     def arrival(self) -> int:
         """A new request's place in the order in which they came."""
@@ -196,9 +202,10 @@ class WorkerPool:
 
     def membership_changed(self, connection: WorkerConnection) -> None:
         self._serve(connection, connection.ready)
-        described = (c.description for c in self._connections.values() if c.state is not State.REFUSED)
+        described = [c.description for c in self._connections.values() if c.state is not State.REFUSED]
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._capacity = min(sizes, default=None)
+        self._sliding_window = any(d.sliding_window == self._capacity for d in described)
         self._use(connection.description.role)
         budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.ROLE_PREFILL))
         self._window = WINDOW_STEPS * sum(budgets) if self.complete else math.inf

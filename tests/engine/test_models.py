@@ -80,11 +80,20 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[tuple[int, torch.T
     return result
 
 
-def test_sliding_window_bounds_the_context(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
+def test_sliding_window_bounds_the_context(
+    tmp_path: Path, save_tiny: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     save_tiny(tmp_path, "Mistral", sliding_window=64)
-    assert Engine(EngineConfig(model=str(tmp_path))).model_config.max_model_len == 64
-    with pytest.raises(ValueError, match="--max-model-len 65: the model's context is 64"):
+    model = Engine(EngineConfig(model=str(tmp_path))).model_config
+    assert (model.max_model_len, model.sliding_window) == (64, 64)
+    assert "sliding_window" not in repr(model), "fingerprints of older workers would differ"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["requests can have 64 tokens: the model's sliding window ends the context there"]
+    with pytest.raises(ValueError, match="--max-model-len 65: the model's context is 64, its sliding window"):
         Engine(EngineConfig(model=str(tmp_path), max_model_len=65))
+    caplog.clear()
+    Engine(EngineConfig(model=str(tmp_path), max_model_len=63))
+    assert not caplog.records, "the window is not what ends the context"
 
 
 def test_refuses_what_it_cannot_compute(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:

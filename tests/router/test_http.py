@@ -435,3 +435,20 @@ async def test_a_body_says_that_it_is_json(cluster: Cluster):
             headers = {"Content-Type": sent}
             async with cluster.http.post(cluster.url + path, data=text, headers=headers) as response:
                 assert response.status == 200
+
+
+async def test_a_prompt_beyond_the_sliding_window_is_told_so(cluster: Cluster) -> None:
+    pool = cluster.router.services.pool
+    for connection in pool.connections:
+        connection.description.max_model_len = connection.description.sliding_window = 100
+        pool.membership_changed(connection)
+    for body, told in (
+        (
+            {"prompt": [5] * 100},
+            "100 tokens leave no room for output in a context of 100, the model's sliding window",
+        ),
+        ({"prompt": [5], "max_tokens": 100}, "exceed the context of 100, the model's sliding window"),
+    ):
+        status, answer = await cluster.post("/v1/completions", **body)
+        assert status == 400
+        assert told in answer["error"]["message"]
