@@ -100,10 +100,10 @@ class Metrics:
         ).set_function(lambda: admission.held_tokens)
         self._gauge(
             "baton:requests_waiting_for_turn", "Requests that the router holds back, fairly between keys."
-        ).set_function(lambda: len(admission.queue))
+        ).set_function(lambda: len(admission.queue) - admission.waiting_for_room)
         self._gauge(
-            "baton:requests_waiting_for_room", "Requests that no decode worker has room for."
-        ).set_function(lambda: len(pool.room))
+            "baton:requests_waiting_for_room", "Requests that wait for room on a decode worker."
+        ).set_function(lambda: admission.waiting_for_room)
         self._gauge("baton:requests_waiting_for_worker", "Requests while a role has no worker.").set_function(
             lambda: len(pool.waiters)
         )

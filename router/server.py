@@ -98,7 +98,9 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
     services = Services(
         tokenizer=tokenizer,
         pool=pool,
-        admission=Admission(config.max_waiting_tokens, pool.window),
+        admission=Admission(
+            config.max_waiting_tokens, pool.window, pool.room, shared=len(config.api_keys) > 1
+        ),
         metrics=Metrics(config.model_name),
         tracer=open_tracer(
             config.otlp_endpoint,

@@ -1,20 +1,32 @@
-"""Who is let in, and when it is served.
+"""Which requests are let in, and when they are served.
 
 Requests are refused beyond what one key may use (`Account`) and beyond a bounded number of waiting prompt
-tokens. Those that are let in go to the workers at once while these have less than a window of prompts ahead
-of them; else they wait here, where the order is fair (`fairness`): a worker's own queue knows no keys.
+tokens. All others go through one queue (`fairness`), since a worker's own queue knows no keys. The first of
+the queue goes to the workers when three things hold: they have less than a window of prompts ahead of them,
+a decode worker has room, and its key leaves a part of the decode pool to other keys. A request that was
+interrupted waits in the same queue, before those that never ran.
+
+What waits for what: a request that waits here holds no seat and no share. Each request with a seat ends, or
+comes back here, without waiting for another one; so the first of the queue always gets its turn.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from router.admission.fairness import FairQueue
 from router.admission.keys import ApiKey
 from router.errors import Overloaded, RateLimited
+from router.policy import FreeRoom
 
 MAX_RETRY_AFTER = 60
+KEY_SHARE = 8.0
+"""Where there are several keys, one may use so many times what it leaves free: 8/9 if it is alone. It holds
+for seats and memory of the decode workers, and for the tokens that may wait (dynamic thresholds: Choudhury
+and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998)."""
 OUTPUT_WEIGHT = 2.0
 """What an output token counts beside a prompt token when keys share."""
 _RATE_SECONDS = 10.0
@@ -28,11 +40,19 @@ class Account:
 
     Tokens come back at an even rate, up to a minute's worth. Debt is allowed: a request is taken while
     anything is left, and the next ones wait until the debt is paid, so that no request is too long for a key.
+
+    Attributes:
+        requests: that entered and did not leave.
+        waiting_tokens: prompt tokens of its generations without a first token.
+        sent_tokens: of these, tokens that workers have.
+        seats: its generations that have their turn: that workers work for.
+        positions: of KV that these hold, prompt and output.
     """
 
     def __init__(self, key: ApiKey, share: float = 1.0, clock: Clock = time.monotonic) -> None:
         self.key = key
-        self.requests = 0
+        self.share = share
+        self.requests = self.waiting_tokens = self.sent_tokens = self.seats = self.positions = 0
         self._clock = clock
         self._max_requests = None if key.max_requests is None else max(1, round(key.max_requests * share))
         self._per_minute = None if key.tokens_per_minute is None else key.tokens_per_minute * share
@@ -99,121 +119,235 @@ class DrainRate:
             self._total -= self._gone.popleft()[1]
 
 
-class Ticket:
-    """One request's place: its generations wait for their turn, then for their first token."""
+class Taker(Protocol):
+    """A generation, as the queue sees it."""
 
-    def __init__(self, admission: "Admission", account: Account, priority: int, sizes: Sequence[int]) -> None:
+    def on_turn(self) -> bool:
+        """Its turn: it asks workers. False: no decode worker has room, and it stays the first."""
+        ...
+
+
+class Turn:
+    """One generation's place, from its admission to its end: admitted → (waits → has its turn) … → ended."""
+
+    def __init__(self, admission: "Admission", account: Account, priority: int, tokens: int) -> None:
+        """`tokens`: of its prompt."""
         self._admission = admission
         self._account = account
+        self._tokens = tokens
         self._priority = priority
-        self._sizes = list(sizes)  # prompt tokens; 0 from the first token on
-        self._places: list[int | None] = []  # in the queue; None: it had its turn
+        self._ticket: int | None = None  # in the queue, from the first wait on
+        self._positions = tokens
+        self._sent = False  # it had its turn once
+        self._answered = False  # it has its first token
+        self._seated = False
+        self._ended = False
+        self._taker: Taker | None = None
 
-    def line_up(self, starts: Sequence[Callable[[], None]]) -> None:
-        """Each is called when its turn comes, now or later, unless the ticket is given back before."""
+    def wait(self, taker: Taker) -> None:
+        """Its `on_turn` is called when the turn comes, now or later. Harmless while it waits."""
         admission = self._admission
-        for index, start in enumerate(starts):
-            self._places.append(None)
-            entry = (self, index, start)
-            self._places[index] = admission.queue.push(self._account.key.name, self._priority, entry)
+        if self._ended or self._waits:
+            return
+        self._stand_up()
+        self._taker = taker
+        self._ticket = admission.queue.push(self._account, self._rank, self, self._ticket)
         admission.dispatch()
 
-    def turn(self, index: int) -> int:
-        """Said by the queue. Returns its prompt tokens."""
-        self._places[index] = None
-        self._admission.queue.charge(self._account.key.name, self._sizes[index])
-        return self._sizes[index]
+    def take(self) -> bool:
+        """Said by the queue, which has popped it. False: it is in the queue again."""
+        queue, account = self._admission.queue, self._account
+        assert self._taker is not None, "it waited"
+        assert self._ticket is not None
+        if not self._taker.on_turn():
+            queue.put_back(account, self._rank, self, self._ticket)
+            return False
+        if self._ended or self._waits:
+            return True
+        self._seated = True
+        account.seats += 1
+        account.positions += self._positions
+        if not self._sent:
+            self._sent = True
+            queue.charge(account, self._tokens)
+            self._admission.sent(account, self._tokens)
+        return True
 
-    def generated(self, index: int, tokens: int) -> None:
-        self._first_token(index, drained=True)
-        self._admission.queue.charge(self._account.key.name, OUTPUT_WEIGHT * tokens)
-        self._account.spend(tokens)
+    def generated(self) -> None:
+        """One more token."""
+        if not self._answered:
+            self._first_token(drained=True)
+            self._admission.dispatch()
+        self._positions += 1
+        self._account.positions += self._seated
+        self._admission.queue.charge(self._account, OUTPUT_WEIGHT)
+        self._account.spend(1)
 
-    def close(self) -> None:
-        """Whatever of it still waits does so no more."""
-        for index in range(len(self._sizes)):
-            self._first_token(index, drained=False)
-
-    def _first_token(self, index: int, *, drained: bool) -> None:
-        size, self._sizes[index] = self._sizes[index], 0
-        if not size:
+    def end(self) -> None:
+        """It waits for nothing, and holds nothing. Idempotent."""
+        if self._ended:
             return
-        place = self._places[index] if self._places else None
-        if place is not None:
-            self._admission.queue.remove(place)
-        self._admission.gone(size, sent=bool(self._places) and place is None, drained=drained)
+        self._ended = True
+        if self._ticket is not None:
+            self._admission.queue.remove(self._ticket)
+        self._stand_up()
+        self._first_token(drained=False)
+        self._admission.dispatch()
+
+    @property
+    def is_new(self) -> bool:
+        """It never had its turn."""
+        return not self._sent
+
+    @property
+    def _rank(self) -> int:
+        """By priority, then those that were interrupted."""
+        return 2 * self._priority + self.is_new
+
+    @property
+    def _waits(self) -> bool:
+        return self._ticket is not None and self._ticket in self._admission.queue
+
+    def _stand_up(self) -> None:
+        if self._seated:
+            self._seated = False
+            self._account.seats -= 1
+            self._account.positions -= self._positions
+
+    def _first_token(self, *, drained: bool) -> None:
+        if not self._answered:
+            self._answered = True
+            self._admission.answered(self._account, self._tokens, sent=self._sent, drained=drained)
+
+
+def _no_limit() -> FreeRoom:
+    return FreeRoom(math.inf, math.inf)
 
 
 class Admission:
     """The bounded queue in front of the workers.
 
-    `window` is how many prompt tokens may be at the workers without a first token.
+    `window` is how many prompt tokens may be at the workers without a first token, `room` is what is free on
+    decode workers. `shared`: there are several keys, and none may take all.
 
     Attributes:
         waiting_tokens: prompt tokens of generations without a first token, here and at the workers. Never
             above the limit, except by a single request that is larger than it.
-        queue: those that have not been sent to workers.
+        queue: generations that wait for their turn.
     """
 
     def __init__(
-        self, max_waiting_tokens: int, window: Callable[[], float], clock: Clock = time.monotonic
+        self,
+        max_waiting_tokens: int,
+        window: Callable[[], float],
+        room: Callable[[], FreeRoom] = _no_limit,
+        *,
+        shared: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.waiting_tokens = 0
-        self.queue: FairQueue[tuple[Ticket, int, Callable[[], None]]] = FairQueue()
+        self.queue: FairQueue[Account, Turn] = FairQueue()
         self._sent_tokens = 0
         self._max = max_waiting_tokens
         self._window = window
+        self._room = room
+        self._shared = shared
         self._rate = DrainRate(clock)
         self._dispatching = False
 
     @property
     def held_tokens(self) -> int:
-        """Of `waiting_tokens`, those that no worker knows of."""
-        return self.waiting_tokens - self._sent_tokens
+        """Of `waiting_tokens`, those that wait because prefill workers have enough before them."""
+        return self.waiting_tokens - self._sent_tokens if self._window_is_full else 0
+
+    @property
+    def waiting_for_room(self) -> int:
+        """Of the queue, the generations that wait for decode workers; the others wait for prefill workers."""
+        return 0 if self._window_is_full else len(self.queue)
+
+    @property
+    def _window_is_full(self) -> bool:
+        return self._sent_tokens >= self._window()
 
     @contextmanager
-    def admit(self, account: Account, sizes: Sequence[int], priority: int = 0) -> Iterator[Ticket]:
-        """For one request's generations, by prompt length. Raises Overloaded and RateLimited."""
+    def admit(self, account: Account, sizes: Sequence[int], priority: int = 0) -> Iterator[list[Turn]]:
+        """For one request's generations, by prompt length: a turn for each.
+
+        Raises Overloaded and RateLimited.
+        """
         tokens = sum(sizes)
-        if self.waiting_tokens and self.waiting_tokens + tokens > self._max:
-            rate = self._rate.tokens_per_s()
-            wait = self.waiting_tokens / rate if rate > 0 else 1.0
-            raise Overloaded(
-                f"{self.waiting_tokens} prompt tokens are waiting, and {self._max} may",
-                retry_after=min(MAX_RETRY_AFTER, max(1, round(wait))),
-            )
+        self._check(account, tokens)
         account.enter()
+        turns = [Turn(self, account, priority, size) for size in sizes]
         try:
             account.spend(tokens)
             if not self.waiting_tokens:
                 self._rate.began()
             self.waiting_tokens += tokens
-            ticket = Ticket(self, account, priority, sizes)
-            try:
-                yield ticket
-            finally:
-                ticket.close()
+            account.waiting_tokens += tokens
+            yield turns
         finally:
+            for turn in turns:
+                turn.end()
             account.leave()
 
+    def _check(self, account: Account, tokens: int) -> None:
+        left = self._max - self.waiting_tokens
+        if self._shared and account.waiting_tokens and account.waiting_tokens + tokens > KEY_SHARE * left:
+            raise RateLimited(
+                f"key {account.key.name!r} has {account.waiting_tokens} prompt tokens waiting; the rest of "
+                f"{self._max} is kept for other keys",
+                retry_after=self._retry_after(),
+            )
+        if self.waiting_tokens and tokens > left:
+            raise Overloaded(
+                f"{self.waiting_tokens} prompt tokens are waiting, and {self._max} may",
+                retry_after=self._retry_after(),
+            )
+
+    def _retry_after(self) -> int:
+        rate = self._rate.tokens_per_s()
+        wait = self.waiting_tokens / rate if rate > 0 else 1.0
+        return min(MAX_RETRY_AFTER, max(1, round(wait)))
+
     def dispatch(self) -> None:
-        """Whose turn it is goes to the workers. To be called whenever the window may have grown."""
-        if self._dispatching:  # a start may fail at once, and end here again
+        """The first of the queue go to the workers. To be called when workers may have become less busy."""
+        if self._dispatching:  # a turn that is taken changes loads, and may end
             return
         self._dispatching = True
         try:
-            while len(self.queue) and self._sent_tokens < self._window():
-                ticket, index, start = self.queue.pop()
-                self._sent_tokens += ticket.turn(index)
-                start()
+            while len(self.queue) and (turn := self._next()) is not None:
+                if not turn.take():
+                    break
         finally:
             self._dispatching = False
 
-    def gone(self, tokens: int, *, sent: bool, drained: bool) -> None:
-        """Said by tickets: these tokens wait no more."""
+    def _next(self) -> Turn | None:
+        window_is_full = self._window_is_full
+        room = self._room() if self._shared else _no_limit()
+
+        def may_go(account: Account, turn: Turn) -> bool:
+            # The prompts of other keys must not keep a key from having one at the workers.
+            if turn.is_new and window_is_full and account.sent_tokens:
+                return False
+            limit = KEY_SHARE * account.share
+            return not account.seats or (
+                account.seats < limit * room.seats and account.positions < limit * room.positions
+            )
+
+        return self.queue.pop(may_go)
+
+    def sent(self, account: Account, tokens: int) -> None:
+        """Said by turns: workers have a prompt."""
+        self._sent_tokens += tokens
+        account.sent_tokens += tokens
+
+    def answered(self, account: Account, tokens: int, *, sent: bool, drained: bool) -> None:
+        """Said by turns: a prompt waits no longer. It has its first token (`drained`), or was given up."""
         self.waiting_tokens -= tokens
-        if drained:
-            self._rate.add(tokens)
+        account.waiting_tokens -= tokens
         if sent:
             self._sent_tokens -= tokens
-            self.dispatch()
+            account.sent_tokens -= tokens
+        if drained:
+            self._rate.add(tokens)

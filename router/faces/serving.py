@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from router.admission.gate import Account, Admission, Ticket
+from router.admission.gate import Account, Admission
 from router.api.bodies import GenerationBody
 from router.api.jobs import Job
 from router.errors import ApiError, TooSlow
@@ -121,7 +121,6 @@ class Answer:
         self._outbox = Outbox(MAX_UNREAD_TOKENS * len(jobs), self._unread)
         self._traceparent = traceparent
         self._generations: list[Generation] = []
-        self._ticket: Ticket | None = None
         self._error: ApiError | None = None
 
     @contextmanager
@@ -133,12 +132,13 @@ class Answer:
         services, began = self._services, time.monotonic()
         sizes = [len(job.prompt_ids) for job in self._jobs]
         admitted = services.admission.admit(self._account, sizes, self.body.priority)
-        with self._traced() as span, admitted as self._ticket:
+        with self._traced() as span, admitted as turns:
             services.active.add(self)
             try:
                 self._generations = [
                     Generation(
                         job,
+                        turn,
                         services.pool,
                         self._outbox,
                         services.metrics,
@@ -148,9 +148,10 @@ class Answer:
                         timeout=max(0.0, self._deadline - began),
                         worker_wait=services.worker_wait,
                     )
-                    for index, job in enumerate(self._jobs)
+                    for index, (job, turn) in enumerate(zip(self._jobs, turns, strict=True))
                 ]
-                self._ticket.line_up([generation.start for generation in self._generations])
+                for generation in self._generations:
+                    generation.start()
                 yield
             finally:
                 services.active.discard(self)
@@ -169,13 +170,11 @@ class Answer:
         """
         if self._error is not None:
             raise self._error
-        assert self._ticket is not None, "only while it is generating"
         deltas: list[tuple[int, Delta]] = []
         for index, item in await self._outbox.take(timeout):
             if isinstance(item, ApiError):
                 self._error = item
                 break
-            self._ticket.generated(index, 1)
             choice = self.choices[index]
             if choice.finish_reason:
                 continue  # a token behind a stop string

@@ -14,6 +14,7 @@ again and never lost: a new prefill is of prompt + output.
 import logging
 import os
 
+from router.admission.gate import Turn
 from router.api.jobs import Job
 from router.errors import ApiError, Failed, InvalidRequest
 from router.generation.attempt import Decode, Prefill
@@ -54,6 +55,7 @@ class Generation:
     def __init__(
         self,
         job: Job,
+        turn: Turn,
         pool: WorkerPool,
         outbox: Outbox,
         metrics: Metrics,
@@ -70,6 +72,7 @@ class Generation:
         self.arrival = pool.arrival()
         self.cached_tokens = 0
         self._job = job
+        self._turn = turn
         self._pool = pool
         self._output = Output(outbox, index, job.sampling.max_tokens, metrics, span)
         self._metrics = metrics
@@ -84,7 +87,7 @@ class Generation:
         self._done = False
 
     def start(self) -> None:
-        """Its turn has come: workers are asked from here on. Until then only its deadline runs."""
+        """It waits for its turn from here on."""
         self._advance()
 
     def __repr__(self) -> str:
@@ -112,19 +115,28 @@ class Generation:
             return
         if prefill is not None and not prefill.handover:
             return
-        if prefill is None and self._job.sampling.max_tokens - len(self.output_ids) == 1:
-            # A prefill yields it, and decode has nothing to do.
-            self._pool.room.leave(self)
+        if decode is None:
+            self._turn.wait(self)
+        elif prefill is None and self._one_left:
             self._end_decode(cancel=True)
-            if self._may_prefill() and self._plan_prefill(self._choose_prefill(), handover=False):
-                self._send_prefill()
-        elif decode is None:
-            if self._pool.room.blocks(self):
-                self._waiting.for_room()
-            else:
-                self._reserve()
+            self._prefill_last()
         elif prefill is None:
             self._retarget(decode)
+
+    def on_turn(self) -> bool:
+        if self._prefill is None and self._one_left:
+            self._prefill_last()
+            return True
+        return self._reserve()
+
+    @property
+    def _one_left(self) -> bool:
+        """A prefill yields the last token, and decode has nothing to do."""
+        return self._job.sampling.max_tokens - len(self.output_ids) == 1
+
+    def _prefill_last(self) -> None:
+        if self._may_prefill() and self._plan_prefill(self._choose_prefill(), handover=False):
+            self._send_prefill()
 
     def _reserve(self) -> bool:
         """Asks a decode worker for room, and at first a prefill worker too. False: there is no room."""
@@ -137,7 +149,7 @@ class Generation:
         worker = self._pool.choose_decode(tokens, self._strikes.avoid)
         if worker is None:
             if self._pool.has_decode:
-                self._waiting.for_room()
+                self._waiting.worker_found()
                 return False
             self._waiting.for_worker("decode")
         elif self._prefill is not None:
@@ -229,9 +241,6 @@ class Generation:
 
     # ------------------------------------------------------------ what it waited for
 
-    def on_room(self) -> bool:
-        return self._done or self._decode is not None or self._reserve()
-
     def on_workers(self) -> None:
         self._advance()
 
@@ -268,6 +277,7 @@ class Generation:
 
     def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
         self._strikes.token()
+        self._turn.generated()
         handed_over = self._prefill is not None
         finish_reason = self._output.token(event, len(self.output_ids), handed_over=handed_over)
         if finish_reason:
@@ -400,3 +410,4 @@ class Generation:
         self._waiting.end()
         self._end_prefill()
         self._end_decode(cancel=True)
+        self._turn.end()

@@ -1,7 +1,7 @@
 """What one request waits for, and for how long.
 
-It waits in whichever queue: for a worker of a role, for room, or for leave to prefill again. For a worker it
-waits as long as the user said, for anything else until its own deadline.
+It waits for a worker of a role, or for leave to prefill again (for its turn it waits at the gate). For a
+worker it waits as long as the user said, for anything else until its own deadline.
 """
 
 import asyncio
@@ -10,12 +10,11 @@ from typing import Protocol
 
 from router.errors import ApiError, NoWorker, TimedOut
 from router.generation.retries import Retrier
-from router.generation.room import Waiter
 from router.metrics import Metrics
 from router.workers.pool import WorkerPool, WorkerWaiter
 
 
-class Waits(WorkerWaiter, Waiter, Retrier, Protocol):
+class Waits(WorkerWaiter, Retrier, Protocol):
     """A request, which is told when what it waited for is there."""
 
     def fail(self, error: ApiError) -> None:
@@ -48,10 +47,6 @@ class Waiting:
             loop = asyncio.get_running_loop()
             self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, role)
 
-    def for_room(self) -> None:
-        self.worker_found()
-        self._pool.room.wait(self._request)
-
     def worker_found(self) -> None:
         self._pool.waiters.pop(self._request, None)
         if self._worker_timer is not None:
@@ -62,7 +57,6 @@ class Waiting:
         """For nothing any more."""
         self._deadline_timer.cancel()
         self.worker_found()
-        self._pool.room.leave(self._request)
         self._pool.retries.leave(self._request)
 
     def _no_worker(self, role: str) -> None:

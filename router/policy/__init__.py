@@ -16,7 +16,7 @@ of them.
 """
 
 from router.policy.decode_caches import DecodeCaches
-from router.policy.decode_load import DecodeLoad
+from router.policy.decode_load import DecodeLoad, FreeRoom, free_room
 from router.policy.overflow import ChunkOffer, Reason, overflow
 from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads, PrefillWork
@@ -32,6 +32,7 @@ __all__ = [
     "ChunkOffer",
     "DecodeCaches",
     "DecodeLoad",
+    "FreeRoom",
     "PrefillLoads",
     "PrefillPolicy",
     "PrefillRequest",
@@ -39,6 +40,7 @@ __all__ = [
     "PrefillWork",
     "Reason",
     "Ring",
+    "free_room",
     "overflow",
     "round_robin",
     "sticky",

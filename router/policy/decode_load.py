@@ -1,7 +1,18 @@
 """What a router knows of one decode worker between two reports: what it reported, and what this router did
 since."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class FreeRoom(NamedTuple):
+    """What decode workers have free, all together."""
+
+    seats: float
+    """In their batches."""
+    positions: float
+    """Of KV."""
 
 
 @dataclass(slots=True)
@@ -53,7 +64,19 @@ class DecodeLoad:
         return max(blocks, batch)
 
     def has_room(self, tokens: int) -> bool:
-        return not self.full and self.blocks_free * self.block_size >= tokens
+        """One request more than the batch has seats may be sent. The worker's refusal is how an autoscaler
+        learns that more room is wanted."""
+        if self.full or self.running > self.max_running:
+            return False
+        return self.blocks_free * self.block_size >= tokens
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+
+def free_room(loads: Iterable[DecodeLoad]) -> FreeRoom:
+    seats = positions = 0
+    for load in loads:
+        seats += max(0, load.max_running - load.running)
+        positions += max(0, load.blocks_free) * load.block_size
+    return FreeRoom(seats, positions)

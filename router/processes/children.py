@@ -100,7 +100,7 @@ class Children:
 
     def __init__(self, command: Sequence[str], count: int, greeting: bytes = b"") -> None:
         self._idle = [Child(command, greeting) for _ in range(count)]
-        self._waiting: FairQueue[_Turn] = FairQueue()
+        self._waiting: FairQueue[str, _Turn] = FairQueue()
         self._asked: set[asyncio.Task[bytes]] = set()
 
     async def ask(self, key: str, *parts: bytes) -> bytes:
@@ -142,8 +142,7 @@ class Children:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        while self._idle and len(self._waiting):
-            turn = self._waiting.pop()
+        while self._idle and (turn := self._waiting.pop()) is not None:
             if not turn.child.done():
                 self._waiting.charge(turn.key, turn.size)
                 turn.child.set_result(self._idle.pop())

@@ -1,7 +1,7 @@
 """The workers that there are right now, and which of them to ask.
 
-Follows discovery, keeps a connection to each address, and tells requests that wait for a worker or for room
-when something changed.
+Follows discovery, keeps a connection to each address, and tells requests that wait for a worker when
+one has come.
 """
 
 import asyncio
@@ -15,8 +15,16 @@ from typing import Protocol
 
 from router.generation.retries import RetryQueue
 from router.generation.retry_budget import RetryBudget
-from router.generation.room import RoomQueue
-from router.policy import ChunkOffer, PrefillPolicy, PrefillWork, Reason, overflow, two_choices
+from router.policy import (
+    ChunkOffer,
+    FreeRoom,
+    PrefillPolicy,
+    PrefillWork,
+    Reason,
+    free_room,
+    overflow,
+    two_choices,
+)
 from router.workers.connection import State, WorkerConnection
 from router.workers.discovery import Discovery
 from router.workers.fit import RouterModel, check_fit
@@ -50,11 +58,10 @@ class WorkerPool:
     """Owns the connections. All of it runs on the event loop; nothing here waits.
 
     Attributes:
-        room: requests that wait for room on a decode worker.
         retries: requests that wait until they may be prefilled again.
         waiters: requests that wait for a worker of some role, as keys in order.
         changed: set whenever a worker comes or goes; cleared by its one reader.
-        on_change: called then, too.
+        on_change: called then, and whenever a decode worker may have become less busy.
     """
 
     def __init__(
@@ -68,7 +75,6 @@ class WorkerPool:
         *,
         overflow: bool = True,
     ) -> None:
-        self.room = RoomQueue()
         self.retries = RetryQueue(RetryBudget())
         self.waiters: dict[WorkerWaiter, None] = {}
         self.changed = asyncio.Event()
@@ -90,7 +96,6 @@ class WorkerPool:
         self._members = Members(policy)
         self._capacity: int | None = None
         self._sliding_window = False
-        self._offering = False
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every connection."""
@@ -161,6 +166,11 @@ class WorkerPool:
         chosen = two_choices(self._members.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
         return None if chosen is None else self._connections[chosen]
 
+    def room(self) -> FreeRoom:
+        """That decode workers have free. Infinite while there is none: a request waits for one by itself, and
+        that wait is bounded in time."""
+        return free_room(self._members.decodes) if self.has_decode else FreeRoom(math.inf, math.inf)
+
     def window(self) -> float:
         """Prompt tokens that keep all workers busy: more would only wait there. Infinite while a role has no
         worker: that wait is the generation's own, and bounded in time."""
@@ -215,10 +225,9 @@ class WorkerPool:
             waiters, self.waiters = self.waiters, {}
             for waiter in waiters:
                 waiter.on_workers()
-            self._offer_room()
 
     def load_changed(self, connection: WorkerConnection) -> None:
-        self._offer_room()
+        self.on_change()
 
     def prefill_reported(self, connection: WorkerConnection) -> None:
         self._members.prefill_reported(connection)
@@ -245,20 +254,11 @@ class WorkerPool:
         for connection in ready:
             if (connection in admitted) is not (connection in self._serving):
                 self._serve(connection, connection in admitted)
-        self._offer_room()
+        self.on_change()
 
     def _serve(self, connection: WorkerConnection, serves: bool) -> None:
         (self._serving.add if serves else self._serving.discard)(connection)
         self._members.membership_changed(connection, serves=serves)
-
-    def _offer_room(self) -> None:
-        # An offer submits, which changes loads, which ends here again.
-        if not self._offering:
-            self._offering = True
-            try:
-                self.room.offer()
-            finally:
-                self._offering = False
 
 
 def _offer(worker: WorkerConnection, cached: int) -> ChunkOffer:

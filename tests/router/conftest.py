@@ -83,7 +83,7 @@ class Cluster:
         await self.until(
             lambda: (
                 not services.active
-                and not len(services.pool.room)
+                and not len(services.admission.queue)
                 and not services.pool.waiters
                 and services.admission.waiting_tokens == 0
                 and all(c.attempts == 0 for c in services.pool.connections)

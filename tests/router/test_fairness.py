@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from router.admission.fairness import FairQueue
 
 
-def served(queue: FairQueue[tuple[str, int]], tokens: int) -> dict[str, int]:
+def served(queue: FairQueue[str, tuple[str, int]], tokens: int) -> dict[str, int]:
     """Pops until so many tokens are served; tokens by key."""
     got: dict[str, int] = {}
-    while tokens > 0 and len(queue):
-        key, size = queue.pop()
+    while tokens > 0 and (item := queue.pop()) is not None:
+        key, size = item
         queue.charge(key, size)
         got[key] = got.get(key, 0) + size
         tokens -= size
@@ -21,7 +21,7 @@ def served(queue: FairQueue[tuple[str, int]], tokens: int) -> dict[str, int]:
 
 
 def test_one_key_is_first_come_first_served():
-    queue: FairQueue[int] = FairQueue()
+    queue: FairQueue[str, int] = FairQueue()
     for i in range(5):
         queue.push("a", 0, i)
     assert [queue.pop() for _ in range(5)] == list(range(5))
@@ -29,7 +29,7 @@ def test_one_key_is_first_come_first_served():
 
 
 def test_priority_comes_before_all_else():
-    queue: FairQueue[str] = FairQueue()
+    queue: FairQueue[str, str] = FairQueue()
     queue.push("a", 5, "late")
     queue.push("b", 0, "normal")
     queue.push("a", -3, "urgent")
@@ -40,21 +40,23 @@ def test_priority_comes_before_all_else():
 @given(st.lists(st.integers(1, 500), min_size=2, max_size=5), st.integers(0, 2**32))
 def test_keys_that_always_wait_are_served_alike_whatever_they_send(sizes: list[int], seed: int):
     """The bound of the paper: counters of backlogged keys differ by at most one request."""
-    queue: FairQueue[tuple[str, int]] = FairQueue()
+    queue: FairQueue[str, tuple[str, int]] = FairQueue()
     rng = random.Random(seed)
     keys = [f"k{i}" for i in range(len(sizes))]
     for _ in range(60):
         for key, size in zip(keys, sizes, strict=True):
             queue.push(key, 0, (key, rng.randint(1, size)))
     while all(queue._queued.get(key) for key in keys):
-        key, size = queue.pop()
+        item = queue.pop()
+        assert item is not None
+        key, size = item
         queue.charge(key, size)
         counters = [queue.served[key] for key in keys]
         assert max(counters) - min(counters) <= max(sizes)
 
 
 def test_a_flood_does_not_delay_another_key_by_more_than_one_request():
-    queue: FairQueue[tuple[str, int]] = FairQueue()
+    queue: FairQueue[str, tuple[str, int]] = FairQueue()
     for _ in range(1000):
         queue.push("flood", 0, ("flood", 100))
     served(queue, 5000)
@@ -63,7 +65,7 @@ def test_a_flood_does_not_delay_another_key_by_more_than_one_request():
 
 
 def test_staying_away_saves_nothing_up():
-    queue: FairQueue[tuple[str, int]] = FairQueue()
+    queue: FairQueue[str, tuple[str, int]] = FairQueue()
     queue.push("away", 0, ("away", 1))
     served(queue, 1)
     for _ in range(200):
@@ -83,21 +85,46 @@ def test_staying_away_saves_nothing_up():
 
 
 def test_output_counts_too():
-    queue: FairQueue[tuple[str, int]] = FairQueue()
+    queue: FairQueue[str, tuple[str, int]] = FairQueue()
     for _ in range(100):
         for key in ("talks", "listens"):
             queue.push(key, 0, (key, 10))
     got = {"talks": 0, "listens": 0}
     for _ in range(60):
-        key, size = queue.pop()
+        item = queue.pop()
+        assert item is not None
+        key, size = item
         queue.charge(key, size + (20 if key == "talks" else 0))
         got[key] += 1
     assert got == {"talks": 15, "listens": 45}
 
 
+def test_a_key_that_may_not_go_is_passed_over():
+    queue: FairQueue[str, str] = FairQueue()
+    queue.push("a", 0, "first")
+    queue.push("a", 1, "later")
+    queue.push("b", 1, "other")
+    assert queue.pop(lambda key, item: key == "b") == "other"
+    assert queue.pop(lambda key, item: item == "later") == "later"
+    assert queue.pop(lambda key, item: False) is None
+    assert queue.pop() == "first"
+
+
+def test_what_waits_again_has_its_old_place():
+    queue: FairQueue[str, str] = FairQueue()
+    first = queue.push("a", 0, "first")
+    queue.push("a", 0, "second")
+    assert queue.pop() == "first"
+    queue.charge("a", 100)
+    queue.put_back("a", 0, "first", first)
+    assert queue.pop() == "first"
+    assert queue.push("a", 0, "first", first) == first
+    assert [queue.pop() for _ in range(2)] == ["first", "second"]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 99)), max_size=80))
 def test_nothing_is_lost_or_comes_twice(steps: list[tuple[str, int]]):
-    queue: FairQueue[int] = FairQueue()
+    queue: FairQueue[str, int] = FairQueue()
     numbers = itertools.count()
     waiting: dict[int, int] = {}  # ticket → item
     gone: list[int] = []
@@ -107,6 +134,7 @@ def test_nothing_is_lost_or_comes_twice(steps: list[tuple[str, int]]):
             waiting[queue.push("abc"[value % 3], value // 50, item)] = item
         elif what == "pop" and waiting:
             item = queue.pop()
+            assert item is not None
             del waiting[next(ticket for ticket, held in waiting.items() if held == item)]
             queue.charge("abc"[value % 3], value)
         elif what == "remove":

@@ -147,12 +147,39 @@ async def test_a_flood_of_one_key_does_not_starve_another(tokenizer: ModelTokeni
         flood = [asyncio.create_task(ask("k1", 100 + i)) for i in range(20)]
         await cluster.until(lambda: len(queue) == 15)
         other = asyncio.create_task(ask("k2", 99))
-        await cluster.until(lambda: len(queue) == 16)
+        await prefill.until(lambda w: len(w.submitted) == 6)
         for _ in range(21):
             prefill.steps.release()
         assert {await asked for asked in (*flood, other)} == {200}
         order = [m.prefill.request.prompt_ids[0] for m in prefill.submitted]
         assert order.index(99) <= 6, "the five that were at the workers came before"
+        await cluster.idle()
+
+
+async def test_a_flood_of_long_answers_leaves_seats_to_other_keys(tokenizer: ModelTokenizer, tmp_path: Path):
+    """The decode worker has 64 seats. No request of the flood ends."""
+    keys = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2"))
+    async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
+        decode = cluster.decodes[0]
+        decode.steps = asyncio.Semaphore(0)
+
+        async def ask(key: str) -> int:
+            header = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": [7] * 20, "max_tokens": 1000}
+            async with cluster.http.post(
+                cluster.url + "/v1/completions", json=body, headers=header
+            ) as response:
+                return response.status
+
+        admission = cluster.router.services.admission
+        flood = [asyncio.create_task(ask("k1")) for _ in range(70)]
+        await cluster.until(lambda: admission.waiting_for_room == 13)
+        others = [asyncio.create_task(ask("k2")) for _ in range(6)]
+        await decode.until(lambda w: len(w.submitted) == 57 + 6)
+        assert admission.waiting_for_room == 13
+        for _ in range(76 * len(cluster.answer)):
+            decode.steps.release()
+        assert {await asked for asked in (*flood, *others)} == {200}
         await cluster.idle()
 
 

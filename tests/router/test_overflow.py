@@ -272,7 +272,7 @@ async def test_no_room_and_handed_back_go_on_elsewhere(pair: Cluster) -> None:
     for worker in pair.decodes:
         worker.no_room = 1
     request = asyncio.create_task(answered_whole(pair))
-    await pair.until(lambda: len(pair.router.services.pool.room) == 1)
+    await pair.until(lambda: pair.router.services.admission.waiting_for_room == 1)
     pair.decodes[0].report()
     await request
     for worker in pair.decodes:

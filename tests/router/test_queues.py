@@ -1,4 +1,4 @@
-"""What waits: in order of arrival for room on decode, and bounded in tokens at the door."""
+"""What waits for its turn, in which order, and how much of it may wait."""
 
 import contextlib
 import math
@@ -8,49 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.gate import MAX_RETRY_AFTER, Account, Admission, DrainRate, Ticket
+from router.admission.gate import MAX_RETRY_AFTER, Account, Admission, DrainRate, Turn
 from router.admission.keys import ANYBODY, ApiKey
 from router.errors import Overloaded, RateLimited
-from router.generation.room import RoomQueue
+from router.policy import FreeRoom
 
 
 @dataclass
-class Waiter:
-    arrival: int
-    free: list[int]  # slots left, shared
-    served: list[int]
-    refused: int = 0
-    asked: list[int] = field(default_factory=list)
+class Asker:
+    """Takes its turn while workers have free slots. The slots are shared."""
 
-    def on_room(self) -> bool:
-        if not self.free[0]:
+    turn: Turn
+    name: str
+    started: list[str]
+    slots: list[float] = field(default_factory=lambda: [math.inf])
+
+    def on_turn(self) -> bool:
+        if not self.slots[0]:
             return False
-        self.free[0] -= 1
-        self.served.append(self.arrival)
+        self.slots[0] -= 1
+        self.started.append(self.name)
         return True
-
-
-@given(st.permutations(range(12)), st.lists(st.integers(0, 4), max_size=8))
-def test_served_in_order_of_arrival_however_they_were_queued(order, offers):
-    room, free, served = RoomQueue(), [0], []
-    for arrival in order:
-        room.wait(Waiter(arrival, free, served))
-    for slots in offers:
-        free[0] = slots
-        room.offer()
-    assert served == list(range(min(12, sum(offers))))
-    assert len(room) == 12 - len(served)
-
-
-def test_nobody_overtakes_who_waits():
-    room, early = RoomQueue(), Waiter(3, [0], [])
-    assert not room.blocks(Waiter(9, [0], []))
-    room.wait(early)
-    assert room.blocks(Waiter(9, [0], []))
-    assert not room.blocks(Waiter(1, [0], []))
-    assert not room.blocks(early)
-    room.leave(early)
-    assert not room.blocks(Waiter(9, [0], []))
 
 
 class Clock:
@@ -65,20 +43,17 @@ def no_limit() -> Account:
     return Account(ANYBODY)
 
 
-def nothing() -> None:
-    pass
-
-
 def test_admission_is_bounded_in_tokens_and_gives_them_back():
     clock = Clock()
-    admission = Admission(1000, lambda: math.inf, clock)
-    with admission.admit(no_limit(), [600, 300]) as ticket:
-        ticket.line_up([nothing, nothing])
+    admission = Admission(1000, lambda: math.inf, clock=clock)
+    with admission.admit(no_limit(), [600, 300]) as turns:
+        for turn in turns:
+            turn.wait(Asker(turn, "", []))
         with pytest.raises(Overloaded), admission.admit(no_limit(), [200]):
             pass
         clock.now += 2
-        ticket.generated(0, 1)
-        ticket.generated(0, 1)
+        turns[0].generated()
+        turns[0].generated()
         assert admission.waiting_tokens == 300
         with admission.admit(no_limit(), [200]):
             assert admission.waiting_tokens == 500
@@ -112,51 +87,170 @@ def test_the_drain_rate_is_of_the_last_seconds_in_which_something_waited():
     assert rate.tokens_per_s() == 0
 
 
+class Gate:
+    """An admission over workers of which the test says how busy they are."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self.window = math.inf
+        self.room = FreeRoom(math.inf, math.inf)
+        self.slots = [math.inf]
+        self.started: list[str] = []
+        self.admission = Admission(10**6, lambda: self.window, lambda: self.room, shared=shared)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Gate":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+        assert self.admission.waiting_tokens == self.admission._sent_tokens == 0
+        assert len(self.admission.queue) == 0
+
+    def ask(self, account: Account, name: str, *, tokens: int = 100, priority: int = 0) -> Asker:
+        [turn] = self._stack.enter_context(self.admission.admit(account, [tokens], priority))
+        asker = Asker(turn, name, self.started, self.slots)
+        turn.wait(asker)
+        return asker
+
+    def new(self) -> list[str]:
+        """Those that started since it was asked."""
+        started, self.started[:] = list(self.started), []
+        return started
+
+
 def test_keys_take_turns_at_a_window_of_prompt_tokens():
-    """One key sends far more than the workers can take; what another sends later is next."""
-    started: list[str] = []
-    window = [250.0]
-    admission = Admission(10**6, lambda: window[0])
+    """One key sends far more than the workers can take. Another key has a prompt there at once."""
+    flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
+    with Gate() as gate:
+        gate.window = 250.0
+        flooding = [gate.ask(flood, f"f{i}") for i in range(10)]
+        assert gate.new() == ["f0", "f1", "f2"], "the last one began below the window"
+        assert gate.admission.held_tokens == 700
+        first, second = gate.ask(other, "o0"), gate.ask(other, "o1")
+        assert gate.new() == ["o0"], "one prompt of a key that has none there"
+        urgent = gate.ask(flood, "urgent", priority=-1)
+        flooding[0].turn.generated()
+        assert gate.new() == []
+        flooding[1].turn.generated()
+        assert gate.new() == ["urgent"]
+        first.turn.generated()
+        assert gate.new() == ["o1"]
+        second.turn.generated()
+        assert gate.new() == ["f3"]
+        flooding[4].turn.end()  # its client went: it never starts
+        urgent.turn.end()
+        assert gate.new() == ["f5"], "and one that was at the workers makes room"
+        gate.window = math.inf  # workers came, or the last one went
+        gate.admission.dispatch()
+        assert gate.new() == ["f6", "f7", "f8", "f9"]
+
+
+@given(st.lists(st.integers(0, 4), max_size=8))
+def test_room_is_given_in_order_of_arrival(offers: list[int]):
+    with Gate() as gate:
+        gate.slots[0] = 0
+        for i in range(12):
+            gate.ask(no_limit(), str(i))
+        for slots in offers:
+            gate.slots[0] = slots
+            gate.admission.dispatch()
+        served = min(12, sum(offers))
+        assert gate.new() == [str(i) for i in range(served)]
+        assert gate.admission.waiting_for_room == 12 - served
+        assert gate.admission.held_tokens == 0, "more prefill workers would not help"
+
+
+def test_what_was_interrupted_goes_before_what_is_new_and_in_its_old_order():
+    account = no_limit()
+    with Gate() as gate:
+        askers = [gate.ask(account, str(i)) for i in range(3)]
+        gate.slots[0] = 0
+        gate.ask(account, "new")
+        for asker in reversed(askers[:2]):
+            asker.turn.wait(asker)
+        askers[0].turn.wait(askers[0])
+        assert gate.new() == ["0", "1", "2"]
+        gate.slots[0] = 3
+        gate.admission.dispatch()
+        assert gate.new() == ["0", "1", "new"]
+        assert account.seats == 4
+
+
+def test_one_key_leaves_room_for_others():
+    """Seats and memory of decode workers: it has at most eight times what is free."""
+    flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
+    total = 64
+    for positions in (math.inf, 6400.0):
+        with Gate(shared=True) as gate:
+
+            def take(gate: Gate = gate, positions: float = positions) -> None:
+                """As the pool does, with each request that is sent."""
+                taken = flood.seats + other.seats
+                used = flood.positions + other.positions
+                gate.room = FreeRoom(10**6 if positions < math.inf else total - taken, positions - used)
+
+            flooding = []
+            for i in range(80):
+                flooding.append(gate.ask(flood, f"f{i}"))
+                take()
+            assert len(gate.new()) == flood.seats == 57
+            for i in range(6):
+                gate.ask(other, f"o{i}")
+                take()
+            assert gate.new() == [f"o{i}" for i in range(6)], "at once"
+            assert gate.admission.waiting_for_room == 23
+            flooding[0].turn.end()
+            take()
+            gate.admission.dispatch()
+            assert gate.new() == [], "one seat is free: it is for another key"
+            gate.ask(Account(ApiKey.of("third", "3")), "third")
+            assert gate.new() == ["third"]
+
+
+def test_a_key_may_always_have_one_request():
+    with Gate(shared=True) as gate:
+        gate.room = FreeRoom(0, 0)
+        gate.ask(no_limit(), "a")
+        gate.ask(no_limit(), "b")
+        assert gate.new() == ["a", "b"]
+
+
+def test_where_no_key_has_to_share_one_takes_all():
+    with Gate() as gate:
+        gate.room = FreeRoom(0, 0)
+        account = no_limit()
+        for _ in range(20):
+            gate.ask(account, "x")
+        assert account.seats == 20
+
+
+def test_the_key_that_floods_is_refused_and_not_the_other():
+    admission = Admission(900, lambda: 0.0, shared=True)
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
     with contextlib.ExitStack() as stack:
-
-        def ask(account: Account, name: str, *, priority: int = 0) -> Ticket:
-            ticket = stack.enter_context(admission.admit(account, [100], priority))
-            ticket.line_up([lambda: started.append(name)])
-            return ticket
-
-        tickets = [ask(flood, f"f{i}") for i in range(10)]
-        assert started == ["f0", "f1", "f2"], "the last one began below the window"
-        last = ask(other, "o")
-        urgent = ask(flood, "urgent", priority=-1)
-        tickets[0].generated(0, 1)
-        assert started[3:] == ["urgent"]
-        tickets[1].generated(0, 1)
-        assert started[4:] == ["o"]
-        last.generated(0, 1)
-        assert started[5:] == ["f3"]
-        tickets[4].close()  # its client went: it never starts
-        urgent.close()
-        assert started[6:] == ["f5"], "and one that was at the workers makes room"
-        window[0] = math.inf  # workers came, or the last one went
-        admission.dispatch()
-        assert started[7:] == ["f6", "f7", "f8", "f9"]
-        assert len(admission.queue) == 0
-    assert admission.waiting_tokens == admission._sent_tokens == 0
-    assert flood.requests == other.requests == 0
+        for _ in range(8):
+            stack.enter_context(admission.admit(flood, [100]))
+        with pytest.raises(RateLimited, match="key 'flood' has 800 prompt tokens waiting"):
+            stack.enter_context(admission.admit(flood, [100]))
+        stack.enter_context(admission.admit(other, [50]))
+    assert flood.waiting_tokens == other.waiting_tokens == admission.waiting_tokens == 0
 
 
-def test_a_start_that_ends_others_does_not_start_them():
+def test_a_turn_that_ends_others_does_not_start_them():
     admission = Admission(1000, lambda: 1.0)
-    started: list[int] = []
-    with admission.admit(no_limit(), [10, 10, 10]) as ticket:
+    started: list[str] = []
+    with admission.admit(no_limit(), [10, 10, 10]) as turns:
 
-        def first() -> None:
-            started.append(0)
-            ticket.close()
+        class Ends(Asker):
+            def on_turn(self) -> bool:
+                for turn in turns:
+                    turn.end()
+                return super().on_turn()
 
-        ticket.line_up([first, *[lambda: started.append(1)] * 2])
-    assert started == [0]
+        askers = [Ends(turns[0], "0", started), *(Asker(turn, "other", started) for turn in turns[1:])]
+        for asker in askers:
+            asker.turn.wait(asker)
+    assert started == ["0"]
     assert (admission.waiting_tokens, admission._sent_tokens, len(admission.queue)) == (0, 0, 0)
 
 
@@ -178,12 +272,13 @@ def test_a_key_has_so_many_requests_at_the_same_time():
 def test_a_key_has_so_many_tokens_a_minute():
     clock = Clock()
     account = Account(ApiKey.of("a", "1", tokens_per_minute=1200), share=0.5, clock=clock)
-    admission = Admission(10**6, lambda: math.inf, clock)
+    admission = Admission(10**6, lambda: math.inf, clock=clock)
 
     def ask(prompt: int, output: int) -> None:
-        with admission.admit(account, [prompt]) as ticket:
-            ticket.line_up([nothing])
-            ticket.generated(0, output)
+        with admission.admit(account, [prompt]) as [turn]:
+            turn.wait(Asker(turn, "", []))
+            for _ in range(output):
+                turn.generated()
 
     ask(500, 50)
     ask(900, 10)  # 50 were left: taken, into debt of 860

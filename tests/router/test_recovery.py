@@ -231,7 +231,7 @@ async def test_no_room_means_another_worker(pair: Cluster):
         worker.no_room = 1
     request = asyncio.create_task(answered_whole(pair))
     await pair.until(lambda: all(decodes(w) for w in pair.decodes))
-    await pair.until(lambda: len(pair.router.services.pool.room) == 1)
+    await pair.until(lambda: pair.router.services.admission.waiting_for_room == 1)
     # Both said no: it waits for a report, and its one prefill is held meanwhile.
     pair.decodes[0].report()
     await request
@@ -242,12 +242,12 @@ async def test_room_is_given_in_order_of_arrival(cluster: Cluster):
     decode = cluster.decodes[0]
     decode.status.blocks_free = 0
     decode.report()
-    pool = cluster.router.services.pool
+    pool, admission = cluster.router.services.pool, cluster.router.services.admission
     await cluster.until(lambda: pool.choose_decode(1, ()) is None)
     requests = []
     for i in range(4):
         requests.append(asyncio.create_task(cluster.complete(prompt=[10 + i])))
-        await cluster.until(lambda: len(pool.room) == i + 1)  # noqa: B023
+        await cluster.until(lambda: admission.waiting_for_room == i + 1)  # noqa: B023
     assert not decode.submitted
     decode.status.blocks_free = 512
     decode.report()
@@ -259,7 +259,7 @@ async def test_a_dropped_prefill_is_made_again_only_when_there_is_room(cluster: 
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     decode.no_room = 1
     request = asyncio.create_task(answered_whole(cluster))
-    await cluster.until(lambda: len(cluster.router.services.pool.room) == 1)
+    await cluster.until(lambda: cluster.router.services.admission.waiting_for_room == 1)
     [first] = prefills(prefill)
     prefill.drop(first.prefill_id)
     connection = next(c for c in cluster.router.services.pool.connections if c.address == prefill.address)
@@ -274,7 +274,7 @@ async def test_two_tokens_with_a_full_decode_pool(cluster: Cluster):
     """One token is left and the prefill is held: it waits for decode like any other."""
     cluster.decodes[0].no_room = 1
     request = asyncio.create_task(cluster.complete(max_tokens=2))
-    await cluster.until(lambda: len(cluster.router.services.pool.room) == 1)
+    await cluster.until(lambda: cluster.router.services.admission.waiting_for_room == 1)
     cluster.decodes[0].report()
     answer = await request
     assert answer["choices"][0]["text"] == "The capital"

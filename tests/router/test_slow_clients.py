@@ -12,8 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from router.errors import ApiError
 from router.faces import serving
 from router.generation.choice import Delta
+from router.generation.outbox import Outbox, Token
 from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub
@@ -133,6 +135,24 @@ async def test_an_answer_that_nobody_reads(
         assert read < 4 << 20, "cut off in the middle"
 
 
+async def test_the_prompts_of_a_slow_reader_do_not_hold_up_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    """A first token counts when it is made. Three prompts fill the window of 4,096 tokens twice."""
+    reads, take = asyncio.Event(), Outbox.take
+
+    async def slow_take(outbox: Outbox, timeout: float) -> list[tuple[int, Token | ApiError]]:
+        await reads.wait()
+        return await take(outbox, timeout)
+
+    monkeypatch.setattr(Outbox, "take", slow_take)
+    slow = asyncio.create_task(cluster.complete(prompt=[[5] * 3000] * 3, max_tokens=2))
+    await cluster.decodes[0].until(lambda w: len(w.submitted) == 3)
+    await cluster.until(lambda: cluster.router.services.admission.waiting_tokens == 0)
+    reads.set()
+    assert len((await slow)["choices"]) == 3
+
+
 @pytest.mark.parametrize("face", ["http", "grpc"])
 async def test_a_stream_keeps_nothing_of_what_it_has_sent(cluster: Cluster, face: str):
     decode = cluster.decodes[0]
@@ -163,4 +183,4 @@ async def test_a_stream_keeps_nothing_of_what_it_has_sent(cluster: Cluster, face
 
 
 def deltas_alive() -> int:
-    return sum(isinstance(thing, Delta) for thing in gc.get_objects())
+    return sum(type(thing) is Delta for thing in gc.get_objects())
