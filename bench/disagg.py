@@ -36,8 +36,9 @@ from bench.shapes import write_shape
 GOALS = {4.0: (60, 240, 8), 8.0: (60, 240, 8), 10.0: (60, 240, 8), 12.0: (75, 300, 8.5)}
 
 SEED = 0
-"""Of prompts, which no worker keeps, and of arrivals. At 22/s there are 220 ± 15 in 10 s: near what one
-prefill worker can do, a draw for each deployment would decide more than what is compared."""
+"""Of prompts and arrivals, the same for each deployment: so prefix caches are off. At 22/s there are 220 ± 15
+requests in 10 s: near what one prefill worker can do, a draw for each deployment would decide more than what
+is compared."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def deployments(roles: Roles, args: argparse.Namespace, directory: Path) -> dict
     else:
         named = ["--model", str(args.model)] if args.model else []
         engine, router = [*named, "--dtype", "float32", "--num-threads", "1"], named
+    engine += ["--no-enable-prefix-caching"]
 
     def start(role: str, index: int, device: int, *more: str) -> str:
         environment = {"CUDA_VISIBLE_DEVICES": str(device)} if args.device == "cuda" else None

@@ -37,9 +37,9 @@ def measure(policy: str, blocks: int, duration: float, model: list[str]) -> dict
     """One policy: the rows of `baton bench`, share of hits, and how full the caches were at the end."""
     worker = [*model, "--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "16", "--port", "0"]
     worker += ["--max-model-len", "2000"]
-    caching = ("--enable-prefix-caching", "--num-blocks", str(blocks))
+    limited = ("--num-blocks", str(blocks))
     with tempfile.TemporaryDirectory() as directory, Roles() as roles:
-        prefills = [roles.start("prefill", *worker, *caching, "--index", str(i)) for i in range(2)]
+        prefills = [roles.start("prefill", *worker, *limited, "--index", str(i)) for i in range(2)]
         decode = roles.start("decode", *worker, "--num-blocks", "1500")
         addresses = [flag for w in (*prefills, decode) for flag in ("--worker", w["address"])]
         router = roles.start(

@@ -51,6 +51,7 @@ from bench.ends import (
     through,
 )
 from bench.roles import Roles
+from cluster.model import EMBEDDED_NAME
 
 PEERS = {
     "vllm-router": ["--log-level", "warning"],
@@ -175,7 +176,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     with contextlib.ExitStack() as stack:
         roles = stack.enter_context(Roles())
         workers = stack.enter_context(contextlib.closing(FakeWorkers(roles.secret, faces=2)))
-        ours = roles.start("router", "--port", "0", "--worker", workers.prefill, "--worker", workers.decode)
+        addresses = ("--worker", workers.prefill, "--worker", workers.decode)
+        ours = roles.start("router", "--model", EMBEDDED_NAME, "--port", "0", *addresses)
         contenders = [
             Contender("baton", ours["url"], ours["pid"], "", prompt_of, None),
             Contender("baton.text", ours["url"], ours["pid"], "", text_of, None),

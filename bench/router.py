@@ -41,6 +41,7 @@ from bench.ends import (
     through,
 )
 from bench.roles import Roles
+from cluster.model import EMBEDDED_NAME
 from router.policy import DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
 
 LOADED_STEP_S = 0.02
@@ -175,7 +176,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def start_router(roles: Roles, workers: FakeWorkers, *more: str) -> dict:
-    flags = [*more, "--port", "0", "--worker", workers.prefill, "--worker", workers.decode]
+    flags = [*more, "--model", EMBEDDED_NAME, "--port", "0"]
+    flags += ["--worker", workers.prefill, "--worker", workers.decode]
     router = roles.start("router", *flags)
     uvloop.run(until_ready(router["url"]))
     return router

@@ -79,7 +79,9 @@ def _group_parameters(group: type) -> list[inspect.Parameter]:
             parameters.append(_parameter(field.name, default_of(field), type_, declared))
             continue
         info = copy.copy(declared)
-        info.default = flag(field.name)  # where typer looks for the first name of an Annotated option
+        # Where typer looks for the first name of an Annotated option. None: neither was given.
+        opposite = f"/{flag('no_' + field.name)}" if type_ == bool | None else ""
+        info.default = flag(field.name) + opposite
         info.envvar = env_name(field.name)
         info.show_envvar = False  # the rule is one line of `baton --help`
         info.rich_help_panel = info.rich_help_panel or getattr(group, "panel", None)
@@ -88,6 +90,8 @@ def _group_parameters(group: type) -> list[inspect.Parameter]:
 
 
 def _parameter(name: str, default: Any, type_: Any, info: ParameterInfo) -> inspect.Parameter:
+    if info.show_default is True and default in (None, False, []):  # typer shows nothing for these
+        info.show_default = "off" if default is False else "none"
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, info]
     )
@@ -190,8 +194,7 @@ def to_argv(*groups: Any, **overrides: Any) -> list[str]:
     argv: list[str] = []
     for name, value in {**values, **overrides}.items():
         if isinstance(value, bool):
-            assert value, f"{flag(name)} has no opposite"
-            argv.append(flag(name))
+            argv.append(flag(name if value else f"no_{name}"))
         elif isinstance(value, list | tuple):
             argv += [part for item in value for part in (flag(name), str(item))]
         elif value is not None:

@@ -26,6 +26,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
         from worker.config import Deadlines, WorkerConfig
 
         found = model.resolve(given.model.model)
+        caching = given.engine.enable_prefix_caching
         config = WorkerConfig(
             role=role,
             index=given.process.index,
@@ -44,7 +45,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 max_model_len=given.engine.max_model_len,
                 max_num_seqs=given.engine.max_num_seqs,
                 max_num_batched_tokens=given.engine.max_num_batched_tokens,
-                enable_prefix_caching=given.engine.enable_prefix_caching,
+                enable_prefix_caching=role == "prefill" if caching is None else caching,
                 ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
                 seed=given.engine.seed,
                 num_threads=given.engine.num_threads,

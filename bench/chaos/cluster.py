@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 from bench import roles
 from bench.chaos import processes
+from cluster.model import EMBEDDED_NAME
 
 START_S = 180.0
 STOP_S = 30.0
@@ -170,8 +171,9 @@ class LocalCluster:
             for role, count in self._counts.items():
                 self.workers += [Worker(self, role, i, self._flags[role]) for i in range(count)]
             port = str(_free_port())  # the same for all of its lives
-            flags = ("--port", port, "--workers-file", str(self._file), *self._router_flags)
-            self._router = Worker(self, "router", 0, flags)
+            # Named, so that a router can start while all workers are down.
+            flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
+            self._router = Worker(self, "router", 0, (*flags, *self._router_flags))
             self._router.wait_life(1)
             self.url = self._router.lives[0]["url"]
             for worker in self.workers:

@@ -82,15 +82,23 @@ def sweep(
     slo: SloOptions,
     output: OutputOptions,
     rates: Annotated[
-        str, typer.Option(metavar="R,R,…", help="Open loops of these rates.", rich_help_panel="Sweep")
+        str,
+        typer.Option(
+            metavar="R,R,…", help="Open loops of these rates.", show_default="none", rich_help_panel="Sweep"
+        ),
     ] = "",
     concurrencies: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Closed loops of so many users.", rich_help_panel="Sweep")
+        str,
+        typer.Option(
+            metavar="N,N,…", help="Closed loops of so many users.", show_default="none",
+            rich_help_panel="Sweep",
+        ),
     ] = "",
     find_rate: Annotated[
         float | None,
         typer.Option(
             metavar="PER_SECOND", help="Search the highest rate within --slo, from this one on.",
+            show_default="none",
             rich_help_panel="Sweep",
         ),
     ] = None,

@@ -54,7 +54,7 @@ class TargetOptions:
     api_key: Annotated[
         str | None,
         typer.Option(
-            "--api-key", metavar="KEY", envvar="BATON_API_KEY", rich_help_panel=_T,
+            "--api-key", metavar="KEY", envvar="BATON_API_KEY", rich_help_panel=_T, show_default="none",
             help="Rather set the variable: arguments are visible to everybody on the machine.",
         ),
     ] = None  # fmt: skip
@@ -388,7 +388,7 @@ class OutputOptions:
     label: Annotated[
         str, _flag(_O, "--label", metavar="TEXT", shown="none", text="What reports call this run.")
     ] = ""
-    quiet: Annotated[bool, _flag(_O, "--quiet", text="No progress on stderr.")] = False
+    quiet: Annotated[bool, _flag(_O, "--quiet", shown="off", text="No progress on stderr.")] = False
 
     def __post_init__(self) -> None:
         """A run must not be lost for a directory that is not there."""

@@ -67,7 +67,10 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[
         int, opt("Tokens in one step; longer prompts are computed in chunks.", "TOKENS", check=between(1))
     ] = 2048
-    enable_prefix_caching: Annotated[bool, opt("Keep the KV of common prompt prefixes.")] = False
+    enable_prefix_caching: Annotated[
+        bool | None,
+        opt("Keep the KV of common prompt prefixes.", shown="on for prefill workers, off for decode workers"),
+    ] = None
     block_size: Annotated[
         int | None,
         opt("Tokens in one KV block.", "TOKENS", shown="128 on GPUs, 16 on CPUs", check=between(1)),

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import typer
+import typer.main
 from typer.testing import CliRunner, Result
 
+import bench.load.cli
 import cluster.roles
 import cluster.serve
 from cluster.cli import app
@@ -48,6 +53,50 @@ def test_every_command_explains_itself(command: str) -> None:
     assert help_.exit_code == 0
     assert f"baton {command}" in help_.output, "an example"
     assert f" {command} " in baton("--help").output
+
+
+def options_of(command: Any, parent: click.Context | None, name: str) -> Iterator[tuple[str, str]]:
+    """Each visible option, also of all commands below, and what `--help` says of it."""
+    context = click.Context(command, parent, name)
+    for below, found in getattr(command, "commands", {}).items():
+        yield from options_of(found, context, below)
+    for parameter in command.get_params(context):
+        shown = parameter.get_help_record(context)
+        if shown is not None and parameter.opts[0].startswith("--") and parameter.name != "help":
+            yield f"{context.command_path} {parameter.opts[0]}", shown[1]
+
+
+@pytest.mark.parametrize("commands", [app, bench.load.cli.app])
+def test_help_shows_the_default_of_every_option(commands: typer.Typer) -> None:
+    shown = dict(options_of(typer.main.get_command(commands), None, "baton"))
+    assert len(shown) > 50
+    assert [option for option, text in shown.items() if "default: " not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "caching"),
+    [
+        ((), {"prefill": True, "decode": False}),
+        (("--enable-prefix-caching",), {"prefill": True, "decode": True}),
+        (("--no-enable-prefix-caching",), {"prefill": False, "decode": False}),
+    ],
+)
+def test_prefill_workers_keep_prefixes_unless_told_otherwise(
+    flags: tuple[str, ...], caching: dict[str, bool], served: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are told directly or by `baton serve`."""
+    started: list[Any] = []
+    for role in caching:
+        monkeypatch.setattr(f"{role}_worker.main", lambda config: started.append(config) or 0)
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    baton("serve", *flags)
+    passed_on = served[0].roles()[0].args
+    for role in caching:
+        for arguments in (flags, passed_on):
+            assert baton(role, *arguments).exit_code == 0
+    assert [(c.role, c.engine.enable_prefix_caching) for c in started] == [
+        (role, on) for role, on in caching.items() for _ in range(2)
+    ]
 
 
 def test_serve_has_vllms_names() -> None:
