@@ -14,7 +14,9 @@ from typing import Any
 
 import setproctitle
 
+from cluster import model
 from cluster.autoscaler import Autoscaler
+from cluster.check_model import check_files
 from cluster.display import Display
 from cluster.janitor import Janitor
 from cluster.lifeline import adopt_orphans
@@ -41,11 +43,14 @@ def run(plan: Plan) -> int:
     roles = plan.roles()
     if plan.start.timings and (plan.front.api_key_file or plan.front.ssl_certfile):
         raise ValueError("--timings asks for a first token, for which it has no key and no certificate")
+    if plan.ray.ray_address is None:
+        check_ports(plan.front)
+    if plan.model.model is not None:  # the embedded one is verified as a whole
+        check_files(model.resolve(plan.model.model).location, plan.engine.load_format)
     if plan.ray.ray_address is not None:
         from cluster.joined import serve  # imports ray
 
         return serve(plan, roles, plan.ray.ray_address)
-    check_ports(plan.front)
     return asyncio.run(LocalCluster(plan, roles, plan.gpus(roles)).run())
 
 

@@ -114,7 +114,7 @@ class Rotary:
         if scaling.kind == "linear":
             return frequencies / scaling.factor
         if scaling.kind == "tensor":
-            return frequencies / weights.take("rope_freqs.weight", frequencies.shape).float().cpu()
+            return frequencies / weights.take("rope_freqs.weight", frequencies.shape).to(frequencies)
         turns = scaling.original_context * frequencies / (2 * math.pi)  # over the original context
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         keep = keep.clamp(0, 1)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster import model
+from cluster import check_model, model
 from cluster.doctor.finding import Finding, bad, good, note, warning
 from cluster.options import DoctorOptions
 from engine.host_memory import host_memory
@@ -182,8 +182,17 @@ def the_model(options: DoctorOptions) -> Iterator[Finding]:
         found = model.resolve(options.model)
     except ValueError as error:
         yield bad("model", str(error), "Correct --model, or install what it names.")
-    else:
+        return
+    faults = check_model.faults(found.location)
+    if not Path(found.location).exists():
+        yield note("model", f"{found.location} is a name on the hub: its files are checked when it starts")
+    elif not any(fault.what == "weights" for fault in faults):
         yield good("model", found.location)
+    for fault in faults:
+        if fault.what == "weights":
+            yield bad("model", fault.message, "Download the model again, or give --model another one.")
+        else:
+            yield bad("tokenizer", fault.message, "Routers need it: put it beside the weights.")
 
 
 def _read(path: Path) -> str | None:

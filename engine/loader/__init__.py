@@ -13,9 +13,9 @@ from engine.loader.gguf_file import GGUFCheckpoint
 from engine.loader.hf import HFCheckpoint, read_config
 from engine.models import model_class
 from engine.models.llama import Llama
-from engine.weights import Checkpoint, Weights
+from engine.weights import Checkpoint, DeclaredWeights, Weights
 
-__all__ = ["load_model", "open_checkpoint"]
+__all__ = ["check_model", "load_model", "open_checkpoint"]
 
 
 def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
@@ -29,6 +29,16 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
     if config.load_format == "auto":
         return HFCheckpoint(path)
     return DummyCheckpoint(read_config(path), str(path), config.seed, device)
+
+
+def check_model(config: EngineConfig) -> None:
+    """Raises `ValueError` for what loading would refuse, as far as it shows without reading a weight: files
+    that are missing or cut short, tensors that are missing or of another shape, an unsupported model."""
+    checkpoint = open_checkpoint(config, torch.device("cpu"))
+    weights = DeclaredWeights(checkpoint)
+    with torch.device("meta"):
+        model_class(checkpoint.config.architecture, checkpoint.source)(checkpoint.config, weights)
+    weights.check_all_taken()
 
 
 def load_model(

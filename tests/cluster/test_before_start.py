@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cluster import check_model, serve
 from cluster.cli import app
-from cluster.options import FrontOptions
+from cluster.doctor.node import the_model
+from cluster.options import DoctorOptions, FrontOptions
 from cluster.ports import check_ports
 
 
@@ -54,3 +56,19 @@ def test_keys_and_certificates_are_looked_at_first(tmp_path: Path) -> None:
         result = runner.invoke(app, ["serve", "--port", "0", *flags])
         assert result.exit_code == 2
         assert said in result.output
+
+
+def test_a_model_that_cannot_be_served_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `baton serve` and by `baton doctor`, in the words of the worker and of the router."""
+    (tmp_path / "config.json").write_text('{"architectures": ["NewForCausalLM"]}')
+    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "architecture NewForCausalLM is not supported" in result.output
+    monkeypatch.setattr(check_model, "faults", lambda location: check_model._faults(location, "auto"))
+    found = list(the_model(DoctorOptions(model=str(tmp_path))))
+    assert [(f.check, f.level) for f in found] == [("model", "bad"), ("tokenizer", "bad")]
+    assert "NewForCausalLM is not supported" in found[0].found
+    assert "has no tokenizer.json" in found[1].found

@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, EngineConfig
+from engine.loader import check_model
 from engine.loader.gguf_file import GGUFCheckpoint
+from engine.loader.hf import HFCheckpoint
 from engine.loader.hf_config import model_config_from_hf
 
 
@@ -118,6 +121,63 @@ def test_tensor_not_in_the_shard_that_the_index_names(sharded: Path) -> None:
     edit_json(index, weight_map={**weight_map, "model.layers.0.extra": weight_map[first]})
     with pytest.raises(ValueError, match=f"{weight_map[first]}: tensor model.layers.0.extra is missing"):
         load(sharded)
+
+
+def without(directory: Path, name: str) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+
+
+def with_another(directory: Path, name: str) -> None:
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), name: torch.zeros(2)}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda d: None, None),
+        (lambda d: (d / "model.safetensors").unlink(), r"no \*\.safetensors in there"),
+        (
+            lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
+            r"model\.safetensors: corrupt or cut short",
+        ),
+        (
+            lambda d: without(d, "model.layers.2.mlp.up_proj.weight"),
+            r"layers\.2\.mlp\.up_proj\.weight is missing",
+        ),
+        (lambda d: without(d, "model.norm.weight"), r"tensor model\.norm\.weight is missing"),
+        (lambda d: with_another(d, "model.extra"), r"1 tensors are unknown to .*, such as model\.extra"),
+        (
+            lambda d: edit_json(d / "config.json", architectures=["NewForCausalLM"]),
+            "NewForCausalLM is not supported",
+        ),
+        (
+            lambda d: edit_json(d / "config.json", intermediate_size=97),
+            "by the model's configuration it should be",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_a_model_is_checked_without_reading_a_weight(
+    kind: str,
+    harm: Callable[[Path], Any],
+    message: str | None,
+    tmp_path: Path,
+    save_tiny: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It says what loading says."""
+    save_tiny(tmp_path, kind)
+    harm(tmp_path)
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+    monkeypatch.setattr(HFCheckpoint, "read", None)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_model(EngineConfig(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -310,6 +370,7 @@ def test_gguf_is_the_same_model(
     write_gguf(tmp_path / "model.gguf", reference, architecture, rope_freqs=freqs)
     hf, from_gguf = load(tmp_path), load(tmp_path / "model.gguf")
     assert from_gguf.model_config.eos_ids == (2, 5)
+    check_model(EngineConfig(model=str(tmp_path / "model.gguf")))
     requests = [request_of(i, range(3, 40 + i), max_tokens=20, ignore_eos=True) for i in range(2)]
     first, second = run(hf, requests), run(from_gguf, requests)
     assert [r.tokens for r in first.values()] == [r.tokens for r in second.values()]
@@ -328,8 +389,9 @@ def test_broken_gguf(tiny_gguf: bytes, tmp_path: Path) -> None:
     path.write_bytes(whole)
     header = GGUFCheckpoint(path)._file._data_start
     path.write_bytes(whole[:-1000])
-    with pytest.raises(ValueError, match=r"model\.gguf: cut short, tensor \S+ is not all there"):
-        load(path)
+    for read in (load, lambda path: check_model(EngineConfig(model=str(path)))):
+        with pytest.raises(ValueError, match=r"model\.gguf: cut short, tensor \S+ is not all there"):
+            read(path)
     for cut in (3, 10, 30, header // 2, header - 64):
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=r"model\.gguf: corrupt or cut short at byte"):

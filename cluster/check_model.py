@@ -1,0 +1,64 @@
+"""Whether a model's files are whole and supported, told before anything is started.
+
+`faults` asks a process of its own, which imports torch: the caller stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something is wrong with the `what` of a model, for a worker or for a router."""
+
+    what: str
+    """ "weights" or "tokenizer"."""
+    message: str
+
+
+def faults(location: str, *, load_format: str = "auto") -> list[Fault]:
+    """What workers and routers would refuse of a model on this machine. Empty also where nothing can be told:
+    for a name on the hub, and without torch."""
+    if not Path(location).exists():
+        return []
+    command = [sys.executable, "-m", "cluster.check_model", location, load_format]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {child.stderr}")
+    return [Fault(**fault) for fault in json.loads(child.stdout)]
+
+
+def check_files(location: str, load_format: str) -> None:
+    """Raises ValueError for a model that `baton serve` cannot serve."""
+    if found := faults(location, load_format=load_format):
+        raise ValueError(f"--model: {found[0].message}")
+
+
+def _faults(location: str, load_format: str) -> list[Fault]:
+    from router.text.tokenizer import load_tokenizer
+
+    found: list[Fault] = []
+    try:
+        from engine.config import EngineConfig
+        from engine.loader import check_model
+
+        check_model(EngineConfig(model=location, load_format=load_format))
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+    except ValueError as error:
+        found.append(Fault("weights", str(error)))
+    try:
+        load_tokenizer(location)
+    except ValueError as error:
+        found.append(Fault("tokenizer", str(error)))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(fault) for fault in _faults(*sys.argv[1:])]))
