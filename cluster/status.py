@@ -34,6 +34,7 @@ def ready(worker: dict[str, Any]) -> bool:
     return worker.get("state") == "ready"
 
 
+ORDER = {"prefill": 0, "decode": 1}
 COLUMNS = (
     "worker", "state", "incarnation", "address", "running", "waiting", "KV used", "transfers", "restarts",
     "last exit", "node",
@@ -47,23 +48,64 @@ def show(report: dict[str, Any]) -> None:
     # In a pipe nothing is cut off.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
     table = Table(*COLUMNS, header_style="bold", box=None, pad_edge=False)
-    for worker in merged(report):
+    workers = merged(report)
+    for worker in workers:
         table.add_row(*row(worker))
     console.print(table)
+    for told in filter(None, map(trouble, workers)):
+        console.print(told)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
         bounds = f"{pool['least']} to {pool['most']}"
         console.print(f"{role}: {pool['size']} workers ({bounds}), {pool['needed']} needed: {pool['why']}")
 
 
 def merged(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the router knows of each worker, with what its supervisor does; also those that only one knows."""
-    seen = {(w.get("role"), w.get("index")): w for w in report["workers"]}
-    supervised = [r for r in (report.get("cluster") or {}).get("roles", ()) if r["role"] != "router"]
-    for role in supervised:
-        key = (role["role"], role["index"])
-        seen[key] = {"role": key[0], "index": key[1], "address": role["address"]} | seen.get(key, {})
-        seen[key]["supervised"] = role
-    return sorted(seen.values(), key=lambda w: (w.get("role") != "prefill", w.get("index") or 0))
+    """What the router knows of each worker, with what its supervisor does; also those that only one knows.
+
+    Workers are told apart by address: by hand, several may have been started with the same index, and one
+    that never described itself has none.
+    """
+    workers = [dict(worker) for worker in report["workers"]]
+    for role in (report.get("cluster") or {}).get("roles", ()):
+        if role["role"] == "router":
+            continue
+        name = {"role": role["role"], "index": role["index"]}
+        for worker in workers:
+            if role["address"] is None:  # while it starts
+                same = (worker.get("role"), worker.get("index")) == (role["role"], role["index"])
+            else:
+                same = worker.get("address") == role["address"]
+            if same:
+                worker |= name | {"supervised": role}
+                break
+        else:
+            workers.append(name | {"address": role["address"], "supervised": role})
+    return sorted(workers, key=_order)
+
+
+def _order(worker: dict[str, Any]) -> tuple[int, int, str]:
+    return ORDER.get(worker.get("role", ""), 2), worker.get("index") or 0, worker.get("address") or ""
+
+
+def name_of(worker: dict[str, Any]) -> str:
+    """For people; a worker that never described itself has no role and no number."""
+    role = worker.get("role")
+    return f"{role} {worker.get('index')}" if role in ORDER else "?"
+
+
+def place_of(worker: dict[str, Any]) -> str:
+    name = name_of(worker)
+    return f"{'worker' if name == '?' else name} at {worker.get('address')}"
+
+
+def trouble(worker: dict[str, Any]) -> str:
+    """Why the router does not use a worker, and the remedy. Empty if it does, or if the worker starts."""
+    starts = (worker.get("supervised") or {}).get("phase", "ready") != "ready"
+    if ready(worker) or starts or not worker.get("reason"):
+        return ""
+    return (
+        f"{place_of(worker)} is {worker['state']}: {worker['reason']}. {worker.get('remedy') or ''}".rstrip()
+    )
 
 
 def row(worker: dict[str, Any]) -> list[str]:
@@ -72,9 +114,9 @@ def row(worker: dict[str, Any]) -> list[str]:
     total = load.get("blocks_total")
     used = f"{(total - load['blocks_free']) / total:.0%}" if total else "–"
     return [
-        f"{worker.get('role') or '?'} {worker.get('index', '')}".strip(),
+        name_of(worker),
         state(worker, role),
-        str(worker.get("incarnation") or "–"),
+        str((name_of(worker) != "?" and worker.get("incarnation")) or "–"),
         str(worker.get("address") or "–"),
         *(str(load.get(key, "–")) for key in ("requests_running", "requests_waiting")),
         used,
@@ -86,11 +128,11 @@ def row(worker: dict[str, Any]) -> list[str]:
 
 
 def state(worker: dict[str, Any], role: dict[str, Any]) -> str:
-    """The router's word, where it has one; a crash loop is told in any case."""
+    """The router's word, where it has one; a crash loop is told in any case. The reason follows the table."""
     if role.get("leaving"):
         words = ["leaving"]
     elif role.get("phase", "ready") == "ready":
-        words = [worker.get("state"), worker.get("reason")]
+        words = [worker.get("state")]
     else:
         words = [role["phase"], f"({role['stage']})" if role["phase"] == "starting" else None]
     if role.get("crash_loop"):

@@ -43,7 +43,7 @@ def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Find
     elif doctor.cluster:
 
         async def collect() -> list[Finding]:
-            return [finding async for finding in running(endpoint)]
+            return [finding async for finding in running(doctor, endpoint)]
 
         yield from asyncio.run(collect())
     else:

@@ -5,29 +5,45 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 
 from cluster.doctor.finding import Finding, bad, good, warning
-from cluster.http import checked, session
-from cluster.options import EndpointOptions
+from cluster.http import checked, session, told
+from cluster.options import DoctorOptions, EndpointOptions
+from cluster.status import place_of
 
+ADMIN = (
+    "Give the URL of clients as --url, and that of the router's --admin-port, which `baton serve` prints, as "
+    "--admin-url."
+)
 TIMEOUT = aiohttp.ClientTimeout(total=120)
 MUST_AGREE = ("model_fingerprint", "layout_fingerprint", "dtype")
 NEARLY_FULL = 0.95
 
 
-async def running(endpoint: EndpointOptions) -> AsyncIterator[Finding]:
+async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIterator[Finding]:
+    flag, admin = "--url", endpoint
+    if doctor.admin_url is not None:  # which asks for no key
+        flag, admin = "--admin-url", replace(endpoint, url=doctor.admin_url, api_key=[])
     try:
-        async with session(endpoint, TIMEOUT) as client:
-            async with client.get("status") as response:
+        async with session(admin, TIMEOUT, flag) as client, client.get("status") as response:
+            if response.status == HTTPStatus.NOT_FOUND:
+                yield bad("status", f"{flag} {admin.url}: {await told(response)}", ADMIN)
+            else:
                 report = await (await checked(response)).json()
-            for finding in workers(report["workers"]):
-                yield finding
+                for finding in workers(report["workers"]):
+                    yield finding
+                if "processes" in report and doctor.admin_url is None:
+                    yield bad("a request", f"--url {admin.url} is an admin port", ADMIN)
+                    return
+        async with session(endpoint, TIMEOUT) as client:
             yield await request(client)
     except ValueError as error:
-        yield bad("router", str(error), "Start it, or correct --url and --api-key.")
+        yield bad("router", str(error), "Start it, or correct --url, --admin-url and --api-key.")
 
 
 def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -40,9 +56,11 @@ def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
             yield bad(f"{role} workers", "none is ready", f"Start `baton {role}`, and look at its log.")
     for worker in found:
         if worker.get("state") != "ready":
-            name = f"{worker.get('role') or 'worker'} {worker.get('index', worker.get('address'))}"
             why = f"{worker.get('state')}: {worker.get('reason') or 'no reason known'}"
-            yield warning(name, why, "Look at its log; `baton status` shows its restarts and last exit.")
+            remedy = worker.get("remedy") or "Look at the worker's log."
+            # A worker that is away may come back. One that is refused stays so.
+            level = bad if worker.get("state") == "refused" else warning
+            yield level(place_of(worker), why, remedy)
     for field in MUST_AGREE:
         values: defaultdict[str, list[str]] = defaultdict(list)
         for worker in found:

@@ -62,6 +62,9 @@ class DoctorOptions:
 
     panel: ClassVar[str] = "Checks"
     cluster: Annotated[bool, opt("Look at a running cluster, through its router at --url.")] = False
+    admin_url: Annotated[
+        str | None, opt("Its admin port, where it has one; see --admin-port.", "URL", shown="as --url")
+    ] = None
     listen: Annotated[
         int | None, opt("Measure the network: wait here for one --peer.", "PORT", shown="no", **PORT)
     ] = None

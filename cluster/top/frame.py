@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.load.server_stages import Histogram, difference, quantile
-from cluster.status import merged, state
+from cluster.status import merged, name_of, state
 from cluster.top.scrape import Page, Scrape
 
 TOKENS = {"prefill": "vllm:prompt_tokens_total", "decode": "vllm:generation_tokens_total"}
@@ -88,18 +88,17 @@ def frame(before: Scrape | None, after: Scrape) -> Frame:
 
 
 def _row(worker: dict[str, Any], before: Scrape | None, after: Scrape, seconds: float) -> WorkerRow:
-    key = (worker.get("role") or "?", worker.get("index") or 0)
     load, role = worker.get("status") or {}, worker.get("supervised") or {}
-    page = after.workers.get(key, Page())
+    page = after.workers.get(worker.get("address") or "", Page())
     change = Change(_same(worker, before), page, seconds)
     total = load.get("blocks_total")
     return WorkerRow(
-        name=f"{key[0]} {key[1]}",
+        name=name_of(worker),
         state=state(worker, role),
         running=load.get("requests_running"),
         waiting=load.get("requests_waiting"),
         kv_used=(total - load["blocks_free"]) / total if total else None,
-        tokens_per_s=change.rate(TOKENS.get(key[0], "")),
+        tokens_per_s=change.rate(TOKENS.get(worker.get("role", ""), "")),
         step_seconds=load.get("step_seconds") or None,
         kv_bytes_per_s=change.rate("baton:kv_bytes_total"),
         hidden=change.mean("baton:kv_hidden_share"),
@@ -113,7 +112,7 @@ def _same(worker: dict[str, Any], before: Scrape | None) -> Page | None:
     if before is None:
         return None
     same = [w for w in before.status["workers"] if w.get("incarnation") == worker.get("incarnation")]
-    return before.workers.get((same[0]["role"], same[0]["index"])) if same else None
+    return before.workers.get(same[0]["address"]) if same else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,13 +36,13 @@ class Scrape:
     """Attributes:
     at: time.monotonic() of its end.
     status: the router's /status.
-    workers: by role and index; without those whose page could not be read.
+    workers: by address; without those whose page could not be read.
     """
 
     at: float
     status: dict[str, Any]
     router: Page
-    workers: dict[tuple[str, int], Page]
+    workers: dict[str, Page]
 
 
 def parse(text: str) -> Page:
@@ -79,7 +79,7 @@ async def scrape(endpoint: EndpointOptions) -> Scrape:
         async with client.get("metrics") as response:
             router = parse(await page_text(await checked(response)))
         found = zip(named, await pages, strict=True)
-    workers = {(w["role"], w["index"]): page for w, page in found if page is not None}
+    workers = {w["address"]: page for w, page in found if page is not None}
     return Scrape(time.monotonic(), status, router, workers)
 
 

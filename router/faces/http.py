@@ -22,6 +22,7 @@ from router.faces.http_runner import ENCODINGS, unsupported_encoding
 from router.faces.intake import Intake, request_name
 from router.faces.serving import Services
 from router.status import router_status, scrape_targets
+from rpc.ports import url_host
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 _ACCOUNT: ContextVar[Account] = ContextVar("account")
+_ADMIN = ("/metrics", "/metrics/targets", "/status")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open}
 
 
@@ -56,14 +58,9 @@ class Front:
                 web.get("/openapi.json", self._openapi),
             ]
         )
-        if not config.supervised:  # else on the admin port, where somebody knows all processes
-            self.app.add_routes(
-                [
-                    web.get("/metrics", self._metrics),
-                    web.get("/metrics/targets", self._targets),
-                    web.get("/status", self._status),
-                ]
-            )
+        if not config.supervised:  # else on the admin port, which answers for all processes
+            for path, handler in zip(_ADMIN, (self._metrics, self._targets, self._status), strict=True):
+                self.app.router.add_get(path, handler)
 
     # ------------------------------------------------------------ every request
 
@@ -82,7 +79,11 @@ class Front:
             text = f"the body is larger than {self._config.max_body_bytes} bytes"
             return self._refuse(errors.BodyTooLarge(text), request_id)
         except web.HTTPNotFound:
-            return self._refuse(errors.NotFound(f"there is no {request.method} {request.path}"), request_id)
+            missing = f"there is no {request.method} {request.path}"
+            if self._config.supervised and request.path in _ADMIN:
+                admin = f"http://{url_host(self._config.admin_host)}:{self._config.admin_port}"
+                missing = f"{request.path} is on the admin port, {admin}"
+            return self._refuse(errors.NotFound(missing), request_id)
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             refused = errors.MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}")

@@ -169,6 +169,7 @@ class Supervisor:
                     held = reserved.enter_context(reserve(f"--{flag}", config.host, port))
                     ports += [f"--{flag}", str(held.getsockname()[1])]
             async with self._admin() as admin_url:
+                ports += ["--admin-port", admin_url.rpartition(":")[2]]
                 return await self._serve(ports, admin_url)
 
     async def _serve(self, ports: list[str], admin_url: str) -> int:

@@ -26,7 +26,10 @@ STATUS: dict[str, Any] = {
             "address": "127.0.0.1:5",
             "status": {"requests_running": 3, "requests_waiting": 1, "blocks_free": 6, "blocks_total": 8},
         },
-        {"role": "prefill", "index": 0, "state": "connecting", "address": "127.0.0.1:4", "status": None},
+        {
+            "role": "prefill", "index": 0, "state": "connecting", "address": "127.0.0.1:4", "status": None,
+            "reason": "nothing listens at this address", "remedy": "Start it.",
+        },
     ]
 }  # fmt: skip
 
@@ -157,7 +160,33 @@ def test_status_as_a_table_and_as_json(url: str) -> None:
     assert lines[1].split()[:3] == ["prefill", "0", "connecting"]
     assert lines[2].split()[:3] == ["decode", "0", "ready"]
     assert "25%" in lines[2]
+    assert lines[3] == "prefill 0 at 127.0.0.1:4 is connecting: nothing listens at this address. Start it."
     assert json.loads(baton("status", "--url", url, "--json").stdout) == STATUS
+
+
+def test_status_shows_each_address_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Several workers may have one number, and those that never described themselves have none."""
+    unknown = {
+        "role": "unknown",
+        "index": 0,
+        "incarnation": "0" * 16,
+        "state": "connecting",
+        "reason": "no way",
+    }
+    more = [{"role": "prefill", "index": 0, "state": "ready", "address": "127.0.0.1:6"}]
+    more += [{**unknown, "address": address} for address in ("127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:9")]
+    supervised = {
+        "role": "decode", "index": 1, "phase": "ready", "address": "127.0.0.1:9", "crash_loop": False,
+        "leaving": False, "node": "", "restarts": 0, "last_exit": "",
+    }  # fmt: skip
+    monkeypatch.setitem(STATUS, "workers", [*STATUS["workers"], *more])
+    monkeypatch.setitem(STATUS, "cluster", {"roles": [supervised], "pools": {}})
+    lines = baton("status", "--url", url).stdout.splitlines()
+    addresses = [re.findall(r"127\.0\.0\.1:\d", line) for line in lines[1:7]]
+    assert addresses == [[f"127.0.0.1:{port}"] for port in (4, 6, 5, 9, 7, 8)]
+    assert [line.split()[0] for line in lines[1:7]] == ["prefill", "prefill", "decode", "decode", "?", "?"]
+    assert "worker at 127.0.0.1:7 is connecting: no way." in lines
+    assert "decode 1 at 127.0.0.1:9 is connecting: no way." in lines
 
 
 def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
@@ -180,7 +209,7 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
     assert lines[3].split()[2] == "ready"
     assert lines[3].split()[-4:] == ["2", "was", "killed", "host-a"]
     assert "starting" in lines[4]
-    assert lines[5] == "decode: 2 workers (1 to 4), 1.7 needed: the queue"
+    assert lines[6] == "decode: 2 workers (1 to 4), 1.7 needed: the queue"
 
 
 def test_nobody_there_and_the_wrong_key(url: str) -> None:

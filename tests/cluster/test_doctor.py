@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from typer.testing import CliRunner
@@ -17,6 +21,8 @@ from cluster.doctor import network, node
 from cluster.doctor.finding import Finding, bad, exit_code, good, warning
 from cluster.doctor.running import running, workers
 from cluster.options import DoctorOptions, EndpointOptions
+from rpc import TlsFiles
+from tests.conftest import Certificates
 
 SECRET = b"a secret for the doctor"
 
@@ -172,34 +178,104 @@ async def test_nobody_at_the_url() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    found = [finding async for finding in running(EndpointOptions(url=url))]
+    found = [finding async for finding in running(DoctorOptions(), EndpointOptions(url=url))]
     assert [(f.check, f.level) for f in found] == [("router", "bad")]
 
 
-async def test_a_request_that_comes_back_short() -> None:
+def test_workers_that_are_not_used_are_told_one_by_one() -> None:
+    """By address, with the router's own reason and remedy. What may come back by itself is a warning."""
+    refused = {
+        "role": "unknown",
+        "index": 0,
+        "state": "refused",
+        "reason": "a model",
+        "remedy": "Mend it.",
+    }
+    found = list(
+        workers(
+            [
+                worker("prefill", 0), worker("decode", 0), {**refused, "address": "a:1"},
+                {**refused, "address": "a:2"},
+                worker("decode", 0, state="connecting", reason="", address="a:3"),
+            ]
+        )
+    )  # fmt: skip
+    told = {f.check: (f.level, f.found, f.remedy) for f in found if f.level not in ("good", "note")}
+    assert told == {
+        "worker at a:1": ("bad", "refused: a model", "Mend it."),
+        "worker at a:2": ("bad", "refused: a model", "Mend it."),
+        "decode 0 at a:3": ("warning", "connecting: no reason known", "Look at the worker's log."),
+    }
+
+
+@asynccontextmanager
+async def front(
+    *, tokens: int = 3, admin: bool = True, processes: bool = False, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """The ports of a router: `tokens` of an answer, and `/status` (`admin`; of several `processes`)."""
+
     async def status(_: web.Request) -> web.Response:
-        return web.json_response({"workers": [worker("prefill", 0), worker("decode", 0)]})
+        if not admin:
+            return web.json_response(
+                {"error": {"message": "/status is on the admin port, http://it"}}, status=404
+            )
+        found = {"workers": [worker("prefill", 0), worker("decode", 0)]} | (
+            {"processes": []} if processes else {}
+        )
+        return web.json_response(found)
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m"}]})
 
     async def completions(_: web.Request) -> web.Response:
-        return web.json_response({"usage": {"completion_tokens": 1}})
+        return web.json_response({"usage": {"completion_tokens": tokens}})
 
-    front = web.Application()
-    front.add_routes(
-        [web.get("/status", status), web.get("/v1/models", models), web.post("/v1/completions", completions)]
-    )
-    runner = web.AppRunner(front)
+    app = web.Application()
+    app.add_routes([web.get("/status", status)])
+    if not processes:
+        app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
+    runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
     try:
-        port = runner.addresses[0][1]
-        found = [f async for f in running(EndpointOptions(url=f"http://127.0.0.1:{port}"))]
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
-    assert level(found, "a request") == "bad"
+
+
+async def looked_at(url: str, admin_url: str | None = None) -> list[Finding]:
+    return [f async for f in running(DoctorOptions(admin_url=admin_url), EndpointOptions(url=url))]
+
+
+async def test_a_request_that_comes_back_short() -> None:
+    async with front(tokens=1) as url:
+        assert level(await looked_at(url), "a request") == "bad"
+
+
+async def test_a_cluster_with_tls(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `/status` is on the admin port; the request goes to the port of clients."""
+    made = TlsFiles(*certificates.server).server_context()
+    async with front(admin=False, tls=made) as url, front(processes=True) as admin_url:
+        [strange] = await looked_at(url)
+        assert strange.level == "bad"
+        assert "certificate is not trusted here" in strange.found
+        assert "SSL_CERT_FILE" in strange.found
+        [closed] = await looked_at(url.replace("https", "http"))
+        assert "https://" in closed.found
+        monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting(certificates))
+        assert exit_code(await looked_at(url, admin_url)) == 0
+        status, asked = await looked_at(url)
+        assert (status.check, status.level, asked.level) == ("status", "bad", "good")
+        assert "/status is on the admin port, http://it" in status.found
+        assert "--admin-url" in status.remedy
+        *_, request = await looked_at(admin_url)
+        assert (request.check, request.level) == ("a request", "bad")
+        assert "is an admin port" in request.found
+
+
+def trusting(certificates: Certificates) -> ssl.SSLContext:
+    """As a process has it that was started with SSL_CERT_FILE."""
+    return ssl.create_default_context(cafile=certificates.ca)
 
 
 def test_the_command_as_json_and_its_exit_code() -> None:

@@ -56,11 +56,11 @@ vllm:generation_tokens_total {tokens}
 
 def at(seconds: float, router: Page, worker: Page | None, incarnation: str = "a", **more: Any) -> Scrape:
     described = {
-        "role": "decode", "index": 3, "incarnation": incarnation, "state": "ready",
+        "role": "decode", "index": 3, "incarnation": incarnation, "state": "ready", "address": "a:1",
         "status": {"blocks_free": 25, "blocks_total": 100, "requests_running": 7},
     }  # fmt: skip
     status = {"router": {"model": "m", "state": "serving"}, "workers": [described], **more}
-    return Scrape(seconds, status, router, {("decode", 3): worker} if worker is not None else {})
+    return Scrape(seconds, status, router, {"a:1": worker} if worker is not None else {})
 
 
 def test_rates_are_of_what_happened_between() -> None:

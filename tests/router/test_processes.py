@@ -162,6 +162,8 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     for path in ("/metrics", "/metrics/targets", "/status"):
         async with routers.http.get(routers.url + path, headers=AS_CLIENT) as response:
             assert response.status == 404
+            said = (await response.json())["error"]["message"]
+            assert said == f"{path} is on the admin port, {routers.admin}"
     assert "/metrics" not in (await routers.get(routers.url + "/openapi.json"))["paths"]
     for url in (routers.url, routers.admin):
         for path in ("/health", "/ready"):
