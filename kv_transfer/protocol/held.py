@@ -125,9 +125,8 @@ class HeldPrefills:
 
     def commit(self, transfer_id: bytes, commit: Commit, now: float) -> list[Effect]:
         held = self.open.get(transfer_id)
-        if held is None:
-            return []  # ended while the engine spoke
-        assert held.state is State.STREAMING, "the engine committed a transfer twice"
+        if held is None or held.state is not State.STREAMING:
+            return []  # ended while the engine spoke; or the peer used its id again, and this is the second
         held.state = State.COMMITTED
         held.moved = now
         return [Send(held.session, transfer_id, commit)]
@@ -239,7 +238,7 @@ class HeldPrefills:
             if not held.finished:
                 continue  # how long it computes is the router's business
             moved = max(held.moved, held.since, flow.get(held.session, 0.0))
-            if held.transfer_id in self.open and now >= moved + limits.progress:
+            if held.state is not State.READY and now >= moved + limits.progress:
                 effects = self._end_transfer(held, "deadline", now)
                 out += [("progress", effects[0]), *[("", e) for e in effects[1:]]]
             if held.state is State.READY and now >= held.since + limits.hold:
@@ -272,7 +271,8 @@ class HeldPrefills:
 
     def _release(self, held: Held, reason: Reason | Literal["acked"], now: float) -> list[Effect]:
         effects: list[Effect] = []
-        if held.transfer_id in self.open:
+        if held.state is not State.READY:
+            assert held.transfer_id is not None
             del self.open[held.transfer_id]
             if reason != "acked":
                 effects.append(Send(held.session, held.transfer_id, Aborted(reason, held.sent)))

@@ -129,6 +129,8 @@ class Incoming:
             raise Fault("commit", f"second COMMIT, or none expected, from rank {sender_rank}")
         if len(rank.seen) * 8 > commit.frames and any(_bits_from(rank.seen, commit.frames)):
             raise Fault("sequence", f"COMMIT of {commit.frames} frames after a later one came")
+        if not commit.first_token.logprobs_valid:
+            raise Fault("commit", f"a logprob of the first token is no logprob: {commit.first_token}")
         rank.commit = commit
         self.state = State.RECEIVING
         return self._check_complete()

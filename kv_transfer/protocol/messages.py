@@ -44,6 +44,11 @@ class FirstToken(Message):
     top_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_TOP)] = ()
     top_logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_TOP)] = ()
 
+    @property
+    def logprobs_valid(self) -> bool:
+        """No +∞ and no NaN, which compares as false. −∞ is the logprob of a token that a grammar forbids."""
+        return all(x is None or x < math.inf for x in (self.logprob, *self.top_logprobs))
+
 
 class Identity(Message):
     """Who speaks, what it serves and what it can take."""
@@ -192,7 +197,9 @@ def decode(role: Literal["prefill", "decode"], kind: FrameType, payload: memoryv
     if isinstance(message, Fetch):
         _check_fetch(message)
     elif isinstance(message, Commit):
-        _check_first_token(message.first_token)
+        first = message.first_token
+        if len(first.top_ids) != len(first.top_logprobs):
+            raise MessageError(f"COMMIT: {len(first.top_ids)} top ids, {len(first.top_logprobs)} logprobs")
     return message
 
 
@@ -208,15 +215,6 @@ def decode_identity(payload: bytes) -> Identity:
         return _decode_identity(payload)
     except _UNREADABLE as e:
         raise MessageError(f"HELLO identity: {e}") from None
-
-
-def _check_first_token(first: FirstToken) -> None:
-    if len(first.top_ids) != len(first.top_logprobs):
-        raise MessageError(f"COMMIT: {len(first.top_ids)} top ids, {len(first.top_logprobs)} logprobs")
-    for logprob in (first.logprob, *first.top_logprobs):
-        # −∞ is the logprob of a token that a grammar forbids. NaN compares as false.
-        if logprob is not None and not logprob < math.inf:
-            raise MessageError(f"COMMIT: {logprob} is no logprob")
 
 
 def _check_fetch(message: Fetch) -> None:

@@ -156,6 +156,34 @@ def test_a_transfer_id_is_used_once() -> None:
     assert held.open[T1].prefill_id == P
 
 
+@pytest.mark.parametrize("end", ["close", "deadline"])
+def test_a_peer_that_uses_a_transfer_id_again_ends_nothing(end: str) -> None:
+    """P remembers T1, which was lost after COMMIT, while T1 is open for Q. The end of P leaves Q alone."""
+    held = streaming()
+    held.finish(P, 1)
+    held.commit(T1, COMMIT, 1)
+    held.session_down(A, 2)
+    held.offer(Q, 2)
+    start = Start(Q, T1, B, Fetch(Q, (), 0, 0, 4))
+    assert held.fetch(T1, B, start.fetch, 2) == [start]
+    if end == "close":
+        held.close(P, "cancelled", 3)
+    else:
+        held.expire(1000)
+    assert list(held.held) == [Q]
+    assert held.close(Q, "cancelled", 1001) == [aborted("cancelled", session=B)]
+    assert not held.open
+
+
+def test_the_second_commit_of_a_transfer_id_means_nothing() -> None:
+    """The engine committed an aborted transfer, and then the next one, to which the peer gave the same id."""
+    held = streaming()
+    held.abort(T1, "cancelled", 1)
+    held.fetch(T1, A, FETCH, 1)
+    assert held.commit(T1, COMMIT, 2) == [Send(A, T1, COMMIT)]
+    assert held.commit(T1, COMMIT, 2) == []
+
+
 def test_deadlines_run_only_once_it_is_computed() -> None:
     held = streaming()
     assert held.expire(1000) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -158,6 +159,26 @@ def test_a_commit_that_does_not_match(commit: Commit) -> None:
         take(late, h)
     with pytest.raises(Fault):
         late.commit(0, commit)
+
+
+@pytest.mark.parametrize(
+    ("first", "valid"),
+    [
+        (FirstToken(5, math.nan), False),
+        (FirstToken(5, math.inf), False),
+        (FirstToken(5, -0.5, (1, 2), (-0.5, math.nan)), False),
+        (FirstToken(5, -0.5, (1, 2), (-0.5, -math.inf)), True),
+    ],
+)
+def test_logprobs_of_a_commit_are_numbers(first: FirstToken, valid: bool) -> None:
+    """Else the transfer ends, and not the session with all others: a model can produce NaN."""
+    it = incoming()
+    if valid:
+        assert it.commit(0, Commit(first, 0, 0))
+    else:
+        with pytest.raises(Fault, match="logprob") as fault:
+            it.commit(0, Commit(first, 0, 0))
+        assert fault.value.kind == "commit"
 
 
 def test_a_second_commit() -> None:
