@@ -1,25 +1,30 @@
 """Tokens in, tokens out: one model, its paged KV cache, and the loop that steps it.
 
-The life of a request in here:
+The life of a request:
 
     add ──▶ waiting ──▶ running: prefill in chunks ──▶ first token ──▶ decode … ──▶ finished
                               (handover=True)              └──▶ held until release
     reserve ──▶ reserved (KV arrives from outside) ──▶ join ──▶ running: decode … ──▶ finished
 
-Each `Engine.step` is schedule → run → postprocess: the *scheduler* chooses which tokens of which requests
-to compute and gives them blocks of the *block pool*; the *model* computes them, layer by layer, reading and
-writing KV through *paged attention*; the *sampler* picks a token for each request whose tokens are now all
-computed. A request ends in exactly one way (finished, released, cancelled, handed back, failed) and its
-blocks go back to the pool at that moment: an idle engine has a whole pool.
+The rooms, from the outside in. Each imports only rooms below it:
 
-A request with a *grammar* gets only tokens that it allows; it is compiled in a thread, the only one in here.
-No sockets, no processes, and nothing that pickles.
+    build        from a configuration to an engine that is ready
+    engine       the step: schedule → run → postprocess
+    core         scheduler, block pool, prefix cache, chunk limit: pure, without torch
+    grammar      the tokens that a structured output allows
+    execution    one rank: computes steps of plain arrays (`step`), knows no request
+    loader, models, layers, kernels      from a checkpoint to a forward pass
+    step, api    the arrays of a step; requests, sampling parameters, outputs, statistics
+
+A request ends in exactly one way (finished, released, cancelled, handed back, failed), and its blocks go back
+to the pool at that moment: an idle engine has a whole pool. The package has no sockets, no processes, and
+nothing that pickles.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig
-from engine.request import (
+from engine.api.config import EngineConfig
+from engine.api.request import (
     CacheObserver,
     EngineRequest,
     EngineStats,
@@ -29,10 +34,11 @@ from engine.request import (
     PrefillChunk,
     StepResult,
 )
-from engine.sampling_params import SamplingParams
-from engine.structured_output import StructuredOutput
+from engine.api.sampling_params import SamplingParams
+from engine.api.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
+    from engine.build import build_engine
     from engine.engine import Engine
 
 __all__ = [
@@ -48,13 +54,18 @@ __all__ = [
     "SamplingParams",
     "StepResult",
     "StructuredOutput",
+    "build_engine",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # Torch costs a second and 250 MB: only who runs an engine pays, not who configures or describes one.
+    # Torch costs a second and 250 MB: only a process that runs an engine imports it.
     if name == "Engine":
         from engine.engine import Engine
 
         return Engine
+    if name == "build_engine":
+        from engine.build import build_engine
+
+        return build_engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,33 +1,19 @@
 """The engine: one visible step, schedule → run → postprocess.
 
-On a GPU the host does not wait between *launch* (schedule and run) and *landing* (postprocess): the next step
-is launched while this one is being computed, its tokens unknown, and begins with them on the device (overlap
-scheduling, as in SGLang's and mini-sglang's zero-overhead scheduler). Two steps at most are under way. Who
-turns out to have ended is in one step too many: its row there is ignored, and its blocks are free after that.
+On a GPU the host does not wait between *launch* (schedule and run) and *landing* (postprocess). It launches
+the next step while the device computes this one: the new tokens are still unknown to the host, and the device
+reads them from its own memory (overlap scheduling, as in SGLang and mini-sglang). At most two steps are under
+way. A request that finishes in step n may already be in step n+1. Its row there is ignored, and its blocks
+are free after that step.
 """
 
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-
-from engine.batch import build_batch
-from engine.block_pool import BlockPool
-from engine.chunk_limit import ChunkLimit
-from engine.config import EngineConfig
-from engine.flight import Flight, Landings, Moment, moment
-from engine.grammar import Grammars
-from engine.kernels import kernels_for
-from engine.live_request import LiveRequest, Phase
-from engine.loader import load_model, open_checkpoint
-from engine.memory import MemoryUse, choose_limits, memory_for, size_pool
-from engine.meters import Meters
-from engine.model_runner import ModelRunner
-from engine.pace import Pace
-from engine.request import (
+from engine.api.config import EngineConfig
+from engine.api.request import (
     CacheObserver,
     EngineRequest,
     EngineStats,
@@ -38,144 +24,89 @@ from engine.request import (
     StepResult,
     check_request,
 )
-from engine.sampler import NO_CHOICE, NOT_FINITE
-from engine.scheduler import Scheduler
-from engine.step_graphs import LARGEST
-from engine.warm_up import measure_steps, plan_rehearsal, warm_up
+from engine.core.block_pool import BlockPool
+from engine.core.chunk_limit import ChunkLimit
+from engine.core.live_request import LiveRequest, Phase
+from engine.core.meters import Meters
+from engine.core.pace import Pace
+from engine.core.scheduler import Scheduler
+from engine.core.step_builder import build_adjustments, build_step, is_plain
+from engine.execution.runner import ModelRunner
+from engine.flight import Flight
+from engine.grammar import Grammars
+from engine.model_config import ModelConfig
+from engine.models.cache_spec import AttentionCache
+from engine.step import NO_CHOICE, NOT_FINITE, RowLogprobs
+
+if TYPE_CHECKING:
+    import torch
 
 GRAMMAR_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for a grammar."""
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
 class Engine:
-    """One model and its KV cache. All calls come from one thread; nothing happens between them.
+    """One model and its KV cache; `engine.build.build_engine` makes one. One thread makes all calls, and
+    nothing happens between them.
 
-    For the one who moves KV: `kv_cache` has one tensor [2 (K, V), num_blocks, block_size, num_kv_heads,
-    head_dim] per layer. The engine owns it; a request's blocks may be read while it is prefilled and held,
-    and written while it is reserved. Position p of a request is in slot
+    `kv_cache` has one tensor [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] per layer. The engine
+    owns it. KV transfer may read the blocks of a request that is prefilled or held, and write those of a
+    reserved one. Position p of a request is in slot
     block_table[p // block_size] * block_size + p % block_size.
-
-    `source` is the checkpoint's directory or file.
     """
 
     def __init__(
         self,
         config: EngineConfig,
+        runner: ModelRunner,
+        grammars: Grammars,
+        model_config: ModelConfig,
+        model_fingerprint: str,
+        cache_spec: Sequence[AttentionCache],
+        num_blocks: int,
         *,
-        kv_sink: KVSink | None = None,
-        cache_observer: CacheObserver | None = None,
-        tick: Callable[[], None] = _nothing,
-        computing: Callable[[Collection[bytes]], None] = _nothing,
-        progress: Callable[[str, float], None] = _nothing,
+        overlap: bool,
+        kv_sink: KVSink | None,
+        cache_observer: CacheObserver | None,
+        tick: Callable[[], None],
+        computing: Callable[[Collection[bytes]], None],
     ) -> None:
-        """Loads the model. `tick`, a sign of life, is called for each tensor loaded and each layer of a step;
-        `computing` with the ids of all that is under way whenever that changes, so that somebody else can
-        tell whom a crash is about; `progress(stage, fraction)` tells how far the start is. Raises
-        `ValueError` on what users can mend."""
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
-        self.device = torch.device(config.device)
-        self._config = config
+        """`tick` and `computing` as in `build_engine`. The runner's cache is open, with `num_blocks`."""
+        self.model_config = model_config
+        self.model_fingerprint = model_fingerprint
+        self.cache_spec = cache_spec
+        self.block_size = runner.block_size
+        self.num_blocks = num_blocks
+        self._runner = runner
+        self._grammars = grammars
+        self._overlap = overlap
         self._kv_sink = kv_sink
         self._tick = tick
-        self._computing = _nothing
-
-        def starting(stage: str, fraction: float) -> None:
-            tick()
-            progress(stage, fraction)
-
-        checkpoint = open_checkpoint(config, self.device)
-        limits = choose_limits(config, checkpoint.config, self.device)
-        self.dtype = limits.dtype
-        self.block_size = limits.block_size
-        with memory_for("the weights", "choose a smaller --model"):
-            model, self.model_fingerprint = load_model(
-                checkpoint, limits.max_model_len, self.dtype, self.device, starting
-            )
-        self.model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
-        self.source = checkpoint.source
-        self._grammars = Grammars(self.source, self.model_config.vocab_size, self.model_config.eos_ids)
-        self._runner = ModelRunner(
-            model,
-            kernels_for(self.device, self.model_config.head_dim),
-            self._grammars,
-            self.model_config,
-            dtype=self.dtype,
+        self._computing = computing
+        self._scheduler = Scheduler(
+            BlockPool(num_blocks),
             block_size=self.block_size,
             max_num_seqs=config.max_num_seqs,
-            device=self.device,
-        )
-        self._overlap = False
-        self._flights: list[Flight] = []  # in the order of their launch
-        self._moment: Callable[[], Moment] = partial(moment, self.device)
-        self._landings = Landings()
-
-        use = self._measure(starting) if self.device.type == "cuda" else None
-        pool = size_pool(config, self.model_config, limits, use)
-        self.model_config = replace(self.model_config, max_model_len=pool.max_model_len)
-        with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
-            self._open(pool.num_blocks)
-            if self.device.type == "cuda":
-                warm_up(self, plan_rehearsal(config, pool.max_model_len), starting)
-                if config.cuda_graphs:
-                    self._runner.capture(
-                        config.max_num_batched_tokens,
-                        by_layer=kv_sink is not None,
-                        progress=lambda done: starting("capturing graphs", done),
-                    )
-        self._overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
-        self._begin(cache_observer, self.model_fingerprint if config.enable_prefix_caching else None)
-        self._computing = computing
-
-    def _measure(self, progress: Callable[[str, float], None]) -> MemoryUse:
-        """What the largest step takes beside the weights, tried on a small cache, the same for all layers."""
-        rehearsal = plan_rehearsal(self._config, self.model_config.max_model_len)
-        weights = torch.cuda.memory_allocated(self.device)
-        with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
-            self._open(rehearsal.num_blocks(self.block_size), layers=1)
-            step = measure_steps(self, rehearsal, self.device, progress)
-        self._runner.close()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        graphs = 0
-        if self._config.cuda_graphs:
-            graphs = step.decode + step.any * LARGEST // max(LARGEST, self._config.max_num_batched_tokens)
-        return MemoryUse(total, free, weights, step.any, graphs)
-
-    def _open(self, num_blocks: int, layers: int | None = None) -> None:
-        """An empty cache, and nobody there."""
-        self.num_blocks = num_blocks
-        self._runner.open(num_blocks, layers)
-        self._begin()
-
-    def _begin(self, cache_observer: CacheObserver | None = None, prefix_cache: str | None = None) -> None:
-        self._scheduler = Scheduler(
-            BlockPool(self.num_blocks),
-            block_size=self.block_size,
-            max_num_seqs=self._config.max_num_seqs,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
-            prefix_cache_root=prefix_cache.encode() if prefix_cache else None,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefix_cache_root=model_fingerprint.encode() if config.enable_prefix_caching else None,
             cache_observer=cache_observer,
         )
         self._meters = Meters()
-        self._chunk_limit = ChunkLimit(self._config.ttit_target, self._config.max_num_batched_tokens)
+        self._chunk_limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens)
         self._pace = Pace()
-        assert not self._flights
+        self._flights: list[Flight] = []  # in the order of their launch
 
     # One step
 
     def step(self) -> StepResult:
-        """Launches the next step, if one may be, and sees to the oldest that is over; if it could not launch
-        any, it waits for that. So the tokens of a step come with this call or, on a GPU, a later one."""
+        """Launches the next step if that is possible, and lands the oldest step if it is over. Without a
+        launch it waits for the oldest step. So the tokens of a step come with this call or, on a GPU, with a
+        later one."""
         result = StepResult()
         launched = self._may_launch and self._launch(result)
-        if self._flights and (not launched or not self._overlap or self._flights[0].over):
+        if self._flights and (not launched or not self._overlap or self._flights[0].launched.over):
             self._land(self._flights.pop(0), result)
-            if self._flights and self._flights[0].sampling is None:
+            if self._flights and not self._flights[0].is_sampled:
                 self._sample(self._flights[0])
         return result
 
@@ -200,7 +131,12 @@ class Engine:
             return False
         ids = frozenset([chunk.live.id for chunk in plan.chunks])
         self._computing(ids.union(*(flight.ids for flight in self._flights)))
-        batch = build_batch(plan.chunks, self.block_size, self._runner.table_width)
+        step, sampled = build_step(
+            plan.chunks,
+            self.model_config.vocab_size,
+            block_size=self.block_size,
+            table_width=self._runner.table_width,
+        )
         moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
 
         def layer_done(layer: int) -> None:
@@ -208,23 +144,28 @@ class Engine:
             if moved and self._kv_sink is not None:
                 self._kv_sink.layer_done(layer, moved)
 
-        began = self._moment()
-        flight = Flight(plan, ids, self._runner.run(batch, layer_done), began)
+        launched = self._runner.run(step, layer_done)
+        flight = Flight(plan, ids, sampled, launched)
         self._scheduler.launched(plan.chunks)
         self._flights.append(flight)
         if not flight.waits:
             self._sample(flight)
-        size = flight.computed.size
+        size = launched.size
         only_decodes = size is not None and not size.chunks
         self._pace.launched(size if only_decodes else None, started, time.monotonic())
         return True
 
     def _sample(self, flight: Flight) -> None:
-        flight.sampling = self._runner.sample(flight.computed)
-        flight.ended = self._moment()
+        adjustments = None
+        if not all(is_plain(live) for live in flight.sampled):
+            mask, flight.refused = self._grammars.allowed(
+                [(None if r.phase is Phase.GONE else r.grammar, r.token_ids) for r in flight.sampled]
+            )
+            adjustments = build_adjustments(flight.sampled, self.model_config.eos_ids, mask)
+        self._runner.sample(flight.launched, adjustments)
+        flight.is_sampled = True
         for row, live in enumerate(flight.sampled):
             live.promise(row)
-        self._landings.expect(flight)
 
     def _announce(self, started: Sequence[LiveRequest]) -> None:
         for live in started:
@@ -234,26 +175,24 @@ class Engine:
                 )
 
     def _land(self, flight: Flight, result: StepResult) -> None:
-        """Waits until it is over, and sees each request on: to its next token, its handover, its end."""
-        flight.wait()
+        """Waits until the step is over, and takes each request on: to its next token, its handover, its
+        end."""
+        assert flight.is_sampled, "a step is sampled before it lands"
+        done = flight.launched.wait()
         self._tick()
         plan = flight.plan
-        seconds = result.seconds = flight.seconds
+        seconds = result.seconds = flight.launched.seconds
         self._pace.landed(seconds, time.monotonic())
         self._meters.record(plan, seconds)
         self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
         self._computing(frozenset().union(*(later.ids for later in self._flights)))
         self._scheduler.landed(plan.chunks)
-        sampling = flight.sampling
-        assert sampling is not None, "a step is sampled before it lands"
-        if sampling.tokens is None:
-            return
-        logprobs = sampling.logprobs.by_row(flight.sampled) if sampling.logprobs else {}
-        for row, (live, token) in enumerate(zip(flight.sampled, sampling.tokens.tolist(), strict=True)):
+        logprobs = _logprobs(flight.sampled, done.logprobs)
+        for row, (live, token) in enumerate(zip(flight.sampled, done.tokens, strict=True)):
             if live.phase is Phase.GONE:
-                continue  # it ended while this step was under way
-            if row in sampling.refused:
-                result.refused.append((live.id, sampling.refused[row]))
+                continue  # the request ended while this step was under way
+            if row in flight.refused:
+                result.refused.append((live.id, flight.refused[row]))
                 self._leave_batch(live)
             elif token == NOT_FINITE:
                 result.failed.append((live.id, "the model's logits are not finite numbers"))
@@ -267,7 +206,7 @@ class Engine:
                 result.outputs.append(self._emit(live, position, logprobs.get(row)))
 
     def _emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
-        """The token at this position is known; what that means for its request."""
+        """Ends the request, or its prefill, if the token at this position says so."""
         finish_reason = live.finish_reason(position, self.model_config.eos_ids)
         if finish_reason or live.handover:
             self._leave_batch(live)
@@ -279,8 +218,8 @@ class Engine:
         return Output(live.id, index, token, logprobs, finish_reason, live.num_cached, queued, prefilled)
 
     def _leave_batch(self, live: LiveRequest) -> None:
-        """Nothing more is computed for it. Whoever takes over its KV may still be reading the blocks, also
-        where the first token was the last: only `release` says that this is over."""
+        """Nothing more is computed for this request. With handover, KV transfer may still read its blocks,
+        even if the first token was the last: only `release` says that the transfer is over."""
         if live.handover:
             self._scheduler.hold(live)
         else:
@@ -289,15 +228,16 @@ class Engine:
     # The life of a request
 
     def add(self, request: EngineRequest, *, handover: bool = False) -> None:
-        """Queues a request for prefill. With `handover` it is held after its first token, whichever that is:
-        its blocks keep the KV of prompt and given output until `release`. Raises `ValueError` if the request
-        can never be served."""
+        """Queues a request for prefill. With `handover` the request is held after its first token: its blocks
+        keep the KV of prompt and given output until `release`. Raises `ValueError` if the request can never
+        be served."""
         self._validate(request)
         self._prepare(self._scheduler.add(request, handover=handover))
 
     def reserve(self, request: EngineRequest) -> Sequence[int] | None:
-        """Sets aside blocks for prompt + output + 1 positions; the caller will write KV of all but the last
-        into `kv_cache`. Returns the block table; None: no room now. Raises `ValueError` if there never is."""
+        """Reserves blocks for prompt + output + 1 positions; the caller writes the KV of all but the last one
+        into `kv_cache`. Returns the block table, or None if there is no room now. Raises `ValueError` if the
+        request can never be served."""
         self._validate(request)
         live = self._scheduler.reserve(request)
         if live is None:
@@ -306,9 +246,9 @@ class Engine:
         return tuple(live.blocks)
 
     def start(self, request: EngineRequest) -> Sequence[int] | None:
-        """Gives a request blocks at once and prefills it here, beside those that decode and within what these
-        are promised; it then decodes. Returns its block table; None: no room now. Raises `ValueError` if
-        there never is."""
+        """Gives a request its blocks at once, prefills it here beside the requests that decode, within their
+        TTIT target, and then decodes it. Returns the block table, or None if there is no room now. Raises
+        `ValueError` if the request can never be served."""
         self._validate(request)
         live = self._scheduler.start(request)
         if live is None:
@@ -318,30 +258,30 @@ class Engine:
         return tuple(live.blocks)
 
     def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
-        """The reservation shall be for a longer output. Returns its block table, which begins with
-        the old one. None: no room, the reservation is unchanged."""
+        """Extends a reservation to a longer output. Returns its block table, which begins with the old one.
+        None: no room, the reservation is unchanged."""
         live = self._scheduler.requests[request_id]
         extended = self._scheduler.extend_reservation(live, list(output_ids))
         return tuple(live.blocks) if extended else None
 
     def join(self, request_id: bytes, token: int, logprobs: Logprobs | None = None) -> Output:
-        """All KV of a reservation is in its blocks: it takes part in the next step, with `token`, the first
-        that was sampled from this KV, as input. Returns the output for that token, which may be the last."""
+        """Starts decoding a reservation whose blocks have all their KV. `token`, the first one sampled from
+        this KV, is the input of the next step. Returns the output for this token, which may be the last."""
         live = self._scheduler.requests[request_id]
         self._scheduler.join(live)
         live.token_ids.append(token)
         return self._emit(live, len(live.token_ids) - 1, logprobs)
 
     def release(self, request_id: bytes) -> None:
-        """A held request was handed over (or will not be): its blocks are free. Unknown ids are ignored."""
+        """Frees the blocks of a held request, which was handed over or never will be. Ignores unknown ids."""
         live = self._scheduler.requests.get(request_id)
         if live is not None:
             assert live.phase is Phase.HELD, f"only a held request is released, this one is {live.phase.name}"
             self._scheduler.drop(live)
 
     def cancel(self, request_id: bytes) -> None:
-        """Ends a request in any phase. Its blocks are free as soon as no step that is under way has them.
-        Unknown ids are ignored."""
+        """Ends a request in any phase. Its blocks are free as soon as no step under way uses them. Ignores
+        unknown ids."""
         live = self._scheduler.requests.get(request_id)
         if live is not None:
             self._scheduler.drop(live)
@@ -357,10 +297,10 @@ class Engine:
             raise ValueError(f"request {request.id.hex()} is in the engine already")
         check_request(request, self.model_config.vocab_size, self.model_config.max_model_len)
 
-    # How it stands
+    # State
 
     @property
-    def kv_cache(self) -> list[torch.Tensor]:
+    def kv_cache(self) -> "list[torch.Tensor]":
         return self._runner.kv_cache
 
     @property
@@ -369,19 +309,19 @@ class Engine:
 
     @property
     def blocks_leaving(self) -> int:
-        """Of requests that have ended: free once the steps that are under way are over."""
+        """Blocks of requests that have ended, which become free when the steps under way are over."""
         return self._scheduler.blocks_leaving
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything: False also while all that waits, waits for blocks."""
+        """Whether `step` would do anything. False while all waiting requests wait for blocks."""
         return bool(self._flights or self._scheduler.running) or self._scheduler.can_admit
 
     @property
     def rest(self) -> float:
-        """Seconds until `step` has something to do, unless it is called for with what comes in meanwhile or
-        by `landings_fd`. Infinite: only then."""
-        if not self._flights or self._flights[0].over:
+        """Seconds until `step` has something to do, if no request comes in and `landings_fd` stays silent.
+        Infinite: nothing until then."""
+        if not self._flights or self._flights[0].launched.over:
             return 0.0
         if not self._may_launch or not self._scheduler.has_next:
             return math.inf
@@ -389,23 +329,35 @@ class Engine:
 
     @property
     def landings_fd(self) -> int:
-        """An eventfd, readable when a launched step is over; for the caller to read."""
-        return self._landings.fd
+        """An eventfd, readable when a launched step is over. The caller reads it."""
+        return self._runner.landings.fd
 
     @property
     def waits_for_device(self) -> bool:
-        """Something is being computed: the next sign of life is its end."""
+        """Whether a step is under way. The engine shows no sign of life until its end."""
         return bool(self._flights)
 
     @property
     def idle(self) -> bool:
-        """No request in any phase: nothing waits, runs, is held or reserved, or is still being computed."""
+        """Whether there is no request in any phase and no step under way."""
         return not self._scheduler.requests and not self._flights
 
     def assert_whole(self) -> None:
-        """To be called when idle: proves that no block, and nothing of any request, was left behind."""
+        """Proves, when idle, that no block and no other part of a request was left behind."""
         assert not self._flights, "a step is under way"
         self._scheduler.assert_whole()
 
     def stats(self) -> EngineStats:
         return self._meters.stats(self._scheduler, self._chunk_limit)
+
+
+def _logprobs(sampled: Sequence[LiveRequest], rows: RowLogprobs | None) -> dict[int, Logprobs]:
+    """By row, for the requests that want log probabilities."""
+    if rows is None:
+        return {}
+    asked = [row for row, live in enumerate(sampled) if live.request.sampling.logprobs is not None]
+    result = {}
+    for row, chosen, ids, values in zip(asked, rows.chosen, rows.ids, rows.values, strict=True):
+        wanted = sampled[row].request.sampling.logprobs or 0
+        result[row] = Logprobs(chosen, tuple(ids[:wanted]), tuple(values[:wanted]))
+    return result

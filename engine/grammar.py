@@ -1,41 +1,31 @@
-"""Grammars: which tokens a request may have next, where its output must have a structure.
+"""Grammars: the tokens that a request may have next if its output must have a structure.
 
     compile ──▶ (a thread of its own) ──▶ ready ──▶ allowed, once for each token ──▶ …
 
-`llguidance` (https://github.com/guidance-ai/llguidance) walks the grammar: it is given tokens, and says
-which may follow, a bit for each of the vocabulary. What it has consumed is a function of the request's
-generated tokens, and catches up with them just before the next mask: so a request that joins, is prefilled
-again with its output, or is retargeted needs nothing special. EOS is allowed only where the grammar may end.
+`llguidance` (https://github.com/guidance-ai/llguidance) walks the grammar: it consumes tokens and returns one
+bit for each token of the vocabulary. A matcher consumes the request's generated tokens just before the next
+mask. So a request that joins, is prefilled again with its output, or is retargeted needs nothing special.
+EOS is allowed only where the grammar may end.
 
-The model's tokenizer is read with the first grammar, and keeps Python's lock for a fraction of a second then.
-Grammars compile without that lock, and a request that waits for its grammar keeps nobody else waiting.
+The first grammar reads the model's tokenizer, which holds Python's lock for a fraction of a second. Grammars
+compile without that lock, and a request that waits for its grammar delays no other request.
 """
 
 from array import array
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
-import torch
+import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from torch import Tensor
 
+from engine.api.request import EngineRequest
+from engine.api.structured_output import LIMITS, StructuredOutput
+from engine.core.live_request import Grammar
 from engine.loader.tokenizer_json import tokenizer_json
-from engine.request import EngineRequest
-from engine.structured_output import LIMITS, StructuredOutput
 
 
-@dataclass(frozen=True, slots=True)
-class TokenMask:
-    """Rows of a batch that may not have every token next."""
-
-    rows: list[int]
-    bits: Tensor
-    """[rows, words] int32 in the host's memory: bit i of word w says that token 32 w + i is allowed."""
-
-
-class Grammar:
-    """One request's. Owned by its `LiveRequest`; used in the engine's thread."""
+class CompiledGrammar:
+    """The grammar of one request. Owned by its `LiveRequest`; used in the engine's thread."""
 
     def __init__(self, compiling: "Future[LLMatcher]", position: int) -> None:
         """Compiled, it will have consumed what was generated of the first `position` tokens."""
@@ -47,7 +37,7 @@ class Grammar:
         return self._compiling.done()
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """The request has ended."""
         self._compiling.cancel()
 
     def after(self, token_ids: "array[int]") -> LLMatcher:
@@ -73,12 +63,12 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._compiling: set[Future[LLMatcher]] = set()
 
-    def compile(self, wanted: StructuredOutput, request: EngineRequest) -> Grammar:
-        """What is wrong with it shows when it is used."""
+    def compile(self, wanted: StructuredOutput, request: EngineRequest) -> CompiledGrammar:
+        """Errors in the grammar show when it is used."""
         future = self._thread.submit(self._compile, wanted, request.output_ids)
         self._compiling.add(future)
         future.add_done_callback(self._compiling.discard)
-        return Grammar(future, len(request.prompt_ids) + len(request.output_ids))
+        return CompiledGrammar(future, len(request.prompt_ids) + len(request.output_ids))
 
     def wait(self, seconds: float) -> None:
         """Until a grammar that was being compiled is ready."""
@@ -86,9 +76,10 @@ class Grammars:
 
     def allowed(
         self, batch: Sequence[tuple[Grammar | None, "array[int]"]]
-    ) -> tuple[TokenMask | None, dict[int, str]]:
-        """What those requests of a batch that have a grammar may have after their tokens, and by row what is
-        wrong with the grammars that fail: such a row is masked by nothing that means anything."""
+    ) -> tuple[tuple[list[int], np.ndarray] | None, dict[int, str]]:
+        """The rows of a batch that have a grammar, with their allowed tokens as `engine.step.TokenMask.bits`;
+        None if no row has one. And by row, what is wrong with a grammar that failed: the bits of such a row
+        mean nothing."""
         failed: dict[int, str] = {}
         matchers: list[tuple[LLMatcher, int]] = []  # with the row of the mask
         rows: list[int] = []
@@ -104,14 +95,14 @@ class Grammars:
             return None, failed
         if self._executor is None:
             self._executor = LLExecutor()
-        bits = torch.zeros((len(rows), -(-self._vocab_size // 32)), dtype=torch.int32)
-        self._executor.unsafe_compute_mask_ptr(matchers, bits.data_ptr(), 4 * bits.shape[1], len(rows))
+        bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
+        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(rows))
         for (matcher, _), row in zip(matchers, rows, strict=True):
             try:
                 check(matcher)
             except ValueError as error:
                 failed[row] = str(error)
-        return TokenMask(rows, bits), failed
+        return (rows, bits), failed
 
     def _compile(self, wanted: StructuredOutput, output_ids: list[int]) -> LLMatcher:
         if self._tokenizer is None:

@@ -55,11 +55,6 @@ class ModelConfig:
             )
 
     @property
-    def kv_elements_per_token(self) -> int:
-        """Of K and V over all layers; times the element size it is bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
-    @property
     def num_parameters(self) -> int:
         """Of the matrices, which is nearly all."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)

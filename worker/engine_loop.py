@@ -29,6 +29,7 @@ from engine import (
     SamplingParams,
     StepResult,
     StructuredOutput,
+    build_engine,
 )
 from engine.loader.tokenizer_json import vocabulary
 from kv_transfer import Arena, KVLayout, TraceWriter
@@ -107,7 +108,7 @@ class Parts:
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
         """Raises ValueError for what the user got wrong."""
         config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
-        engine = Engine(
+        engine = build_engine(
             config,
             kv_sink=kv_sink,
             cache_observer=self.cached_chunks,
@@ -141,9 +142,11 @@ def device(engine: Engine) -> str:
 
 
 def kv_layout(engine: Engine) -> KVLayout:
-    model = engine.model_config
-    dtype = str(engine.dtype).removeprefix("torch.")
-    return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
+    """All layers cache alike; the wire has one layout for them."""
+    layer = engine.cache_spec[0]
+    assert all(other == layer for other in engine.cache_spec), "the wire has one layout for all layers"
+    dtype = str(layer.dtype).removeprefix("torch.")
+    return KVLayout(len(engine.cache_spec), layer.num_kv_heads, layer.head_dim, dtype)
 
 
 def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:

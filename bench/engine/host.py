@@ -13,19 +13,16 @@ import torch
 import bench.contract as contract
 from bench.contract import Report, Row
 from bench.engine.drive import greedy, prompt
-from bench.shapes import SHAPES, write_shape
-from engine import Engine, EngineConfig
-from engine.batch import StepBatch
-from engine.model_runner import Computed, ModelRunner, Sampling
-from engine.sampler import draws_of
-from engine.step_graphs import LayerDone
+from bench.shapes import write_shape
+from engine import EngineConfig, build_engine
+from engine.execution.runner import Launched
 
 CONTEXT = 1000
 MODEL = "one-small-layer"
 
 
 class _Moment:
-    """An event of the device that does not exist. It is over as soon as the engine waits for it."""
+    """Passed once somebody has waited for it."""
 
     def __init__(self) -> None:
         self._passed = False
@@ -54,26 +51,21 @@ def measure(report: Report, *, steps: int) -> None:
 
 
 def _engine(model: Path, batch: int) -> Any:
-    engine: Any = Engine(
+    engine: Any = build_engine(
         EngineConfig(
             str(model), load_format="dummy", dtype="float32", device="cpu", overlap=True, block_size=128,
             num_blocks=16 * batch + 4, max_num_seqs=batch, max_num_batched_tokens=8192,
         )
     )  # fmt: skip
-    runner: ModelRunner = engine._runner
-    tokens = torch.full((batch,), 7)
+    runner, tokens = engine._runner, torch.full((batch,), 7)
 
-    def run(batch: StepBatch, layer_done: LayerDone) -> Computed:
-        variant, _ = draws_of(batch.sampled, SHAPES[MODEL]["vocab_size"])
-        return Computed(batch.sampled, variant, size=None)
+    def run(step: Any, layer_done: Any) -> Launched:
+        return Launched(len(step.sampled_rows), step.variant, None, None, None, _Moment())
 
-    def sample(computed: Computed) -> Sampling:
-        rows = len(computed.requests)
-        return Sampling(tokens[:rows].clone() if rows else None)
+    def sample(launched: Launched, adjustments: Any) -> None:
+        launched.tokens, launched.ended = tokens[: launched.rows], _Moment()
 
     runner.run, runner.sample, runner.table_width = run, sample, 16
-    engine._moment = _Moment
-    engine._landings.expect = lambda flight: None
     return engine
 
 

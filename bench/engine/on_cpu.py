@@ -20,7 +20,7 @@ import bench.engine.host as host
 from bench.contract import MIN_PAIRS, Report, Row
 from bench.engine.drive import drain, greedy, prompt
 from cluster.model import embedded_path
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, build_engine
 
 PROMPT_TOKENS = 64
 BATCH = 16
@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     host.measure(report, steps=300)
     if args.threads:
         torch.set_num_threads(args.threads)
-    engine = Engine(EngineConfig(str(path), dtype="float32", num_blocks=512, num_threads=args.threads))
+    engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=512, num_threads=args.threads))
     reference = _transformers(path)
     pairs, tokens = (MIN_PAIRS, 16) if args.short else (9, 48)
     report.parameters |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": tokens, "pairs": pairs}

@@ -21,7 +21,7 @@ from bench.contract import Report, Row
 from bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
 from bench.engine.floor import Floor, Shape
 from bench.shapes import SHAPES, write_shape
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, build_engine
 
 MODEL = "llama-3.1-8b"
 CONTEXT = 1064
@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def _engine(directory: Path, running: int, chunk: int) -> Engine:
-    return Engine(
+    return build_engine(
         EngineConfig(
             str(write_shape(MODEL, directory)),
             dtype="bfloat16",

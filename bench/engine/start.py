@@ -14,10 +14,10 @@ PROMPT_TOKENS = 64
 def main() -> None:
     marks = [time.perf_counter()]
     from bench.engine.drive import greedy, prompt
-    from engine import Engine, EngineConfig
+    from engine import EngineConfig, build_engine
 
     marks.append(time.perf_counter())
-    engine = Engine(EngineConfig(sys.argv[1], dtype="float32"))
+    engine = build_engine(EngineConfig(sys.argv[1], dtype="float32"))
     marks.append(time.perf_counter())
     engine.add(greedy(prompt(PROMPT_TOKENS, 0), 1))
     while not engine.step().outputs:

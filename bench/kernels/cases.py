@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.kernels import AttentionMetadata, Kernels
-from engine.layers import MAX_SKINNY_ROWS, Linear
+from engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
 """An H200: its datasheet's bandwidth, and bfloat16 products of random numbers as measured (cuBLAS, 8192³)."""
@@ -246,7 +246,7 @@ class Cases:
         flops = 2 * rows * columns * out
         if rows > MAX_SKINNY_ROWS:
             return Case(f"cublas.{name}.t{rows}", moved, flops, lambda: F.linear(x, weight))
-        linear = Linear(weight)
+        linear = PlainLinear(weight)
         return Case(
             f"linear.{name}.t{rows}", moved, flops, lambda: linear(x), lambda: F.linear(x, weight), "cuBLAS"
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from cluster import check_model, model
 from cluster.doctor.finding import Finding, bad, good, note, warning
 from cluster.options import DoctorOptions
-from engine.host_memory import host_memory
+from engine.execution.host_memory import host_memory
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
 MIN_FILES = 8192

@@ -13,9 +13,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from bench.shapes import SHAPES
 from engine.loader.hf_config import model_config_from_hf
 from engine.model_config import ModelConfig
+from engine.models import cache_bytes_per_token, cache_spec
 
 ELEMENT_BYTES = 2  # bfloat16
 CONTEXT = 1064
@@ -78,7 +81,7 @@ class Speeds:
         self._gpu = gpu
         self._gemms = gemm_parameters(model) / gemm_parameters(REFERENCE)
         self._attention = _attention_width(model) / _attention_width(REFERENCE)
-        self.kv_bytes_per_token = model.kv_elements_per_token * ELEMENT_BYTES
+        self.kv_bytes_per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16))
         self.weight_bytes = model.num_parameters * ELEMENT_BYTES
         # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
         (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
@@ -106,7 +109,7 @@ class Speeds:
         pairs = list(itertools.pairwise(points))
         (low, low_s), (high, high_s) = next((pair for pair in pairs if batch <= pair[1][0]), pairs[-1])
         seconds = low_s + (high_s - low_s) * (batch - low) / (high - low)
-        kv_bytes = REFERENCE.kv_elements_per_token * ELEMENT_BYTES
+        kv_bytes = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
         return seconds - batch * CONTEXT * kv_bytes / self._gpu.kv_bytes_per_s
 
     def kv_room(self, utilization: float) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionMetadata
+from engine.kernels.attention import AttentionMetadata
 
 __all__ = ["SMALLEST_TEMPERATURE", "AttentionMetadata", "HeadNorm", "Kernels", "kernels_for"]
 

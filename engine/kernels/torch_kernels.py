@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
 from engine.kernels import SMALLEST_TEMPERATURE, HeadNorm
+from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
 
 
 class TorchKernels:

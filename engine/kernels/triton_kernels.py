@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionMetadata
 from engine.kernels import HeadNorm, norm, rope, sampling, silu
+from engine.kernels.attention import AttentionMetadata
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
 from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.thresholds import thresholds

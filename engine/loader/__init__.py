@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
+from engine.api.config import EngineConfig
+from engine.layers.linear import PlainLinear
+from engine.layers.weights import Checkpoint, DeclaredWeights, Weights
 from engine.loader.dummy import DummyCheckpoint
 from engine.loader.gguf_file import GGUFCheckpoint
 from engine.loader.hf import HFCheckpoint, read_config
 from engine.models import model_class
 from engine.models.llama import Llama
-from engine.weights import Checkpoint, DeclaredWeights, Weights
 
 __all__ = ["check_model", "load_model", "open_checkpoint"]
 
@@ -35,7 +36,7 @@ def check_model(config: EngineConfig) -> None:
     """Raises `ValueError` for what loading would refuse, as far as it shows without reading a weight: files
     that are missing or cut short, tensors that are missing or of another shape, an unsupported model."""
     checkpoint = open_checkpoint(config, torch.device("cpu"))
-    weights = DeclaredWeights(checkpoint)
+    weights = DeclaredWeights(checkpoint, PlainLinear)
     with torch.device("meta"):
         model_class(checkpoint.config.architecture, checkpoint.source)(checkpoint.config, weights)
     weights.check_all_taken()
@@ -51,7 +52,7 @@ def load_model(
     """The model and its fingerprint: equal for equal configuration and weights, wherever they are stored.
     It covers neither dtype nor limits, which may differ between the two ends of a transfer or are checked
     otherwise."""
-    weights = Weights(checkpoint, dtype, device, progress)
+    weights = Weights(checkpoint, dtype, device, progress, PlainLinear)
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)

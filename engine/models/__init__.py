@@ -1,5 +1,11 @@
 """The models, by the class names that Hugging Face checkpoints give in `architectures`."""
 
+from collections.abc import Sequence
+
+import torch
+
+from engine.model_config import ModelConfig
+from engine.models.cache_spec import AttentionCache
 from engine.models.llama import Llama
 from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
@@ -17,3 +23,13 @@ def model_class(architecture: str, source: str) -> type[Llama]:
     if architecture not in MODELS:
         raise ValueError(f"{source}: architecture {architecture} is not supported ({', '.join(MODELS)} are)")
     return MODELS[architecture]
+
+
+def cache_spec(config: ModelConfig, kv_dtype: torch.dtype) -> Sequence[AttentionCache]:
+    """What each layer of this model caches."""
+    return model_class(config.architecture, config.architecture).cache_spec(config, kv_dtype)
+
+
+def cache_bytes_per_token(cache: Sequence[AttentionCache]) -> int:
+    """Of one token in all layers."""
+    return sum(layer.bytes_per_token for layer in cache)

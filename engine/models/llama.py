@@ -3,13 +3,18 @@
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import HeadNorm
-from engine.layers import GatedMLP, Linear, RMSNorm, Rotary
+from engine.layers.linear import PlainLinear
+from engine.layers.mlp import GatedMLP
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import Rotary
+from engine.layers.weights import LinearMethod, Weights
 from engine.model_config import ModelConfig
-from engine.weights import Weights
+from engine.models.cache_spec import AttentionCache
 
 Attend = Callable[[int, Tensor, Tensor, HeadNorm | None], Tensor]
 """(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads) → attention's output
@@ -22,15 +27,14 @@ class LlamaAttention:
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
         self.head_dim = config.head_dim
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = Linear.fused(
-            weights,
+        self.qkv = weights.linear(
             [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
             [q_rows, kv_rows, kv_rows],
             config.hidden_size,
             bias=self.qkv_bias or config.attention_bias,
         )
-        self.out = Linear.fused(
-            weights, [f"{name}.o_proj"], [config.hidden_size], q_rows, bias=config.attention_bias
+        self.out = weights.linear(
+            [f"{name}.o_proj"], [config.hidden_size], q_rows, bias=config.attention_bias
         )
         self.head_norm: HeadNorm | None = None
 
@@ -59,6 +63,11 @@ class LlamaLayer:
 class Llama:
     attention: ClassVar[type[LlamaAttention]] = LlamaAttention
 
+    @staticmethod
+    def cache_spec(config: ModelConfig, kv_dtype: torch.dtype) -> tuple[AttentionCache, ...]:
+        """What each layer caches."""
+        return (AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype),) * config.num_layers
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embedding = weights.take("model.embed_tokens.weight", vocabulary)
@@ -69,9 +78,9 @@ class Llama:
         ]
         self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
-            self.head = Linear(self.embedding)
+            self.head: LinearMethod = PlainLinear(self.embedding)
         else:
-            self.head = Linear.fused(weights, ["lm_head"], [config.vocab_size], config.hidden_size)
+            self.head = weights.linear(["lm_head"], [config.vocab_size], config.hidden_size)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [tokens, hidden_size] of a step's tokens."""

@@ -3,9 +3,9 @@
 import torch
 
 from engine.kernels import HeadNorm
+from engine.layers.weights import Weights
 from engine.model_config import ModelConfig
 from engine.models.llama import Llama, LlamaAttention
-from engine.weights import Weights
 
 
 class Qwen3Attention(LlamaAttention):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineConfig, EngineRequest, SamplingParams
+from engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,
@@ -45,7 +45,7 @@ def workers(embedded_model_path: Path, directory: Path) -> Iterator[tuple[Worker
 
 @pytest.fixture(scope="module")
 def engine(embedded_model_path: Path) -> Engine:
-    return Engine(
+    return build_engine(
         EngineConfig(str(embedded_model_path), dtype="float32", device=DEVICE, num_blocks=512, num_threads=1)
     )
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams
-from engine.flight import moment
+from engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, build_engine
+from engine.execution.moments import moment
 from tests.device import DEVICE
 
 torch.set_num_threads(1)
@@ -127,7 +127,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
             "overlap": False,
             "cuda_graphs": False,
         }
-        return Engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, tick=tick)
+        return build_engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, tick=tick)
 
     return make
 
@@ -156,8 +156,9 @@ def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
 
     def make(**config: Any) -> Engine:
         engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
-        engine._moment = LateMoment
-        engine._landings.expect = lambda flight: None  # it would wait, and so let time pass
+        engine._runner._moment = LateMoment
+        # The real one would wait, and so let time pass.
+        engine._runner.landings.expect = lambda moment: None
         return engine
 
     return make

@@ -50,11 +50,11 @@ def main() -> int:
     for owner, name in ((torch, "{}"), (torch, "{}_like"), (torch.Tensor, "new_{}")):
         setattr(owner, name.format("empty"), getattr(owner, name.format("zeros")))
 
-    from engine import Engine, EngineConfig, weights
-    from engine import engine as engine_module
+    from engine import EngineConfig, build, build_engine
+    from engine.execution.rehearsal import Rehearsal, warm_up
     from engine.kernels import sampling
     from engine.kernels.triton_kernels import TritonKernels
-    from engine.warm_up import plan_rehearsal, warm_up
+    from engine.layers import weights
     from tests.engine.conftest import request, save_tiny
 
     def kernels_for(_: torch.device, head_dim: int) -> TritonKernels:
@@ -67,7 +67,7 @@ def main() -> int:
         return tokens.fill_(TOKEN), finite.fill_(True)
 
     for module, name, instead in (
-        (engine_module, "kernels_for", kernels_for),
+        (build, "kernels_for", kernels_for),
         (weights, "kernels_for", kernels_for),
         (sampling, "_race", made_up),
     ):
@@ -75,8 +75,12 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as directory:
         save_tiny(Path(directory), "Llama", max_position_embeddings=4096)
-        warm = Engine(EngineConfig(directory, dtype="float32", **SIZES))
-    warm_up(warm, plan_rehearsal(EngineConfig("tiny", **SIZES), 4096), lambda *_: None)
+        warm = build_engine(EngineConfig(directory, dtype="float32", **SIZES))
+    rehearsal = Rehearsal(
+        seats=SIZES["max_num_seqs"], budget=SIZES["max_num_batched_tokens"], max_model_len=4096,
+        block_size=SIZES["block_size"],
+    )  # fmt: skip
+    warm_up(warm._runner, rehearsal, lambda *_: None)
     print(f"{len(compiled)} kernels compiled by the rehearsal", *compiled, sep="\n  ")
     compiled.clear()
     rng = random.Random(0)

@@ -2,18 +2,20 @@
 
 import random
 from array import array
-from typing import Any
 
 import pytest
 import torch
 
 from engine import EngineRequest
-from engine.batch import build_batch
+from engine.core.live_request import LiveRequest, Phase
+from engine.core.scheduler import Chunk
+from engine.core.step_builder import build_step
+from engine.kernels.attention import AttentionMetadata
 from engine.kernels.torch_kernels import TorchKernels
-from engine.live_request import LiveRequest, Phase
-from engine.scheduler import Chunk
+from engine.step import Step
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
+VOCABULARY = 1000
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -40,28 +42,30 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(seed: int, block_s
         chunks.append(Chunk(live, start, stop))
         sequences.append((keys_values, torch.randn(stop - start, HEADS, DIM, generator=generator)))
 
-    batch = build_batch(chunks, block_size)
-    order = sorted(range(len(chunks)), key=lambda i: rows_of(batch, chunks)[i].start)
+    step, sampled = build_step(chunks, VOCABULARY, block_size=block_size, table_width=None)
+    rows_of_chunks = rows_of(step, sampled, chunks)
+    order = sorted(range(len(chunks)), key=lambda i: rows_of_chunks[i].start)
     q = torch.cat([sequences[i][1] for i in order])
     k, v = torch.cat([sequences[i][0][:, chunks[i].start :] for i in order], dim=1)
-    _, _, metadata = batch.on(torch.device("cpu"), block_size)
+    slots, tables, contexts = map(torch.from_numpy, (step.slots, step.block_tables, step.contexts))
+    metadata = AttentionMetadata(block_size, slots, tables, contexts, step.num_decodes, step.prefills)
     kernels, no_turn = TorchKernels(), torch.stack((torch.ones(len(q), DIM), torch.zeros(len(q), DIM)), dim=1)
     qkv = torch.cat((q, k, v), dim=1)
     q, k, v = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
     plan = kernels.plan(metadata, HEADS, KV_HEADS, torch.float32)
     out = kernels.attention(q, k, v, cache, plan)
 
-    for i, rows in enumerate(rows_of(batch, chunks)):
+    for i, rows in enumerate(rows_of_chunks):
         keys_values, queries = sequences[i]
         torch.testing.assert_close(out[rows], plain(queries, keys_values, chunks[i].start))
-        assert batch.positions[rows].tolist() == list(range(chunks[i].start, chunks[i].stop))
+        assert step.positions[rows].tolist() == list(range(chunks[i].start, chunks[i].stop))
     written = torch.isfinite(cache).all(dim=(0, 3, 4)).sum()
     assert int(written) == sum(stop for _, stop in spans), "each position is in exactly one slot"
 
 
-def rows_of(batch: Any, chunks: list[Chunk]) -> list[slice]:
-    """Where each chunk went, by its last token's row."""
-    ends = {id(live): int(row) + 1 for live, row in zip(batch.sampled, batch.sampled_rows, strict=True)}
+def rows_of(step: Step, sampled: list[LiveRequest], chunks: list[Chunk]) -> list[slice]:
+    """The rows of each chunk, by its last token's row."""
+    ends = {id(live): int(row) + 1 for live, row in zip(sampled, step.sampled_rows, strict=True)}
     return [slice(ends[id(c.live)] - (c.stop - c.start), ends[id(c.live)]) for c in chunks]
 
 
@@ -79,6 +83,6 @@ def test_only_tokens_that_complete_their_request_are_sampled() -> None:
         return result
 
     chunks = [Chunk(live(9), 0, 4), Chunk(live(9), 4, 9), Chunk(live(3), 2, 3)]
-    batch = build_batch(chunks, 4)
-    assert batch.sampled == [chunks[2].live, chunks[1].live]
-    assert batch.token_ids[batch.sampled_rows].tolist() == [2, 8]
+    step, sampled = build_step(chunks, VOCABULARY, block_size=4, table_width=None)
+    assert sampled == [chunks[2].live, chunks[1].live]
+    assert step.token_ids[step.sampled_rows].tolist() == [2, 8]

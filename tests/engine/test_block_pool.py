@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from engine.block_pool import BlockPool, extend_hash_chain
+from engine.core.block_pool import BlockPool, extend_hash_chain
 
 NUM_BLOCKS = 12
 

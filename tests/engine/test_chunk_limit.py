@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.chunk_limit import FIRST, LEAST, ChunkLimit
+from engine.core.chunk_limit import FIRST, LEAST, ChunkLimit
 
 STEP, TOKEN = 0.010, 0.0001
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine import Engine, EngineConfig, EngineRequest, Output, StructuredOutput
+from engine import Engine, EngineConfig, EngineRequest, Output, StructuredOutput, build_engine
 from tests.device import DEVICE
 
 
@@ -139,7 +139,9 @@ def test_tiny_model(
 @pytest.mark.long  # tests/system has it with processes, KV lanes and all
 def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) -> None:
     def engine(**config: Any) -> Engine:
-        return Engine(EngineConfig(model=str(embedded_model_path), dtype="float32", device=DEVICE, **config))
+        return build_engine(
+            EngineConfig(model=str(embedded_model_path), dtype="float32", device=DEVICE, **config)
+        )
 
     requests = mixed_requests(request_of, [1, 3, 40, 16, 200, 77, 450, 33], 49152, 32)
     pair = Pair(engine(max_num_batched_tokens=64, num_blocks=128), engine(block_size=32, num_blocks=64))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, build_engine
 from tests.device import DEVICE
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").read_text())
@@ -22,7 +22,7 @@ def engine(embedded_model_path: Path) -> Engine:
         max_num_batched_tokens=256,
         num_threads=1,
     )
-    return Engine(config)
+    return build_engine(config)
 
 
 @pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.long)])

@@ -14,11 +14,12 @@ import torch
 from tokenizers import Tokenizer
 
 from engine import Engine, StructuredOutput
-from engine.grammar import Grammars, TokenMask
-from engine.live_request import LiveRequest, Phase
+from engine.api.structured_output import LIMITS
+from engine.core.live_request import LiveRequest, Phase
+from engine.core.step_builder import build_adjustments
+from engine.execution.sampler import adjust
+from engine.grammar import Grammars
 from engine.loader.tokenizer_json import tokenizer_json
-from engine.sampler import adjust
-from engine.structured_output import LIMITS
 
 EOS = 2
 PERSON = {
@@ -105,7 +106,7 @@ def test_a_step_is_computed_before_its_grammars_know_what_they_may_have(
         result = engine.step()
         for output in result.outputs:
             got[output.id].append(output.token)
-        sampled = [flight.sampling is not None for flight in engine._flights]
+        sampled = [flight.is_sampled for flight in engine._flights]
         unsampled += not all(sampled)
         assert sampled in ([], [True], [True, True], [True, False]), "one waits for tokens of the one before"
     assert got == {key: result.tokens for key, result in expected.items()}
@@ -298,7 +299,9 @@ def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: P
         mask, failed = grammars.allowed([(live.grammar, live.token_ids)])
         assert not failed
         assert mask is not None
-        bits = np.unpackbits(mask.bits.numpy().view(np.uint8), bitorder="little")
+        rows, bits = mask
+        assert rows == [0]
+        bits = np.unpackbits(bits.view(np.uint8), bitorder="little")
         assert bits.nonzero()[0].tolist() == [expected]
         live.token_ids.append(expected)
 
@@ -306,10 +309,11 @@ def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: P
 def test_masks_are_for_their_rows_and_of_any_width(request_of: Any) -> None:
     vocabulary = 45
     logits = torch.arange(3 * vocabulary, dtype=torch.float32).view(3, vocabulary)
-    bits = torch.zeros((2, 2), dtype=torch.int32)
+    bits = np.zeros((2, 2), dtype=np.int32)
     bits[0, 0], bits[1, 1] = -(1 << 31), 1 << 3  # tokens 31 and 35
     live = [LiveRequest(request_of(i, [1]), Phase.RUNNING, i) for i in range(3)]
-    chosen = adjust(logits, live, torch.empty(0), {EOS}, TokenMask([0, 2], bits)).argmax(dim=-1)
+    adjustments = build_adjustments(live, {EOS}, ([0, 2], bits))
+    chosen = adjust(logits, adjustments, torch.empty(0)).argmax(dim=-1)
     assert chosen.tolist() == [31, 44, 35]
 
 

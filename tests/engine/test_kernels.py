@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import Engine, EngineConfig
+from engine import EngineConfig, build_engine
 from engine.kernels import AttentionMetadata, HeadNorm, Kernels
 from engine.kernels.torch_kernels import TorchKernels
 
@@ -428,10 +428,10 @@ def test_an_engine_on_these_kernels(
             max_num_batched_tokens=6,
             max_num_seqs=2,
         )
-        return [result.tokens for result in run(Engine(config), requests).values()]
+        return [result.tokens for result in run(build_engine(config), requests).values()]
 
     expected = tokens("cpu")
-    for module in ("engine.engine", "engine.weights"):
+    for module in ("engine.build", "engine.layers.weights"):
         monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim: triton_kernels)
     assert tokens(kernel_device) == expected
 

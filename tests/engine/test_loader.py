@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, build_engine
 from engine.loader import check_model
 from engine.loader.gguf_file import GGUFCheckpoint
 from engine.loader.hf import HFCheckpoint
@@ -23,7 +23,7 @@ from engine.loader.hf_config import model_config_from_hf
 
 def load(path: Path, **config: Any) -> Engine:
     settings: dict[str, Any] = {"model": str(path), "dtype": "float32", "num_blocks": 8, **config}
-    return Engine(EngineConfig(**settings))
+    return build_engine(EngineConfig(**settings))
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def test_dtype_auto_is_the_checkpoints(tiny_path: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_path, tmp_path / "copy")
     edit_json(copy / "config.json", dtype="bfloat16")
     engine = load(copy, dtype="auto")
-    assert engine.dtype is torch.bfloat16
+    assert engine._runner.model.embedding.dtype is torch.bfloat16
     assert {cache.dtype for cache in engine.kv_cache} == {torch.bfloat16}
-    assert load(copy, dtype="float32").dtype is torch.float32
+    assert load(copy, dtype="float32").cache_spec[0].dtype is torch.float32
 
 
 def test_dummy_weights_need_the_configuration_only(
@@ -86,7 +86,7 @@ def test_dummy_weights_need_the_configuration_only(
 def test_progress_and_ticks_while_loading(tiny_path: Path) -> None:
     stages: list[tuple[str, float]] = []
     ticks: list[None] = []
-    Engine(
+    build_engine(
         EngineConfig(model=str(tiny_path), num_blocks=8),
         tick=lambda: ticks.append(None),
         progress=lambda stage, fraction: stages.append((stage, fraction)),

@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, EngineRequest, StepResult
-from engine.memory import GIB, Limits, MemoryUse, PoolSize, check_weights_fit, memory_for, size_pool
+from engine import Engine, EngineConfig, build_engine
+from engine.execution.memory import GIB, Limits, MemoryUse, PoolSize, check_weights_fit, memory_for, size_pool
+from engine.execution.rehearsal import Rehearsal, warm_up
 from engine.model_config import ModelConfig
-from engine.warm_up import plan_rehearsal, warm_up
+from engine.models import cache_spec
+from engine.step import Step
 
 LLAMA = ModelConfig(
     "LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False, False, (), None
 )
 BLOCK_BYTES = 128 * 2 * 2 * 32 * 8 * 128
-LIMITS = Limits(torch.bfloat16, 128, 131072)
+CACHE = cache_spec(LLAMA, torch.bfloat16)
+LIMITS = Limits(torch.bfloat16, 128, 131072, CACHE)
 
 
 def use(free: float = 60, *, total: float = 80, weights: float = 15, activations: float = 2) -> MemoryUse:
@@ -49,7 +52,7 @@ def test_what_goes_where_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_pool_holds_no_more_than_anybody_could_use() -> None:
-    short = Limits(torch.bfloat16, 128, 1000)
+    short = Limits(torch.bfloat16, 128, 1000, CACHE)
     assert pool(use(), short) == PoolSize(256 * 8, 1000)
     assert pool(None, short).num_blocks == GIB // BLOCK_BYTES
 
@@ -85,13 +88,13 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded() -> None:
 
 def test_weights_that_cannot_fit_the_machine(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(str(tiny_path), dtype="float32", num_blocks=64)
-    monkeypatch.setattr("engine.memory.host_memory", lambda: 500_000)
-    Engine(config)
-    monkeypatch.setattr("engine.memory.host_memory", lambda: 400_000)
+    monkeypatch.setattr("engine.execution.memory.host_memory", lambda: 500_000)
+    build_engine(config)
+    monkeypatch.setattr("engine.execution.memory.host_memory", lambda: 400_000)
     with pytest.raises(
         ValueError, match=r"its weights take 0\.00 GiB in torch\.float32, and 0\.00 GiB of mem"
     ):
-        Engine(config)
+        build_engine(config)
 
 
 def test_running_out_of_memory_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,55 +119,53 @@ def test_context_and_pool_must_fit_each_other(tiny_engine: Callable[..., Engine]
 # The rehearsal
 
 
-class Watched:
-    """What a rehearsal sees of an engine; notes what each step computed."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.steps: list[tuple[int, int, int]] = []  # decodes, prompt tokens, sampled
-
-    def add(self, request: EngineRequest) -> None:
-        self.engine.add(request)
-
-    def step(self) -> StepResult:
-        before = {live: live.num_computed for live in self.engine._scheduler.requests.values()}
-        result = self.engine.step()
-        counts = [live.num_computed - done for live, done in before.items()]
-        decodes = sum(count == 1 for count in counts)
-        self.steps.append((decodes, sum(counts) - decodes, len(result.outputs)))
-        return result
-
-    @property
-    def has_work(self) -> bool:
-        return self.engine.has_work
+def computed(step: Step) -> tuple[int, int, int]:
+    """Decodes, prompt tokens and sampled tokens of a step."""
+    return step.num_decodes, len(step.token_ids) - step.num_decodes, len(step.sampled_rows)
 
 
 @pytest.mark.parametrize(
     ("seats", "budget", "context"),
     [(8, 64, 256), (8, 64, 40), (5, 5, 256), (1, 1, 256), (1, 64, 256), (64, 2048, 4)],
 )
-def test_a_rehearsal_does_the_largest_steps_and_leaves_nothing(
+def test_a_rehearsal_does_the_largest_steps_within_all_limits(
     tiny_engine: Callable[..., Engine], seats: int, budget: int, context: int
 ) -> None:
-    sizes = {"max_num_seqs": seats, "max_num_batched_tokens": budget, "max_model_len": context}
-    config = EngineConfig("tiny", **sizes)
-    rehearsal = plan_rehearsal(config, context)
-    engine = tiny_engine(num_blocks=max(rehearsal.num_blocks(4), context // 4), **sizes)
-    watched, stages = Watched(engine), []
-    warm_up(watched, rehearsal, lambda *stage: stages.append(stage))
-    engine.assert_whole()
-    assert engine.stats().preemptions == 0
+    rehearsal = Rehearsal(seats=seats, budget=budget, max_model_len=context, block_size=4)
+    engine = tiny_engine(
+        num_blocks=max(rehearsal.num_blocks, context // 4), max_num_seqs=seats,
+        max_num_batched_tokens=budget, max_model_len=context,
+    )  # fmt: skip
+    stages: list[tuple[str, float]] = []
+    warm_up(engine._runner, rehearsal, lambda stage, done: stages.append((stage, done)))
     assert stages[-1] == ("warming up", 1.0)
     assert stages == sorted(stages)
-    first = watched.steps[0]
-    assert first[0] + first[1] == min(budget, sum(length for length, _ in rehearsal.waves[0].prompts))
-    assert first[2] == seats, "all of them sampled"
+
+    steps = list(rehearsal.steps(None))
+    assert len(steps) == len(stages)
+    for step in steps:
+        assert len(step.token_ids) <= budget
+        assert len(step.block_tables) <= seats
+        assert step.contexts.max() <= context
+        assert step.slots.max() < 4 * rehearsal.num_blocks
+        assert len(set(step.slots)) == len(step.slots), "each token has a slot of its own"
+    first = steps[0]
+    assert len(first.token_ids) == min(budget, seats * max(1, context - seats.bit_length() - 3))
+    assert len(first.sampled_rows) == seats
+    decodes = {step.num_decodes for step in steps if not step.prefills}
+    assert decodes >= {seats >> shift for shift in range(seats.bit_length())}
     if (seats, budget, context) == (8, 64, 256):
-        assert watched.steps[0] == (0, 64, 8)
-        only_decodes = [decodes for decodes, prompt, _ in watched.steps if not prompt]
-        assert {8, 4, 2, 1} <= set(only_decodes)
-        assert (1, 63, 1) in watched.steps, "a decode beside a full chunk"
-        assert (1, 33, 2) in watched.steps, "what was cut of it"
+        assert computed(first) == (0, 64, 8)
+        assert (1, 63, 1) in map(computed, steps), "a decode beside a full chunk"
+        assert (1, 33, 2) in map(computed, steps), "and beside the rest of the prompt"
+
+
+def test_a_rehearsal_tells_logits_that_are_not_finite(tiny_engine: Callable[..., Engine]) -> None:
+    rehearsal = Rehearsal(seats=2, budget=8, max_model_len=32, block_size=4)
+    runner = tiny_engine(num_blocks=rehearsal.num_blocks)._runner
+    runner.model.embedding = runner.model.embedding * torch.nan
+    with pytest.raises(ValueError, match="the model's logits are not finite numbers"):
+        warm_up(runner, rehearsal, lambda *_: None)
 
 
 # On a GPU
@@ -185,7 +186,7 @@ def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(
             str(embedded_model_path), device="cuda", gpu_memory_utilization=share, max_num_seqs=256,
             max_num_batched_tokens=8192, enable_prefix_caching=True,
         )  # fmt: skip
-        engines.append(Engine(config, progress=lambda stage, _, seen=stages: seen.append(stage)))
+        engines.append(build_engine(config, progress=lambda stage, _, seen=stages: seen.append(stage)))
         assert list(dict.fromkeys(stages)) == [
             "loading weights",
             "measuring memory",
@@ -214,7 +215,7 @@ def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(
 @pytest.mark.gpu
 def test_a_gpu_with_too_little_memory_left_says_what_needs_how_much(embedded_model_path: Path) -> None:
     def start(**config: Any) -> Engine:
-        return Engine(EngineConfig(str(embedded_model_path), device="cuda", **config))
+        return build_engine(EngineConfig(str(embedded_model_path), device="cuda", **config))
 
     with pytest.raises(
         ValueError, match=r"--num-blocks 9000000: .* weights 0\.\d+ GiB, activations of the l"

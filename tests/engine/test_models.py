@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig
+from engine import EngineConfig, build_engine
 from tests.device import DEVICE
 
 LLAMA3_ROPE = {
@@ -43,7 +43,7 @@ def test_greedy_tokens_equal_transformers(
     reference = save_tiny(tmp_path, kind, **changes)
     rng = random.Random(7)
     prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 2, 5, 16, 17, 90)]
-    engine = Engine(
+    engine = build_engine(
         EngineConfig(
             model=str(tmp_path),
             dtype="float32",
@@ -84,24 +84,24 @@ def test_sliding_window_bounds_the_context(
     tmp_path: Path, save_tiny: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny(tmp_path, "Mistral", sliding_window=64)
-    model = Engine(EngineConfig(model=str(tmp_path))).model_config
+    model = build_engine(EngineConfig(model=str(tmp_path))).model_config
     assert (model.max_model_len, model.sliding_window) == (64, 64)
     assert "sliding_window" not in repr(model), "fingerprints of older workers would differ"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == ["requests can have 64 tokens: the model's sliding window ends the context there"]
     with pytest.raises(ValueError, match="--max-model-len 65: the model's context is 64, its sliding window"):
-        Engine(EngineConfig(model=str(tmp_path), max_model_len=65))
+        build_engine(EngineConfig(model=str(tmp_path), max_model_len=65))
     caplog.clear()
-    Engine(EngineConfig(model=str(tmp_path), max_model_len=63))
+    build_engine(EngineConfig(model=str(tmp_path), max_model_len=63))
     assert not caplog.records, "the window is not what ends the context"
 
 
 def test_refuses_what_it_cannot_compute(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
     save_tiny(tmp_path, "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match=r"config\.json: rope scaling 'dynamic' is not supported"):
-        Engine(EngineConfig(model=str(tmp_path)))
+        build_engine(EngineConfig(model=str(tmp_path)))
     save_tiny(tmp_path, "Gemma")
     with pytest.raises(
         ValueError, match=r"architecture GemmaForCausalLM is not supported \(LlamaForCausalLM"
     ):
-        Engine(EngineConfig(model=str(tmp_path)))
+        build_engine(EngineConfig(model=str(tmp_path)))

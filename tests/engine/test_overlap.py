@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import Engine
-from engine.pace import Pace
+from engine.core.pace import Pace
 from tests.device import DEVICE
 from tests.engine.test_engine import PROMPT, crowd
 
@@ -158,7 +158,7 @@ def test_a_landing_wakes_who_waits_for_it(tiny_engine: Callable[..., Engine], re
         moments.append(ToldMoment())
         return moments[-1]
 
-    engine._moment = moment
+    engine._runner._moment = moment
     poll = select.poll()
     poll.register(engine.landings_fd, select.POLLIN)
     for number in range(3):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineRequest, Output, StructuredOutput
-from engine.batch import StepBatch
-from engine.model_runner import Computed, ModelRunner
+from engine.execution.runner import Launched, ModelRunner
+from engine.step import Step
 from tests.engine.conftest import LateMoment
 from tests.engine.test_disaggregation import slots
 
@@ -78,15 +78,15 @@ class Lives:
             assert self.moved[chunk.request_id][layer] == chunk.start
             self.moved[chunk.request_id][layer] = chunk.stop
 
-    def run(self, runner: ModelRunner, batch: StepBatch, layer_done: Any) -> Computed:
-        computed = ModelRunner.run(runner, batch, layer_done)
-        self.written[id(computed)] = set((batch.slots // BLOCK).tolist())
-        return computed
+    def run(self, runner: ModelRunner, step: Step, layer_done: Any) -> Launched:
+        launched = ModelRunner.run(runner, step, layer_done)
+        self.written[id(launched)] = set((step.slots // BLOCK).tolist())
+        return launched
 
     def step(self, engine: Engine) -> None:
         result = engine.step()
         self.ahead += len(engine._flights) == 2
-        self.unsampled += any(flight.sampling is None for flight in engine._flights)
+        self.unsampled += any(not flight.is_sampled for flight in engine._flights)
         assert not result.failed
         assert not result.refused
         for output in result.outputs:
@@ -172,7 +172,7 @@ class Lives:
 
     def under_way(self, engine: Engine) -> set[int]:
         """Blocks that launched steps may be writing to."""
-        return set[int]().union(*(self.written[id(flight.computed)] for flight in engine._flights))
+        return set[int]().union(*(self.written[id(flight.launched)] for flight in engine._flights))
 
     def garble(self, engine: Engine) -> None:
         """What nobody owns, anybody may write to."""
@@ -215,7 +215,7 @@ def test_random_lives(
 
     def engine() -> Engine:
         late = late_engine(model=str(spelled_path), cuda_graphs=False, block_size=BLOCK, **config)
-        late._moment = SometimesLate
+        late._runner._moment = SometimesLate
         return late
 
     waits = tiny_engine(model=str(spelled_path), num_blocks=2048, max_num_batched_tokens=4096)

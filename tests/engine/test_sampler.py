@@ -10,19 +10,11 @@ import pytest
 import torch
 
 from engine import EngineRequest, SamplingParams
+from engine.core.live_request import LiveRequest, Phase
+from engine.core.step_builder import build_adjustments, draw_keys, draws_of, is_plain
+from engine.execution.sampler import adjust, choose, top_logprobs
 from engine.kernels.torch_kernels import TorchKernels, exponentials
-from engine.live_request import LiveRequest, Phase
-from engine.sampler import (
-    NO_CHOICE,
-    NOT_FINITE,
-    Draws,
-    adjust,
-    adjusts,
-    choose,
-    draw_keys,
-    draws_of,
-    top_logprobs,
-)
+from engine.step import NO_CHOICE, NOT_FINITE, Adjustments, Draws
 
 VOCABULARY = 1000
 EOS = (2,)
@@ -47,7 +39,7 @@ def tokens(
 ) -> list[int]:
     variant, draws = draws_of(requests, VOCABULARY)
     on_device = Draws(*map(torch.from_numpy, draws))
-    adjusted = adjust(values, requests, newest, EOS, None)
+    adjusted = adjust(values, build_adjustments(requests, EOS, None), newest)
     return choose(adjusted, values, variant, on_device, TorchKernels()).tolist()
 
 
@@ -236,15 +228,16 @@ def test_logprobs_are_the_models_own() -> None:
     ]
     chosen = tokens(values, requests)
     assert chosen[0] == 5
-    logprobs = top_logprobs(values, torch.tensor(chosen), requests)
+    adjustments = build_adjustments(requests, EOS, None)
+    assert adjustments.logprob_rows is not None
+    assert adjustments.logprob_rows.tolist() == [0, 1]
+    logprobs = top_logprobs(values, torch.tensor(chosen), adjustments)
     assert logprobs is not None
-    by_row = logprobs.by_row(requests)
+    result = logprobs.result()
     expected = values.log_softmax(-1)
-    assert by_row[0].logprob == pytest.approx(float(expected[0, 5]))
-    assert by_row[0].top_ids == tuple(expected[0].topk(3).indices.tolist())
-    assert by_row[0].top_logprobs == pytest.approx(expected[0].topk(3).values.tolist())
-    assert (by_row[1].logprob, by_row[1].top_ids) == (pytest.approx(float(expected[1].max())), ())
-    assert 2 not in by_row
+    assert result.chosen == pytest.approx([float(expected[0, 5]), float(expected[1].max())])
+    assert result.ids == expected[:2].topk(3).indices.tolist()
+    assert result.values[0] == pytest.approx(expected[0].topk(3).values.tolist())
 
 
 @pytest.mark.parametrize(
@@ -262,11 +255,10 @@ def test_logprobs_are_the_models_own() -> None:
     ],
 )
 def test_what_a_graph_cannot_do_is_known_beforehand(params: dict[str, Any], expected: bool) -> None:
-    """Steps that only decode, and nobody asks for more, leave `adjust` and `top_logprobs` out."""
-    request, values = live([5], [6, 7, 8], **params), logits(1)
-    changed = adjust(values, [request], NOTHING_PENDING, EOS, None) is not values
-    told = top_logprobs(values, torch.tensor([5]), [request]) is not None
-    assert adjusts(request) == (changed or told) == expected
+    """A step of plain requests leaves `adjust` and `top_logprobs` out."""
+    request = live([5], [6, 7, 8], **params)
+    asked = build_adjustments([request], EOS, None) != Adjustments()
+    assert (not is_plain(request)) == asked == expected
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.api.sampling_params import SamplingParams
+from engine.core.step_builder import draw_keys
 from engine.kernels.torch_kernels import TorchKernels, exponentials
-from engine.sampler import draw_keys
-from engine.sampling_params import SamplingParams
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.block_pool import BlockPool
-from engine.live_request import LiveRequest, Phase
-from engine.request import EngineRequest
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Chunk, Schedule, Scheduler
+from engine.api.request import EngineRequest
+from engine.api.sampling_params import SamplingParams
+from engine.core.block_pool import BlockPool
+from engine.core.live_request import LiveRequest, Phase
+from engine.core.scheduler import Chunk, Schedule, Scheduler
 
 BLOCK = 4
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import Engine, PrefillChunk
-from engine.step_graphs import batch_sizes, chunk_sizes
+from engine.execution.graphs import batch_sizes, chunk_sizes
 from tests.device import DEVICE
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 2, 15, 16, 17, 40, 70, 100)]

@@ -11,7 +11,7 @@ import pytest
 
 from bench.contract import percentile
 from bench.load.arrivals import Arrivals
-from engine.chunk_limit import ChunkLimit
+from engine.core.chunk_limit import ChunkLimit
 from router.policy import ChunkOffer, PrefillLoads, PrefillRequest, PrefillWork, overflow
 
 TOKENS, OUTPUT = 2000, 150

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from engine import Engine, EngineConfig, EngineRequest, SamplingParams
+from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
 
 from .serve import Serve
 
@@ -33,7 +33,7 @@ def requests() -> list[tuple[list[int], dict[str, Any]]]:
 
 
 def single_engine(model: Path, work: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
-    engine = Engine(EngineConfig(model=str(model), dtype="float32", num_blocks=512, num_threads=1))
+    engine = build_engine(EngineConfig(model=str(model), dtype="float32", num_blocks=512, num_threads=1))
     tokens: dict[bytes, list[int]] = {}
     for i, (prompt, sampling) in enumerate(work):
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import openai
 
-from engine import Engine, EngineConfig, EngineRequest, SamplingParams, StructuredOutput
+from engine import EngineConfig, EngineRequest, SamplingParams, StructuredOutput, build_engine
 
 from .serve import Serve
 
@@ -48,7 +48,7 @@ async def test_output_is_valid_and_equals_one_engine(
 
     choices = await asyncio.gather(*(ask(body, seed) for seed, (body, _) in enumerate(ASKED)))
     config = EngineConfig(model=str(embedded_model_path), dtype="float32", num_blocks=128, num_threads=1)
-    engine = Engine(config)
+    engine = build_engine(config)
     expected: dict[bytes, list[int]] = {}
     for seed, (body, wanted) in enumerate(ASKED):
         limit = body.get("max_tokens", 100)

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from engine.block_pool import BlockPool
-from engine.request import EngineRequest
-from engine.scheduler import Scheduler
+from engine.api.request import EngineRequest
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import Scheduler
 from rpc import CHUNK_TOKENS, chunk_hashes
 from worker.cached_chunks import CachedChunks
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.structured_output import StructuredOutput
+from engine.api.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the bound of OpenAI's API)."""

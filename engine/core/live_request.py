@@ -6,14 +6,29 @@ from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
-from engine.request import EngineRequest
+from engine.api.request import EngineRequest
 
-if TYPE_CHECKING:
-    from engine.grammar import Grammar
+
+class Grammar(Protocol):
+    """What a request's next token must satisfy (`engine.grammar`)."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is compiled."""
+        ...
+
+    def after(self, token_ids: "array[int]", /) -> Any:
+        """The matcher, once it has consumed the request's tokens. Raises `ValueError` if the grammar is not
+        valid, meets a limit, or does not allow these tokens."""
+        ...
+
+    def abandon(self) -> None:
+        """The request has ended."""
+        ...
 
 
 PENDING = -1
@@ -76,7 +91,7 @@ class LiveRequest:
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     """When the step began that first computed some of it; None: waiting, or computed elsewhere."""
-    grammar: "Grammar | None" = None
+    grammar: Grammar | None = None
     """What its next token must satisfy; None: nothing."""
 
     def __post_init__(self) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.block_pool import BlockPool, extend_hash_chain, salted_root
-from engine.live_request import LiveRequest, Phase
-from engine.request import CacheObserver, EngineRequest
+from engine.api.request import CacheObserver, EngineRequest
+from engine.core.block_pool import BlockPool, extend_hash_chain, salted_root
+from engine.core.live_request import LiveRequest, Phase
 
 
 class Chunk(NamedTuple):

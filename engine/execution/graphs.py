@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionMetadata
-from engine.batch import StepBatch, aligned
+from engine.execution.upload import aligned
+from engine.kernels.attention import AttentionMetadata
 from engine.kernels.tiles import tile_work
-from engine.sampler import Draws, Variant
+from engine.step import Draws, Step, Variant
 
 LARGEST = 1024
 """Rows of a step with prompts. The device computes so many for 25 ms, longer than launching takes."""
@@ -191,27 +191,27 @@ class StepGraphs:
                 del self._forward[size]
             best = min(best, took)
 
-    def size(self, batch: StepBatch) -> Size | None:
-        """Of the graphs that this step is padded to; None: there are none for it."""
-        if (self._by_layer and batch.num_decodes) or len(batch.prefills) > CHUNKS:
+    def size(self, step: Step) -> Size | None:
+        """The graphs that this step is padded to; None: there are none for it."""
+        if (self._by_layer and step.num_decodes) or len(step.prefills) > CHUNKS:
             return None
-        rows, chunks = len(batch.token_ids), bool(batch.prefills)
+        rows, chunks = len(step.token_ids), bool(step.prefills)
         return min((s for s in self._sizes if s.chunks == chunks and s.rows >= rows), default=None)
 
-    def forward(self, size: Size, batch: StepBatch, draws: Draws[np.ndarray], layer_done: LayerDone) -> None:
+    def forward(self, size: Size, step: Step, layer_done: LayerDone) -> None:
         """Launches the forward pass of a step that `size` was found for."""
         inputs = self._staging[0]
         self._staging.reverse()
-        inputs.put("token_ids", batch.token_ids)
-        inputs.put("positions", batch.positions)
-        inputs.put("slots", batch.slots, padding=-1)
-        inputs.put("tiles", tile_work(batch.prefills, batch.num_decodes, self._widths.tile))
-        inputs.put("contexts", batch.contexts[: batch.num_decodes])
-        inputs.put("sampled_rows", batch.sampled_rows)
+        inputs.put("token_ids", step.token_ids)
+        inputs.put("positions", step.positions)
+        inputs.put("slots", step.slots, padding=-1)
+        inputs.put("tiles", tile_work(step.prefills, step.num_decodes, self._widths.tile))
+        inputs.put("contexts", step.contexts[: step.num_decodes])
+        inputs.put("sampled_rows", step.sampled_rows)
         for name in Draws._fields:
-            inputs.put(name, getattr(draws, name))
-        inputs["tables"][: len(batch.block_tables)].numpy()[:] = batch.block_tables
-        used = inputs.before_tables + batch.block_tables.nbytes
+            inputs.put(name, getattr(step.draws, name))
+        inputs["tables"][: len(step.block_tables)].numpy()[:] = step.block_tables
+        used = inputs.before_tables + step.block_tables.nbytes
         self._static.memory[:used].copy_(inputs.memory[:used], non_blocking=True)
         *layers, last = self._forward[size]
         for i, layer in enumerate(layers):

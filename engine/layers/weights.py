@@ -1,14 +1,14 @@
 """Hands the tensors of a checkpoint to a model under construction, checked, in the right dtype and place.
 
-One tensor at a time goes from the mapped file straight to its rows of a (fused) weight on the device. A CPU
-packs most weights (`engine.layers.Linear`): what is to be packed is put together in one piece of memory that
-serves them all, since fresh memory costs the system more time than the copy.
+One tensor at a time goes from the mapped file to its rows of a (fused) weight on the device. A CPU packs most
+weights (`engine.layers.linear`). One scratch buffer serves all of these, since fresh memory costs the system
+more time than the copy.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -50,6 +50,26 @@ class Checkpoint(Protocol):
         ...
 
 
+class LinearMethod(Protocol):
+    """y = x Wᵀ + b, for x [rows, in] and W [out, in] in one format: how W is read, kept and multiplied."""
+
+    @classmethod
+    def load(
+        cls,
+        weights: "Weights",
+        names: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        *,
+        bias: bool = False,
+    ) -> Self:
+        """Several projections of one input as one: weight i has rows[i] × columns, and all rows are stacked.
+        Raises `ValueError` naming file and tensor."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 class Weights:
     def __init__(
         self,
@@ -57,16 +77,25 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[str, float], None],
+        linear_method: type[LinearMethod],
     ) -> None:
+        """`linear_method`: the format of the checkpoint's matrices."""
         self.dtype = dtype
         self.device = device
         self.kernels = kernels_for(device, checkpoint.config.head_dim)
+        self._linear_method = linear_method
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
         self._progress = progress
         self._taken: dict[str, str] = {}  # name → digest
         self._extremes: dict[str, Tensor] = {}  # name → [2]: least and greatest value, on the device
         self._scratch = torch.empty(0, dtype=dtype, device=device)
+
+    def linear(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
+    ) -> LinearMethod:
+        """A product with weights `names`, as `LinearMethod.load` has it."""
+        return self._linear_method.load(self, names, rows, columns, bias=bias)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`, which must have this shape. Raises `ValueError` naming file and tensor."""
@@ -75,8 +104,8 @@ class Weights:
     def stack(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, scratch: bool = False
     ) -> Tensor:
-        """Tensors that differ in their first dimension at most, as one. With `scratch` it is valid until the
-        next call with it."""
+        """Tensors that differ in their first dimension at most, as one. With `scratch` the result is valid
+        until the next call with `scratch`."""
         for name, shape in zip(names, shapes, strict=True):
             self._check(name, shape)
         rows = [shape[0] for shape in shapes]
@@ -92,7 +121,7 @@ class Weights:
         return whole
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Before memory is set aside for it."""
+        """Raises `ValueError`, before memory is allocated, if the tensor is missing or has another shape."""
         if self._names and name not in self._names:
             raise ValueError(
                 f"{self._checkpoint.file_of(name)}: tensor {name} is missing, the checkpoint is incomplete"
@@ -121,9 +150,9 @@ class Weights:
             self._progress("loading weights", len(self._taken) / len(self._names))
 
     def finish(self) -> str:
-        """To be called when the model is complete: returns the fingerprint of its weights. Raises
-        `ValueError` if some are not finite numbers, or the checkpoint has tensors that the model has no use
-        for: it is another model then."""
+        """Returns the fingerprint of the weights once the model is complete. Raises `ValueError` if values
+        are not finite, or if the checkpoint has tensors that the model does not use: then it is another
+        model."""
         finite = torch.stack(list(self._extremes.values())).isfinite().all(dim=1).tolist()
         for name, whole in zip(self._extremes, finite, strict=True):
             if not whole:
@@ -150,10 +179,10 @@ class Weights:
 
 
 class DeclaredWeights(Weights):
-    """Only what the files' headers say of the tensors is checked; no weight is read or has memory."""
+    """Checks what the headers of the files say about the tensors; reads no weight and allocates no memory."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint, torch.float32, torch.device("cpu"), lambda _stage, _fraction: None)
+    def __init__(self, checkpoint: Checkpoint, linear_method: type[LinearMethod]) -> None:
+        super().__init__(checkpoint, torch.float32, torch.device("cpu"), lambda *_: None, linear_method)
         self.device = torch.device("meta")
 
     def _read(self, name: str, to: Tensor) -> None:

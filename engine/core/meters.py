@@ -1,8 +1,8 @@
 """How an engine stands, and running averages of what its steps cost: for those who plan by them."""
 
-from engine.chunk_limit import ChunkLimit
-from engine.request import EngineStats
-from engine.scheduler import Schedule, Scheduler
+from engine.api.request import EngineStats
+from engine.core.chunk_limit import ChunkLimit
+from engine.core.scheduler import Schedule, Scheduler
 
 DECAY = 0.9
 """What a step's weight shrinks by with each step after it."""

@@ -1,18 +1,20 @@
 """How much of what goes where: dtype, block size, number of blocks, and the context that this allows.
 
-choose_limits ─▶ load the weights ─▶ measure a step (`engine.warm_up`) ─▶ size_pool
+choose_limits ─▶ load the weights ─▶ measure a step (`engine.execution.rehearsal`) ─▶ size_pool
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from engine.config import EngineConfig
-from engine.host_memory import host_memory
+from engine.api.config import EngineConfig
+from engine.execution.host_memory import host_memory
 from engine.model_config import ModelConfig
+from engine.models import cache_bytes_per_token, cache_spec
+from engine.models.cache_spec import AttentionCache
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +29,17 @@ more. It cannot be told from what other processes allocate in the meantime."""
 @dataclass(frozen=True, slots=True)
 class Limits:
     dtype: torch.dtype
+    """Of the weights."""
     block_size: int
     max_model_len: int
     """What was asked for, or the model's context as far as any pool of this machine could hold it."""
+    cache: Sequence[AttentionCache]
+    """What each layer caches."""
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token."""
+        return cache_bytes_per_token(self.cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +95,9 @@ def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device
             f"--model {config.model}: its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory "
             "are available; free some, or choose a smaller model or --dtype"
         )
-    token = model.kv_elements_per_token * dtype.itemsize
-    capacity = config.num_blocks * block_size if config.num_blocks else most // token
-    return Limits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity))
+    cache = cache_spec(model, dtype)
+    capacity = config.num_blocks * block_size if config.num_blocks else most // cache_bytes_per_token(cache)
+    return Limits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity), cache)
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -111,7 +121,7 @@ def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int)
 
 def size_pool(config: EngineConfig, model: ModelConfig, limits: Limits, use: MemoryUse | None) -> PoolSize:
     """The KV pool from what is left; `use` None: on a CPU. Raises `ValueError` saying what needs how much."""
-    token = model.kv_elements_per_token * limits.dtype.itemsize
+    token = limits.token_bytes
     block = token * limits.block_size
     if config.num_blocks is None:
         room = CPU_POOL_BYTES if use is None else use.room(config.gpu_memory_utilization)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from engine.sampling_params import SamplingParams
+from engine.api.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

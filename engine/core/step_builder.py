@@ -1,0 +1,150 @@
+"""From the schedule to a step of plain arrays (`engine.step`). Pure.
+
+`build_step` runs when a step is launched, `build_adjustments` when its tokens are sampled: by then the host
+knows the tokens of the step before, which a grammar needs.
+"""
+
+from array import array
+from collections.abc import Collection, Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from engine.core.live_request import DRAW, PENDING, LiveRequest
+from engine.core.scheduler import Chunk
+from engine.step import Adjustments, Bias, Draws, Penalties, Step, TokenMask, Variant, arrange
+
+NO_TOP_P = np.float32(2)
+"""Rounded sums of probabilities may pass 1, so "no limit" must be above it."""
+
+
+def build_step(
+    chunks: Sequence[Chunk], vocabulary: int, *, block_size: int, table_width: int | None
+) -> tuple[Step, list[LiveRequest]]:
+    """The step, and the requests that get a token in the order of its sampled rows."""
+    # Decodes are sorted by length: attention groups requests of similar length.
+    decodes = sorted([c for c in chunks if c.stop - c.start == 1], key=attrgetter("stop"))
+    prefills = [c for c in chunks if c.stop - c.start > 1]
+    chunks = decodes + prefills
+
+    newest = [c.live.token_ids[c.start] for c in decodes]
+    tokens = [t if t != PENDING else -1 - c.live.row for t, c in zip(newest, decodes, strict=True)]
+    for c in prefills:
+        tokens += c.live.token_ids[c.start : c.stop]
+    sampled = [i for i, c in enumerate(chunks) if c.stop == len(c.live.token_ids)]
+    requests = [chunks[i].live for i in sampled]
+    step = arrange(
+        tokens,
+        [c.start for c in chunks],
+        [c.stop for c in chunks],
+        [c.live.blocks for c in chunks],
+        sampled,
+        *draws_of(requests, vocabulary),
+        block_size=block_size,
+        table_width=table_width,
+    )
+    return step, requests
+
+
+def draws_of(requests: Sequence[LiveRequest], vocabulary: int) -> tuple[Variant, Draws[np.ndarray]]:
+    """How each request's next token is drawn."""
+    wanted = np.frombuffer(b"".join([live.draw for live in requests]), DRAW)
+    positions = np.array([len(live.token_ids) for live in requests], dtype=np.uint64)
+    drawn = wanted["temperature"] > 0
+    some_top_k, some_top_p = wanted["top_k"] > 0, wanted["top_p"] < 1
+    filtered = drawn & (some_top_k | some_top_p | (wanted["min_p"] > 0))
+    variant = Variant.FILTERED if filtered.any() else Variant.DRAWN if drawn.any() else Variant.GREEDY
+    return variant, Draws(
+        wanted["temperature"].copy(),
+        draw_keys(wanted["seed"], positions),
+        np.where(some_top_k, wanted["top_k"], np.int32(vocabulary)),
+        np.where(some_top_p, wanted["top_p"], NO_TOP_P),
+        wanted["min_p"].copy(),
+    )
+
+
+def draw_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """int32, 32 bits that stand for all random numbers of the token at a position: splitmix64, twice. Of
+    uint64 [rows] each."""
+
+    def mix(z: np.ndarray) -> np.ndarray:
+        z = z + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    return (mix(mix(seeds) ^ positions) >> np.uint64(32)).astype(np.uint32).view(np.int32)
+
+
+# What only some requests ask for
+
+
+def is_plain(live: LiveRequest) -> bool:
+    """Whether `LiveRequest.draw` alone says how the next token is chosen."""
+    return len(live.token_ids) >= live.plain_from
+
+
+def build_adjustments(
+    requests: Sequence[LiveRequest], eos_ids: Collection[int], mask: tuple[list[int], np.ndarray] | None
+) -> Adjustments:
+    """For the sampled rows of a step. `mask`: rows with a grammar, and the bits of `TokenMask`."""
+    logprob_rows = [row for row, live in enumerate(requests) if live.request.sampling.logprobs is not None]
+    return Adjustments(
+        _bias(requests, eos_ids),
+        _penalties(requests),
+        None if mask is None else _token_mask(requests, *mask),
+        np.array(logprob_rows) if logprob_rows else None,
+        max((requests[row].request.sampling.logprobs or 0 for row in logprob_rows), default=0),
+    )
+
+
+def _below_minimum(live: LiveRequest) -> bool:
+    return live.num_generated < live.request.sampling.min_tokens
+
+
+def _bias(requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> Bias | None:
+    """logit_bias, and the tokens that min_tokens bars for now."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    values: list[float] = []
+    for row, live in enumerate(requests):
+        p = live.request.sampling
+        barred = {*eos_ids, *p.stop_token_ids} if _below_minimum(live) else ()
+        tokens += [*p.logit_bias, *barred]
+        values += [*p.logit_bias.values(), *[-np.inf] * len(barred)]
+        rows += [row] * (len(tokens) - len(rows))
+    if not tokens:
+        return None
+    return Bias(np.array(rows), np.array(tokens), np.array(values, dtype=np.float32))
+
+
+def _penalties(requests: Sequence[LiveRequest]) -> Penalties | None:
+    rows = [
+        row
+        for row, live in enumerate(requests)
+        for p in [live.request.sampling]
+        if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
+    ]
+    if not rows:
+        return None
+    live = [requests[row] for row in rows]
+    sampling = [r.request.sampling for r in live]
+    pending = np.array([(i, r.row) for i, r in enumerate(live) if r.pending], dtype=np.int64).reshape(-1, 2)
+
+    def flat(tokens: Sequence["array[int]"]) -> tuple[np.ndarray, np.ndarray]:
+        row = np.repeat(np.arange(len(tokens)), [len(of_row) for of_row in tokens])
+        return row, np.frombuffer(b"".join(tokens), np.int32).astype(np.int64)
+
+    return Penalties(
+        np.array(rows),
+        np.array([p.repetition_penalty for p in sampling], dtype=np.float32),
+        np.array([p.presence_penalty for p in sampling], dtype=np.float32),
+        np.array([p.frequency_penalty for p in sampling], dtype=np.float32),
+        flat([r.token_ids[: len(r.request.prompt_ids)] for r in live]),
+        flat([r.token_ids[len(r.request.prompt_ids) : r.num_known] for r in live]),
+        (pending[:, 0], pending[:, 1]),
+    )
+
+
+def _token_mask(requests: Sequence[LiveRequest], rows: list[int], bits: np.ndarray) -> TokenMask:
+    return TokenMask(np.array(rows), bits, any(_below_minimum(requests[row]) for row in rows))

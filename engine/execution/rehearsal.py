@@ -1,0 +1,182 @@
+"""Runs the largest steps once on a GPU before the first request: to measure their memory and compile kernels.
+
+    measure_steps   on a small cache that is thrown away: how much memory the KV pool must leave free
+    warm_up         on the real cache, since kernels are compiled for its size, too
+
+Both run the same steps, in this order: prompts of as many requests as a step can hold, which fill its token
+budget; decodes of all these requests, of half of them, of a quarter, and so on; long prompts that fill a step
+beside one decode, and the rest of them; steps whose sampling or matrix products need other kernels.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.execution.runner import ModelRunner
+from engine.step import NOT_FINITE, Adjustments, Draws, Penalties, Step, Variant, arrange
+
+TOP_LOGPROBS = 20
+PLAINER = [(24, Variant.DRAWN), (48, Variant.GREEDY)]
+"""Lengths of prompts for which matrix products choose kernels of their own, however few requests may decode;
+and variants of sampling that have kernels of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes that a step allocates beside weights and KV, at its peak."""
+
+    any: int
+    decode: int
+    """The same for a step that only decodes, with as many requests as fit. Captured graphs need as much."""
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A request of the rehearsal: a prompt of zeros, and its blocks."""
+
+    prompt: int
+    blocks: "array[int]"
+    computed: int = 0
+
+
+class _Chunk(NamedTuple):
+    sequence: _Sequence
+    count: int  # tokens
+
+
+class Rehearsal:
+    """The steps for an engine with these limits. `num_blocks`: blocks that the cache must have."""
+
+    def __init__(self, *, seats: int, budget: int, max_model_len: int, block_size: int) -> None:
+        """`seats`: requests in a step. `budget`: tokens in a step."""
+        self._budget = budget
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self.num_blocks = 0
+        decodes = seats.bit_length() + 3  # tokens that the first request decodes
+        self._first = [
+            self._sequence(min((budget + number) // seats, max_model_len - decodes), decodes)
+            for number in range(seats)
+        ]
+        longest = min(budget * 3 // 2, max_model_len - 1)
+        beside = min(seats, budget) > 1  # whether a decode and a chunk fit into one step
+        count = min(budget // max(1, longest) + 1, seats - beside)
+        self._long = [self._sequence(longest) for _ in range(count)]
+        self._beside = self._first[:1] if beside else []
+        self._plainer = [(self._sequence(min(n, max_model_len - 1), 1), variant) for n, variant in PLAINER]
+
+    def _sequence(self, prompt: int, decodes: int = 0) -> _Sequence:
+        prompt = max(1, prompt)
+        blocks = -(-min(prompt + decodes, self._max_model_len) // self._block_size)
+        self.num_blocks += blocks
+        return _Sequence(prompt, array("i", range(self.num_blocks - blocks, self.num_blocks)))
+
+    def steps(self, table_width: int | None) -> Iterator[Step]:
+        """All steps in order; `table_width` as in `arrange`."""
+        for sequence in (*self._first, *self._long, *(sequence for sequence, _ in self._plainer)):
+            sequence.computed = 0
+
+        def step(chunks: Sequence[_Chunk], variant: Variant = Variant.FILTERED) -> Step:
+            return self._step(sorted(chunks, key=lambda chunk: chunk.count > 1), variant, table_width)
+
+        while chunks := self._fill(self._first, self._budget):
+            yield step(chunks)
+        count = len(self._first)
+        while count:
+            yield step([_Chunk(sequence, 1) for sequence in self._first[:count]])
+            count //= 2
+        decodes = [_Chunk(sequence, 1) for sequence in self._beside]
+        while chunks := self._fill(self._long, self._budget - len(decodes)):
+            yield step([*decodes, *chunks])
+        for sequence, variant in self._plainer:
+            while chunks := self._fill([sequence], self._budget):
+                yield step(chunks, variant)
+            yield step([_Chunk(sequence, 1)], variant)
+
+    @staticmethod
+    def _fill(sequences: Sequence[_Sequence], room: int) -> list[_Chunk]:
+        """Chunks of `room` tokens at most, of prompts that are not computed yet."""
+        chunks = []
+        for sequence in sequences:
+            if count := min(room, max(0, sequence.prompt - sequence.computed)):
+                chunks.append(_Chunk(sequence, count))
+                room -= count
+        return chunks
+
+    def _step(self, chunks: Sequence[_Chunk], variant: Variant, table_width: int | None) -> Step:
+        """The arrays of these chunks, which count as computed from then on. A decode at the end of its blocks
+        computes the last position again."""
+        ends = [min(self._max_model_len, len(s.blocks) * self._block_size) for s, _ in chunks]
+        starts = [min(s.computed, end - count) for (s, count), end in zip(chunks, ends, strict=True)]
+        stops = [start + count for start, (_, count) in zip(starts, chunks, strict=True)]
+        for (sequence, _), stop in zip(chunks, stops, strict=True):
+            sequence.computed = stop
+        sampled = [i for i, (sequence, _) in enumerate(chunks) if sequence.computed >= sequence.prompt]
+        return arrange(
+            [0] * sum(count for _, count in chunks), starts, stops,
+            [sequence.blocks for sequence, _ in chunks], sampled, variant, _draws(len(sampled), variant),
+            block_size=self._block_size, table_width=table_width,
+        )  # fmt: skip
+
+
+def _draws(rows: int, variant: Variant) -> Draws[np.ndarray]:
+    temperature = 0.0 if variant is Variant.GREEDY else 2.0
+    top_p, min_p = (0.999, 1e-9) if variant is Variant.FILTERED else (2.0, 0.0)
+    return Draws(
+        np.full(rows, temperature, np.float32),
+        np.arange(rows, dtype=np.int32),
+        np.full(rows, np.iinfo(np.int32).max, np.int32),
+        np.full(rows, top_p, np.float32),
+        np.full(rows, min_p, np.float32),
+    )
+
+
+def _adjustments(rows: int) -> Adjustments:
+    """Those that take the most memory, for all rows."""
+    each = np.arange(rows)
+    ones = np.ones(rows, np.float32)
+    counted = (each, np.zeros(rows, np.int64))
+    penalties = Penalties(each, ones, ones, ones, counted, counted, (each[:0], each[:0]))
+    return Adjustments(penalties=penalties, logprob_rows=each, top_logprobs=TOP_LOGPROBS)
+
+
+def measure_steps(
+    runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, float], None]
+) -> StepMemory:
+    """Raises `ValueError` if the model computes logits that are not finite."""
+    device = runner.device
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    most, decode = 0, 0
+    torch.cuda.reset_peak_memory_stats(device)
+    for only_decodes in rehearse(runner, rehearsal, lambda done: progress("measuring memory", done)):
+        peak = torch.cuda.max_memory_allocated(device) - allocated
+        most = max(most, peak, torch.cuda.max_memory_reserved(device) - reserved)
+        decode = max(decode, peak) if only_decodes else decode
+        torch.cuda.reset_peak_memory_stats(device)
+    return StepMemory(most, decode)
+
+
+def warm_up(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, float], None]) -> None:
+    """Raises `ValueError` if the model computes logits that are not finite."""
+    for _ in rehearse(runner, rehearsal, lambda done: progress("warming up", done)):
+        pass
+
+
+def rehearse(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[float], None]) -> Iterator[bool]:
+    """Runs the steps one by one. Yields after each whether it only decoded."""
+    steps = list(rehearsal.steps(runner.table_width))
+    for done, step in enumerate(steps, 1):
+        launched = runner.run(step, lambda _: None)
+        heaviest = step.variant is Variant.FILTERED and launched.rows
+        runner.sample(launched, _adjustments(launched.rows) if heaviest else None)
+        if NOT_FINITE in launched.wait().tokens:
+            raise ValueError(
+                "before any request, in a step to warm up: the model's logits are not finite numbers"
+            )
+        progress(done / len(steps))
+        yield not step.prefills

@@ -1,0 +1,200 @@
+"""One rank: computes steps of plain arrays (`engine.step`). On a GPU it enqueues the work and does not wait.
+
+    run(step) ──▶ forward pass (writes KV) ──▶ sample(launched, adjustments) ──▶ logits ──▶ tokens
+                                               └─ at once, or when a grammar knows the token before
+
+CUDA graphs replay a step once they are captured; a step with more rows than the largest graph is launched
+kernel by kernel.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
+from engine.execution.moments import Landings, Moment, moment
+from engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
+from engine.execution.upload import upload
+from engine.kernels import HeadNorm, Kernels
+from engine.kernels.attention import AttentionMetadata
+from engine.kernels.tiles import SHORT
+from engine.model_config import ModelConfig
+from engine.models.cache_spec import AttentionCache
+from engine.step import Adjustments, Draws, Sampled, Step, Variant
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A step whose forward pass is enqueued. Owned by the runner; callers only read it."""
+
+    rows: int
+    """Rows that get a token."""
+    variant: Variant
+    size: Size | None
+    """Of the graphs that replay the step and keep its logits and draws; None: no graph does."""
+    logits: Tensor | None  # [rows, vocabulary] float32
+    draws: Draws[Tensor] | None
+    began: Moment
+    ended: Moment | None = None
+    """None: not sampled yet."""
+    tokens: Tensor | None = None  # [rows] int64, on the host once the step is over
+    logprobs: TopLogprobs | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.ended is not None and self.ended.query()
+
+    @property
+    def seconds(self) -> float:
+        """The device's time for the step, which is over."""
+        assert self.ended is not None
+        return self.began.elapsed_time(self.ended) / 1e3
+
+    def wait(self) -> Sampled:
+        """Waits until the step is over. Returns its tokens."""
+        assert self.ended is not None, "a step is sampled before it is waited for"
+        self.ended.synchronize()
+        tokens = [] if self.tokens is None else self.tokens.tolist()
+        return Sampled(tokens, None if self.logprobs is None else self.logprobs.result())
+
+
+class ModelRunner:
+    """Owns the model, its KV cache and its graphs on one device.
+
+    `kv_cache` has one tensor for each layer, as its `AttentionCache` lays it out. `landings.fd` becomes
+    readable when a launched step is over."""
+
+    def __init__(
+        self,
+        model: Any,
+        kernels: Kernels,
+        config: ModelConfig,
+        cache: Sequence[AttentionCache],
+        *,
+        dtype: torch.dtype,
+        block_size: int,
+        max_num_seqs: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.device = device
+        self.kv_cache: list[Tensor] = []
+        self.landings = Landings()
+        self._kernels = kernels
+        self._config = config
+        self._cache = cache
+        self._dtype = dtype
+        self._graphs: StepGraphs | None = None
+        self._moment: Callable[[], Moment] = partial(moment, device)
+        self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        """What the newest step samples, by row. The step after it reads its unknown tokens here."""
+        self.table_width: int | None = None
+        """Blocks in a row of the block tables; None: as many as a step needs."""
+        if device.type == "cuda":
+            # One width: Triton compiles a kernel anew for strides that differ in their divisibility.
+            self.table_width = -(-config.max_model_len // (16 * block_size)) * 16
+
+    def open(self, num_blocks: int, layers: int | None = None) -> None:
+        """Makes an empty cache. With `layers`, only so many layers have memory of their own."""
+        own = layers or len(self._cache)
+        caches = [spec.allocate(num_blocks, self.block_size, self.device) for spec in self._cache[:own]]
+        self.kv_cache = [caches[layer % own] for layer in range(len(self._cache))]
+
+    def close(self) -> None:
+        """Gives the cache's memory back."""
+        self.kv_cache = []
+
+    @torch.inference_mode()
+    def capture(
+        self, max_num_batched_tokens: int, *, by_layer: bool, progress: Callable[[float], None]
+    ) -> None:
+        """Captures graphs, which replay steps from now on; the cache must stay where it is. `by_layer`: the
+        graphs of steps with prompts are cut where `layer_done` is called."""
+        assert self.table_width is not None, "a CPU has no graphs"
+        config = self._config
+        tile = SHORT.tokens(config.num_heads // config.num_kv_heads)
+        widths = Widths(self.table_width, config.hidden_size, config.vocab_size, tile)
+        self._graphs = StepGraphs(
+            self,
+            self._tokens,
+            widths,
+            dtype=self._dtype,
+            block_size=self.block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            by_layer=by_layer,
+            progress=progress,
+        )
+
+    @torch.inference_mode()
+    def run(self, step: Step, layer_done: LayerDone) -> Launched:
+        """Enqueues the forward pass. `layer_done(i)` is called when the KV of layer i is written (on CUDA:
+        when its writing is enqueued), except by graphs that were not captured by layer. `sample` must be
+        called before the next `run`."""
+        began, rows, graphs = self._moment(), len(step.sampled_rows), self._graphs
+        size = graphs.size(step) if graphs is not None else None
+        if graphs is not None and size is not None:
+            graphs.forward(size, step, layer_done)
+            return Launched(rows, step.variant, size, None, None, began)
+        arrays = [step.token_ids, step.positions, step.slots, step.block_tables, step.contexts]
+        token_ids, positions, slots, tables, contexts = upload(arrays, self.device)
+        attention = AttentionMetadata(
+            self.block_size, slots, tables, contexts, step.num_decodes, step.prefills
+        )
+        sampled, *draws = upload([step.sampled_rows, *step.draws], self.device)
+        hidden = self.forward(token_ids, positions, attention, layer_done)
+        logits = self.logits(hidden[sampled]).float() if rows else None
+        return Launched(rows, step.variant, None, logits, Draws(*draws), began)
+
+    @torch.inference_mode()
+    def sample(self, launched: Launched, adjustments: Adjustments | None) -> None:
+        """Enqueues the sampling of a step that was run. None: its rows ask for nothing beyond `Draws`."""
+        rows = launched.rows
+        if rows and launched.size is not None and adjustments is None:
+            assert self._graphs is not None
+            self._graphs.logits(rows)
+            launched.tokens = to_host(self._graphs.choose(rows, launched.variant))
+        elif rows:
+            logits, draws = launched.logits, launched.draws
+            if launched.size is not None:
+                assert self._graphs is not None
+                logits, draws = self._graphs.logits(rows), self._graphs.draws(rows)
+            assert logits is not None
+            assert draws is not None
+            adjusted = logits if adjustments is None else adjust(logits, adjustments, self._tokens)
+            tokens = choose(adjusted, logits, launched.variant, draws, self._kernels)
+            self._tokens[:rows] = tokens
+            launched.tokens = to_host(tokens)
+            if adjustments is not None:
+                launched.logprobs = top_logprobs(logits, tokens, adjustments)
+        launched.ended = self._moment()
+        self.landings.expect(launched.ended)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, layer_done: LayerDone
+    ) -> Tensor:
+        """Writes the KV of all tokens. Returns the hidden state of each, [tokens, hidden_size]."""
+        kernels = self._kernels
+        plan = kernels.plan(attention, self._config.num_heads, self._config.num_kv_heads, self._dtype)
+
+        def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
+            kv = self.kv_cache[layer]
+            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
+            layer_done(layer)  # before attention: only the rest of the last layer hides that one's transfer
+            return kernels.attention(q, k, v, kv, plan)
+
+        pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
+        known = torch.where(token_ids < 0, pending, token_ids)
+        return self.model(known, positions, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden_size] → [rows, vocabulary], in the model's dtype."""
+        return self.model.logits(hidden)
+
+    def choose(self, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Tensor:
+        """Tokens of rows that ask for nothing beyond `Draws`."""
+        return choose(logits, logits, variant, draws, self._kernels)

@@ -1,0 +1,134 @@
+"""From logits to tokens, for all sampled rows of a step at once.
+
+The result of a row depends on that row alone: its random number is a function of (seed, position). So a
+request gets the same tokens in any batch and on any worker.
+
+On a GPU nothing in this file waits for the device. `choose` is all that most requests need, and runs within
+CUDA graphs; `adjust` and `top_logprobs` are launched around it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from engine.kernels import SMALLEST_TEMPERATURE, Kernels
+from engine.step import NO_CHOICE, NOT_FINITE, Adjustments, Bias, Draws, Penalties, RowLogprobs, TokenMask, Variant
+
+
+def choose(
+    adjusted: Tensor, logits: Tensor, variant: Variant, draws: Draws[Tensor], kernels: Kernels
+) -> Tensor:
+    """[rows] int64: a token of each row of adjusted [rows, vocabulary], float32; `NOT_FINITE` where the
+    model's own logits are not all finite; or `NO_CHOICE`. Draws are on the device."""
+    if variant is Variant.GREEDY:
+        tokens, finite = kernels.greedy(adjusted)
+    else:
+        probs = least = None
+        if variant is Variant.FILTERED:
+            probs = torch.softmax(adjusted / draws.temperature.clamp_min(SMALLEST_TEMPERATURE)[:, None], -1)
+            least = kernels.thresholds(probs, draws.top_k, draws.top_p, draws.min_p)
+        tokens, finite = kernels.draw(adjusted, draws.temperature, draws.keys, probs, least)
+    if adjusted is not logits:
+        _, finite = kernels.greedy(logits)
+        # −∞ bars a token, so only the largest must be finite. It is NaN if any logit is.
+        tokens = torch.where(adjusted.amax(dim=-1).isfinite(), tokens, NO_CHOICE)
+    return torch.where(finite, tokens, NOT_FINITE)
+
+
+def adjust(logits: Tensor, adjustments: Adjustments, newest: Tensor) -> Tensor:
+    """The model's logits [rows, vocabulary] float32 with bias, penalties and grammars applied. Returns a
+    copy, or `logits` if nothing changes; never writes into `logits`. `newest` [rows of the step before] has
+    the tokens that `Penalties.pending` refers to."""
+    adjusted = logits
+    if adjustments.bias is not None:
+        adjusted = _biased(adjusted, adjustments.bias)
+    if adjustments.penalties is not None:
+        adjusted = _penalised(adjusted, adjustments.penalties, newest)
+    if adjustments.mask is not None:
+        adjusted = _masked(adjusted, logits, adjustments.mask)
+    return adjusted
+
+
+def _biased(logits: Tensor, bias: Bias) -> Tensor:
+    index = _moved(bias.rows, logits), _moved(bias.tokens, logits)
+    return logits.index_put(index, _moved(bias.values, logits), accumulate=True)
+
+
+def _penalised(logits: Tensor, penalties: Penalties, newest: Tensor) -> Tensor:
+    rows, vocabulary = len(penalties.rows), logits.shape[1]
+
+    def counts(row: np.ndarray, tokens: np.ndarray) -> Tensor:  # [rows, vocabulary]
+        where = _moved(row * vocabulary + tokens, logits)
+        ones = torch.ones(len(where), dtype=torch.int32, device=logits.device)
+        zeros = torch.zeros(rows * vocabulary, dtype=torch.int32, device=logits.device)
+        return zeros.index_add_(0, where, ones).view(rows, vocabulary)
+
+    generated = counts(*penalties.output)
+    to, source = penalties.pending
+    if len(to):
+        # A negative token fails its request, whatever its row gets here.
+        generated[_moved(to, logits), newest[_moved(source, logits)].clamp_min(0)] += 1
+    seen = counts(*penalties.prompt) + generated > 0
+    index = _moved(penalties.rows, logits)
+    chosen = logits[index]
+    repetition, presence, frequency = (
+        _moved(values, logits)[:, None]
+        for values in (penalties.repetition, penalties.presence, penalties.frequency)
+    )
+    chosen = torch.where(seen, torch.where(chosen > 0, chosen / repetition, chosen * repetition), chosen)
+    chosen = chosen - frequency * generated - presence * (generated > 0)
+    return logits.index_copy(0, index, chosen)
+
+
+def _masked(adjusted: Tensor, logits: Tensor, mask: TokenMask) -> Tensor:
+    # A table lookup of eight bits at a time is several times as fast on a CPU as shifts and fills.
+    device = logits.device
+    is_set = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    table = torch.zeros((256, 8), device=device).masked_fill_(is_set == 0, -torch.inf)
+    octets = _moved(mask.bits.view(np.uint8), logits).int()
+    barred = embedding(octets, table).flatten(1)[:, : logits.shape[1]]  # [rows, vocabulary]: 0 or -inf
+    index = _moved(mask.rows, logits)
+    chosen = adjusted[index] + barred
+    if mask.over_bias:
+        nothing = chosen.amax(dim=-1, keepdim=True) == -torch.inf
+        chosen = torch.where(nothing, logits[index] + barred, chosen)
+    return adjusted.index_copy(0, index, chosen)
+
+
+def _moved(values: np.ndarray, like: Tensor) -> Tensor:
+    """The array on the device of `like`; does not wait for what the device has queued."""
+    moved = torch.from_numpy(values)
+    return moved.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else moved
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Log probabilities on the host; right once the step is over."""
+
+    chosen: Tensor  # [rows]
+    ids: Tensor  # [rows, most]
+    values: Tensor  # [rows, most]
+
+    def result(self) -> RowLogprobs:
+        return RowLogprobs(self.chosen.tolist(), self.ids.tolist(), self.values.tolist())
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, adjustments: Adjustments) -> TopLogprobs | None:
+    """Of the model's own logits; None: no row asks for any."""
+    if adjustments.logprob_rows is None:
+        return None
+    index = _moved(adjustments.logprob_rows, logits)
+    logs = torch.log_softmax(logits[index], dim=-1)
+    chosen = logs.gather(1, tokens[index].clamp_min(0)[:, None])[:, 0]
+    top = logs.topk(adjustments.top_logprobs, dim=-1)
+    return TopLogprobs(to_host(chosen), to_host(top.indices), to_host(top.values))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, right once everything queued on the current stream is over."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

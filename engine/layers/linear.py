@@ -1,0 +1,65 @@
+"""Matrix products with a weight, one `LinearMethod` for each format of weights."""
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.weights import Weights
+
+
+class PlainLinear:
+    """W in the model's dtype. A CPU keeps it in the blocked layout of oneDNN, which would otherwise rearrange
+    it in every call: at small batches that takes longer than the product. A GPU has a kernel of its own for
+    small batches."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.packed = _packs(weight.dtype, weight.device)
+        self.weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if self.packed else weight
+        )
+        self.bias = bias
+        self.skinny = _skinny(weight, bias) if weight.is_cuda else None
+
+    @classmethod
+    def load(
+        cls, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
+    ) -> Self:
+        weight = weights.stack(
+            [f"{name}.weight" for name in names],
+            [(n, columns) for n in rows],
+            scratch=_packs(weights.dtype, weights.device),
+        )
+        if not bias:
+            return cls(weight)
+        return cls(weight, weights.stack([f"{name}.bias" for name in names], [(n,) for n in rows]))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if self.skinny is not None and len(x) <= MAX_SKINNY_ROWS:
+            return self.skinny(x)
+        return F.linear(x, self.weight, self.bias)
+
+
+def _packs(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and (
+        dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def _skinny(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    from engine.kernels.skinny_linear import SkinnyLinear
+
+    if not SkinnyLinear.suits(weight):
+        return None
+    return SkinnyLinear(weight, bias, torch.cuda.get_device_properties(weight.device).multi_processor_count)
+
+
+MAX_SKINNY_ROWS = 64
+"""Rows of x on a GPU; cuBLAS is faster for more."""
+
+PACKED_FOR_ROWS = 64
+"""Rows of x that the layout is chosen for. Measured: it is good from 1 to 512."""

@@ -1,0 +1,42 @@
+"""Rotary position embedding."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.layers.weights import Weights
+from engine.model_config import ModelConfig
+
+
+class Rotary:
+    """Rotary position embedding (Su 2021), in the half-split order of Hugging Face checkpoints."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        frequencies = 1.0 / config.rope_theta**exponents
+        frequencies = self._scaled(frequencies, config, weights)
+        angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        # The sign of "rotate half" sits in the table.
+        table = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
+        self.table = table.to(weights.device)  # [positions, 2, head_dim] float32
+
+    @staticmethod
+    def _scaled(frequencies: Tensor, config: ModelConfig, weights: Weights) -> Tensor:
+        scaling = config.rope_scaling
+        if scaling is None:
+            return frequencies
+        if scaling.kind == "linear":
+            return frequencies / scaling.factor
+        if scaling.kind == "tensor":
+            return frequencies / weights.take("rope_freqs.weight", frequencies.shape).to(frequencies)
+        turns = scaling.original_context * frequencies / (2 * math.pi)  # over the original context
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = keep.clamp(0, 1)
+        return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+    def at(self, positions: Tensor) -> Tensor:
+        """[tokens, 2, head_dim] float32 of positions [tokens]: cos θ twice, then −sin θ and sin θ, so that
+        x · cos + (x with its halves exchanged) · sin is x turned by θ."""
+        return self.table.index_select(0, positions)

@@ -1,0 +1,25 @@
+"""What a layer caches. Pools, memory planning and the layout on the wire read only this."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCache:
+    """An attention layer: one K and one V vector for each token and KV head."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    """Of the cache; the weights may have another."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+        """[2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], not initialised: nothing reads a slot
+        before it is written, and the system maps a page of memory when it is first touched."""
+        shape = (2, num_blocks, block_size, self.num_kv_heads, self.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=device)
