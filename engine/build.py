@@ -66,7 +66,7 @@ def build_engine(
         device=device,
     )
     use = (
-        _measure(config, runner, _rehearsal(config, limits.max_model_len, runner), starting)
+        _measure(config, runner, _rehearsal(config, limits.max_model_len, runner, None), starting)
         if on_gpu
         else None
     )
@@ -74,7 +74,7 @@ def build_engine(
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
         runner.open(pool.num_blocks)
         if on_gpu:
-            warm_up(runner, _rehearsal(config, pool.max_model_len, runner), starting)
+            warm_up(runner, _rehearsal(config, pool.max_model_len, runner, pool.num_blocks), starting)
         if on_gpu and config.cuda_graphs:
             runner.capture(
                 config.max_num_batched_tokens,
@@ -98,12 +98,13 @@ def build_engine(
     )
 
 
-def _rehearsal(config: EngineConfig, max_model_len: int, runner: ModelRunner) -> Rehearsal:
+def _rehearsal(config: EngineConfig, max_model_len: int, runner: ModelRunner, pool: int | None) -> Rehearsal:
     return Rehearsal(
         seats=config.max_num_seqs,
         budget=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=runner.block_size,
+        pool=pool,
     )
 
 

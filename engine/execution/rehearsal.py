@@ -49,13 +49,17 @@ class _Chunk(NamedTuple):
 
 
 class Rehearsal:
-    """The steps for an engine with these limits. `num_blocks`: blocks that the cache must have."""
+    """The steps for an engine with these limits."""
 
-    def __init__(self, *, seats: int, budget: int, max_model_len: int, block_size: int) -> None:
-        """`seats`: requests in a step. `budget`: tokens in a step."""
+    def __init__(
+        self, *, seats: int, budget: int, max_model_len: int, block_size: int, pool: int | None = None
+    ) -> None:
+        """`seats`: requests in a step. `budget`: tokens in a step. `pool`: blocks of the cache; requests that
+        find no more blocks share some. None: the cache will have `num_blocks`."""
         self._budget = budget
         self._max_model_len = max_model_len
         self._block_size = block_size
+        self._pool = pool
         self.num_blocks = 0
         decodes = seats.bit_length() + 3  # tokens that the first request decodes
         self._first = [
@@ -73,7 +77,8 @@ class Rehearsal:
         prompt = max(1, prompt)
         blocks = -(-min(prompt + decodes, self._max_model_len) // self._block_size)
         self.num_blocks += blocks
-        return _Sequence(prompt, array("i", range(self.num_blocks - blocks, self.num_blocks)))
+        ids = range(self.num_blocks - blocks, self.num_blocks)
+        return _Sequence(prompt, array("i", [block % self._pool if self._pool else block for block in ids]))
 
     def steps(self, table_width: int | None) -> Iterator[Step]:
         """All steps in order; `table_width` as in `arrange`."""

@@ -160,6 +160,16 @@ def test_a_rehearsal_does_the_largest_steps_within_all_limits(
         assert (1, 33, 2) in map(computed, steps), "and beside the rest of the prompt"
 
 
+def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: Callable[..., Engine]) -> None:
+    rehearsal = Rehearsal(seats=8, budget=64, max_model_len=48, block_size=4, pool=12)
+    assert rehearsal.num_blocks > 12
+    steps = list(rehearsal.steps(None))
+    assert {int(step.slots.max()) // 4 for step in steps} <= set(range(12))
+    assert max(int(step.block_tables.max()) for step in steps) == 11
+    engine = tiny_engine(num_blocks=12, max_num_seqs=8, max_num_batched_tokens=64)
+    warm_up(engine._runner, rehearsal, lambda *_: None)
+
+
 def test_a_rehearsal_tells_logits_that_are_not_finite(tiny_engine: Callable[..., Engine]) -> None:
     rehearsal = Rehearsal(seats=2, budget=8, max_model_len=32, block_size=4)
     runner = tiny_engine(num_blocks=rehearsal.num_blocks)._runner
