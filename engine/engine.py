@@ -31,6 +31,7 @@ from engine.core.meters import Meters
 from engine.core.pace import Pace
 from engine.core.scheduler import Scheduler
 from engine.core.step_builder import build_adjustments, build_step, is_plain
+from engine.execution.moments import Landings
 from engine.execution.runner import ModelRunner
 from engine.flight import Flight
 from engine.grammar import Grammars
@@ -95,6 +96,7 @@ class Engine:
         self._chunk_limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens)
         self._pace = Pace()
         self._flights: list[Flight] = []  # in the order of their launch
+        self._landings = Landings()
 
     # One step
 
@@ -162,7 +164,7 @@ class Engine:
                 [(None if r.phase is Phase.GONE else r.grammar, r.token_ids) for r in flight.sampled]
             )
             adjustments = build_adjustments(flight.sampled, self.model_config.eos_ids, mask)
-        self._runner.sample(flight.launched, adjustments)
+        self._landings.expect(self._runner.sample(flight.launched, adjustments))
         flight.is_sampled = True
         for row, live in enumerate(flight.sampled):
             live.promise(row)
@@ -330,7 +332,7 @@ class Engine:
     @property
     def landings_fd(self) -> int:
         """An eventfd, readable when a launched step is over. The caller reads it."""
-        return self._runner.landings.fd
+        return self._landings.fd
 
     @property
     def waits_for_device(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
-from engine.execution.moments import Landings, Moment, moment
+from engine.execution.moments import Moment, moment
 from engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
 from engine.execution.upload import upload
 from engine.kernels import HeadNorm, Kernels
@@ -65,8 +65,7 @@ class Launched:
 class ModelRunner:
     """Owns the model, its KV cache and its graphs on one device.
 
-    `kv_cache` has one tensor for each layer, as its `AttentionCache` lays it out. `landings.fd` becomes
-    readable when a launched step is over."""
+    `kv_cache` has one tensor for each layer, as its `AttentionCache` lays it out."""
 
     def __init__(
         self,
@@ -84,7 +83,6 @@ class ModelRunner:
         self.block_size = block_size
         self.device = device
         self.kv_cache: list[Tensor] = []
-        self.landings = Landings()
         self._kernels = kernels
         self._config = config
         self._cache = cache
@@ -151,8 +149,9 @@ class ModelRunner:
         return Launched(rows, step.variant, None, logits, Draws(*draws), began)
 
     @torch.inference_mode()
-    def sample(self, launched: Launched, adjustments: Adjustments | None) -> None:
-        """Enqueues the sampling of a step that was run. None: its rows ask for nothing beyond `Draws`."""
+    def sample(self, launched: Launched, adjustments: Adjustments | None) -> Moment:
+        """Enqueues the sampling of a step that was run. None: its rows ask for nothing beyond `Draws`.
+        Returns the moment when the step is over."""
         rows = launched.rows
         if rows and launched.size is not None and adjustments is None:
             assert self._graphs is not None
@@ -172,7 +171,7 @@ class ModelRunner:
             if adjustments is not None:
                 launched.logprobs = top_logprobs(logits, tokens, adjustments)
         launched.ended = self._moment()
-        self.landings.expect(launched.ended)
+        return launched.ended
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, layer_done: LayerDone

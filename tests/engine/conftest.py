@@ -158,7 +158,7 @@ def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
         engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
         engine._runner._moment = LateMoment
         # The real one would wait, and so let time pass.
-        engine._runner.landings.expect = lambda moment: None
+        engine._landings.expect = lambda moment: None
         return engine
 
     return make
