@@ -44,7 +44,7 @@ def _faults(location: str, load_format: str) -> list[Fault]:
 
     found: list[Fault] = []
     try:
-        from engine.config import EngineConfig
+        from engine.api.config import EngineConfig
         from engine.loader import check_model
 
         check_model(EngineConfig(model=location, load_format=load_format))

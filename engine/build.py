@@ -88,6 +88,7 @@ def build_engine(
         Grammars(checkpoint.source, model_config.vocab_size, model_config.eos_ids),
         model_config,
         fingerprint,
+        checkpoint.source,
         limits.cache,
         pool.num_blocks,
         overlap=on_gpu if config.overlap is None else config.overlap,

@@ -63,6 +63,7 @@ class Engine:
         grammars: Grammars,
         model_config: ModelConfig,
         model_fingerprint: str,
+        source: str,
         cache_spec: Sequence[AttentionCache],
         num_blocks: int,
         *,
@@ -72,9 +73,11 @@ class Engine:
         tick: Callable[[], None],
         computing: Callable[[Collection[bytes]], None],
     ) -> None:
-        """`tick` and `computing` as in `build_engine`. The runner's cache is open, with `num_blocks`."""
+        """`tick` and `computing` as in `build_engine`. The runner's cache is open, with `num_blocks`.
+        `source`: the checkpoint's file or directory."""
         self.model_config = model_config
         self.model_fingerprint = model_fingerprint
+        self.source = source
         self.cache_spec = cache_spec
         self.block_size = runner.block_size
         self.num_blocks = num_blocks

@@ -20,7 +20,7 @@ Array = TypeVar("Array")
 NOT_FINITE = -1
 """Stands in place of a token: the model's logits are not all finite, so nothing can be sampled from them."""
 NO_CHOICE = -2
-"""Stands in place of a token: the request's own parameters bar every token, or drive a logit beyond float32."""
+"""Stands in place of a token: the request's parameters bar every token, or drive a logit beyond float32."""
 
 
 class Variant(Enum):

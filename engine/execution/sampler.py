@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from engine.kernels import SMALLEST_TEMPERATURE, Kernels
-from engine.step import NO_CHOICE, NOT_FINITE, Adjustments, Bias, Draws, Penalties, RowLogprobs, TokenMask, Variant
+from engine.step import (
+    NO_CHOICE,
+    NOT_FINITE,
+    Adjustments,
+    Bias,
+    Draws,
+    Penalties,
+    RowLogprobs,
+    TokenMask,
+    Variant,
+)
 
 
 def choose(
