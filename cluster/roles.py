@@ -26,6 +26,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
         from worker.config import Deadlines, WorkerConfig
 
         found = model.resolve(given.model.model)
+        model.reach_hub(found.location)
         caching = given.engine.enable_prefix_caching
         config = WorkerConfig(
             role=role,
@@ -97,6 +98,8 @@ def run_router(given: options.RouterRole) -> int:
                 "--kubernetes-service NAME"
             )
         found = None if given.model.model is None else model.resolve(given.model.model)
+        if found is not None:
+            model.reach_hub(found.location)
         several = given.front.router_processes > 1
         config = router.RouterConfig(
             index=given.process.index,
@@ -151,6 +154,7 @@ def run_router(given: options.RouterRole) -> int:
 def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterConfig:
     """The same router, for the model of a worker. Raises ValueError when it is not on this machine."""
     found = model.of_workers(described.model, described.served_model_name)
+    model.reach_hub(found.location)
     named = {
         "model": found.location,
         "revision": config.revision or described.revision or None,

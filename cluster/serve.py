@@ -46,7 +46,9 @@ def run(plan: Plan) -> int:
     if plan.ray.ray_address is None:
         check_ports(plan.front)
     if plan.model.model is not None:  # the embedded one is verified as a whole
-        check_files(model.resolve(plan.model.model).location, plan.engine.load_format)
+        location = model.resolve(plan.model.model).location
+        model.reach_hub(location)
+        check_files(location, plan.engine.load_format)
     if plan.ray.ray_address is not None:
         from cluster.joined import serve  # imports ray
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from bench.shapes import SHAPES
+from cluster.model import reach_hub
 from engine.loader.hf_config import model_config_from_hf
 from engine.model_config import ModelConfig
 from engine.models import cache_bytes_per_token, cache_spec
@@ -147,6 +148,7 @@ def shape(name: str) -> ModelConfig:
     if not directory.exists() and name.count("/") == 1:
         from huggingface_hub import hf_hub_download
 
+        reach_hub(name)
         try:
             file = Path(hf_hub_download(name, "config.json"))
         except (OSError, ValueError) as error:  # what the hub's client raises are these

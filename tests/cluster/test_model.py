@@ -4,11 +4,18 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from typer.testing import CliRunner
 
 from cluster import model
+from cluster.cli import app
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +115,59 @@ def test_directories_files_and_hub_names(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"--model {missing}: no such file"):
             model.resolve(missing)
     assert model.resolve("Qwen/Qwen2.5-0.5B") == model.ResolvedModel("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Gives a function that puts a hub at a URL, and an empty cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(model, "HUB_SECONDS", 0.1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # undone, whatever is set
+    return lambda url: monkeypatch.setattr(constants, "ENDPOINT", url)
+
+
+def test_a_hub_that_is_silent_or_not_there_is_told_at_once(
+    hub: Callable[[str], None], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ValueError, match=r"--model a/b: .*127\.0\.0\.1.* gives no answer \(.*timed out"):
+            model.reach_hub("a/b")
+    with pytest.raises(ValueError, match=r"gives no answer \(.*refused"):
+        model.reach_hub("a/b")
+    assert not constants.HF_HUB_OFFLINE
+    (tmp_path / "hub/models--a--b/snapshots/1").mkdir(parents=True)
+    model.reach_hub("a/b")
+    assert constants.HF_HUB_OFFLINE, "the client uses its cache, and asks nobody"
+    assert os.environ["HF_HUB_OFFLINE"] == "1", "so do the roles"
+
+
+def test_a_hub_that_answers_anything_is_asked_further(hub: Callable[[str], None], tmp_path: Path) -> None:
+    class Refuses(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(403)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        hub(f"http://127.0.0.1:{server.server_port}")
+        serving = threading.Thread(target=server.handle_request)
+        serving.start()
+        model.reach_hub("a/b")
+        serving.join()
+    assert not constants.HF_HUB_OFFLINE
+    hub("http://127.0.0.1:1")
+    model.reach_hub(str(tmp_path))  # a directory needs no hub
+
+
+def test_every_role_asks_the_hub_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "x" * 32)
+
+    def silent(location: str) -> None:
+        raise ValueError(f"asked for {location}")
+
+    monkeypatch.setattr(model, "reach_hub", silent)
+    for command in (["serve", "--port", "0"], ["prefill"], ["decode"], ["router", "--worker", "127.0.0.1:1"]):
+        result = CliRunner().invoke(app, [*command, "--model", "a/b"])
+        assert "asked for a/b" in result.stderr, command
