@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import typer
 
 from cluster import options
-from cluster.parameters import takes_options
+from cluster.parameters import takes_options, unknown_variables
 from cluster.plan import Plan
 
 app = typer.Typer(
@@ -45,6 +46,8 @@ def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
     """What a user can put right is a ValueError everywhere in Baton: shown in a line, without a traceback."""
 
     def guarded(**values: Any) -> None:
+        for line in unknown_variables(os.environ):
+            typer.secho(f"Warning: {line}", fg="yellow", err=True)
         try:
             code = run(**values)
         except ValueError as error:

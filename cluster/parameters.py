@@ -172,12 +172,34 @@ def read_config(path: Path, command: str) -> dict[str, Any]:
         for key, value in section.items():
             name = key.replace("-", "_")
             if name not in KNOWN | set(REFUSED):
-                close = difflib.get_close_matches(name, sorted(KNOWN), 1)
-                hint = f"; did you mean {close[0].replace('_', '-')!r}?" if close else ""
+                close = _closest(name)
+                hint = f"; did you mean {close.replace('_', '-')!r}?" if close else ""
                 raise typer.BadParameter(f"{path}: no option is called {where}{key!r}{hint}")
             if not where or where == f"[{command}] ":
                 values[name] = value
     return values
+
+
+def _closest(name: str) -> str:
+    """The option that was probably meant; "" where none is like it."""
+    return next(iter(difflib.get_close_matches(name, sorted(KNOWN), 1)), "")
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like an option and is none."""
+    # The secret has no flag: arguments are visible to every user of a machine.
+    known = {env_name(name) for name in (*KNOWN, "config", "cluster_secret")}
+    lines = []
+    for variable in sorted(set(environment) - known):
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name in REFUSED:
+            hint = REFUSED[name][1]
+        else:
+            hint = f"Did you mean {env_name(close)}?" if (close := _closest(name)) else ""
+        lines.append(f"{variable} in the environment has no effect: no option is called so. {hint}".rstrip())
+    return lines
 
 
 def to_argv(*groups: Any, **overrides: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,6 +124,21 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, serve
     assert plan.engine.max_num_batched_tokens == 2048, "the default"
     baton("serve", "--config", str(file))
     assert served[1].front.port == 1001, "not the table of another command"
+
+
+def test_variables_that_no_option_has_are_reported(served: list[Plan]) -> None:
+    secret = {"BATON_CLUSTER_SECRET": "x" * 32, "BATON_CONFIG": os.devnull}
+    result = baton("serve", BATON_MAX_MODEL_LENGTH="4", BATON_ENABLE_LORA="1", BATON_TIMEOUT="5", **secret)
+    assert result.exit_code == 0
+    assert len(served) == 1, "they are no error: another program may use them"
+    assert [line.split(": ")[1] for line in result.stderr.splitlines()] == [
+        "BATON_ENABLE_LORA in the environment has no effect",
+        "BATON_MAX_MODEL_LENGTH in the environment has no effect",
+        "BATON_TIMEOUT in the environment has no effect",
+    ]
+    assert "Did you mean BATON_MAX_MODEL_LEN?" in result.stderr
+    assert "Merge the adapter" in result.stderr
+    assert baton("serve", BATON_PORT="0", **secret).stderr == ""
 
 
 def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: list[Plan]) -> None:
