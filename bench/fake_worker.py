@@ -100,6 +100,7 @@ class FakeWorker(WorkerServicer):
         )
         self.model, self.served_model_name = "fake", ""
         self.model_fingerprint = "m1"
+        self.max_model_len = 8192
         self.vocab_size, self.vocabulary_fingerprint = 0, ""  # as of a version that does not tell them
         self.incarnation = int.from_bytes(os.urandom(8))
         self.address = ""
@@ -176,7 +177,8 @@ class FakeWorker(WorkerServicer):
             vocabulary_fingerprint=self.vocabulary_fingerprint,
             model_fingerprint=self.model_fingerprint, layout_fingerprint="l1", kv_address="127.0.0.1:1",
             metrics_address=self.metrics_address,
-            block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
+            block_size=16, num_blocks=512, max_model_len=self.max_model_len, max_num_seqs=64,
+            max_num_batched_tokens=2048,
         )  # fmt: skip
 
     async def GetStatus(

@@ -11,6 +11,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cluster.model import EMBEDDED_NAME, ResolvedModel
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -21,22 +23,23 @@ class Fault:
     message: str
 
 
-def faults(location: str, *, load_format: str = "auto") -> list[Fault]:
+def faults(found: ResolvedModel, *, load_format: str = "auto") -> list[Fault]:
     """What workers and routers would refuse of a model on this machine. Empty also where nothing can be told:
-    for a name on the hub, and without torch."""
-    if not Path(location).exists():
+    for a name on the hub, and without torch. The embedded model was verified as a whole when it was found."""
+    if found.name == EMBEDDED_NAME or not Path(found.location).exists():
         return []
-    command = [sys.executable, "-m", "cluster.check_model", location, load_format]
+    command = [sys.executable, "-m", "cluster.check_model", found.location, load_format]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: {child.stderr}")
+        last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+        return [Fault("weights", f"{found.location} could not be checked: {last}")]
     return [Fault(**fault) for fault in json.loads(child.stdout)]
 
 
-def check_files(location: str, load_format: str) -> None:
+def check_files(found: ResolvedModel, load_format: str) -> None:
     """Raises ValueError for a model that `baton serve` cannot serve."""
-    if found := faults(location, load_format=load_format):
-        raise ValueError(f"--model: {found[0].message}")
+    for fault in faults(found, load_format=load_format):
+        raise ValueError(f"--model: {fault.message}")
 
 
 def _faults(location: str, load_format: str) -> list[Fault]:

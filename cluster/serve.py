@@ -45,10 +45,9 @@ def run(plan: Plan) -> int:
         raise ValueError("--timings asks for a first token, for which it has no key and no certificate")
     if plan.ray.ray_address is None:
         check_ports(plan.front)
-    if plan.model.model is not None:  # the embedded one is verified as a whole
-        location = model.resolve(plan.model.model).location
-        model.reach_hub(location)
-        check_files(location, plan.engine.load_format)
+    found = model.resolve(plan.model.model)
+    model.reach_hub(found.location)
+    check_files(found, plan.engine.load_format)
     if plan.ray.ray_address is not None:
         from cluster.joined import serve  # imports ray
 

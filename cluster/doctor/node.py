@@ -180,10 +180,11 @@ def secret(options: DoctorOptions) -> Iterator[Finding]:
 def the_model(options: DoctorOptions) -> Iterator[Finding]:
     try:
         found = model.resolve(options.model)
+        model.reach_hub(found.location)
     except ValueError as error:
         yield bad("model", str(error), "Correct --model, or install what it names.")
         return
-    faults = check_model.faults(found.location)
+    faults = check_model.faults(found)
     if not Path(found.location).exists():
         yield note("model", f"{found.location} is a name on the hub: its files are checked when it starts")
     elif not any(fault.what == "weights" for fault in faults):

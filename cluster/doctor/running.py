@@ -32,13 +32,13 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
     try:
         async with session(admin, TIMEOUT, flag) as client, client.get("status") as response:
             if response.status == HTTPStatus.NOT_FOUND:
-                yield bad("status", f"{flag} {admin.url}: {await told(response)}", ADMIN)
+                yield warning("status", f"{flag} {admin.url}: {await told(response)}", ADMIN)
             else:
                 report = await (await checked(response)).json()
                 for finding in workers(report["workers"]):
                     yield finding
                 if "processes" in report and doctor.admin_url is None:
-                    yield bad("a request", f"--url {admin.url} is an admin port", ADMIN)
+                    yield warning("a request", f"not sent, --url {admin.url} is an admin port", ADMIN)
                     return
         async with session(endpoint, TIMEOUT) as client:
             yield await request(client)

@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_served_is_told_before_anything_starts(
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert "architecture NewForCausalLM is not supported" in result.output
-    monkeypatch.setattr(check_model, "faults", lambda location: check_model._faults(location, "auto"))
+    monkeypatch.setattr(check_model, "faults", lambda found: check_model._faults(found.location, "auto"))
     found = list(the_model(DoctorOptions(model=str(tmp_path))))
     assert [(f.check, f.level) for f in found] == [("model", "bad"), ("tokenizer", "bad")]
     assert "NewForCausalLM is not supported" in found[0].found

@@ -61,13 +61,15 @@ async def test_a_worker_off_the_list_finishes_what_it_has(cluster: Cluster, tmp_
 async def test_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path) as cluster:
         stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=9)
-        stranger.model_fingerprint = "m2"
+        stranger.model_fingerprint, stranger.max_model_len = "m2", 10
         await stranger.start()
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
         pool = cluster.router.services.pool
         await cluster.until(lambda: any(c.state is State.REFUSED for c in pool.connections))
         [refused] = [c for c in pool.connections if c.state is State.REFUSED]
         assert "is not that of" in refused.reason
+        pool.membership_changed(pool.ready(pb.ROLE_DECODE)[0])
+        assert pool.capacity == 8192, "that of the workers that serve"
         for _ in range(4):
             await cluster.complete()
         assert not stranger.submitted
