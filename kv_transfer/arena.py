@@ -1,9 +1,10 @@
 """The staging arena: memory shared by an engine process and its transfer process, and by nobody else.
 
 A memfd has no name: it is inherited, it dies with the last process that maps it, it needs no /dev/shm and no
-resource tracker. Its first page is the control page: the engine's ticks (a u64), how many ids follow (a u64),
-and the ids (16 bytes each) of the step that the engine is in, for who has to explain its death. Then come the
-slots. A slot belongs to one process at a time: descriptors over the engine channel pass it back and forth.
+resource tracker. It begins with a control area: the engine's ticks (a u64), how many ids follow (a u64), and
+the ids (16 bytes each) of the requests that the engine is computing, which explain its death. Pages of that
+area take no memory until they are written. Then come the slots. A slot belongs to one process at a time:
+descriptors over the engine channel pass it back and forth.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import fcntl
 import mmap
 import os
 from collections.abc import Collection
-from itertools import islice
 
 from kv_transfer.config import MAX_SLOT_BYTES, PAGE
 
@@ -21,25 +21,26 @@ _F_ADD_SEALS = 1033  # linux/fcntl.h; the fcntl module has no names for these be
 _SEAL_SHRINK_AND_GROW = 0x0002 | 0x0004
 _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h; the mmap module has no name for it
 _ID_BYTES = 16
-MAX_STEP_IDS = PAGE // _ID_BYTES - 1
+_CONTROL_BYTES = 1 << 20
+MAX_STEP_IDS = _CONTROL_BYTES // _ID_BYTES - 1
 
 
 class Arena:
-    """`num_slots` × `slot_bytes` behind a control page. `fd` stays open, and is owned by this object."""
+    """`num_slots` × `slot_bytes` behind a control area. `fd` stays open, and is owned by this object."""
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         self.fd = fd
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        size = PAGE + num_slots * slot_bytes
+        size = _CONTROL_BYTES + num_slots * slot_bytes
         found = os.fstat(fd).st_size
         if found != size:
             raise ValueError(f"arena fd {fd} has {found} bytes, not {size} ({num_slots} × {slot_bytes})")
         self._map = mmap.mmap(fd, size)
-        self.memory = memoryview(self._map)[PAGE:]  # all slots, for pinning
+        self.memory = memoryview(self._map)[_CONTROL_BYTES:]  # all slots, for pinning
         self._tick = memoryview(self._map)[:8].cast("Q")
         self._step_size = memoryview(self._map)[8:16].cast("Q")
-        self._step_ids = memoryview(self._map)[16:PAGE]
+        self._step_ids = memoryview(self._map)[16:_CONTROL_BYTES]
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> Arena:
@@ -48,7 +49,7 @@ class Arena:
                 f"slot_bytes is {slot_bytes}: must be a multiple of {PAGE}, at most {MAX_SLOT_BYTES}"
             )
         fd = os.memfd_create("baton-kv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, PAGE + num_slots * slot_bytes)
+        os.ftruncate(fd, _CONTROL_BYTES + num_slots * slot_bytes)
         # Neither side can pull the memory away under the other.
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)
         return cls(fd, num_slots, slot_bytes)
@@ -61,7 +62,7 @@ class Arena:
     def populate(self) -> None:
         """Have this process's page tables filled now, and not page by page as the first frames come."""
         with contextlib.suppress(OSError):  # a kernel before Linux 5.14 does not know how
-            self._map.madvise(_MADV_POPULATE_WRITE)
+            self._map.madvise(_MADV_POPULATE_WRITE, _CONTROL_BYTES)
 
     def slot(self, index: int) -> memoryview:
         assert 0 <= index < self.num_slots, f"slot {index} of {self.num_slots}"
@@ -77,10 +78,11 @@ class Arena:
         return self._tick[0]
 
     def set_step(self, ids: Collection[bytes]) -> None:
-        """Engine thread only: what is being computed from now on (255 of it at most). A reader never sees
-        ids that are half written, whenever the writer dies."""
+        """Engine thread only: the requests that are being computed from now on, `MAX_STEP_IDS` at most. A
+        reader never sees ids that are half written, whenever the writer dies."""
+        assert len(ids) <= MAX_STEP_IDS
         self._step_size[0] = 0
-        written = b"".join(islice(ids, MAX_STEP_IDS))
+        written = b"".join(ids)
         self._step_ids[: len(written)] = written
         self._step_size[0] = len(written) // _ID_BYTES
 

@@ -120,6 +120,11 @@ class WorkerConfig:
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
                 "lanes, at most 65536)"
             )
+        from kv_transfer.arena import MAX_STEP_IDS  # late: the command line imports this module for its help
+
+        most = MAX_STEP_IDS // 2  # two steps may be under way
+        if self.engine.max_num_seqs > most:
+            raise ValueError(f"--max-num-seqs: {self.engine.max_num_seqs} is above {most}")
         for source in self.kv_bind:
             _check_source(source)
         if self.kv_host in _WILDCARDS:

@@ -34,6 +34,20 @@ def test_an_arena_is_shared_by_who_inherits_it() -> None:
     arena.close()
 
 
+def test_every_request_of_a_large_step_is_named() -> None:
+    arena = kv.Arena.create(4, 4096)
+    reader = kv.Arena.attach(os.dup(arena.fd), 4, 4096)
+    ids = [i.to_bytes(16) for i in range(2 * 1024)]
+    arena.slot(0)[:] = bytes(4096)
+    arena.set_step(ids)
+    assert reader.step == ids
+    assert not any(reader.slot(0))
+    arena.set_step(ids[:1])
+    assert reader.step == ids[:1]
+    reader.close()
+    arena.close()
+
+
 @pytest.mark.parametrize("slot_bytes", [0, 5000, 128 << 20])
 def test_bad_slot_sizes_are_named(slot_bytes: int) -> None:
     with pytest.raises(ValueError, match="slot_bytes"):

@@ -22,6 +22,10 @@ def config(**fields: Any) -> WorkerConfig:
         ({"kv_slots": 5}, "--kv-slots: 5"),
         ({"kv_slot_bytes": 100_000}, "--kv-slot-bytes: 100000"),
         ({"kv_bind": ("lo", "10.255.255.254")}, "--kv-bind: '10.255.255.254'"),
+        (
+            {"engine": EngineConfig("model", max_num_seqs=32_768, max_num_batched_tokens=32_768)},
+            "--max-num-seqs",
+        ),
         ({"kv_bind": ("no-such-nic",)}, "--kv-bind: 'no-such-nic'.*lo"),
         ({"kv_host": "0.0.0.0"}, "--kv-host: '0.0.0.0'"),
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
