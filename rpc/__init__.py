@@ -22,8 +22,9 @@ from grpc import RpcError
 from grpc.aio import Channel
 
 from rpc.auth import load_secret
-from rpc.channel import HealthServicer, check_health, connect, create_public_server, create_server
+from rpc.channel import check_health, connect, create_public_server, create_server
 from rpc.chunk_hash import CHUNK_TOKENS, chunk_hashes
+from rpc.health import HealthServicer
 from rpc.ports import cannot_listen, try_port, url_host
 from rpc.tls import TlsFiles, add_port
 from rpc.vocabulary import vocabulary_fingerprint

@@ -7,9 +7,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rpc.auth import ServerAuth, Signer
+from rpc.health import HealthServicer
 from rpc.tls import WORKER_NAME, TlsFiles
-
-HealthServicer = health.aio.HealthServicer  # pyrefly: ignore[missing-attribute]
 
 MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million tokens is 3 MiB
 

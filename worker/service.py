@@ -14,7 +14,6 @@ from grpc_health.v1 import health_pb2
 
 import rpc
 from rpc import worker_pb2 as pb
-from rpc.channel import HealthServicer
 from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker import messages, streams
 from worker.cache_feed import CacheFeed
@@ -71,7 +70,7 @@ class Service:
         self._drain_asked = asyncio.Event()
         self._serving = False
         self.draining = False
-        self._health = HealthServicer()
+        self._health = rpc.HealthServicer()
         self._server = rpc.create_server(config.secret, self._health)
         self._metrics = Metrics(config.role, config.model_name)
         self._journal = Journal(config, incarnation)
@@ -111,7 +110,7 @@ class Service:
 
     async def _live(self) -> None:
         config = self._config
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         # Ports first: who has the wrong one wants to know before a model is loaded.
         port, metrics_port, host = self._open_ports()
         self._ready.stage("starting the engine process", 0.0)
@@ -132,7 +131,7 @@ class Service:
         await self.status()
         await self._server.start()
         self._serving = True
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         log.info("ready at %s:%d%s", host, port, f", KV lanes at {kv_address}" if kv_address else "")
         self._ready.ready(
             role=config.role,
@@ -170,7 +169,7 @@ class Service:
         timeout = self._config.deadlines.drain
         log.info("draining, for %.0f s at most", timeout)
         self.draining = True
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         end = time.monotonic() + timeout
         # At once: the engine may be deep in a step.
         self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING

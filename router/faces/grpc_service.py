@@ -71,7 +71,7 @@ class GrpcFace(InferenceServicer):
 
     async def drain(self) -> None:
         """Says that it is going. It still listens: clients keep their connections, and are told on them."""
-        await self._health.enter_graceful_shutdown()
+        self._health.stop()
 
     async def close(self) -> None:
         """Cuts what still runs; an answer that is complete reaches its client."""
@@ -85,7 +85,7 @@ class GrpcFace(InferenceServicer):
             self._pool.changed.clear()
             complete = self._pool.complete
             status = HealthCheckResponse.SERVING if complete else HealthCheckResponse.NOT_SERVING
-            await self._health.set(SERVICE, status)
+            self._health.set(SERVICE, status)
             await self._pool.changed.wait()
 
     # ------------------------------------------------------------ the service

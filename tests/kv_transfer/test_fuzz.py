@@ -61,6 +61,10 @@ class Noise:
     def some_id(self) -> bytes:
         return self.rng.choice([*self.ids, self.rng.randbytes(16)])
 
+    def id_for(self, kind: int) -> bytes:
+        """The transfer id in a header of this type: zeros where it means none."""
+        return bytes(16) if kind in (HELLO, CREDIT, PING) else self.some_id()
+
     def number(self) -> int:
         few = (0, 1, 2, 3, 10, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
         return self.rng.choice([*few, self.rng.getrandbits(32), self.rng.getrandbits(10)])
@@ -101,7 +105,7 @@ class Noise:
     def forged(self, kinds: tuple[int, ...] = CONTROL) -> bytes:
         """A well-made frame around nonsense."""
         kind = self.rng.choice(kinds)
-        return frame(kind, pack(self.message(kind)), self.some_id())
+        return frame(kind, pack(self.message(kind)), self.id_for(kind))
 
     def damaged(self, data: bytes, first: int = 0) -> bytes:
         """Some bits of a frame flipped on the way, from byte `first` on."""
@@ -154,7 +158,7 @@ def hostile_frames(noise: Noise) -> Iterator[bytes]:
                 ABORT: lambda: ["cancelled"],
                 ACK: list,
             }[which]()
-            yield frame(which, pack(body), noise.some_id())
+            yield frame(which, pack(body), noise.id_for(which))
         elif kind < 0.90:
             yield noise.forged()
         elif kind < 0.96:

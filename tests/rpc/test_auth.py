@@ -120,7 +120,7 @@ async def test_health_is_open_and_reports_what_it_was_told():
         check = health_pb2_grpc.HealthStub(channel).Check  # pyrefly: ignore[missing-attribute]
         status = await check(health_pb2.HealthCheckRequest(), timeout=5)
         assert status.status == health_pb2.HealthCheckResponse.SERVING
-        await servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         status = await check(health_pb2.HealthCheckRequest(), timeout=5)
         assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
