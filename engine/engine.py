@@ -9,7 +9,7 @@ are free after that step.
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.api.config import EngineConfig
@@ -291,6 +291,13 @@ class Engine:
         if live is not None:
             self._scheduler.drop(live)
 
+    def to_drop(
+        self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
+    ) -> list[bytes]:
+        """The `spare` requests, in their order, that must be dropped for the first waiting request that is
+        `wanted` to start. The caller will drop the `closing` ones anyway. All hold blocks."""
+        return self._scheduler.to_drop(wanted, closing, spare)
+
     def _prepare(self, live: LiveRequest) -> None:
         live.longest = min(live.longest, self.model_config.max_model_len)
         wanted = live.request.sampling.structured_output
@@ -311,11 +318,6 @@ class Engine:
     @property
     def blocks_free(self) -> int:
         return self._scheduler.pool.free
-
-    @property
-    def blocks_leaving(self) -> int:
-        """Blocks of requests that have ended, which become free when the steps under way are over."""
-        return self._scheduler.blocks_leaving
 
     @property
     def has_work(self) -> bool:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from engine import Output, StepResult
 from kv_transfer import FirstToken, KVSender, Released
-from prefill_worker.room import prefills_to_drop
 from prefill_worker.sink import SenderSink
 from worker import messages
 from worker.engine_loop import Parts, device, engine_request, kv_layout
@@ -21,7 +20,6 @@ class Prefill:
     """One prefill, from its submission until nobody needs its blocks. In the table in order of arrival."""
 
     tokens: int  # prompt and output so far
-    rank: tuple[int, bool]  # priority, and whether it is new rather than retried: lower is sooner
     handover: bool
     held: bool = False  # computed, first token out: blocks stay for the decode worker
     closed: bool = False  # it ended here: its blocks go as soon as the lanes have let go of them
@@ -77,11 +75,7 @@ class PrefillRole:
             return
         if message.handover:
             self._sender.expect(prefill_id)
-        self._prefills[prefill_id] = Prefill(
-            len(work.prompt_ids) + len(work.output_ids),
-            (work.priority, not work.retried),
-            message.handover,
-        )
+        self._prefills[prefill_id] = Prefill(len(work.prompt_ids) + len(work.output_ids), message.handover)
 
     def cancel(self, prefill_id: bytes) -> None:
         self._attempts.end(prefill_id)
@@ -114,9 +108,16 @@ class PrefillRole:
     def move_kv(self, spare: float) -> None:
         for released in self._sender.poll():
             self._released(released)
-        for prefill_id in prefills_to_drop(
-            self.engine, self._prefills, self._sink.opened, self._sender.has_fetch
-        ):
+        # A request that holds room on a decode worker must always be prefilled, or prefill and decode would
+        # wait for each other. So prefills that no decode worker has asked for make room, oldest first.
+        has_fetch = self._sender.has_fetch
+        closing = (prefill_id for prefill_id, prefill in self._prefills.items() if prefill.closed)
+        unfetched = (
+            prefill_id
+            for prefill_id, prefill in self._prefills.items()
+            if prefill.held and not prefill.closed and not has_fetch(prefill_id)
+        )
+        for prefill_id in self.engine.to_drop(has_fetch, closing, unfetched):
             log.warning("prefill %s is dropped unfetched: its blocks are needed", prefill_id.hex()[:8])
             self._attempts.fail(prefill_id, Code.DROPPED, "not fetched, and its blocks were needed")
             self._close(prefill_id, "gone")

@@ -11,9 +11,10 @@ prefix is shared block by block. "Free" counts the unreferenced cached blocks: t
 """
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
+from itertools import chain
 
 
 def extend_hash_chain(
@@ -86,9 +87,19 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def unreferenced(self, blocks: Sequence[int]) -> int:
+    def unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of these cached blocks are counted in `free`, hence would be missing after `share`."""
         return sum(block in self._unreferenced for block in blocks)
+
+    def free_after(self, released: Iterable[Sequence[int]], keep: Collection[int]) -> int:
+        """Blocks that `allocate` could give out once these tables are released, without those to `keep`."""
+        holders = Counter(chain.from_iterable(released))
+        back = sum(
+            block in self._private or self._references[block] == count
+            for block, count in holders.items()
+            if block not in keep
+        )
+        return self.free + back - self.unreferenced(keep)
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more request holds these cached blocks."""

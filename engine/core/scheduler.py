@@ -9,7 +9,7 @@ youngest request makes room.
 
 from array import array
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ class Scheduler:
     def reserve(self, request: EngineRequest) -> LiveRequest | None:
         """Blocks for a request whose KV comes from elsewhere, and for its first token; None: no room."""
         need = self._blocks_for(len(request.prompt_ids) + len(request.output_ids) + 1)
-        if not self._has_seat or need + self._headroom > self.pool.free:
+        if self._seats <= 0 or need + self._headroom > self.pool.free:
             return None
         live = self._register(request, Phase.RESERVED)
         live.hand_back = True
@@ -104,7 +104,7 @@ class Scheduler:
     def start(self, request: EngineRequest) -> LiveRequest | None:
         """Blocks at once for a request that is prefilled here and goes on here; None: no room."""
         live = self._register(request, Phase.WAITING)
-        if not self._has_seat or not self._fits(live):
+        if self._seats <= 0 or not self._fits(live):
             del self.requests[live.id]
             return None
         live.hand_back = True
@@ -265,7 +265,7 @@ class Scheduler:
     @property
     def can_admit(self) -> bool:
         """Whether the first in the queue could start now. Nobody overtakes it."""
-        if not self.waiting or not self._has_seat:
+        if not self.waiting or self._seats <= 0:
             return False
         return self._fits(self.waiting[0])
 
@@ -319,15 +319,36 @@ class Scheduler:
         return 0 if self.pool.free == self.pool.num_blocks else self.watermark
 
     @property
-    def _has_seat(self) -> bool:
-        """Who only waits for its last token is in no step any more."""
+    def _seats(self) -> int:
+        """How many requests could join the batch. One that only waits for its last token is in no step any
+        more."""
         seated = sum(not live.ends_with_pending for live in self.running)
-        return seated + len(self.reserved) < self.max_num_seqs
+        return self.max_num_seqs - seated - len(self.reserved)
 
-    @property
-    def blocks_leaving(self) -> int:
-        """Of requests that have ended: free once the launched steps that have them are over."""
-        return sum(len(live.blocks) for live in self._leaving)
+    def to_drop(
+        self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
+    ) -> list[bytes]:
+        """The first of the `spare` requests, as many as must be dropped so that the first waiting one that is
+        `wanted` can start. Those before it in the queue start before it. `closing` ones go anyway."""
+        if not any(wanted(live.id) for live in self.waiting):
+            return []
+        need, headroom, hits = 0, 0, set[int]()
+        for live in self.waiting[: max(0, self._seats)]:  # the others wait for a seat, whatever is dropped
+            cached = self._prefix_hits(live)
+            hits.update(cached)
+            need += self._blocks_for(len(live.token_ids)) - len(cached)
+            headroom = max(headroom, 0 if live.handover else self._headroom)
+            if wanted(live.id):
+                break
+        going = [live.blocks for live in self._leaving]
+        going += [self.requests[request_id].blocks for request_id in closing]
+        dropped: list[bytes] = []
+        for request_id in spare:
+            if need + headroom <= self.pool.free_after(going, hits):
+                break
+            going.append(self.requests[request_id].blocks)
+            dropped.append(request_id)
+        return dropped
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -1,0 +1,119 @@
+"""Which held prefills go so that one that a decode worker waits for can start."""
+
+import pytest
+
+from engine.api.request import EngineRequest
+from engine.core.live_request import LiveRequest
+from engine.core.scheduler import Scheduler
+
+from .test_scheduler import BLOCK, add, make, step
+
+
+def held(scheduler: Scheduler, number: int, blocks: int) -> LiveRequest:
+    live = add(scheduler, number, blocks * BLOCK, handover=True)
+    step(scheduler)
+    assert live in scheduler.held
+    return live
+
+
+def dropped(
+    scheduler: Scheduler, *wanted: LiveRequest, closing: tuple[LiveRequest, ...] = (), fetched: bytes = b""
+) -> list[int]:
+    """Their numbers, of all held requests in order of arrival, and that no more would do."""
+    order = sorted(scheduler.held - {*closing}, key=lambda live: live.arrival)
+    going = scheduler.to_drop(
+        {live.id for live in wanted}.__contains__,
+        [live.id for live in closing],
+        [live.id for live in order if live.id not in fetched],
+    )
+    return [request_id[0] for request_id in going]
+
+
+@pytest.fixture
+def full() -> Scheduler:
+    """Three held requests, of one block each, are all of the pool."""
+    scheduler = make(num_blocks=3, budget=64)
+    for number in (1, 2, 3):
+        held(scheduler, number, 1)
+    return scheduler
+
+
+def test_no_request_is_dropped_while_there_is_room(full: Scheduler) -> None:
+    full.drop(full.requests[b"\3"])
+    assert dropped(full, add(full, 9, BLOCK, handover=True)) == []
+
+
+def test_the_oldest_make_room_for_a_wanted_one(full: Scheduler) -> None:
+    wanted = add(full, 9, BLOCK + 1, handover=True)
+    assert dropped(full, wanted) == [1, 2]
+    assert dropped(full, wanted, fetched=b"\1") == [2, 3]
+    full.drop(full.requests[b"\3"])
+    assert dropped(full, wanted) == [1]
+
+
+def test_no_request_is_dropped_for_one_that_no_decode_worker_waits_for(full: Scheduler) -> None:
+    add(full, 9, BLOCK, handover=True)
+    assert dropped(full) == []
+
+
+def test_those_that_start_before_it_need_room_too(full: Scheduler) -> None:
+    add(full, 8, BLOCK, handover=True)
+    assert dropped(full, add(full, 9, BLOCK, handover=True)) == [1, 2]
+    assert dropped(full, add(full, 7, BLOCK, handover=True, priority=-1)) == [1]
+
+
+def test_a_running_request_that_is_not_for_a_handover_does_not_wait() -> None:
+    scheduler = make(num_blocks=4, budget=64)
+    held(scheduler, 1, 1)
+    held(scheduler, 2, 1)
+    add(scheduler, 8, BLOCK)
+    scheduler.schedule()
+    assert (len(scheduler.running), scheduler.pool.free) == (1, 1)
+    assert dropped(scheduler, add(scheduler, 9, 2 * BLOCK, handover=True)) == [1]
+
+
+def test_blocks_on_their_way_back_are_not_asked_for_twice(full: Scheduler) -> None:
+    wanted = add(full, 9, BLOCK, handover=True)
+    assert dropped(full, wanted, closing=(full.requests[b"\3"],)) == []
+    last = full.requests[b"\3"]
+    last.flights = 1
+    full.drop(last)
+    assert dropped(full, wanted) == []
+
+
+def test_without_a_seat_no_room_is_made() -> None:
+    scheduler = make(num_blocks=6, seqs=2, budget=64)
+    held(scheduler, 1, 1)
+    held(scheduler, 2, 1)
+    for number in (3, 4):
+        add(scheduler, number, 2 * BLOCK, handover=True)
+    scheduler.schedule()
+    assert (len(scheduler.running), scheduler.pool.free) == (2, 0)
+    first = add(scheduler, 9, 3 * BLOCK, handover=True)
+    second = add(scheduler, 10, BLOCK, handover=True)
+    assert dropped(scheduler, first, second) == []
+    scheduler.drop(scheduler.running[0])
+    assert dropped(scheduler, second) == [1], "one seat: the first in the queue needs a block to start"
+
+
+def shared(prefix: int, blocks: int, *, number: int) -> EngineRequest:
+    """`prefix` blocks that all such requests share, and `blocks` of its own."""
+    own = range(1000 * number, 1000 * number + blocks * BLOCK)
+    return EngineRequest(bytes([number]), [*range(prefix * BLOCK), *own])
+
+
+def test_what_is_cached_needs_no_room_and_gives_none() -> None:
+    """Held: 1 with five blocks, of which 2 shares three. Free: none of 7."""
+    scheduler = make(num_blocks=7, budget=64, prefix_cache=True)
+    for request in (shared(3, 2, number=1), shared(3, 1, number=2)):
+        scheduler.add(request, handover=True)
+        step(scheduler)
+    assert scheduler.pool.free == 1
+    hit = scheduler.add(shared(3, 1, number=8), handover=True)
+    assert dropped(scheduler, hit) == [], "three of its four blocks are there"
+    scheduler.drop(hit)
+    hit = scheduler.add(shared(3, 2, number=9), handover=True)
+    assert dropped(scheduler, hit) == [1], "which gives two: the shared ones are not free then"
+    scheduler.drop(hit)
+    other = scheduler.add(shared(0, 5, number=7), handover=True)
+    assert dropped(scheduler, other) == [1, 2], "and only both together give the shared ones"
