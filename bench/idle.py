@@ -42,10 +42,11 @@ def tree(pid: int) -> list[int]:
 
 
 def owner(title: str) -> str:
-    """Whose a process is, by its title."""
-    if title.startswith(("baton: prefill", "baton: decode")):
+    """Whose a process is, by its title, as "baton 8000: decode 0 engine"."""
+    name = title.partition(": ")[2]
+    if name.startswith(("prefill", "decode")):
         return "workers"
-    return "router" if title.startswith("baton: router") else "serve"
+    return "router" if name.startswith("router") else "serve"
 
 
 def memory_and_cpu(pids: Sequence[int]) -> dict[str, tuple[float, float]]:

@@ -21,9 +21,9 @@ _PACKAGES = str(Path(__file__).parents[1])
 class Janitor:
     """Held by serve. `dismiss` says that serve ends well and cleans up itself."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, title: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.janitor", str(run_dir)],
+            [sys.executable, "-m", "cluster.janitor", str(run_dir), title],
             env=os.environ | {"PYTHONPATH": _PACKAGES, "PYTHONSAFEPATH": "1"},
             stdin=subprocess.PIPE,
             start_new_session=True,  # neither Ctrl-C nor the end of the terminal is meant for it
@@ -37,7 +37,7 @@ class Janitor:
 def main() -> None:
     import setproctitle
 
-    setproctitle.setproctitle("baton: janitor")
+    setproctitle.setproctitle(sys.argv[2])
     if sys.stdin.buffer.read():
         return
     run_dir = Path(sys.argv[1])

@@ -66,6 +66,11 @@ class Plan:
         scheme = "http" if self.front.ssl_certfile is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.front.port}"
 
+    @property
+    def title(self) -> str:
+        """What the titles of its processes begin with: tells two clusters on one machine apart."""
+        return f"baton {self.front.port}"
+
     def admin_url(self, states: Sequence[tuple[RoleSpec, RoleState]]) -> str:
         """Where the router, which is ready, tells about the cluster."""
         readies = (state.ready for role, state in states if role.role == "router" and state.ready)
@@ -90,7 +95,9 @@ class Plan:
         shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}
         observe = replace(self.observe, otlp_endpoint=self.observe.endpoint)
         tls = self.secret.tls()
-        shared_args = to_argv(named, self.drain, observe, replace(self.secret, cluster_secret_file=None))
+        shared_args = to_argv(
+            named, self.drain, observe, replace(self.secret, cluster_secret_file=None), title=self.title
+        )
         worker_args = (
             *shared_args,
             *to_argv(engine, self.transfer, self.deadlines, self.traces, ttit_target=self.pool.ttit_target),

@@ -31,6 +31,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
         config = WorkerConfig(
             role=role,
             index=given.process.index,
+            title=given.process.title,
             secret=load_secret(given.secret.cluster_secret_file),
             tls=given.secret.tls(),
             served_model_name=given.model.served_model_name or found.name,
@@ -103,6 +104,7 @@ def run_router(given: options.RouterRole) -> int:
         several = given.front.router_processes > 1
         config = router.RouterConfig(
             index=given.process.index,
+            title=given.process.title,
             secret=load_secret(given.secret.cluster_secret_file),
             model=None if found is None else found.location,
             revision=given.model.revision,

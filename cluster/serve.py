@@ -39,7 +39,7 @@ def run(plan: Plan) -> int:
 
     Raises ValueError, before anything is started, for what the user can put right.
     """
-    setproctitle.setproctitle("baton: serve")
+    setproctitle.setproctitle(f"{plan.title}: serve")
     roles = plan.roles()
     if plan.start.timings and (plan.front.api_key_file or plan.front.ssl_certfile):
         raise ValueError("--timings asks for a first token, for which it has no key and no certificate")
@@ -77,7 +77,7 @@ class LocalCluster:
         adopt_orphans()
         reap_orphans()
         run_dir = RunDir.create(self._plan.run_dir.run_dir)
-        janitor = Janitor(run_dir.path)
+        janitor = Janitor(run_dir.path, f"{self._plan.title}: janitor")
         self._logs = (self._plan.logs.log_dir or run_dir.path / "logs").absolute()
         try:
             self._logs.mkdir(parents=True, exist_ok=True)

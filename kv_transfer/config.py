@@ -40,6 +40,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["prefill", "decode"]
     name: str  # "prefill 0": for the process title, logs and the peer's logs
+    title: str = "baton"  # what the process title begins with
     incarnation: int  # u64, drawn by the service process at its start
     model_fingerprint: str
     layout: KVLayout

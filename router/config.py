@@ -80,6 +80,8 @@ class RouterConfig:
     control_fd: int | None = None
     index: int = 0
     """Its number among the routers, for people."""
+    title: str = "baton"
+    """What the titles of its processes begin with."""
     ready_fd: int | None = None
     id: bytes = field(default_factory=lambda: os.urandom(16))
     """Names this life of it to workers and in logs."""

@@ -47,7 +47,7 @@ LAST_WORDS_SECONDS = 5.0
 def main(config: RouterConfig) -> int:
     """Runs the router until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
     number = f".{config.process_number}" if config.supervised else ""
-    setproctitle.setproctitle(f"baton: router {config.index}{number}")
+    setproctitle.setproctitle(f"{config.title}: router {config.index}{number}")
     logging.config.dictConfig(config.logging())
     _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
     assert config.model is not None, "the workers were asked for it"

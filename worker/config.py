@@ -64,6 +64,8 @@ class WorkerConfig:
     """Of the gRPC face; routers must show a certificate, too. None: no TLS."""
     index: int = 0
     """Its place in its role, for people: process names, logs, `baton status`."""
+    title: str = "baton"
+    """What the titles of its processes begin with."""
     served_model_name: str | None = None
     """Label `model_name` of its metrics; None: the model as given to the engine."""
     host: str = "127.0.0.1"

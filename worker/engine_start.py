@@ -20,6 +20,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     imported."""
 
     name: str  # "prefill 0 engine"
+    title: str  # what the process title begins with
     parent_pid: int
     address: str  # of the service's socket
     channel_fd: int  # inherited; the engine's end of the KV channel
@@ -34,7 +35,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
 def start(run: Callable[[EngineProcessConfig], int]) -> int:
     """`run` may import torch; it returns the exit code."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
-    begin(f"baton: {config.name}", config.parent_pid)
+    begin(f"{config.title}: {config.name}", config.parent_pid)
     logging.config.dictConfig(config.logging)
     gc.disable()  # until all is built: imports make no garbage, and looking for it costs them a fifth
     return run(config)

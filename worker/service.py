@@ -38,7 +38,7 @@ ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 def run(config: WorkerConfig, engine_module: str) -> int:
     """Runs a worker to its end. 0: it was told to stop; 1: it could not start, or one of its processes
     ended."""
-    setproctitle.setproctitle(f"baton: {config.name}")
+    setproctitle.setproctitle(f"{config.title}: {config.name}")
     incarnation = int.from_bytes(os.urandom(8))
     logging.config.dictConfig(config.logging(incarnation))
 

@@ -67,6 +67,7 @@ class WorkerTree:
         name = f"{config.name} engine"
         start = EngineProcessConfig(
             name=name,
+            title=config.title,
             parent_pid=os.getpid(),
             address=self.engine_link.address,
             channel_fd=self._engine_end.fileno(),
@@ -129,6 +130,7 @@ class WorkerTree:
         return TransferConfig(
             role=config.role,
             name=config.name,
+            title=config.title,
             incarnation=self._incarnation,
             model_fingerprint=engine.model_fingerprint,
             layout=kv_layout(engine),

@@ -51,6 +51,10 @@ class RoleOptions:
 
     panel: ClassVar[str] = "Process"
     index: Annotated[int, opt("Its number in its role, for people.", "N", check=between(0))] = 0
+    title: Annotated[
+        str,
+        opt("What the titles of its processes begin with: `baton serve` adds its port.", "TEXT", hidden=True),
+    ] = "baton"
     ready_fd: Annotated[
         int | None,
         opt(

@@ -243,7 +243,7 @@ def main() -> int:
     die_with_parent(args.parent_pid)
     config = msgspec.json.decode(sys.stdin.readline(), type=TransferConfig)
     secret = bytes.fromhex(sys.stdin.readline())
-    setproctitle.setproctitle(f"baton: {config.name} transfer")
+    setproctitle.setproctitle(f"{config.title}: {config.name} transfer")
     if config.logging is not None:
         logging.config.dictConfig(config.logging)
     service = socket.socket(fileno=args.service_fd)

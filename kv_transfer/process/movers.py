@@ -211,7 +211,7 @@ def _mover(
     number: int,
 ) -> None:  # fmt: skip
     name = f"{config.name} transfer, lanes {number}"
-    setproctitle.setproctitle(f"baton: {name}")
+    setproctitle.setproctitle(f"{config.title}: {name}")
     path = None
     if config.trace_path is not None:
         path = Path(config.trace_path).with_suffix(f".lanes{number}.trace")

@@ -36,7 +36,7 @@ class Intake:
         self.metrics = services.metrics
         self._model_name = config.model_name
         self._services = services
-        self._checker = Checker(f"baton: router {config.index} grammars")
+        self._checker = Checker(f"{config.title}: router {config.index} grammars")
         self._keys = KeyRing(config.api_keys)
         self._accounts = {key: Account(key, 1 / config.processes) for key in (ANYBODY, *config.api_keys)}
 

@@ -363,6 +363,6 @@ def _ready(routers: list[dict[str, Any]]) -> bool:
 
 def supervise(config: RouterConfig) -> int:
     """Runs the processes until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
-    setproctitle.setproctitle(f"baton: router {config.index}")
+    setproctitle.setproctitle(f"{config.title}: router {config.index}")
     logging.config.dictConfig(config.logging())
     return asyncio.run(Supervisor(config).run())

@@ -81,7 +81,7 @@ def command_lines(pid: int) -> dict[Process, str]:
 
 
 def titled(pid: int, title: str) -> Process | None:
-    """The descendant with this title: `baton: decode 0`."""
+    """The descendant with this title: `baton 8000: decode 0`."""
     lines = command_lines(pid).items()
     return next((process for process, line in lines if line.partition("\0")[0].strip() == title), None)
 

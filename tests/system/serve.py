@@ -50,7 +50,7 @@ class Serve:
 
     def role(self, name: str) -> Process | None:
         """The service process of a role, or "decode 0 engine"."""
-        return titled(self.process.pid, f"baton: {name}")
+        return titled(self.process.pid, f"baton {self.port}: {name}")
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=30) as response:

@@ -72,6 +72,7 @@ class Joined:
         self.machine, self.raylets = machine, raylets
         self.names = [f"prefill {i}" for i in range(prefill)] + [f"decode {i}" for i in range(decode)]
         self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.title = f"baton {port}"
         self.flags = ("--ray-address", raylets.address)
         pools = ("--prefill", str(prefill), "--decode", str(decode))
         self.command = ("serve", *self.flags, "--port", str(port), *pools, *FLAGS, *flags)
@@ -140,7 +141,7 @@ class Joined:
         head = self.raylets.process.pid
         titles = [line.partition("\0")[0] for line in command_lines(head).values()]
         for name in (*self.names, "router 0"):
-            assert titles.count(f"baton: {name}") == 1, titles
+            assert titles.count(f"{self.title}: {name}") == 1, titles
         assert leaks_when_idle(self.url) == {}
 
     def kill(self, name: str) -> None:
@@ -149,7 +150,8 @@ class Joined:
     def stop(self) -> None:
         """Nothing is left but Ray."""
         head = self.raylets.process.pid
-        roles = [p for p in (titled(head, f"baton: {name}") for name in (*self.names, "router 0")) if p]
+        names = (*self.names, "router 0")
+        roles = [p for p in (titled(head, f"{self.title}: {name}") for name in names) if p]
         family = [*roles, *(process for role in roles for process in tree(role.pid))]
         assert len(roles) == len(self.names) + 1
         stopped = self.machine.baton("stop", *self.flags)
@@ -256,7 +258,8 @@ def test_another_command_goes_on_with_the_cluster_whose_front_was_lost(
     assert other.returncode == 2
     assert "another machine" in other.stderr
     raylets.kill(front)
-    until(lambda: titled(raylets.process.pid, "baton: router 0"), BACK_S, "a router on the node that is left")
+    router = f"{joined.title}: router 0"
+    until(lambda: titled(raylets.process.pid, router), BACK_S, "a router on the node that is left")
     front = raylets.add(1)
     other = joined.serve(front, "--max-num-seqs", "3")
     assert other.returncode == 2
@@ -268,7 +271,7 @@ def test_another_command_goes_on_with_the_cluster_whose_front_was_lost(
         assert joined.incarnations() == workers
         assert asyncio.run(expected(joined.url, CASES)) == joined.right
     assert machine.baton("stop", "--routers", *joined.flags).returncode == 0
-    assert titled(raylets.process.pid, "baton: router 0") is None
+    assert titled(raylets.process.pid, router) is None
     assert joined.serve(front).returncode == 0
     assert joined.incarnations() == workers
     joined.assert_whole()

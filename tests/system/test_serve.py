@@ -18,11 +18,13 @@ import pytest
 from bench.chaos.streams import cases, expected
 from cluster.processes import Process, descendants
 
-from .machine import Machine, alive, tree, until
+from .machine import Machine, alive, command_lines, tree, until
 from .recovery import each_has, ride
 from .serve import START_S, Serve
 
 CASES = cases(8, 24)
+ROLES = ("prefill", "decode")
+PROCESSES = ("", " engine", " transfer")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,13 @@ def test_a_port_in_use_is_an_error_before_anything_starts(served: Serve) -> None
     assert f"--port {served.port}" in done.stderr
     assert done.stdout == ""
     assert time.monotonic() - started < 10
+
+
+def test_every_process_is_titled_with_the_port_of_its_cluster(served: Serve) -> None:
+    titles = [line.partition("\0")[0].strip() for line in command_lines(served.process.pid).values()]
+    names = {title.removeprefix(f"baton {served.port}: ") for title in titles}
+    assert {"janitor", "router 0", *(f"{role} 0{p}" for role in ROLES for p in PROCESSES)} <= names
+    assert not names & set(titles), "all of them"
 
 
 def family(serve: Serve, role: str) -> list[Process]:

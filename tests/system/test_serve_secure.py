@@ -56,7 +56,7 @@ def test_tls_keys_and_two_processes_that_drain(tmp_path: Path, certificates: Cer
             assert status.returncode == 0, status.stderr
             assert status.stdout.count("ready") == 2
             lines = "".join(command_lines(serve.process.pid).values())
-            assert "baton: router 0.1" in lines
+            assert f"baton {serve.port}: router 0.1" in lines
 
             answer = ask(100)
             next(answer)
