@@ -18,7 +18,6 @@ class Phase(Enum):
 class Attempt:
     prompt_tokens: int
     output_tokens: int  # emitted before this attempt
-    max_tokens: int
     block_ids: Sequence[int]
     source: Source | None  # None: prefilled here
     deadline: float  # time.monotonic(); until then its KV must have come

@@ -6,7 +6,7 @@ from decode_worker.attempt import Attempt, Phase
 from engine import Logprobs, Output, StepResult
 from kv_transfer import Closed, Failed, Injected, KVReceiver
 from worker import messages
-from worker.engine_loop import Parts, device, engine_request, kv_layout
+from worker.engine_loop import Parts, device, kv_layout
 from worker.messages import Code, ToEngine
 
 
@@ -16,7 +16,7 @@ class DecodeRole:
 
     def __init__(self, parts: Parts) -> None:
         self._attempts = parts.attempts
-        self._counters = parts.counters
+        self._counts = parts.counts
         self._link = parts.link
         self._trace = parts.trace
         self.engine = parts.start_engine()
@@ -59,29 +59,24 @@ class DecodeRole:
         self._receiver.shutdown()
 
     def _submit(self, message: messages.Decode) -> None:
-        decode_id, work = message.decode_id, message.work
+        request = message.work.request
+        decode_id = request.id
         if decode_id in self._table:
             self._attempts.refuse_reused(message.stream, decode_id)
             return
         self._attempts.open(message.stream, decode_id)
         here = message.source is None
-        try:
-            request = engine_request(decode_id, work)
-            block_ids = self.engine.start(request) if here else self.engine.reserve(request)
-        except ValueError as error:
-            self._attempts.fail(decode_id, Code.INVALID, str(error))
-            return
+        block_ids = self.engine.start(request) if here else self.engine.reserve(request)
         if block_ids is None:
             self._attempts.fail(decode_id, Code.NO_ROOM, self._no_room())
             return
         self._attempts.reserved(decode_id)
         self._table[decode_id] = Attempt(
-            prompt_tokens=len(work.prompt_ids),
-            output_tokens=len(work.output_ids),
-            max_tokens=work.sampling.max_tokens,
+            prompt_tokens=len(request.prompt_ids),
+            output_tokens=len(request.output_ids),
             block_ids=block_ids,
             source=message.source,
-            deadline=time.monotonic() + work.timeout,
+            deadline=time.monotonic() + message.work.timeout,
         )
         if here:
             self._table[decode_id].phase = Phase.RUNNING
@@ -93,23 +88,21 @@ class DecodeRole:
         attempt = self._table[message.decode_id]
         if attempt.phase is Phase.RUNNING:
             return
-        emitted = len(message.output_ids)
-        longest = min(attempt.max_tokens, self.engine.model_config.max_model_len - attempt.prompt_tokens)
-        if not attempt.output_tokens <= emitted < longest:
-            text = f"{emitted} output_ids, but {attempt.output_tokens} to {longest - 1} are possible"
-            self._end(message.decode_id, Code.INVALID, text)
+        try:
+            block_ids = self.engine.extend_reservation(message.decode_id, message.output_ids)
+        except ValueError as error:
+            self._end(message.decode_id, Code.INVALID, str(error))
             return
-        block_ids = self.engine.extend_reservation(message.decode_id, message.output_ids)
         if block_ids is None:
             self._end(message.decode_id, Code.NO_ROOM, self._no_room())
             return
         attempt.block_ids = block_ids
-        attempt.output_tokens = emitted
+        attempt.output_tokens = len(message.output_ids)
         attempt.source = message.source
         self._fetch(message.decode_id)
 
     def _no_room(self) -> str:
-        self._counters.no_room += 1
+        self._counts.no_room += 1
         return f"{self.engine.blocks_free} of {self.engine.num_blocks} blocks are free"
 
     def _fetch(self, decode_id: bytes) -> None:
@@ -215,7 +208,7 @@ class DecodeRole:
                 self._link.send(messages.SecondToken(time.monotonic() - attempt.first_token_at))
                 attempt.first_token_at = None
             attempt.tokens += 1
-            self._counters.count(output)
+            self._counts.count(output)
             self._attempts.token(output)
             if output.finish_reason:
                 self._finished(output.id)
@@ -233,7 +226,7 @@ class DecodeRole:
         """Its prompt was computed here."""
         attempt.joined_at = now = time.monotonic()
         tokens = attempt.prompt_tokens + attempt.output_tokens
-        self._counters.prompt_tokens += tokens
+        self._counts.prompt_tokens += tokens
         began = now - output.prefill_seconds
         self._link.send(
             messages.Prefilled(

@@ -33,6 +33,7 @@ from engine.api.request import (
     Output,
     PrefillChunk,
     StepResult,
+    check_request,
 )
 from engine.api.sampling_params import SamplingParams
 from engine.api.structured_output import StructuredOutput
@@ -55,6 +56,7 @@ __all__ = [
     "StepResult",
     "StructuredOutput",
     "build_engine",
+    "check_request",
 ]
 
 

@@ -22,7 +22,6 @@ from engine.api.request import (
     Output,
     PrefillChunk,
     StepResult,
-    check_request,
 )
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import ChunkLimit
@@ -234,16 +233,15 @@ class Engine:
 
     def add(self, request: EngineRequest, *, handover: bool = False) -> None:
         """Queues a request for prefill. With `handover` the request is held after its first token: its blocks
-        keep the KV of prompt and given output until `release`. Raises `ValueError` if the request can never
-        be served."""
-        self._validate(request)
+        keep the KV of prompt and given output until `release`.
+
+        For `add`, `reserve` and `start` the request must have passed `check_request`, and no other request in
+        the engine has its id."""
         self._prepare(self._scheduler.add(request, handover=handover))
 
     def reserve(self, request: EngineRequest) -> Sequence[int] | None:
         """Reserves blocks for prompt + output + 1 positions; the caller writes the KV of all but the last one
-        into `kv_cache`. Returns the block table, or None if there is no room now. Raises `ValueError` if the
-        request can never be served."""
-        self._validate(request)
+        into `kv_cache`. Returns the block table, or None if there is no room now."""
         live = self._scheduler.reserve(request)
         if live is None:
             return None
@@ -252,9 +250,7 @@ class Engine:
 
     def start(self, request: EngineRequest) -> Sequence[int] | None:
         """Gives a request its blocks at once, prefills it here beside the requests that decode, within their
-        TTIT target, and then decodes it. Returns the block table, or None if there is no room now. Raises
-        `ValueError` if the request can never be served."""
-        self._validate(request)
+        TTIT target, and then decodes it. Returns the block table, or None if there is no room now."""
         live = self._scheduler.start(request)
         if live is None:
             return None
@@ -264,8 +260,13 @@ class Engine:
 
     def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
         """Extends a reservation to a longer output. Returns its block table, which begins with the old one.
-        None: no room, the reservation is unchanged."""
+        None: no room, the reservation is unchanged. Raises `ValueError` if the output is shorter than before,
+        or leaves no token to generate."""
         live = self._scheduler.requests[request_id]
+        prompt = len(live.request.prompt_ids)
+        least, limit = len(live.token_ids) - prompt, live.longest - prompt
+        if not least <= len(output_ids) < limit:
+            raise ValueError(f"{len(output_ids)} output_ids, but {least} to {limit - 1} are possible")
         extended = self._scheduler.extend_reservation(live, list(output_ids))
         return tuple(live.blocks) if extended else None
 
@@ -303,11 +304,6 @@ class Engine:
         wanted = live.request.sampling.structured_output
         if wanted is not None:
             live.grammar = self._grammars.compile(wanted, live.request)
-
-    def _validate(self, request: EngineRequest) -> None:
-        if request.id in self._scheduler.requests:
-            raise ValueError(f"request {request.id.hex()} is in the engine already")
-        check_request(request, self.model_config.vocab_size, self.model_config.max_model_len)
 
     # State
 

@@ -14,14 +14,37 @@ compile without that lock, and a request that waits for its grammar delays no ot
 from array import array
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.api.request import EngineRequest
-from engine.api.structured_output import LIMITS, StructuredOutput
+from engine.api.structured_output import StructuredOutput
 from engine.core.live_request import Grammar
 from engine.loader.tokenizer_json import tokenizer_json
+
+LIMITS: dict[str, Any] = {
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""llguidance's, lowered: a mask takes at most some 0.03 s, and a request's states at most some 40 MB."""
+
+WHITESPACE = r"[ \n\r\t]{1,32}"
+"""Between the parts of JSON. Without a bound a model that likes newlines never ends."""
+
+
+def _source(wanted: StructuredOutput) -> str:
+    """The grammar as llguidance reads it."""
+    match wanted.kind:
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(wanted.text, {"whitespace_pattern": WHITESPACE})
+        case "regex":
+            return LLMatcher.grammar_from_regex(wanted.text)
+        case "grammar":
+            return LLMatcher.grammar_from_lark(wanted.text)
 
 
 class CompiledGrammar:
@@ -107,7 +130,7 @@ class Grammars:
     def _compile(self, wanted: StructuredOutput, output_ids: list[int]) -> LLMatcher:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
-        matcher = LLMatcher(self._tokenizer, wanted.grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = LLMatcher(self._tokenizer, _source(wanted), log_level=0, limits=LLParserLimits(**LIMITS))
         matcher.consume_tokens(output_ids)
         return matcher
 

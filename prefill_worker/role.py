@@ -9,7 +9,7 @@ from engine import Output, StepResult
 from kv_transfer import FirstToken, KVSender, Released
 from prefill_worker.sink import SenderSink
 from worker import messages
-from worker.engine_loop import Parts, device, engine_request, kv_layout
+from worker.engine_loop import Parts, device, kv_layout
 from worker.messages import Code, ToEngine
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class PrefillRole:
 
     def __init__(self, parts: Parts) -> None:
         self._attempts = parts.attempts
-        self._counters = parts.counters
+        self._counts = parts.counts
         self._link = parts.link
         self._trace = parts.trace
         self._sink = SenderSink(parts.trace)
@@ -63,19 +63,18 @@ class PrefillRole:
 
     def handle(self, message: ToEngine) -> None:
         assert isinstance(message, messages.Prefill), f"not for a prefill engine: {message}"
-        prefill_id, work = message.prefill_id, message.work
+        request = message.work.request
+        prefill_id = request.id
         if prefill_id in self._prefills:
             self._attempts.refuse_reused(message.stream, prefill_id)
             return
         self._attempts.open(message.stream, prefill_id)
-        try:
-            self.engine.add(engine_request(prefill_id, work), handover=message.handover)
-        except ValueError as error:
-            self._attempts.fail(prefill_id, Code.INVALID, str(error))
-            return
+        self.engine.add(request, handover=message.handover)
         if message.handover:
             self._sender.expect(prefill_id)
-        self._prefills[prefill_id] = Prefill(len(work.prompt_ids) + len(work.output_ids), message.handover)
+        self._prefills[prefill_id] = Prefill(
+            len(request.prompt_ids) + len(request.output_ids), message.handover
+        )
 
     def cancel(self, prefill_id: bytes) -> None:
         self._attempts.end(prefill_id)
@@ -150,8 +149,8 @@ class PrefillRole:
     def _first_token(self, output: Output) -> None:
         prefill = self._prefills[output.id]
         self._trace.instant("first token", prefill=output.id.hex())
-        self._counters.prompt_tokens += prefill.tokens
-        self._counters.count(output)
+        self._counts.prompt_tokens += prefill.tokens
+        self._counts.count(output)
         now = time.monotonic()
         began = now - output.prefill_seconds
         self._link.send(

@@ -7,7 +7,7 @@ that was cancelled in between finds no owner and goes nowhere.
 from collections import defaultdict
 from collections.abc import Callable
 
-from engine import Logprobs, Output
+from engine import Output
 from worker import messages
 from worker.messages import Code, FromEngine
 
@@ -19,7 +19,7 @@ class Attempts:
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         self._send = send
         self._streams: dict[bytes, int] = {}  # attempt id -> stream that owns it
-        self._tokens: defaultdict[int, list[messages.Token]] = defaultdict(list)  # by stream
+        self._tokens: defaultdict[int, list[Output]] = defaultdict(list)  # by stream
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -66,16 +66,7 @@ class Attempts:
         stream = self._streams.get(output.id)
         if stream is None:
             return
-        self._tokens[stream].append(
-            messages.Token(
-                attempt_id=output.id,
-                output_index=output.output_index,
-                token_id=output.token,
-                finish_reason=output.finish_reason,
-                cached_tokens=output.cached_tokens,
-                logprobs=_logprobs(output.logprobs),
-            )
-        )
+        self._tokens[stream].append(output)
 
     def flush(self) -> None:
         """One message per router with all tokens since the last flush."""
@@ -86,9 +77,3 @@ class Attempts:
     def _fail(self, stream: int, attempt_id: bytes, code: Code, message: str) -> None:
         self.flush()  # what was sampled before travels before
         self._send(messages.Failed(stream, attempt_id, code, message))
-
-
-def _logprobs(logprobs: Logprobs | None) -> messages.Logprobs | None:
-    if logprobs is None:
-        return None
-    return messages.Logprobs(logprobs.logprob, tuple(logprobs.top_ids), tuple(logprobs.top_logprobs))

@@ -23,12 +23,8 @@ import msgspec
 from engine import (
     Engine,
     EngineConfig,
-    EngineRequest,
     KVSink,
-    Output,
-    SamplingParams,
     StepResult,
-    StructuredOutput,
     build_engine,
 )
 from engine.loader.tokenizer_json import vocabulary
@@ -40,7 +36,7 @@ from worker.attempts import Attempts
 from worker.cached_chunks import CachedChunks
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
 from worker.ipc import ServiceLink
-from worker.messages import Code, ToEngine
+from worker.messages import Code, RequestCounts, ToEngine
 
 IDLE_TICK = 0.5
 
@@ -79,20 +75,6 @@ class Role(Protocol):
 
 
 @dataclass(slots=True)
-class Counters:
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    finished_stop: int = 0
-    finished_length: int = 0
-    no_room: int = 0
-
-    def count(self, output: Output) -> None:
-        self.generation_tokens += 1
-        self.finished_stop += output.finish_reason == "stop"
-        self.finished_length += output.finish_reason == "length"
-
-
-@dataclass(slots=True)
 class Parts:
     """What a role is built from. Everything in it lives as long as the process."""
 
@@ -102,7 +84,7 @@ class Parts:
     channel: socket.socket
     trace: TraceWriter
     attempts: Attempts
-    counters: Counters = field(default_factory=Counters)
+    counts: RequestCounts = field(default_factory=RequestCounts)
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
 
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
@@ -118,23 +100,6 @@ class Parts:
         )
         self.cached_chunks.block_size = engine.block_size
         return engine
-
-
-def engine_request(attempt_id: bytes, work: messages.Work) -> EngineRequest:
-    """Raises ValueError naming the field when a sampling parameter is out of its range."""
-    given = msgspec.structs.asdict(work.sampling)
-    if (structure := work.sampling.structured_output) is not None:
-        given["structured_output"] = StructuredOutput(structure.kind, structure.text)
-    return EngineRequest(
-        attempt_id,
-        work.prompt_ids,
-        work.output_ids,
-        SamplingParams(**given),
-        work.priority,
-        work.alone,
-        work.retried,
-        work.cache_salt,
-    )
 
 
 def device(engine: Engine) -> str:
@@ -198,7 +163,8 @@ def loop(role: Role, parts: Parts) -> None:
                     role.shutdown()
                     return
                 case messages.AskStatus():
-                    link.send(_status(role, parts.counters, message.question))
+                    idle = engine.idle and role.empty
+                    link.send(messages.EngineStatus(message.question, engine.stats(), parts.counts, idle))
                 case messages.Cancel():
                     if parts.attempts.owned(message.stream, message.attempt_id):
                         role.cancel(message.attempt_id)
@@ -223,46 +189,14 @@ def loop(role: Role, parts: Parts) -> None:
 
 def _ready(engine: Engine) -> messages.EngineReady:
     """Raises ValueError for a tokenizer that cannot be read."""
-    layout = kv_layout(engine)
     model = engine.model_config
     return messages.EngineReady(
         model_fingerprint=engine.model_fingerprint,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
+        layout=kv_layout(engine),
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.source)),
         sliding_window=model.max_model_len if model.max_model_len == model.sliding_window else 0,
-    )
-
-
-def _status(role: Role, counters: Counters, question: int) -> messages.EngineStatus:
-    stats = role.engine.stats()
-    return messages.EngineStatus(
-        question=question,
-        running=stats.running,
-        waiting=stats.waiting,
-        tokens_waiting=stats.tokens_waiting,
-        blocks_free=stats.blocks_free,
-        blocks_total=stats.blocks_total,
-        blocks_cached=stats.blocks_cached,
-        held=stats.held,
-        reservations=stats.reservations,
-        prefill_tokens_per_s=stats.prefill_tokens_per_s,
-        step_seconds=stats.step_seconds,
-        chunk_tokens=stats.chunk_tokens,
-        chunk_seconds=stats.chunk_seconds,
-        idle=role.engine.idle and role.empty,
-        prompt_tokens=counters.prompt_tokens,
-        generation_tokens=counters.generation_tokens,
-        finished_stop=counters.finished_stop,
-        finished_length=counters.finished_length,
-        no_room=counters.no_room,
-        preemptions=stats.preemptions,
-        prefix_cache_queries=stats.prefix_cache_queries,
-        prefix_cache_hits=stats.prefix_cache_hits,
     )

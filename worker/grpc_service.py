@@ -150,23 +150,23 @@ class AttachService(WorkerServicer):
         prefill_id = validation.attempt_id(submit.prefill_id, "prefill_id")
         try:
             self._accepts("prefill")
-            work = validation.work(submit.request, self._limits, handover=submit.handover)
+            work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
         except Refused as refusal:
             stream.put(_refused(prefill_id, refusal))
         else:
-            await self._backend.send(messages.Prefill(stream.number, prefill_id, work, submit.handover))
+            await self._backend.send(messages.Prefill(stream.number, work, submit.handover))
 
     async def _decode(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         submit = message.decode
         decode_id = validation.attempt_id(submit.decode_id, "decode_id")
         try:
             self._accepts("decode")
-            work = validation.work(submit.request, self._limits)
+            work = validation.work(decode_id, submit.request, self._limits)
             source = validation.source(submit.source) if submit.HasField("source") else None
         except Refused as refusal:
             stream.put(_refused(decode_id, refusal))
         else:
-            await self._backend.send(messages.Decode(stream.number, decode_id, work, source))
+            await self._backend.send(messages.Decode(stream.number, work, source))
 
     async def _retarget(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         retarget = message.retarget

@@ -51,11 +51,13 @@ class Journal:
 
     def sent(self, message: ToEngine) -> None:
         match message:
-            case messages.Prefill(stream, attempt_id, work) | messages.Decode(stream, attempt_id, work):
+            case messages.Prefill(stream, work) | messages.Decode(stream, work):
+                request = work.request
+                attempt_id = request.id
                 if attempt_id not in self._known:  # else the engine will refuse it
                     known = _Known(attempt_id, stream, work.name, work.traceparent, time.monotonic())
                     self._known[attempt_id] = known
-                    _say(known, "accepted, %d tokens", len(work.prompt_ids) + len(work.output_ids))
+                    _say(known, "accepted, %d tokens", len(request.prompt_ids) + len(request.output_ids))
             case messages.Cancel(stream, attempt_id):
                 known = self._known.get(attempt_id)
                 if known is not None and known.stream == stream:

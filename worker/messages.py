@@ -1,16 +1,19 @@
 """The typed messages between a service process and its engine process (msgpack over the local socket).
 
+They embed the types of `engine` and `kv_transfer`, which msgspec encodes as they are.
+
 A *stream* is the service's number for one attached router: it never comes back, so what is late for a router
 that went away reaches nobody. Attempt ids are a prefill id or a decode id.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from kv_transfer import InjectStats
+from engine import EngineRequest, EngineStats, Output
+from kv_transfer import InjectStats, KVLayout
 
 
 class Code(IntEnum):
@@ -30,45 +33,11 @@ class _Message(Struct, tag=True, array_like=True):
     pass
 
 
-class StructuredOutput(_Message, tag=False):
-    """Field for field `engine.StructuredOutput`."""
-
-    kind: Literal["json_schema", "regex", "grammar"]
-    text: str
-
-
-class Sampling(_Message, tag=False):
-    """Field for field `engine.SamplingParams`, whose `__post_init__` checks the values in the engine
-    process."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    max_tokens: int
-    min_tokens: int
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    logit_bias: dict[int, float]
-    logprobs: int | None
-    structured_output: StructuredOutput | None = None
-
-
 class Work(_Message, tag=False):
-    """A request as a router sent it: ids in the vocabulary and a length that fits are checked already."""
+    """A request as a router sent it. The service process has checked it (`worker.validation`)."""
 
-    prompt_ids: list[int]
-    output_ids: list[int]
-    sampling: Sampling
+    request: EngineRequest  # its id is the attempt's
     timeout: float  # seconds that remain of the request's deadline
-    priority: int
-    alone: bool  # in steps of its own, until it has a token
-    retried: bool  # before those of its priority that are not
-    cache_salt: bytes  # keeps prefixes of different tenants apart
     name: str  # what logs call the request
     traceparent: str  # of the attempt; empty: it is not traced
 
@@ -86,14 +55,12 @@ class Source(_Message, tag=False):
 
 class Prefill(_Message):
     stream: int
-    prefill_id: bytes
     work: Work
     handover: bool
 
 
 class Decode(_Message):
     stream: int
-    decode_id: bytes
     work: Work
     source: Source | None  # None: prefill it here
 
@@ -149,10 +116,7 @@ class EngineReady(_Message):
     process."""
 
     model_fingerprint: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
+    layout: KVLayout
     vocab_size: int
     max_model_len: int
     block_size: int
@@ -161,26 +125,11 @@ class EngineReady(_Message):
     sliding_window: int  # that ends the context at max_model_len; 0: none does
 
 
-class Logprobs(_Message, tag=False):
-    logprob: float
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-
-class Token(_Message, tag=False):
-    attempt_id: bytes
-    output_index: int
-    token_id: int
-    finish_reason: str  # "", "stop" or "length"
-    cached_tokens: int
-    logprobs: Logprobs | None
-
-
 class Tokens(_Message):
     """All tokens of one engine step that belong to one router."""
 
     stream: int
-    tokens: list[Token]
+    tokens: list[Output]
 
 
 class Reserved(_Message):
@@ -196,31 +145,31 @@ class Failed(_Message):
     prefill_id: bytes = b""  # with KV_FAILED: whose KV did not come
 
 
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts since the start of an engine process."""
+
+    prompt_tokens: int = 0
+    """Prefilled here."""
+    generation_tokens: int = 0
+    finished_stop: int = 0
+    finished_length: int = 0
+    no_room: int = 0
+    """Reservations refused."""
+
+    def count(self, output: Output) -> None:
+        self.generation_tokens += 1
+        self.finished_stop += output.finish_reason == "stop"
+        self.finished_length += output.finish_reason == "length"
+
+
 class EngineStatus(_Message):
-    """Load, pools and counters of the engine, read between two steps. Counters count since its start."""
+    """Load, pools and counts of the engine, read between two steps."""
 
     question: int
-    running: int
-    waiting: int
-    tokens_waiting: int
-    blocks_free: int
-    blocks_total: int
-    blocks_cached: int
-    held: int
-    reservations: int
-    prefill_tokens_per_s: float
-    step_seconds: float
-    chunk_tokens: int
-    chunk_seconds: float
-    idle: bool  # nothing runs, waits, is held, reserved or still being read by the lanes: a drain may end
-    prompt_tokens: int
-    generation_tokens: int
-    finished_stop: int
-    finished_length: int
-    no_room: int  # reservations refused
-    preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
+    stats: EngineStats
+    counts: RequestCounts
+    idle: bool  # no request in any phase, and the lanes read or write no block: a drain may end
 
 
 class CacheChanged(_Message):

@@ -114,7 +114,7 @@ class Metrics(Collector):
         self._cache_config = {
             "block_size": str(engine.block_size),
             "num_gpu_blocks": str(engine.num_blocks),
-            "cache_dtype": engine.dtype,
+            "cache_dtype": engine.layout.dtype,
             "enable_prefix_caching": str(prefix_caching),
         }
 
@@ -153,36 +153,37 @@ class Metrics(Collector):
         return InfoMetricFamily("vllm:cache_config", "KV cache of the engine.", value=value)
 
     def _of_engine(self, status: EngineStatus) -> Iterator[Metric]:
-        used = 1.0 - status.blocks_free / status.blocks_total
-        yield self._gauge("vllm:num_requests_running", "In the running batch.", status.running)
-        yield self._gauge("vllm:num_requests_waiting", "Waiting to be scheduled.", status.waiting)
+        stats, counts = status.stats, status.counts
+        used = 1.0 - stats.blocks_free / stats.blocks_total
+        yield self._gauge("vllm:num_requests_running", "In the running batch.", stats.running)
+        yield self._gauge("vllm:num_requests_waiting", "Waiting to be scheduled.", stats.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
         yield self._gauge(
             "baton:prefix_cache_usage_perc",
             "Share of KV blocks that hold a cached prefix, in use or not, 0 to 1.",
-            status.blocks_cached / status.blocks_total,
+            stats.blocks_cached / stats.blocks_total,
         )
         yield self._gauge(
-            "baton:tokens_waiting", "Prompt tokens accepted and not yet computed.", status.tokens_waiting
+            "baton:tokens_waiting", "Prompt tokens accepted and not yet computed.", stats.tokens_waiting
         )
         yield self._gauge(
-            "baton:held_prefills", "Finished prefills whose KV is not acknowledged.", status.held
+            "baton:held_prefills", "Finished prefills whose KV is not acknowledged.", stats.held
         )
-        yield self._gauge("baton:reservations", "Requests that wait for their KV.", status.reservations)
+        yield self._gauge("baton:reservations", "Requests that wait for their KV.", stats.reservations)
         yield self._gauge(
-            "baton:prefill_tokens_per_second", "Recent prefill speed.", status.prefill_tokens_per_s
+            "baton:prefill_tokens_per_second", "Recent prefill speed.", stats.prefill_tokens_per_s
         )
-        yield self._gauge("baton:step_seconds", "Mean of recent engine steps.", status.step_seconds)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens prefilled here.", status.prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Tokens sampled.", status.generation_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests that had to make room.", status.preemptions)
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", status.prefix_cache_queries)
-        yield self._counter("vllm:prefix_cache_hits", "Tokens found.", status.prefix_cache_hits)
+        yield self._gauge("baton:step_seconds", "Mean of recent engine steps.", stats.step_seconds)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens prefilled here.", counts.prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens sampled.", counts.generation_tokens)
+        yield self._counter("vllm:num_preemptions", "Requests that had to make room.", stats.preemptions)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_cache_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_cache_hits)
         yield self._by_label(
             "vllm:request_success",
             "Requests that ended with their last token here.",
             "finished_reason",
-            {"stop": status.finished_stop, "length": status.finished_length},
+            {"stop": counts.finished_stop, "length": counts.finished_length},
         )
 
     def _of_transfer(self, stats: TransferStats) -> Iterator[Metric]:

@@ -24,7 +24,7 @@ from worker.journal import Journal
 from worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
 from worker.metrics import Metrics
 from worker.ready import ReadyPipe
-from worker.tree import WorkerTree, kv_layout
+from worker.tree import WorkerTree
 from worker.validation import Limits
 
 log = logging.getLogger(__name__)
@@ -234,24 +234,25 @@ class Service:
         engine, transfer = await asyncio.gather(self._engine_status(), self._tree.transfer_link.stats())
         self._metrics.engine_status = engine
         self._metrics.transfer_stats = transfer
+        stats = engine.stats
         self._last_status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
-            requests_running=engine.running,
-            requests_waiting=engine.waiting,
-            tokens_waiting=engine.tokens_waiting,
-            blocks_free=engine.blocks_free,
-            blocks_total=engine.blocks_total,
-            held_prefills=engine.held,
-            reservations=engine.reservations,
+            requests_running=stats.running,
+            requests_waiting=stats.waiting,
+            tokens_waiting=stats.tokens_waiting,
+            blocks_free=stats.blocks_free,
+            blocks_total=stats.blocks_total,
+            held_prefills=stats.held,
+            reservations=stats.reservations,
             transfers_open=transfer.transfers_open,
             arena_slots_free=transfer.slots_free,
             arena_slots_total=transfer.slots_total,
-            prefill_tokens_per_s=engine.prefill_tokens_per_s,
-            step_seconds=engine.step_seconds,
-            prompt_tokens=engine.prompt_tokens,
-            no_room=engine.no_room,
-            chunk_tokens=engine.chunk_tokens,
-            chunk_seconds=engine.chunk_seconds,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            step_seconds=stats.step_seconds,
+            prompt_tokens=engine.counts.prompt_tokens,
+            no_room=engine.counts.no_room,
+            chunk_tokens=stats.chunk_tokens,
+            chunk_seconds=stats.chunk_seconds,
         )
         return self._last_status
 
@@ -316,7 +317,7 @@ class Service:
             incarnation=self._incarnation,
             model=config.engine.model,
             model_fingerprint=engine.model_fingerprint,
-            layout_fingerprint=kv_layout(engine).fingerprint,
+            layout_fingerprint=engine.layout.fingerprint,
             kv_address=kv_address,
             block_size=engine.block_size,
             num_blocks=engine.num_blocks,
@@ -324,7 +325,7 @@ class Service:
             sliding_window=engine.sliding_window,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
-            dtype=engine.dtype,
+            dtype=engine.layout.dtype,
             device=config.engine.device,
             pid=os.getpid(),
             metrics_address=metrics_address,

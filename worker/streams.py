@@ -5,6 +5,7 @@ from collections import deque
 
 import grpc.aio
 
+from engine import Output
 from rpc import worker_pb2 as pb
 from worker import messages
 
@@ -68,7 +69,7 @@ class RouterStream:
                 self.unread_bytes -= message.ByteSize()
 
 
-def step_output(tokens: list[messages.Token]) -> pb.WorkerMessage:
+def step_output(tokens: list[Output]) -> pb.WorkerMessage:
     """One message for all tokens of an engine step that belong to one router."""
     return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
 
@@ -88,11 +89,11 @@ def reserved(decode_id: bytes) -> pb.WorkerMessage:
     return pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id))
 
 
-def _token(token: messages.Token) -> pb.TokenEvent:
+def _token(token: Output) -> pb.TokenEvent:
     event = pb.TokenEvent(
-        attempt_id=token.attempt_id,
+        attempt_id=token.id,
         output_index=token.output_index,
-        token_id=token.token_id,
+        token_id=token.token,
         finish_reason=_FINISH[token.finish_reason],
         cached_tokens=token.cached_tokens,
     )

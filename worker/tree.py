@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kv_transfer import Arena, KVLayout, TransferConfig, channel_pair, spawn_transfer
+from kv_transfer import Arena, TransferConfig, channel_pair, spawn_transfer
 from kv_transfer import Deadlines as TransferDeadlines
 from kv_transfer.spawn import EXIT_ENGINE_GONE
 from worker import messages
@@ -133,7 +133,7 @@ class WorkerTree:
             title=config.title,
             incarnation=self._incarnation,
             model_fingerprint=engine.model_fingerprint,
-            layout=kv_layout(engine),
+            layout=engine.layout,
             num_slots=config.kv_slots,
             slot_bytes=config.kv_slot_bytes,
             host=config.kv_address() or config.host,
@@ -244,10 +244,6 @@ class WorkerTree:
         for end in (self._engine_end, self._transfer_end, self._transfer_service_end):
             end.close()
         self._arena.close()
-
-
-def kv_layout(engine: EngineReady) -> KVLayout:
-    return KVLayout(engine.num_layers, engine.num_kv_heads, engine.head_dim, engine.dtype)
 
 
 def _make_directory(flag: str, path: str) -> None:

@@ -1,15 +1,16 @@
 """What a router sent, checked and turned into messages for the engine process.
 
-Routers are authenticated, but nothing from the network is trusted: sizes are bounded, ids have their
-length, tokens lie in the vocabulary. What is wrong with one request refuses that attempt (`Refused`); what
-cannot even be answered, because its id is malformed, ends the stream (`ProtocolError`). Ranges of sampling
-parameters are the engine's to check (`engine.SamplingParams`), once.
+Routers are authenticated, but nothing from the network is trusted: sizes are bounded, ids have their length,
+tokens lie in the vocabulary. A mistake in one request refuses that attempt (`Refused`). A malformed id, which
+leaves no attempt to answer, ends the stream (`ProtocolError`). `engine.SamplingParams` and
+`engine.check_request` say what a request may ask for; they are applied here, once.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine import EngineRequest, SamplingParams, StructuredOutput, check_request
 from rpc import worker_pb2 as pb
 from rpc.tracing import valid_traceparent
 from worker import messages
@@ -50,43 +51,51 @@ def attempt_id(value: bytes, name: str) -> bytes:
     return value
 
 
-def work(request: pb.Request, limits: Limits, *, handover: bool = True) -> messages.Work:
-    """The request, checked. Without `handover` its next token must be its last: no worker would continue it.
-    Raises Refused(INVALID) naming the field."""
-    if len(request.request_id) != ID_BYTES:
-        raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(request.request_id)}")
-    if not request.prompt_ids:
-        raise _invalid("prompt_ids is empty")
-    if request.timeout_ms == 0:
+def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool = True) -> messages.Work:
+    """The request of an attempt, checked; nothing behind this point checks it again. Without `handover` its
+    next token must be its last: no worker would continue it. Raises Refused(INVALID) naming the field."""
+    if len(asked.request_id) != ID_BYTES:
+        raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(asked.request_id)}")
+    if asked.timeout_ms == 0:
         raise _invalid("timeout_ms is 0: the request's deadline has passed")
-    if len(request.cache_salt) > MAX_SALT_BYTES:
-        raise _invalid(f"cache_salt has {len(request.cache_salt)} bytes, more than {MAX_SALT_BYTES}")
-    sampling = request.sampling
-    prompt_ids = _tokens("prompt_ids", request.prompt_ids, limits)
-    length = len(prompt_ids) + max(sampling.max_tokens, len(request.output_ids) + 1)
+    if len(asked.cache_salt) > MAX_SALT_BYTES:
+        raise _invalid(f"cache_salt has {len(asked.cache_salt)} bytes, more than {MAX_SALT_BYTES}")
+    sampling, emitted = asked.sampling, len(asked.output_ids)
+    length = len(asked.prompt_ids) + max(sampling.max_tokens, emitted + 1)
     if length > limits.max_model_len:
         raise _invalid(
-            f"{len(prompt_ids)} prompt tokens and {length - len(prompt_ids)} output tokens are more than the "
-            f"context of {limits.max_model_len}"
-        )
-    output_ids = output_tokens(request.output_ids, limits)
-    if sampling.max_tokens <= len(output_ids):
-        raise _invalid(
-            f"max_tokens is {sampling.max_tokens}, but {len(output_ids)} tokens were emitted already"
-        )
-    if not handover and sampling.max_tokens > len(output_ids) + 1:
-        raise _invalid(
-            f"max_tokens is {sampling.max_tokens}, but a prefill without handover computes only token "
-            f"{len(output_ids) + 1}: set handover"
+            f"{len(asked.prompt_ids)} prompt tokens and {length - len(asked.prompt_ids)} output tokens are "
+            f"more than the context of {limits.max_model_len}"
         )
     for name, listed in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
         if len(listed) > MAX_LISTED:
             raise _invalid(f"{name} has {len(listed)} entries, more than {MAX_LISTED}")
-        _tokens(name, list(listed), limits)
+    if not handover and sampling.max_tokens > emitted + 1:
+        raise _invalid(
+            f"max_tokens is {sampling.max_tokens}, but a prefill without handover computes only token "
+            f"{emitted + 1}: set handover"
+        )
+    try:
+        request = _request(attempt_id, asked)
+        check_request(request, limits.vocab_size, limits.max_model_len)
+    except ValueError as error:
+        raise _invalid(str(error)) from error
     return messages.Work(
-        prompt_ids=prompt_ids,
-        output_ids=output_ids,
-        sampling=messages.Sampling(
+        request,
+        timeout=asked.timeout_ms / 1000,
+        name=asked.name if _NAME.fullmatch(asked.name) else asked.request_id.hex(),
+        traceparent=valid_traceparent(asked.traceparent),
+    )
+
+
+def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
+    """Raises ValueError naming the sampling parameter that is out of its range."""
+    sampling = asked.sampling
+    return EngineRequest(
+        attempt_id,
+        list(asked.prompt_ids),
+        list(asked.output_ids),
+        SamplingParams(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -103,23 +112,20 @@ def work(request: pb.Request, limits: Limits, *, handover: bool = True) -> messa
             logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
             structured_output=_structured_output(sampling),
         ),
-        timeout=request.timeout_ms / 1000,
-        priority=request.priority,
-        alone=request.alone,
-        retried=request.retried,
-        cache_salt=request.cache_salt,
-        name=request.name if _NAME.fullmatch(request.name) else request.request_id.hex(),
-        traceparent=valid_traceparent(request.traceparent),
+        priority=asked.priority,
+        alone=asked.alone,
+        retried=asked.retried,
+        cache_salt=asked.cache_salt,
     )
 
 
-def _structured_output(sampling: pb.SamplingParams) -> messages.StructuredOutput | None:
+def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
     if not sampling.HasField("structured_output"):
         return None
     kind = sampling.structured_output.WhichOneof("kind")
     if kind is None:
-        raise _invalid("structured_output says nothing")
-    return messages.StructuredOutput(kind, getattr(sampling.structured_output, kind))
+        raise ValueError("structured_output names no kind")
+    return StructuredOutput(kind, getattr(sampling.structured_output, kind))
 
 
 def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:

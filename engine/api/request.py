@@ -28,18 +28,22 @@ class EngineRequest:
 
 
 def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None:
-    """Raises `ValueError` if a model with so many tokens, and a context of `longest`, can never serve it."""
+    """Raises `ValueError` if a model with `vocabulary` tokens and a context of `longest` positions can never
+    serve the request."""
     if not request.prompt_ids:
-        raise ValueError("prompt_ids must not be empty")
-    for name in ("prompt_ids", "output_ids"):
-        if any(not 0 <= token < vocabulary for token in getattr(request, name)):
-            raise ValueError(f"{name} must be token ids, 0 to {vocabulary - 1}")
-    for name in ("stop_token_ids", "logit_bias"):
-        if any(token >= vocabulary for token in getattr(request.sampling, name)):
-            raise ValueError(f"{name} must be about token ids, 0 to {vocabulary - 1}")
+        raise ValueError("prompt_ids is empty")
+    for name, ids in (
+        ("prompt_ids", request.prompt_ids),
+        ("output_ids", request.output_ids),
+        ("stop_token_ids", request.sampling.stop_token_ids),
+        ("logit_bias", request.sampling.logit_bias),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            token = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"{name} has token {token}, which is not in the vocabulary of {vocabulary}")
     given = len(request.output_ids)
     if given >= request.sampling.max_tokens:
-        raise ValueError(f"max_tokens is {request.sampling.max_tokens}, output_ids has {given}")
+        raise ValueError(f"max_tokens is {request.sampling.max_tokens}, but output_ids has {given} already")
     if len(request.prompt_ids) + given >= longest:
         raise ValueError(
             f"prompt_ids and output_ids have {len(request.prompt_ids) + given} tokens; "

@@ -132,6 +132,7 @@ class Scheduler:
         insort(self.running, live, key=lambda r: r.order)
 
     def _register(self, request: EngineRequest, phase: Phase) -> LiveRequest:
+        assert request.id not in self.requests, "ids are unique"
         self._arrivals += 1
         live = self.requests[request.id] = LiveRequest(request, phase, self._arrivals)
         return live

@@ -302,7 +302,7 @@ async def test_bad_requests_are_refused_one_by_one(workers: Workers) -> None:
     async with paired(*workers) as pair:
         source = pair.source(os.urandom(16))
         for req, reason in (
-            (request([512], sampling()), "beyond the vocabulary of 512"),
+            (request([512], sampling()), "has token 512, which is not in the vocabulary of 512"),
             (request([1], sampling(temperature=-1.0)), "temperature must be between 0 and 1e+06"),
             (request([1], sampling(top_p=0.0)), "top_p must be above 0"),
             (request(prompt(CONTEXT), sampling()), "more than the context of 4096"),

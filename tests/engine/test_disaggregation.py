@@ -168,6 +168,8 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     request = request_of(1, range(3, 14), max_tokens=9, **sampling)
     expected = run(engine(), [request])[request.id].tokens
     prefill, decode = engine(), engine(num_blocks=5)
+    neighbour = request_of(2, [1])
+    assert decode.reserve(neighbour)
     table = decode.reserve(request)
     assert table is not None
     assert len(table) == 3
@@ -176,7 +178,11 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     assert grown is not None
     assert list(grown[:3]) == list(table)
     assert len(grown) == 4
-    assert decode.extend_reservation(request.id, expected[:2] + [3] * 20) is None
+    assert decode.extend_reservation(request.id, expected[:2] + [3] * 6) is None, "the neighbour has the last"
+    for length in (1, 9):
+        with pytest.raises(ValueError, match=f"{length} output_ids, but 2 to 8 are possible"):
+            decode.extend_reservation(request.id, [3] * length)
+    decode.cancel(neighbour.id)
     pair = Pair(prefill, decode)
     prefill.add(longer, handover=True)
     outputs: list[Output] = []

@@ -14,11 +14,10 @@ import torch
 from tokenizers import Tokenizer
 
 from engine import Engine, StructuredOutput
-from engine.api.structured_output import LIMITS
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.step_builder import build_adjustments
 from engine.execution.sampler import adjust
-from engine.grammar import Grammars
+from engine.grammar import LIMITS, Grammars
 from engine.loader.tokenizer_json import tokenizer_json
 
 EOS = 2

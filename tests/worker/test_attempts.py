@@ -21,7 +21,7 @@ def test_tokens_of_a_step_are_one_message_per_router() -> None:
         table.token(Output(attempt, 0, 7))
     assert sent == []
     table.flush()
-    assert [(m.stream, [t.attempt_id for t in m.tokens]) for m in sent if isinstance(m, messages.Tokens)] == [
+    assert [(m.stream, [t.id for t in m.tokens]) for m in sent if isinstance(m, messages.Tokens)] == [
         (1, [A, B]),
         (2, [C]),
     ]

@@ -41,12 +41,12 @@ class Worker:
     def submit(self, stream: int = 1) -> None:
         asked = request([1] * 10, sampling(), [2])
         asked.name, asked.traceparent = "mine", f"00-{self.trace_id}-{self.parent}-01"
-        work = validation.work(asked, validation.Limits(100, 100))
+        work = validation.work(self.attempt, asked, validation.Limits(100, 100))
         source = messages.Source(b"", "", 0)
         self.journal.sent(
-            messages.Prefill(stream, self.attempt, work, handover=True)
+            messages.Prefill(stream, work, handover=True)
             if self.journal._only_prefills
-            else messages.Decode(stream, self.attempt, work, source)
+            else messages.Decode(stream, work, source)
         )
 
     def spans(self, count: int) -> dict[str, Span]:

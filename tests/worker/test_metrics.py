@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import urllib.request
 
 import pytest
 
+from engine import EngineStats
 from kv_transfer import TransferStats
-from worker.messages import EngineStatus
+from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics
 
 # As Prometheus 2.42 and 3.5 send it.
@@ -24,8 +26,8 @@ ACCEPTED = (
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_names_have_their_colons_whatever_is_asked_for(accept: str, host: str) -> None:
     metrics = Metrics("prefill", "m")
-    numbers = dict.fromkeys(EngineStatus.__struct_fields__, 4)
-    metrics.engine_status = EngineStatus(**numbers)  # pyrefly: ignore[bad-argument-type]
+    fours = [4] * len(dataclasses.fields(EngineStats))
+    metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
     metrics.transfer_stats = TransferStats(0, 0, 0, 1, 4, 64, 60, 1000, 2, 0, {"acked": 1}, {}, {}, {})
     port = metrics.listen(host, 0)
     try:

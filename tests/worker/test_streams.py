@@ -4,6 +4,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
+from engine import Logprobs, Output
 from rpc import worker_pb2 as pb
 from worker import messages, streams
 from worker.streams import MAX_UNREAD_BYTES, RouterStream
@@ -77,8 +78,8 @@ async def test_finish_writes_what_is_queued() -> None:
     [("", pb.FINISH_REASON_NONE), ("stop", pb.FINISH_REASON_STOP), ("length", pb.FINISH_REASON_LENGTH)],
 )
 def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
-    logprobs = messages.Logprobs(-0.5, (3, 4), (-0.5, -1.5))
-    step = streams.step_output([messages.Token(b"a" * 16, 5, 3, reason, 2, logprobs)]).step
+    logprobs = Logprobs(-0.5, (3, 4), (-0.5, -1.5))
+    step = streams.step_output([Output(b"a" * 16, 5, 3, logprobs, reason, 2)]).step
     token = step.tokens[0]
     assert (token.attempt_id, token.output_index, token.token_id) == (b"a" * 16, 5, 3)
     assert (token.finish_reason, token.cached_tokens) == (expected, 2)

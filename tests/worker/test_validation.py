@@ -8,6 +8,7 @@ from worker.messages import Code
 from worker.validation import Limits, ProtocolError, Refused, attempt_id, output_tokens, source, work
 
 LIMITS = Limits(vocab_size=100, max_model_len=32)
+ID = b"a" * 16
 
 
 def test_a_request_is_taken_over_field_by_field() -> None:
@@ -16,15 +17,16 @@ def test_a_request_is_taken_over_field_by_field() -> None:
     )
     asked = request([1, 2], params, [3], timeout_ms=1500)
     asked.cache_salt = b"tenant"
-    taken = work(asked, LIMITS)
-    assert taken.cache_salt == b"tenant"
-    assert (taken.prompt_ids, taken.output_ids, taken.timeout) == ([1, 2], [3], 1.5)
-    assert taken.sampling.temperature == 0.5
-    assert taken.sampling.seed == 2**64 - 1
-    assert taken.sampling.stop_token_ids == (7,)
-    assert taken.sampling.logit_bias == {5: -1.0}
-    assert taken.sampling.logprobs == 0, "asked for with no alternatives is not the same as not asked for"
-    assert work(request([1], sampling()), LIMITS).sampling.logprobs is None
+    taken = work(ID, asked, LIMITS)
+    got, params = taken.request, taken.request.sampling
+    assert (got.id, got.cache_salt) == (ID, b"tenant")
+    assert (got.prompt_ids, got.output_ids, taken.timeout) == ([1, 2], [3], 1.5)
+    assert params.temperature == 0.5
+    assert params.seed == 2**64 - 1
+    assert params.stop_token_ids == (7,)
+    assert params.logit_bias == {5: -1.0}
+    assert params.logprobs == 0, "no alternatives is not the same as no log probabilities"
+    assert work(ID, request([1], sampling()), LIMITS).request.sampling.logprobs is None
 
 
 def no_prompt(r: pb.Request) -> None:
@@ -86,7 +88,7 @@ def short_id(r: pb.Request) -> None:
         (many_stops, "stop_token_ids has 1025 entries"),
         (too_long, "more than the context of 32"),
         (output_too_long, "more than the context of 32"),
-        (nothing_left, "16 tokens were emitted"),
+        (nothing_left, "max_tokens is 16, but output_ids has 16 already"),
         (too_late, "timeout_ms is 0"),
         (long_salt, "cache_salt has 65 bytes"),
         (short_id, "request_id must have 16 bytes"),
@@ -96,21 +98,21 @@ def test_what_cannot_be_served_is_refused_with_its_reason(
     spoil: Callable[[pb.Request], None], reason: str
 ) -> None:
     good = request([1, 2], sampling())
-    work(good, LIMITS)
+    work(ID, good, LIMITS)
     spoil(good)
     with pytest.raises(Refused, match=reason) as refusal:
-        work(good, LIMITS)
+        work(ID, good, LIMITS)
     assert refusal.value.code is Code.INVALID
 
 
 def test_without_handover_the_next_token_must_be_the_last() -> None:
-    assert work(request([1], sampling(max_tokens=3), [4, 5]), LIMITS, handover=False)
+    assert work(ID, request([1], sampling(max_tokens=3), [4, 5]), LIMITS, handover=False)
     with pytest.raises(Refused, match=r"max_tokens is 3, .* computes only token 2: set handover"):
-        work(request([1], sampling(max_tokens=3), [4]), LIMITS, handover=False)
+        work(ID, request([1], sampling(max_tokens=3), [4]), LIMITS, handover=False)
 
 
 def test_the_last_position_of_the_context_can_be_used() -> None:
-    assert work(request([1, 2], sampling(max_tokens=30)), LIMITS)
+    assert work(ID, request([1, 2], sampling(max_tokens=30)), LIMITS)
 
 
 @pytest.mark.parametrize(

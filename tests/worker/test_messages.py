@@ -1,0 +1,58 @@
+"""Every type that a message embeds comes out of msgpack as it went in."""
+
+import pytest
+
+from engine import EngineRequest, EngineStats, Logprobs, Output, SamplingParams, StructuredOutput
+from kv_transfer import KVLayout
+from worker import messages
+from worker.messages import FromEngine, RequestCounts, ToEngine
+
+ID = bytes(range(16))
+SAMPLING = SamplingParams(
+    temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=2**64 - 1, max_tokens=9,
+    min_tokens=2, stop_token_ids=(7, 8), logit_bias={5: -1.0, 6: 2.5}, logprobs=0,
+    structured_output=StructuredOutput("regex", "[a-z]+"),
+)  # fmt: skip
+REQUEST = EngineRequest(ID, [1, 2, 3], [4], SAMPLING, -5, True, True, b"tenant")
+LOGPROBS = Logprobs(-0.5, (1, 2), (-0.5, -1.5))
+WORK = messages.Work(REQUEST, 1.5, "name", "")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.Prefill(1, WORK, handover=True),
+        messages.Decode(2, WORK, None),
+        messages.Decode(2, WORK, messages.Source(ID, "[::1]:80", 2**64 - 1)),
+        messages.Retarget(1, ID, messages.Source(ID, "host:1", 0), [1, 2]),
+        messages.Exit(),
+    ],
+)
+def test_messages_to_the_engine(message: ToEngine) -> None:
+    assert messages.decode_to_engine(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.Tokens(3, [Output(ID, 0, 7), Output(ID, 1, 8, LOGPROBS, "stop", 16, 0.1, 0.2)]),
+        messages.EngineStatus(
+            1,
+            EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0.5, 0.25, 7, 0.125),
+            RequestCounts(1, 2, 3, 4, 5),
+            idle=False,
+        ),
+        messages.EngineReady(
+            "model",
+            KVLayout(2, 4, 8, "float32"),
+            100,
+            64,
+            16,
+            32,
+            vocabulary_fingerprint="v",
+            sliding_window=0,
+        ),
+    ],
+)
+def test_messages_from_the_engine(message: FromEngine) -> None:
+    assert messages.decode_from_engine(messages.encode(message)) == message
