@@ -134,7 +134,7 @@ class Turn:
         """`tokens`: of its prompt."""
         self._admission = admission
         self._account = account
-        self._tokens = tokens
+        self.tokens = tokens
         self._priority = priority
         self._ticket: int | None = None  # in the queue, from the first wait on
         self._positions = tokens
@@ -169,8 +169,8 @@ class Turn:
         account.positions += self._positions
         if not self._sent:
             self._sent = True
-            queue.charge(account, self._tokens)
-            self._admission.sent(account, self._tokens)
+            queue.charge(account, self.tokens)
+            self._admission.sent(account, self.tokens)
         return True
 
     def generated(self) -> None:
@@ -217,7 +217,7 @@ class Turn:
     def _first_token(self, *, drained: bool) -> None:
         if not self._answered:
             self._answered = True
-            self._admission.answered(self._account, self._tokens, sent=self._sent, drained=drained)
+            self._admission.answered(self._account, self.tokens, sent=self._sent, drained=drained)
 
 
 def _no_limit() -> FreeRoom:
@@ -228,7 +228,7 @@ class Admission:
     """The bounded queue in front of the workers.
 
     `window` is how many prompt tokens may be at the workers without a first token, `room` is what is free on
-    decode workers. `shared`: there are several keys, and none may take all.
+    decode workers. `shared`: there are several keys, and none may take all. One has half of the window.
 
     Attributes:
         waiting_tokens: prompt tokens of generations without a first token, here and at the workers. Never
@@ -254,20 +254,17 @@ class Admission:
         self._shared = shared
         self._rate = DrainRate(clock)
         self._dispatching = False
+        self._window_holds = False  # of the queue, some request back; as of the last look
 
     @property
     def held_tokens(self) -> int:
         """Of `waiting_tokens`, those that wait because prefill workers have enough before them."""
-        return self.waiting_tokens - self._sent_tokens if self._window_is_full else 0
+        return self.waiting_tokens - self._sent_tokens if self._window_holds else 0
 
     @property
     def waiting_for_room(self) -> int:
         """Of the queue, the generations that wait for decode workers; the others wait for prefill workers."""
-        return 0 if self._window_is_full else len(self.queue)
-
-    @property
-    def _window_is_full(self) -> bool:
-        return self._sent_tokens >= self._window()
+        return 0 if self._window_holds else len(self.queue)
 
     @contextmanager
     def admit(self, account: Account, sizes: Sequence[int], priority: int = 0) -> Iterator[list[Turn]]:
@@ -323,13 +320,18 @@ class Admission:
             self._dispatching = False
 
     def _next(self) -> Turn | None:
-        window_is_full = self._window_is_full
+        window = self._window()
+        key_window = window / 2 if self._shared else math.inf
         room = self._room() if self._shared else _no_limit()
+        self._window_holds = False
 
         def may_go(account: Account, turn: Turn) -> bool:
             # The prompts of other keys must not keep a key from having one at the workers.
-            if turn.is_new and window_is_full and account.sent_tokens:
-                return False
+            if turn.is_new and account.sent_tokens:
+                ahead = account.sent_tokens + turn.tokens
+                if self._sent_tokens >= window or ahead > key_window:
+                    self._window_holds = True
+                    return False
             limit = KEY_SHARE * account.share
             return not account.seats or (
                 account.seats < limit * room.seats and account.positions < limit * room.positions

@@ -145,14 +145,14 @@ async def test_a_flood_of_one_key_does_not_starve_another(tokenizer: ModelTokeni
 
         queue = cluster.router.services.admission.queue
         flood = [asyncio.create_task(ask("k1", 100 + i)) for i in range(20)]
-        await cluster.until(lambda: len(queue) == 15)
+        await cluster.until(lambda: len(queue) == 18)
         other = asyncio.create_task(ask("k2", 99))
-        await prefill.until(lambda w: len(w.submitted) == 6)
+        await prefill.until(lambda w: len(w.submitted) == 3)
         for _ in range(21):
             prefill.steps.release()
         assert {await asked for asked in (*flood, other)} == {200}
         order = [m.prefill.request.prompt_ids[0] for m in prefill.submitted]
-        assert order.index(99) <= 6, "the five that were at the workers came before"
+        assert order.index(99) == 2, "one step of prompts was at the worker"
         await cluster.idle()
 
 

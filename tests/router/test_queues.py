@@ -207,6 +207,23 @@ def test_one_key_leaves_room_for_others():
             assert gate.new() == ["third"]
 
 
+def test_of_several_keys_one_has_half_of_the_window():
+    """So another key waits for one step of prompts, and not for two and the rest of a long one."""
+    flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
+    with Gate(shared=True) as gate:
+        gate.window = 500.0
+        first = gate.ask(flood, "f0")
+        for i in range(1, 9):
+            gate.ask(flood, f"f{i}")
+        assert gate.new() == ["f0", "f1"]
+        assert gate.admission.held_tokens == 700
+        assert gate.admission.waiting_for_room == 0
+        gate.ask(other, "long", tokens=1000)
+        assert gate.new() == ["long"], "the first of its key"
+        first.turn.generated()
+        assert gate.new() == [], "the window is full"
+
+
 def test_a_key_may_always_have_one_request():
     with Gate(shared=True) as gate:
         gate.room = FreeRoom(0, 0)
