@@ -10,6 +10,9 @@ added = A − B, pair by pair. It is measured on an idle router, and again while
 of streams open through it, each with a token every 20 ms. Tokens per core are measured with more streams than
 the router can keep up with: tokens that clients received ÷ CPU seconds of the router, all of its threads and
 processes; then the same with two router processes.
+
+The longest stall of the router's event loop is measured beside one large request of each kind: the median of
+five for each kind, and the largest of these (`bench.stall`).
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from dataclasses import dataclass
 import uvloop
 
 import bench.contract as contract
-from bench.contract import Report, Row
+from bench.contract import MIN_PAIRS, Report, Row
 from bench.ends import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
@@ -41,6 +44,7 @@ from bench.ends import (
     through,
 )
 from bench.roles import Roles
+from bench.stall import large_requests, longest_stalls
 from cluster.model import EMBEDDED_NAME
 from router.policy import DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
 
@@ -158,6 +162,10 @@ def measure(args: argparse.Namespace, report: Report) -> None:
                 return uvloop.run(measure_added(url, workers.prefill, roles.secret, args.pairs))
 
         add_rows(report, "router.added", added())
+        stalls = longest_stalls(url, large_requests(), MIN_PAIRS)
+        worst = max(map(statistics.median, stalls.values()))
+        p99 = contract.percentile([ms for series in stalls.values() for ms in series], 0.99)
+        report.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50, better="lower"))
         workers.step.value = LOADED_STEP_S
         with Load(url, args.streams):
             add_rows(report, f"router.added.streams{args.streams}", added(), bound=False)

@@ -169,6 +169,7 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
         log.info("listening on %s, gRPC: %s", router.url, router.grpc_address or "off")
         ready = {"url": router.url, "grpc_address": router.grpc_address, "pid": os.getpid()}
         _report(config.ready_fd, {"ready": ready}, last=True)
+        router.intake.start()
         stopped = asyncio.create_task(signals.get())
         others = {router.following}
         if config.control_fd is not None:

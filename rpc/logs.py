@@ -22,14 +22,15 @@ class ExceptionsWithoutText(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and (raised := record.exc_info[1]) is not None:
-            record.exc_text = "\n".join(_without_text(raised))
+            record.exc_text = "\n".join(stack_without_text(raised))
             record.exc_info = None
         return True
 
 
-def _without_text(raised: BaseException) -> list[str]:
+def stack_without_text(raised: BaseException) -> list[str]:
+    """Lines that show where an exception came from, and of which types it and its causes are."""
     cause = raised.__cause__ or (None if raised.__suppress_context__ else raised.__context__)
-    lines = [] if cause is None else [*_without_text(cause), "", "which led to", ""]
+    lines = [] if cause is None else [*stack_without_text(cause), "", "which led to", ""]
     stack = "".join(traceback.format_tb(raised.__traceback__)).rstrip()
     return [*lines, "Traceback (most recent call last):", stack, type(raised).__qualname__]
 

@@ -220,6 +220,42 @@ class Turn:
             self._admission.answered(self._account, self.tokens, sent=self._sent, drained=drained)
 
 
+class Entry:
+    """One request, from its admission to its end: an estimate of tokens, then a turn for each generation."""
+
+    def __init__(self, admission: "Admission", account: Account, tokens: int) -> None:
+        admission.reserve(account, tokens)
+        self._admission = admission
+        self._account = account
+        self._estimate = tokens
+        self._turns: list[Turn] = []
+
+    @property
+    def key(self) -> ApiKey:
+        """The client's."""
+        return self._account.key
+
+    def turns(self, sizes: Sequence[int], priority: int = 0) -> list[Turn]:
+        """Replaces the estimate, once, by the prompt tokens of each generation.
+
+        Raises Overloaded and RateLimited.
+        """
+        self._drop_estimate()
+        self._admission.reserve(self._account, sum(sizes))
+        self._turns = [Turn(self._admission, self._account, priority, size) for size in sizes]
+        return self._turns
+
+    def end(self) -> None:
+        """Ends its turns. A request without any costs its key nothing. Idempotent."""
+        self._drop_estimate()
+        for turn in self._turns:
+            turn.end()
+
+    def _drop_estimate(self) -> None:
+        self._admission.release(self._account, self._estimate)
+        self._estimate = 0
+
+
 def _no_limit() -> FreeRoom:
     return FreeRoom(math.inf, math.inf)
 
@@ -267,26 +303,32 @@ class Admission:
         return 0 if self._window_holds else len(self.queue)
 
     @contextmanager
-    def admit(self, account: Account, sizes: Sequence[int], priority: int = 0) -> Iterator[list[Turn]]:
-        """For one request's generations, by prompt length: a turn for each.
-
-        Raises Overloaded and RateLimited.
-        """
-        tokens = sum(sizes)
-        self._check(account, tokens)
+    def enter(self, account: Account, tokens: int) -> Iterator[Entry]:
+        """For one request, with an estimate of its prompt tokens. Raises Overloaded and RateLimited."""
         account.enter()
-        turns = [Turn(self, account, priority, size) for size in sizes]
         try:
-            account.spend(tokens)
-            if not self.waiting_tokens:
-                self._rate.began()
-            self.waiting_tokens += tokens
-            account.waiting_tokens += tokens
-            yield turns
+            entry = Entry(self, account, tokens)
+            try:
+                yield entry
+            finally:
+                entry.end()
         finally:
-            for turn in turns:
-                turn.end()
             account.leave()
+
+    def reserve(self, account: Account, tokens: int) -> None:
+        """These prompt tokens wait from now on. Raises Overloaded and RateLimited."""
+        self._check(account, tokens)
+        account.spend(tokens)
+        if not self.waiting_tokens:
+            self._rate.began()
+        self.waiting_tokens += tokens
+        account.waiting_tokens += tokens
+
+    def release(self, account: Account, tokens: int) -> None:
+        """Undoes `reserve`."""
+        account.spend(-tokens)
+        self.waiting_tokens -= tokens
+        account.waiting_tokens -= tokens
 
     def _check(self, account: Account, tokens: int) -> None:
         left = self._max - self.waiting_tokens

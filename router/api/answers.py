@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from router.api.bodies import ChatBody, CompletionBody
+from router.api.bodies import ChatOptions, CompletionOptions
 from router.faces.serving import Answer, Usage
 from router.generation.choice import Delta
 from router.text.tokenizer import ModelTokenizer
@@ -67,7 +67,7 @@ class ChatFormat(Format):
     def __init__(self, answer: Answer, model: str, tokenizer: ModelTokenizer) -> None:
         super().__init__(answer, model, tokenizer)
         body = answer.body
-        assert isinstance(body, ChatBody)
+        assert isinstance(body, ChatOptions)
         self._logprobs = body.logprobs_wanted is not None
         self._max_calls = 1 if body.parallel_tool_calls is False else None
         self._only_calls = body.must_call
@@ -150,12 +150,9 @@ class CompletionFormat(Format):
     def __init__(self, answer: Answer, model: str, tokenizer: ModelTokenizer) -> None:
         super().__init__(answer, model, tokenizer)
         body = answer.body
-        assert isinstance(body, CompletionBody)
+        assert isinstance(body, CompletionOptions)
         self._logprobs = body.logprobs_wanted is not None
-        self._echo = [
-            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
-            for prompt in (body.prompt if body.echo else [])
-        ]
+        self._echo = answer.echoes
         self._n = body.n
         self._offsets = [0] * len(answer.choices)
 

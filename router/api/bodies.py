@@ -3,7 +3,7 @@
 Types are strict. Fields in `unsupported` are refused by name; unknown ones are ignored, as in vLLM.
 """
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -139,10 +139,11 @@ class GenerationBody(Body):
         return self.max_tokens
 
 
-class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
+class CompletionOptions(GenerationBody):
+    """A completion without its prompt."""
 
-    prompt: Annotated[Prompts, PlainValidator(prompts, json_schema_input_type=PromptInput)]
+    prompt_field: ClassVar[str] = "prompt"
+
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: Nullable[bool] = False
     add_special_tokens: Nullable[bool] = True
@@ -161,6 +162,12 @@ class CompletionBody(GenerationBody):
     @property
     def logprobs_wanted(self) -> int | None:
         return self.logprobs
+
+
+class CompletionBody(CompletionOptions):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Prompts, PlainValidator(prompts, json_schema_input_type=PromptInput)]
 
 
 class RenderedBody(Body):
@@ -199,10 +206,11 @@ class RenderedBody(Body):
         return not self.continue_final_message if given is None else given
 
 
-class ChatBody(RenderedBody, GenerationBody):
-    """POST /v1/chat/completions."""
+class ChatOptions(RenderedBody, GenerationBody):
+    """A chat completion without its messages."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    prompt_field: ClassVar[str] = "messages"
+
     logprobs: Nullable[bool] = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -270,6 +278,12 @@ class ChatBody(RenderedBody, GenerationBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
+class ChatBody(ChatOptions):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+
+
 class TokenizeBody(RenderedBody):
     """POST /tokenize: a prompt or messages."""
 
@@ -297,7 +311,7 @@ class DetokenizeBody(Body):
 B = TypeVar("B", bound=Body)
 
 
-def parse(kind: type[B], raw: bytes) -> B:
+def parse(kind: type[B], raw: bytes | bytearray) -> B:
     """Of JSON. Raises InvalidRequest naming the field, what is wrong with it, and what was sent."""
     try:
         return kind.model_validate_json(raw)

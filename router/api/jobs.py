@@ -1,26 +1,33 @@
 """From a validated request to what is to be generated. Text ends here: from now on there are token ids."""
 
-import asyncio
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from router.api.bodies import MAX_CHOICES, CompletionBody, GenerationBody, RenderedBody
-from router.api.messages import Message
+from router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions
 from router.api.structured import Structure
-from router.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from router.text.tokenizer import ModelTokenizer
+from router.errors import ContextLengthExceeded, InvalidRequest
 from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 
-LONG_TEXT = 20_000
-"""Characters from which on tokenizing (about a millisecond per 1,000 tokens) leaves the event loop."""
 DEFAULT_COMPLETION_TOKENS = 16
 SESSION_CHUNKS = 4
 _SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What one request may have."""
+
+    positions: int
+    """Prompt and output together."""
+    sliding_window: bool = False
+    """The model's window ends the context there."""
+
+    def __str__(self) -> str:
+        return f"{self.positions}, the model's sliding window" if self.sliding_window else f"{self.positions}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,60 +67,11 @@ class Job:
         )
 
 
-async def chat_prompt(
-    tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[Message]
-) -> list[int]:
-    tools = body.offered_tools
-    if not tokenizer.takes_tools:
-        if tools:
-            raise Unsupported("tools is not supported: this model's chat template knows none", param="tools")
-        for i, message in enumerate(messages):
-            if message.about_tools:
-                text = f"messages[{i}]: this model's chat template knows no tool calls and no results of them"
-                raise Unsupported(text, param=f"messages[{i}]")
-    if body.continue_final_message and messages[-1].tool_calls:
-        text = "continue_final_message: the last message has tool_calls, after which no text can go on"
-        raise InvalidRequest(text, param="continue_final_message")
-    try:
-        text = tokenizer.render_chat(
-            [message.for_template() for message in messages],
-            [tool.for_template() for tool in tools],
-            body.template_settings,
-            add_generation_prompt=body.ends_with_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
-    except ValueError as error:
-        raise InvalidRequest(f"messages: {error}", param="messages") from error
-    return await encode(tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
-
-
-async def completion_prompts(tokenizer: ModelTokenizer, body: CompletionBody) -> list[list[int]]:
-    prompts: list[list[int]] = []
-    for prompt in body.prompt:
-        if isinstance(prompt, list):
-            ids = prompt
-        else:
-            ids = await encode(tokenizer, prompt, add_special_tokens=body.add_special_tokens)
-        if max(ids, default=0) >= tokenizer.vocab_size:
-            text = f"prompt: token id {max(ids)} is not below the vocabulary's {tokenizer.vocab_size}"
-            raise InvalidRequest(text, param="prompt")
-        prompts.append(ids)
-    return prompts
-
-
-async def encode(tokenizer: ModelTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    if len(text) < LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-
-
 def make_jobs(
-    body: GenerationBody,
+    body: ChatOptions | CompletionOptions,
     prompts: list[list[int]],
     *,
-    field: str,
-    capacity: int,
-    sliding_window: bool,
+    context: Context,
     vocab_size: int,
     session: str | None,
     cache_salt: bytes,
@@ -121,8 +79,7 @@ def make_jobs(
 ) -> list[Job]:
     """`n` jobs for each prompt, in the order of the answer's choices.
 
-    `field` is where the prompts came from, `capacity` the positions that a request may have.
-    `sliding_window`: the model's window ends the context there. Raises InvalidRequest.
+    Raises InvalidRequest.
     """
     session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size)
@@ -133,8 +90,8 @@ def make_jobs(
         raise InvalidRequest(text, param="n")
     for prompt_ids in prompts:
         if not prompt_ids:
-            raise InvalidRequest(f"{field}: must not be empty", param=field)
-        max_tokens = _max_tokens(body, len(prompt_ids), field, capacity, sliding_window=sliding_window)
+            raise InvalidRequest(f"{body.prompt_field}: must not be empty", param=body.prompt_field)
+        max_tokens = _max_tokens(body, len(prompt_ids), context)
         if body.min_tokens > max_tokens:
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
@@ -147,17 +104,20 @@ def make_jobs(
     return jobs
 
 
-def _max_tokens(
-    body: GenerationBody, prompt_tokens: int, field: str, capacity: int, *, sliding_window: bool
-) -> int:
-    room = capacity - prompt_tokens
-    context = f"{capacity}, the model's sliding window" if sliding_window else f"{capacity}"
+def output_room(prompt_tokens: int, field: str, context: Context) -> int:
+    """How many tokens the output may have. Raises ContextLengthExceeded when there is room for none."""
+    room = context.positions - prompt_tokens
     if room < 1:
         text = f"{field}: {prompt_tokens} tokens leave no room for output in a context of {context}"
         raise ContextLengthExceeded(text, param=field)
+    return room
+
+
+def _max_tokens(body: ChatOptions | CompletionOptions, prompt_tokens: int, context: Context) -> int:
+    room = output_room(prompt_tokens, body.prompt_field, context)
     wanted = body.max_tokens_wanted
     if wanted is None:
-        return min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
+        return min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else room
     if wanted > room:
         name = body.max_tokens_field
         # Without the prompt it would fit: then the prompt is too long as much as the output.
@@ -166,7 +126,7 @@ def _max_tokens(
     return wanted
 
 
-def _sampling(body: GenerationBody, vocab_size: int) -> dict[str, Any]:
+def _sampling(body: ChatOptions | CompletionOptions, vocab_size: int) -> dict[str, Any]:
     def given(value: Any, otherwise: Any) -> Any:
         return otherwise if value is None else value
 

@@ -2,13 +2,11 @@
 
 import asyncio
 import logging
-from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from router.api.bodies import ChatBody, CompletionBody, validate
 from router.config import RouterConfig
 from router.errors import ApiError, TooSlow
 from router.faces.intake import Intake, request_name
@@ -17,7 +15,6 @@ from router.generation.choice import Delta
 from router.workers.pool import WorkerPool
 from rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
 from rpc import inference_pb2 as pb
-from rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +38,7 @@ _FINISH: dict[str | None, pb.Delta.FinishReason] = {
 }
 
 
-class GrpcFace(InferenceServicer):
+class GrpcFace:
     """Owns the gRPC server of a router, and keeps what health says current.
 
     Health: "" says that the process serves, "baton.v1.Inference" that it also has a worker of each role.
@@ -56,7 +53,12 @@ class GrpcFace(InferenceServicer):
         self._health = HealthServicer()
         self._tls = config.tls
         self._server = create_public_server(config.max_body_bytes, self._health, [SERVICE], share=share)
-        add_InferenceServicer_to_server(self, self._server)
+        # Not by the generated function: it would parse a message before the handler sees the client's key.
+        generate = grpc.unary_stream_rpc_method_handler(
+            self._generate, response_serializer=pb.GenerateResponse.SerializeToString
+        )
+        handler = grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})
+        self._server.add_generic_rpc_handlers((handler,))
         self._following: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
@@ -90,26 +92,30 @@ class GrpcFace(InferenceServicer):
 
     # ------------------------------------------------------------ the service
 
-    async def Generate(
+    async def _generate(
         self,
-        request: pb.GenerateRequest,
-        context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]",
+        raw: bytes,
+        context: "grpc.aio.ServicerContext[bytes, pb.GenerateResponse]",
     ) -> None:
         sent = context.invocation_metadata() or ()
         metadata = {key: value for key, value in sent if isinstance(value, str)}
         name = request_name(metadata.get("x-request-id"))
         context.set_trailing_metadata((("x-request-id", name),))
         try:
-            answer = await self._intake.answer(
-                _body(request),
-                self._intake.authorize(metadata.get("authorization", "")),
-                name=name,
-                session=metadata.get("x-session-id"),
-                timeout=context.time_remaining(),
-                traceparent=metadata.get("traceparent"),
-            )
-            with answer.generating():
-                await _write(answer, context, self._client_timeout)
+            account = self._intake.authorize(metadata.get("authorization", ""))
+            with self._intake.admit(account, len(raw)) as entry:
+                answer = await self._intake.answer(
+                    "message",
+                    raw,
+                    entry,
+                    name=name,
+                    session=metadata.get("x-session-id"),
+                    timeout=context.time_remaining(),
+                    traceparent=metadata.get("traceparent"),
+                )
+                del raw  # may be large, and the answer may take long
+                with answer.generating():
+                    await _write(answer, context, self._client_timeout)
         except ApiError as error:
             await self._refuse(context, error, name)
         except Exception:
@@ -145,32 +151,6 @@ async def _write(answer: Answer, context: grpc.aio.ServicerContext, client_timeo
         cached_tokens=used.cached_tokens,
     )
     await context.write(pb.GenerateResponse(usage=usage))
-
-
-def _body(request: pb.GenerateRequest) -> ChatBody | CompletionBody:
-    """The fields that are set, under the names that they have in JSON. Raises InvalidRequest."""
-    fields: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
-    for name in ("stop", "stop_token_ids"):
-        if name in fields:
-            fields[name] = list(fields[name])
-    if "logit_bias" in fields:
-        fields["logit_bias"] = {str(token_id): bias for token_id, bias in fields["logit_bias"].items()}
-    if "structured_outputs" in fields:
-        given = {field.name: value for field, value in fields["structured_outputs"].ListFields()}
-        if "choice" in given:
-            given["choice"] = list(given["choice"].texts)
-        fields["structured_outputs"] = given
-    if "chat" in fields:
-        messages = fields.pop("chat").messages
-        fields["messages"] = [{"role": m.role, "content": m.content} for m in messages]
-        if "logprobs" in fields:
-            fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
-        return validate(ChatBody, fields)
-    if "token_ids" in fields:
-        fields["prompt"] = list(fields.pop("token_ids").ids)
-    elif "text" in fields:
-        fields["prompt"] = fields.pop("text")
-    return validate(CompletionBody, fields)
 
 
 def _delta(index: int, delta: Delta) -> pb.Delta:

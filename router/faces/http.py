@@ -6,15 +6,14 @@ import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 from aiohttp import web
 
 from router import errors
 from router.admission.gate import Account
 from router.api.answers import ChatFormat, CompletionFormat, Format
-from router.api.bodies import MAX_TIMEOUT, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
-from router.api.jobs import chat_prompt, encode
+from router.api.bodies import MAX_TIMEOUT
 from router.api.openapi import OPERATIONS, description
 from router.config import RouterConfig
 from router.faces.http_answer import respond
@@ -26,7 +25,6 @@ from rpc.ports import url_host
 
 log = logging.getLogger(__name__)
 
-B = TypeVar("B", bound=Body)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _REQUEST_ID: ContextVar[str] = ContextVar("request_id")
@@ -43,7 +41,7 @@ class Front:
         self._services = services
         self._intake = intake
         self._created = int(time.time())
-        self.app = web.Application(middlewares=[self._guard], client_max_size=config.max_body_bytes)
+        self.app = web.Application(middlewares=[self._guard])
         self.app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -75,9 +73,6 @@ class Front:
             return await handler(request)
         except errors.ApiError as error:
             return self._refuse(error, request_id)
-        except web.HTTPRequestEntityTooLarge:
-            text = f"the body is larger than {self._config.max_body_bytes} bytes"
-            return self._refuse(errors.BodyTooLarge(text), request_id)
         except web.HTTPNotFound:
             missing = f"there is no {request.method} {request.path}"
             if self._config.supervised and request.path in _ADMIN:
@@ -109,35 +104,44 @@ class Front:
     # ------------------------------------------------------------ generation
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, ChatBody, ChatFormat)
+        return await self._answer(request, "chat", ChatFormat)
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, CompletionBody, CompletionFormat)
+        return await self._answer(request, "completion", CompletionFormat)
 
     async def _answer(
-        self, request: web.Request, kind: type[ChatBody] | type[CompletionBody], form: type[Format]
+        self, request: web.Request, kind: Literal["chat", "completion"], form: type[Format]
     ) -> web.StreamResponse:
         name = _REQUEST_ID.get()
-        answer = await self._intake.answer(
-            parse(kind, await self._read(request)),
-            _ACCOUNT.get(),
-            name=name,
-            session=request.headers.get("x-session-id"),
-            timeout=_seconds(request.headers.get("x-request-timeout")),
-            traceparent=request.headers.get("traceparent"),
-        )
-        written = form(answer, self._config.model_name, self._services.tokenizer)
-        headers = {"x-request-id": name}
-        return await respond(request, answer, written, headers, self._config.client_timeout)
+        raw = await self._read(request)
+        with self._intake.admit(_ACCOUNT.get(), len(raw)) as entry:
+            answer = await self._intake.answer(
+                kind,
+                raw,
+                entry,
+                name=name,
+                session=request.headers.get("x-session-id"),
+                timeout=_seconds(request.headers.get("x-request-timeout")),
+                traceparent=request.headers.get("traceparent"),
+            )
+            del raw  # may be large, and the answer may take long
+            written = form(answer, self._config.model_name, self._services.tokenizer)
+            headers = {"x-request-id": name}
+            return await respond(request, answer, written, headers, self._config.client_timeout)
 
-    async def _read(self, request: web.Request) -> bytes:
+    async def _read(self, request: web.Request) -> bytearray:
         """The body, which must be JSON, and come within the client's timeout."""
         _check_type(request.headers.get("content-type"))
         if request.headers.get("content-encoding", "identity").lower() not in ENCODINGS:
             raise unsupported_encoding()
+        body = bytearray()
         try:
             async with asyncio.timeout(self._config.client_timeout):
-                return await request.read()
+                async for piece in request.content.iter_any():  # `request.read` would copy and keep all of it
+                    body += piece
+                    if len(body) > self._config.max_body_bytes:
+                        text = f"the body is larger than {self._config.max_body_bytes} bytes"
+                        raise errors.BodyTooLarge(text)
         except TimeoutError:
             text = f"the body did not come within {self._config.client_timeout:g} s"
             raise errors.TooSlow(text) from None
@@ -145,10 +149,6 @@ class Front:
             encoding = request.headers.get("content-encoding", "identity")
             text = f"the body cannot be read: it is not what Content-Encoding says ({encoding[:20]})"
             raise errors.InvalidRequest(text) from error
-
-    async def _parse(self, request: web.Request, kind: type[B]) -> B:
-        body = parse(kind, await self._read(request))
-        self._intake.check_model(body)
         return body
 
     # ------------------------------------------------------------ about the model
@@ -169,25 +169,15 @@ class Front:
         }  # fmt: skip
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await self._parse(request, TokenizeBody)
-        tokenizer = self._services.tokenizer
-        if body.messages is not None:
-            tokens = await chat_prompt(tokenizer, body, body.messages)
-        else:
-            special = body.add_special_tokens is not False
-            tokens = await encode(tokenizer, body.prompt or "", add_special_tokens=special)
-        answer = {"count": len(tokens), "max_model_len": self._intake.capacity, "tokens": tokens}
-        return _json(answer)
+        return await self._convert(request, "tokenize")
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        body = await self._parse(request, DetokenizeBody)
-        tokenizer = self._services.tokenizer
-        if max(body.tokens, default=0) >= tokenizer.vocab_size:
-            raise errors.InvalidRequest(
-                f"tokens: {max(body.tokens)} is not below the vocabulary's {tokenizer.vocab_size}",
-                param="tokens",
-            )
-        return _json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        return await self._convert(request, "detokenize")
+
+    async def _convert(self, request: web.Request, kind: Literal["tokenize", "detokenize"]) -> web.Response:
+        body = await self._intake.convert(kind, await self._read(request), _ACCOUNT.get())
+        headers = {"x-request-id": _REQUEST_ID.get()}
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     # ------------------------------------------------------------ about the router
 

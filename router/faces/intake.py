@@ -1,20 +1,28 @@
 """The door that every face of the router shares: who may come in, under which name, and with what."""
 
+import asyncio
 import math
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
 
-from router.admission.gate import Account
-from router.admission.keys import ANYBODY, KeyRing
-from router.api.bodies import Body, ChatBody, CompletionBody
-from router.api.jobs import chat_prompt, completion_prompts, make_jobs
+from router.admission.gate import Account, Entry
+from router.admission.keys import ANYBODY, ApiKey, KeyRing
+from router.api.bodies import ChatOptions, CompletionOptions
+from router.api.jobs import Context, make_jobs
 from router.api.structured import MAX_LENGTH, Checker, Structure
 from router.config import RouterConfig
-from router.errors import InvalidRequest, ModelNotFound, ShuttingDown, Unsupported
+from router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from router.faces.serving import Answer, Services
+from router.preparation.prepare import Kind, Prepared, Served
+from router.preparation.preparer import CHILDREN, Preparer
 from rpc.tracing import valid_traceparent
 
+TOKEN_BYTES = 4
+"""Of a body, as an estimate before its prompt is tokenized."""
 _NAMEABLE = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -24,7 +32,7 @@ def request_name(sent: str | None) -> str:
 
 
 class Intake:
-    """From a validated body to an answer that is ready to run.
+    """From a client's bytes to an answer that is ready to run.
 
     Attributes:
         draining: nothing new is taken.
@@ -37,6 +45,12 @@ class Intake:
         self._model_name = config.model_name
         self._services = services
         self._checker = Checker(f"{config.title}: router {config.index} grammars")
+        # Several processes of a router have a child each.
+        children = max(1, CHILDREN // config.processes)
+        self._preparer = Preparer(
+            services.tokenizer, f"{config.title}: router {config.index} bodies", children
+        )
+        self._starting: asyncio.Task[None] | None = None
         self._keys = KeyRing(config.api_keys)
         self._accounts = {key: Account(key, 1 / config.processes) for key in (ANYBODY, *config.api_keys)}
 
@@ -44,8 +58,16 @@ class Intake:
         """Takes the value of that header. Raises Unauthorized."""
         return self._accounts[self._keys.authorize(authorization)]
 
+    def start(self) -> None:
+        """Starts the processes that prepare large bodies. Without it they start when the first one comes."""
+        self._starting = asyncio.create_task(self._preparer.start())
+
     async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         await self._checker.close()
+        await self._preparer.close()
 
     @property
     def capacity(self) -> int:
@@ -53,15 +75,27 @@ class Intake:
         own, smallest = self._services.tokenizer.max_model_len, self._services.pool.capacity
         return own if smallest is None else min(own, smallest)
 
-    def check_model(self, body: Body) -> None:
-        """Raises ModelNotFound."""
-        if body.model not in (None, self._model_name):
-            raise ModelNotFound(f"there is no model {body.model!r} here", param="model")
+    @property
+    def _served(self) -> Served:
+        return Served(self._model_name, Context(self.capacity, self._services.pool.sliding_window))
+
+    @contextmanager
+    def admit(self, account: Account, size: int) -> Iterator[Entry]:
+        """Lets a request to generate in, with a body of `size` bytes, of which nothing has been read yet.
+
+        Raises ShuttingDown, Overloaded and RateLimited.
+        """
+        if self.draining:
+            raise ShuttingDown("the router is shutting down", retry_after=1)
+        estimate = max(1, min(size // TOKEN_BYTES, self.capacity))
+        with self._services.admission.enter(account, estimate) as entry:
+            yield entry
 
     async def answer(
         self,
-        body: ChatBody | CompletionBody,
-        account: Account,
+        kind: Kind,
+        raw: bytes | bytearray,
+        entry: Entry,
         *,
         name: str,
         session: str | None,
@@ -75,41 +109,55 @@ class Intake:
         Raises ApiError.
         """
         began = time.monotonic()
-        if self.draining:
-            raise ShuttingDown("the router is shutting down", retry_after=1)
-        self.check_model(body)
-        tokenizer = self._services.tokenizer
-        if isinstance(body, ChatBody):
-            field, prompts = "messages", [await chat_prompt(tokenizer, body, body.messages)]
-        else:
-            field, prompts = "prompt", await completion_prompts(tokenizer, body)
-        jobs = make_jobs(
-            body,
-            prompts,
-            field=field,
-            capacity=self.capacity,
-            sliding_window=self._services.pool.sliding_window,
-            vocab_size=tokenizer.vocab_size,
-            session=session,
-            cache_salt=account.key.cache_salt,
-            structure=await self._structure(body, account.key.name),
-        )
-        wanted = (seconds for seconds in (body.timeout, timeout) if seconds is not None)
-        deadline = began + min(self._services.request_timeout, *wanted, math.inf)
+        with self._services.active.preparing():
+            limit = min(self._services.request_timeout, math.inf if timeout is None else timeout)
+            prepared = await self._prepare(kind, raw, entry.key, limit)
+            assert isinstance(prepared, Prepared)
+            body = prepared.options
+            jobs = make_jobs(
+                body,
+                prepared.prompts,
+                context=self._served.context,
+                vocab_size=self._services.tokenizer.vocab_size,
+                session=session,
+                cache_salt=entry.key.cache_salt,
+                structure=await self._structure(body, entry.key.name),
+            )
+        deadline = began + min(limit, math.inf if body.timeout is None else body.timeout)
         return Answer(
             self._services,
-            body,
-            prompts,
+            prepared,
             jobs,
-            account,
+            entry,
             name=name,
             deadline=deadline,
             traceparent=valid_traceparent(traceparent),
         )
 
-    async def _structure(self, body: ChatBody | CompletionBody, key: str) -> Structure | None:
+    async def convert(
+        self, kind: Literal["tokenize", "detokenize"], raw: bytes | bytearray, account: Account
+    ) -> bytes:
+        """The JSON answer. Raises ApiError."""
+        account.enter()
+        try:
+            answer = await self._prepare(kind, raw, account.key, self._services.request_timeout)
+        finally:
+            account.leave()
+        assert isinstance(answer, bytes)
+        return answer
+
+    async def _prepare(
+        self, kind: Kind, raw: bytes | bytearray, key: ApiKey, timeout: float
+    ) -> Prepared | bytes:
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._preparer.prepare(kind, raw, self._served, key.name)
+        except TimeoutError:
+            raise TimedOut(f"the request was not prepared within {timeout:g} s") from None
+
+    async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
         """What workers are to enforce. Raises InvalidRequest."""
-        if not isinstance(body, ChatBody) or not body.offered_tools:
+        if not isinstance(body, ChatOptions) or not body.offered_tools:
             return body.structure and await self._checker.check(body.structure, key)
         tokenizer = self._services.tokenizer
         if tokenizer.tool_format is None:

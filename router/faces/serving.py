@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from router.admission.gate import Account, Admission
-from router.api.bodies import GenerationBody
+from router.admission.gate import Admission, Entry
 from router.api.jobs import Job
 from router.errors import ApiError, TooSlow
 from router.generation.choice import Choice, Delta
 from router.generation.generation import Generation
 from router.generation.outbox import Outbox
 from router.metrics import Metrics
+from router.preparation.prepare import Prepared
 from router.text.tokenizer import ModelTokenizer
 from router.workers.pool import WorkerPool
 from rpc.logs import of_request
@@ -54,6 +54,7 @@ class ActiveAnswers:
 
     def __init__(self) -> None:
         self._answers: set[Answer] = set()
+        self._preparing = 0
         self._none = asyncio.Event()
         self._none.set()
 
@@ -66,7 +67,21 @@ class ActiveAnswers:
 
     def discard(self, answer: "Answer") -> None:
         self._answers.discard(answer)
-        if not self._answers:
+        self._tell()
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """While it is open, one more request is about to be answered."""
+        self._preparing += 1
+        self._none.clear()
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+            self._tell()
+
+    def _tell(self) -> None:
+        if not self._answers and not self._preparing:
             self._none.set()
 
     def abort(self, error: ApiError) -> None:
@@ -81,8 +96,9 @@ class Answer:
     """One request's generations, until the last of them ended or the client went.
 
     Attributes:
-        body: what was asked for.
+        body: what was asked for, without the prompts.
         prompts: as token ids.
+        echoes: what the answers to each prompt begin with, if the client asked for that.
         name: the request's id as its client knows it.
         choices: `body.n` for each prompt, in that order.
         metrics: of the router.
@@ -91,17 +107,17 @@ class Answer:
     def __init__(
         self,
         services: Services,
-        body: GenerationBody,
-        prompts: list[list[int]],
+        prepared: Prepared,
         jobs: list[Job],
-        account: Account,
+        entry: Entry,
         *,
         name: str,
         deadline: float,
         traceparent: str,
     ) -> None:
-        self.body = body
-        self.prompts = prompts
+        body = self.body = prepared.options
+        self.prompts = prepared.prompts
+        self.echoes = prepared.echoes
         self.name = name
         self.choices = [
             Choice(
@@ -116,7 +132,7 @@ class Answer:
         self.metrics = services.metrics
         self._services = services
         self._jobs = jobs
-        self._account = account
+        self._entry = entry
         self._deadline = deadline
         self._outbox = Outbox(MAX_UNREAD_TOKENS * len(jobs), self._unread)
         self._traceparent = traceparent
@@ -131,8 +147,8 @@ class Answer:
         """
         services, began = self._services, time.monotonic()
         sizes = [len(job.prompt_ids) for job in self._jobs]
-        admitted = services.admission.admit(self._account, sizes, self.body.priority)
-        with self._traced() as span, admitted as turns:
+        with self._traced() as span:
+            turns = self._entry.turns(sizes, self.body.priority)
             services.active.add(self)
             try:
                 self._generations = [
@@ -156,6 +172,7 @@ class Answer:
             finally:
                 services.active.discard(self)
                 self._close(time.monotonic() - began)
+                self._entry.end()
 
     @property
     def finished(self) -> bool:

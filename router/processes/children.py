@@ -17,7 +17,10 @@ from dataclasses import dataclass
 
 from router.admission.fairness import FairQueue
 
+Frame = bytes | bytearray
 _LENGTH = struct.Struct("<I")
+_SLICE_BYTES = 256 << 10
+"""Written at once: copying a whole body into a transport would stop the loop for milliseconds."""
 
 
 class ChildDied(Exception):
@@ -36,8 +39,12 @@ class Child:
         self._greeting = greeting
         self._process: asyncio.subprocess.Process | None = None
 
-    async def ask(self, parts: Sequence[bytes]) -> bytes:
+    async def ask(self, parts: Sequence[Frame]) -> bytes:
         """Joins `parts` to one frame. Raises ChildDied."""
+        return await self._exchange(await self.started(), parts, started=True)
+
+    async def started(self) -> asyncio.subprocess.Process:
+        """Starts the process, unless it lives. Raises ChildDied."""
         if self._process is not None and self._is_dead(self._process):
             await self.end()
         if self._process is None:
@@ -49,7 +56,7 @@ class Child:
                 env={name: value for name, value in os.environ.items() if not name.startswith("BATON_")},
             )
             await self._exchange(self._process, [self._greeting] if self._greeting else None, started=False)
-        return await self._exchange(self._process, parts, started=True)
+        return self._process
 
     @staticmethod
     def _is_dead(process: asyncio.subprocess.Process) -> bool:
@@ -58,7 +65,7 @@ class Child:
         return process.returncode is not None or process.stdin.is_closing() or process.stdout.at_eof()
 
     async def _exchange(
-        self, process: asyncio.subprocess.Process, parts: Sequence[bytes] | None, *, started: bool
+        self, process: asyncio.subprocess.Process, parts: Sequence[Frame] | None, *, started: bool
     ) -> bytes:
         """Sends a frame, if there is one, and reads the next."""
         stdin, stdout = process.stdin, process.stdout
@@ -68,8 +75,9 @@ class Child:
             if parts is not None:
                 stdin.write(_LENGTH.pack(sum(map(len, parts))))
                 for part in parts:
-                    stdin.write(part)
-                    await stdin.drain()
+                    for begin in range(0, len(part), _SLICE_BYTES):
+                        stdin.write(memoryview(part)[begin : begin + _SLICE_BYTES])
+                        await stdin.drain()
             return await stdout.readexactly(*_LENGTH.unpack(await stdout.readexactly(_LENGTH.size)))
         except (
             OSError,
@@ -99,11 +107,12 @@ class Children:
     """Up to `count` processes of one kind. Clients' keys take turns by the bytes that they ask."""
 
     def __init__(self, command: Sequence[str], count: int, greeting: bytes = b"") -> None:
+        self._count = count
         self._idle = [Child(command, greeting) for _ in range(count)]
         self._waiting: FairQueue[str, _Turn] = FairQueue()
         self._asked: set[asyncio.Task[bytes]] = set()
 
-    async def ask(self, key: str, *parts: bytes) -> bytes:
+    async def ask(self, key: str, *parts: Frame) -> bytes:
         """For the client with this key. A question that is given up is answered all the same, but to nobody.
 
         Raises ChildDied.
@@ -113,6 +122,15 @@ class Children:
         self._asked.add(asked)
         asked.add_done_callback(lambda _: self._answered(asked, child))
         return await asyncio.shield(asked)
+
+    async def start(self) -> None:
+        """Starts all, so that no question waits for it. Raises ChildDied."""
+        children = [await self._turn("", 0) for _ in range(self._count)]
+        try:
+            await asyncio.gather(*(child.started() for child in children))
+        finally:
+            for child in children:
+                self._free(child)
 
     async def close(self) -> None:
         """Ends all of them. Nothing may be asked from now on."""

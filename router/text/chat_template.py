@@ -37,9 +37,11 @@ class ChatTemplate:
 
     Attributes:
         takes_tools: it can tell a model which tools there are.
+        state: the arguments that make a copy of it in another process.
     """
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
+        self.state = {"source": source, "bos_token": bos_token, "eos_token": eos_token}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )

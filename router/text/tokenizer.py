@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -22,6 +23,7 @@ class ModelTokenizer:
         takes_tools: the chat template knows tools.
         tool_format: how the model calls them; None: nobody knows.
         vocab_size: every token id is below it.
+        longest_token: no token stands for more characters of a text.
         vocabulary_fingerprint: workers whose model has another one mean other text by the same ids.
     """
 
@@ -39,6 +41,7 @@ class ModelTokenizer:
         self.max_model_len = max_model_len
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary))
         self.vocabulary_fingerprint = vocabulary_fingerprint(vocabulary)
         self._spell = _speller(tokenizer)
         self._bytes: dict[int, bytes] = {}
@@ -46,6 +49,28 @@ class ModelTokenizer:
         shown = tool_format.specials if tool_format is not None else ()
         self._special = frozenset(i for i, t in added.items() if t.special and t.content not in shown)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+
+    @cached_property
+    def state(self) -> bytes:
+        """Makes a copy of it in another process: see `restored`."""
+        state = {
+            "tokenizer": self._tokenizer.to_str(),
+            "template": None if self._template is None else self._template.state,
+            "max_model_len": self.max_model_len,
+            "tool_format": None if self.tool_format is None else self.tool_format.name,
+        }
+        return json.dumps(state).encode()
+
+    @classmethod
+    def restored(cls, state: bytes) -> Self:
+        given = json.loads(state)
+        template, name = given["template"], given["tool_format"]
+        return cls(
+            Tokenizer.from_str(given["tokenizer"]),
+            None if template is None else ChatTemplate(**template),
+            given["max_model_len"],
+            None if name is None else FORMATS[name],
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -285,12 +285,15 @@ def test_runs_router(
     shared: ends.FakeWorkers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    large = {"message": ("/v1/chat/completions", b'{"messages": [], "a": "%b"}' % bytes(100_000))}
+    monkeypatch.setattr(router, "large_requests", lambda: large)
     few = partial(router.decisions, 100, 2)
     monkeypatch.setattr(router, "decisions", lambda workers, count, busy: few(busy=busy))
     with ends.Load(routed[2]["url"], 1) as load:  # one for all: each is a process
         monkeypatch.setattr(router, "Load", lambda url, streams: contextlib.nullcontext(load))
         rows = run("router", "--pairs", "100", "--streams", "1", "--seconds", "0.1")
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
+    assert rows["router.stall.large_request"]["value"] > 0
     shared.step.value = 0.0
 
 

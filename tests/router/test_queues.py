@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -43,29 +44,58 @@ def no_limit() -> Account:
     return Account(ANYBODY)
 
 
+@contextlib.contextmanager
+def admitted(
+    admission: Admission, account: Account, sizes: Sequence[int], priority: int = 0
+) -> Iterator[list[Turn]]:
+    with admission.enter(account, sum(sizes)) as entry:
+        yield entry.turns(sizes, priority)
+
+
 def test_admission_is_bounded_in_tokens_and_gives_them_back():
     clock = Clock()
     admission = Admission(1000, lambda: math.inf, clock=clock)
-    with admission.admit(no_limit(), [600, 300]) as turns:
+    with admitted(admission, no_limit(), [600, 300]) as turns:
         for turn in turns:
             turn.wait(Asker(turn, "", []))
-        with pytest.raises(Overloaded), admission.admit(no_limit(), [200]):
+        with pytest.raises(Overloaded), admitted(admission, no_limit(), [200]):
             pass
         clock.now += 2
         turns[0].generated()
         turns[0].generated()
         assert admission.waiting_tokens == 300
-        with admission.admit(no_limit(), [200]):
+        with admitted(admission, no_limit(), [200]):
             assert admission.waiting_tokens == 500
-            with pytest.raises(Overloaded) as refusal, admission.admit(no_limit(), [800]):
+            with pytest.raises(Overloaded) as refusal, admitted(admission, no_limit(), [800]):
                 pass
             assert refusal.value.retry_after == 2, "500 tokens wait, and 300 went per second"
     assert admission.waiting_tokens == 0
 
 
+def test_an_estimate_is_replaced_when_the_tokens_are_known():
+    clock = Clock()
+    admission = Admission(1000, lambda: math.inf, clock=clock)
+    account = Account(ApiKey.of("a", "1", tokens_per_minute=1000), clock=clock)
+    with admission.enter(account, 500) as small, admission.enter(no_limit(), 400) as large:
+        assert account._left == 500
+        assert len(small.turns([10, 20])) == 2
+        assert account._left == 970
+        assert (admission.waiting_tokens, account.waiting_tokens) == (430, 30)
+        large.turns([900])
+        assert admission.waiting_tokens == 930
+        with admission.enter(no_limit(), 50) as other:
+            with pytest.raises(Overloaded):
+                other.turns([80])
+            assert admission.waiting_tokens == 930
+    with admission.enter(account, 800):
+        assert account._left == 170
+    assert account._left == 970, "a request without turns costs nothing"
+    assert (admission.waiting_tokens, account.waiting_tokens, account.requests) == (0, 0, 0)
+
+
 def test_a_request_larger_than_the_bound_is_served_alone():
     admission = Admission(1000, lambda: math.inf)
-    with admission.admit(no_limit(), [5000]):
+    with admitted(admission, no_limit(), [5000]):
         assert admission.waiting_tokens == 5000
 
 
@@ -107,7 +137,7 @@ class Gate:
         assert len(self.admission.queue) == 0
 
     def ask(self, account: Account, name: str, *, tokens: int = 100, priority: int = 0) -> Asker:
-        [turn] = self._stack.enter_context(self.admission.admit(account, [tokens], priority))
+        [turn] = self._stack.enter_context(admitted(self.admission, account, [tokens], priority))
         asker = Asker(turn, name, self.started, self.slots)
         turn.wait(asker)
         return asker
@@ -246,17 +276,17 @@ def test_the_key_that_floods_is_refused_and_not_the_other():
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
     with contextlib.ExitStack() as stack:
         for _ in range(8):
-            stack.enter_context(admission.admit(flood, [100]))
+            stack.enter_context(admitted(admission, flood, [100]))
         with pytest.raises(RateLimited, match="key 'flood' has 800 prompt tokens waiting"):
-            stack.enter_context(admission.admit(flood, [100]))
-        stack.enter_context(admission.admit(other, [50]))
+            stack.enter_context(admitted(admission, flood, [100]))
+        stack.enter_context(admitted(admission, other, [50]))
     assert flood.waiting_tokens == other.waiting_tokens == admission.waiting_tokens == 0
 
 
 def test_a_turn_that_ends_others_does_not_start_them():
     admission = Admission(1000, lambda: 1.0)
     started: list[str] = []
-    with admission.admit(no_limit(), [10, 10, 10]) as turns:
+    with admitted(admission, no_limit(), [10, 10, 10]) as turns:
 
         class Ends(Asker):
             def on_turn(self) -> bool:
@@ -274,13 +304,13 @@ def test_a_turn_that_ends_others_does_not_start_them():
 def test_a_key_has_so_many_requests_at_the_same_time():
     account = Account(ApiKey.of("a", "1", max_requests=4), share=0.5)
     admission = Admission(1000, lambda: math.inf)
-    with admission.admit(account, [1]):
-        with admission.admit(account, [1]):
-            with pytest.raises(RateLimited) as refusal, admission.admit(account, [1]):
+    with admitted(admission, account, [1]):
+        with admitted(admission, account, [1]):
+            with pytest.raises(RateLimited) as refusal, admitted(admission, account, [1]):
                 pass
             assert refusal.value.code == "rate_limit_exceeded"
             assert "'a'" in refusal.value.message
-        with admission.admit(account, [1]):
+        with admitted(admission, account, [1]):
             assert account.requests == 2
     assert account.requests == 0
     assert Account(ApiKey.of("a", "1", max_requests=1), share=0.1)._max_requests == 1
@@ -292,7 +322,7 @@ def test_a_key_has_so_many_tokens_a_minute():
     admission = Admission(10**6, lambda: math.inf, clock=clock)
 
     def ask(prompt: int, output: int) -> None:
-        with admission.admit(account, [prompt]) as [turn]:
+        with admitted(admission, account, [prompt]) as [turn]:
             turn.wait(Asker(turn, "", []))
             for _ in range(output):
                 turn.generated()

@@ -1,0 +1,164 @@
+"""What is made of a client's bytes before workers are chosen. Pure. Takes seconds for the largest bodies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from router.api.bodies import (
+    Body,
+    ChatBody,
+    ChatOptions,
+    CompletionBody,
+    CompletionOptions,
+    DetokenizeBody,
+    RenderedBody,
+    TokenizeBody,
+    parse,
+)
+from router.api.grpc_body import parse_message
+from router.api.jobs import Context, output_room
+from router.api.messages import Message
+from router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from router.text.tokenizer import ModelTokenizer
+
+Kind = Literal["chat", "completion", "message", "tokenize", "detokenize"]
+"""What the bytes are: a JSON body by its endpoint, or the message of a gRPC call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a router serves."""
+
+    model_name: str
+    context: Context
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request to generate. Its prompts are token ids."""
+
+    options: ChatOptions | CompletionOptions
+    prompts: list[list[int]]
+    echoes: list[str]
+    """What the answers to each prompt begin with; empty unless the client asked for `echo`."""
+
+
+def prepare(
+    kind: Kind, raw: bytes | bytearray, tokenizer: ModelTokenizer, served: Served
+) -> Prepared | bytes:
+    """Returns a request to generate, or the JSON answer of /tokenize and /detokenize.
+
+    Raises InvalidRequest and ModelNotFound.
+    """
+    match kind:
+        case "chat":
+            return _chat(parse(ChatBody, raw), tokenizer, served)
+        case "completion":
+            return _completion(parse(CompletionBody, raw), tokenizer, served)
+        case "message":
+            body = parse_message(bytes(raw))
+            if isinstance(body, ChatBody):
+                return _chat(body, tokenizer, served)
+            return _completion(body, tokenizer, served)
+        case "tokenize":
+            return _tokenize(parse(TokenizeBody, raw), tokenizer, served)
+        case "detokenize":
+            return _detokenize(parse(DetokenizeBody, raw), tokenizer, served)
+
+
+def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:
+    _check_model(body, served)
+    field = body.prompt_field
+    if len(body.messages) > served.context.positions:
+        text = f"{field}: {len(body.messages)} messages do not fit into a context of {served.context}"
+        raise ContextLengthExceeded(text, param=field)
+    text = _rendered(tokenizer, body, body.messages)
+    special = bool(body.add_special_tokens)
+    prompt = _encoded(tokenizer, text, field, served, add_special_tokens=special)
+    return Prepared(body, [prompt], [])
+
+
+def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:
+    _check_model(body, served)
+    field = body.prompt_field
+    prompts: list[list[int]] = []
+    for prompt in body.prompt:
+        if isinstance(prompt, list):
+            output_room(len(prompt), field, served.context)
+            _check_ids(prompt, field, tokenizer)
+            prompts.append(prompt)
+        else:
+            special = body.add_special_tokens
+            prompts.append(_encoded(tokenizer, prompt, field, served, add_special_tokens=special))
+    echoes = [
+        prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+        for prompt in (body.prompt if body.echo else [])
+    ]
+    return Prepared(body, prompts, echoes)
+
+
+def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:
+    _check_model(body, served)
+    if body.messages is not None:
+        text, special = _rendered(tokenizer, body, body.messages), bool(body.add_special_tokens)
+    else:
+        text, special = body.prompt or "", body.add_special_tokens is not False
+    tokens = tokenizer.encode(text, add_special_tokens=special)
+    answer = {"count": len(tokens), "max_model_len": served.context.positions, "tokens": tokens}
+    return msgspec.json.encode(answer)
+
+
+def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:
+    _check_model(body, served)
+    _check_ids(body.tokens, "tokens", tokenizer)
+    return msgspec.json.encode({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _check_model(body: Body, served: Served) -> None:
+    if body.model not in (None, served.model_name):
+        raise ModelNotFound(f"there is no model {body.model!r} here", param="model")
+
+
+def _check_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> None:
+    if (largest := max(token_ids, default=0)) >= tokenizer.vocab_size:
+        text = f"{field}: token id {largest} is not below the vocabulary's {tokenizer.vocab_size}"
+        raise InvalidRequest(text, param=field)
+
+
+def _rendered(tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[Message]) -> str:
+    tools = body.offered_tools
+    if not tokenizer.takes_tools:
+        if tools:
+            raise Unsupported("tools is not supported: this model's chat template knows none", param="tools")
+        for i, message in enumerate(messages):
+            if message.about_tools:
+                text = f"messages[{i}]: this model's chat template knows no tool calls and no results of them"
+                raise Unsupported(text, param=f"messages[{i}]")
+    if body.continue_final_message and messages[-1].tool_calls:
+        text = "continue_final_message: the last message has tool_calls, after which no text can go on"
+        raise InvalidRequest(text, param="continue_final_message")
+    try:
+        return tokenizer.render_chat(
+            [message.for_template() for message in messages],
+            [tool.for_template() for tool in tools],
+            body.template_settings,
+            add_generation_prompt=body.ends_with_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"messages: {error}", param="messages") from error
+
+
+def _encoded(
+    tokenizer: ModelTokenizer, text: str, field: str, served: Served, *, add_special_tokens: bool
+) -> list[int]:
+    """Of a prompt that leaves room for output."""
+    # Without this, text of any length would be tokenized only to learn that it does not fit.
+    if len(text) > served.context.positions * tokenizer.longest_token:
+        reason = f"{field}: {len(text)} characters do not fit into a context of {served.context}"
+        raise ContextLengthExceeded(reason, param=field)
+    token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    output_room(len(token_ids), field, served.context)
+    return token_ids

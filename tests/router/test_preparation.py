@@ -1,0 +1,255 @@
+"""From bytes to token ids: the same in the router and in its child, and bounded before the work begins."""
+
+import asyncio
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from router.admission.gate import Account
+from router.admission.keys import ANYBODY, ApiKey
+from router.api.bodies import ChatBody, ChatOptions, CompletionBody
+from router.api.jobs import Context
+from router.errors import ApiError, ContextLengthExceeded, InvalidRequest
+from router.faces.grpc_service import SERVICE
+from router.faces.serving import ActiveAnswers
+from router.preparation.child import answered
+from router.preparation.prepare import Kind, Prepared, Served, prepare
+from router.preparation.preparer import SMALL_BYTES, Preparer
+from router.preparation.wire import MAX_OPTIONS_BYTES, question_head, read_answer
+from router.text.tokenizer import ModelTokenizer, load_tokenizer
+from rpc import inference_pb2 as ipb
+from rpc.inference_pb2_grpc import InferenceStub
+
+from .conftest import Cluster, make_cluster
+
+SERVED = Served("fake", Context(8192))
+CHAT = {"messages": [{"role": "user", "content": "Hi 🙂"}]}
+FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
+SAMPLED = {
+    "model": "fake", "stream": True, "stream_options": {"include_usage": True}, "n": 2, "temperature": 0.5,
+    "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -1,
+    "frequency_penalty": 1, "seed": 2**64 - 1, "stop": ["a", "ü"], "stop_token_ids": [5], "max_tokens": 7,
+    "logit_bias": {"5": -100.0}, "min_tokens": 3, "skip_special_tokens": False, "return_token_ids": True,
+    "priority": -3, "timeout": 3.5, "user": "me", "prompt_cache_key": "k", "unknown": None,
+}  # fmt: skip
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "é": [1, 2.5]}}}
+LONG = "a b " * SMALL_BYTES
+
+
+def in_child(kind: Kind, raw: bytes, tokenizer: ModelTokenizer) -> Prepared | bytes:
+    return read_answer(answered(question_head(kind, SERVED) + raw, restored(tokenizer)))
+
+
+@functools.cache
+def restored(tokenizer: ModelTokenizer) -> ModelTokenizer:
+    return ModelTokenizer.restored(tokenizer.state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("chat", CHAT),
+        ("chat", CHAT | SAMPLED | {"logprobs": True, "top_logprobs": 2, "chat_template_kwargs": {"a": 1}}),
+        ("chat", CHAT | {"response_format": SCHEMA, "max_completion_tokens": 3, "stop": "x"}),
+        ("chat", CHAT | {"structured_outputs": {"json": {"type": "object"}}}),
+        ("completion", SAMPLED | {"prompt": "Hi\nthere", "logprobs": 3}),
+        ("completion", {"prompt": ["Hi", [5, 6, 7]], "echo": True, "structured_outputs": {"choice": ["a"]}}),
+        ("tokenize", {"prompt": "Hi", "model": "fake"}),
+        ("tokenize", CHAT),
+        ("detokenize", {"tokens": [5, 6, 7]}),
+        ("message", ipb.GenerateRequest(text="Hi", stop=["a"], logprobs=2, seed=5)),
+        (
+            "message",
+            ipb.GenerateRequest(chat=ipb.Chat(messages=[ipb.ChatMessage(role="user", content="Hi")])),
+        ),
+    ],
+)
+def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Kind, body: Any):
+    raw = json.dumps(body).encode() if isinstance(body, dict) else body.SerializeToString()
+    here, there = prepare(kind, raw, tokenizer, SERVED), in_child(kind, raw, tokenizer)
+    if not isinstance(here, Prepared):
+        assert there == here
+        return
+    assert isinstance(there, Prepared)
+    assert isinstance(here.options, (ChatBody, CompletionBody))
+    assert (there.prompts, there.echoes) == (here.prompts, here.echoes)
+    without = {"messages", "prompt", "chat_template_kwargs"}
+    options = here.options.model_dump(exclude=without, warnings=False)
+    assert there.options.model_dump(exclude=without, warnings=False) == options
+    assert there.options.structure == here.options.structure
+
+
+def test_tools_survive_the_way_back(directory: Path, tmp_path: Path):
+    (tmp_path / "tools.jinja").write_text("{{ tools | tojson }}{{ messages | tojson }}<tool_call>")
+    tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "tools.jinja"))
+    choice = {"type": "function", "function": {"name": "look"}}
+    body = CHAT | {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": choice}
+    raw = json.dumps(body).encode()
+    here, there = prepare("chat", raw, tokenizer, SERVED), in_child("chat", raw, tokenizer)
+    assert isinstance(here, Prepared)
+    assert isinstance(there, Prepared)
+    assert there.prompts == here.prompts
+    assert isinstance(there.options, ChatOptions)
+    assert isinstance(here.options, ChatOptions)
+    assert there.options.tool_choice == here.options.tool_choice
+    assert there.options.callable_tools == here.options.callable_tools
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        ("chat", b'{"messages": ['),
+        ("chat", b'{"messages": []}'),
+        ("chat", json.dumps(CHAT | {"model": "other"}).encode()),
+        ("chat", json.dumps({"messages": CHAT["messages"] * 9000}).encode()),
+        ("completion", json.dumps({"prompt": "a b " * 5000}).encode()),
+        ("completion", json.dumps({"prompt": [5] * 8192}).encode()),
+        ("completion", b'{"prompt": [99999999]}'),
+        ("detokenize", b'{"tokens": [99999999]}'),
+        ("message", b"\xff\xff\xff"),
+    ],
+)
+def test_a_child_refuses_as_the_router_does(tokenizer: ModelTokenizer, kind: Kind, raw: bytes):
+    refused: list[ApiError] = []
+    for attempt in (prepare, lambda kind, raw, tokenizer, _: in_child(kind, raw, tokenizer)):
+        with pytest.raises(ApiError) as refusal:
+            attempt(kind, raw, tokenizer, SERVED)
+        refused.append(refusal.value)
+    here, there = refused
+    assert here.status in (400, 404)
+    assert (type(there), there.message, there.param) == (type(here), here.message, here.param)
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenized(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ModelTokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(ModelTokenizer, "render_chat", lambda *_, **__: pytest.fail("it was rendered"))
+    text = json.dumps({"prompt": "a" * (8192 * tokenizer.longest_token + 1)}).encode()
+    messages = json.dumps({"messages": CHAT["messages"] * 8193}).encode()
+    for kind, raw in (("completion", text), ("chat", messages)):
+        with pytest.raises(ContextLengthExceeded, match="do not fit into a context of 8192"):
+            prepare(kind, raw, tokenizer, SERVED)
+
+
+def test_the_fields_beside_the_prompt_are_bounded(tokenizer: ModelTokenizer):
+    raw = json.dumps(CHAT | {"user": "x" * MAX_OPTIONS_BYTES}).encode()
+    with pytest.raises(InvalidRequest, match="the fields beside the prompt take"):
+        in_child("chat", raw, tokenizer)
+
+
+def test_a_defect_in_a_child_is_logged_without_its_text(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("of a ".join(["text", "client"]))
+
+    monkeypatch.setattr("router.preparation.child.prepare", broken)
+    with pytest.raises(ApiError) as failure:
+        read_answer(answered(question_head("chat", SERVED) + b"{}", tokenizer))
+    assert failure.value.status == 500
+    assert "RuntimeError" in caplog.text
+    assert "text of a client" not in caplog.text
+
+
+# ---------------------------------------------------------------- with a real child
+
+
+def processes(cluster: Cluster) -> list[psutil.Process]:
+    found = [child._process for child in cluster.router.intake._preparer._children._idle]
+    return [psutil.Process(process.pid) for process in found if process is not None]
+
+
+async def kill(process: psutil.Process) -> None:
+    process.kill()
+    while psutil.pid_exists(process.pid):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def test_large_bodies_are_prepared_in_a_child_which_is_replaced(cluster: Cluster):
+    text = "word " * 4000
+    expected = cluster.tokenizer.encode(text)
+    dead = {0}
+    for _ in range(2):
+        sizes = {"prompt": text, "max_tokens": 2, "ignore_eos": True}
+        answer = await cluster.complete(**sizes, return_token_ids=True)
+        assert answer["choices"][0]["prompt_token_ids"] == expected
+        status, answer = await cluster.post("/tokenize", prompt=text)
+        assert (status, answer["tokens"]) == (200, expected)
+        assert cluster.router.grpc_address is not None
+        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+            request = ipb.GenerateRequest(text=text, max_tokens=1)
+            last = [message async for message in InferenceStub(channel).Generate(request)][-1]
+            assert last.usage.prompt_tokens == len(expected)
+        used = processes(cluster)
+        assert used
+        assert not dead & {process.pid for process in used}
+        for process in used:
+            dead.add(process.pid)
+            await kill(process)
+
+
+async def test_a_body_of_which_a_child_dies_is_refused(cluster: Cluster):
+    await cluster.post("/tokenize", prompt=LONG)
+    (process,) = processes(cluster)
+    process.suspend()
+    asked = asyncio.create_task(cluster.post("/tokenize", prompt=LONG))
+    await cluster.until(lambda: bool(cluster.router.intake._preparer._children._asked))
+    process.kill()
+    status, answer = await asked
+    assert status == 400
+    assert "takes more than 20 s or 4 GiB" in answer["error"]["message"]
+
+
+async def test_a_drain_waits_for_a_request_that_is_being_prepared():
+    active = ActiveAnswers()
+    with active.preparing():
+        waiting = asyncio.create_task(active.wait_for_none())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await waiting
+
+
+# ---------------------------------------------------------------- limits come first
+
+
+async def test_limits_come_before_the_work(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    key = ApiKey.of("a", "secret", max_requests=1)
+    async with make_cluster(tokenizer, tmp_path, api_keys=(key,), max_waiting_tokens=5000) as cluster:
+        http, admission = cluster.http, cluster.router.services.admission
+        headers = {"Authorization": "Bearer secret"}
+        monkeypatch.setattr(Preparer, "prepare", lambda *_: pytest.fail("work began"))
+        account = cluster.router.intake.authorize("Bearer secret")
+
+        async def refused(path: str, body: Any) -> str:
+            async with http.post(cluster.url + path, json=body, headers=headers) as response:
+                assert response.status == 429
+                return (await response.json())["error"]["code"]
+
+        with admission.enter(Account(ANYBODY), 3000):
+            assert await refused("/v1/completions", {"prompt": LONG}) == "overloaded"
+        account.enter()
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            assert await refused(path, CHAT) == "rate_limit_exceeded"
+        account.leave()
+        assert account.requests == 0
+        assert admission.waiting_tokens == 0
+
+
+async def test_grpc_authorizes_before_it_parses(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("a", "secret"),)) as cluster:
+        assert cluster.router.grpc_address is not None
+        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+            generate = channel.unary_stream(f"/{SERVICE}/Generate", bytes, bytes)
+            for key, code in (("x", "UNAUTHENTICATED"), ("secret", "INVALID_ARGUMENT")):
+                metadata = [("authorization", f"Bearer {key}")]
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    _ = [message async for message in generate(b"\xff\xff", metadata=metadata)]
+                assert refusal.value.code().name == code
