@@ -1,4 +1,4 @@
-"""What the user decides about an engine: `EngineConfig`. Errors name the flag and the remedy."""
+"""The user's configuration of an engine. Errors name the flag and the remedy."""
 
 from dataclasses import dataclass
 
@@ -8,39 +8,42 @@ LOAD_FORMATS = ("auto", "dummy")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Configuration of one engine; flags and defaults as vLLM users know them."""
+    """Configuration of one engine. Names and defaults follow vLLM."""
 
     model: str
-    """Directory in Hugging Face format, GGUF file, or the name of a repository on the Hugging Face hub."""
+    """Directory in Hugging Face format, GGUF file, or name of a repository on the Hugging Face hub."""
     revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
     dtype: str = "auto"
-    """Of weights and KV. `auto`: the checkpoint's; for GGUF float32 on a CPU and bfloat16 on CUDA."""
+    """Type of weights and KV. `auto`: the checkpoint's; for GGUF, float32 on a CPU and bfloat16 on CUDA."""
     device: str = "cpu"
     load_format: str = "auto"
-    """`dummy`: random weights, a function of `seed`; needs only the model's configuration."""
+    """`dummy`: random weights that depend on `seed`. Only the model's configuration is read."""
     block_size: int | None = None
     """Positions per KV block. None: 128 on CUDA, 16 on a CPU."""
     num_blocks: int | None = None
-    """KV blocks in the pool. None: what a measured step leaves room for; on a CPU, 1 GiB."""
+    """KV blocks in the pool. None: as many as fit beside the largest step; on a CPU, 1 GiB."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory that this process takes: weights, activations, graphs, KV. Other processes on
-    that GPU have shares of their own."""
+    """Share of the GPU's memory that this process may use: weights, activations, graphs and KV. The shares of
+    all processes on a GPU must fit together."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output together. None: the model's context, or all of a smaller pool."""
+    """Most tokens of prompt and output together. None: the model's context, or what a smaller pool holds."""
     max_num_seqs: int = 64
+    """Requests in one step."""
     max_num_batched_tokens: int = 2048
-    """Token budget of a step: a longer prefill is cut into chunks."""
+    """Token budget of a step. Longer prefills are cut into chunks."""
     enable_prefix_caching: bool = False
     ttit_target: float | None = None
-    """Seconds that a step may take which decodes and, for a request that was started, prefills. None: half as
-    long again as one that only decodes."""
+    """Seconds that a step may take if it decodes and prefills a request of `Engine.start`. None: 1.5 times
+    the time of a step that only decodes."""
     seed: int = 0
+    """Seed of dummy weights."""
     num_threads: int | None = None
-    """CPU threads of torch. None: torch's own choice."""
+    """CPU threads of torch. None: torch's default."""
     overlap: bool | None = None
-    """Whether a step is launched before the tokens of the one before it are known. None: on CUDA."""
+    """Whether a step is launched before the tokens of the step before are known. None: yes on CUDA."""
     cuda_graphs: bool = True
-    """Whether steps are replayed from CUDA graphs; a CPU has none."""
+    """Whether CUDA graphs replay steps. A CPU has none."""
 
     def __post_init__(self) -> None:
         def require(flag: str, value: object, holds: bool, remedy: str) -> None:
@@ -87,5 +90,5 @@ class EngineConfig:
             self.max_num_batched_tokens,
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"a step decodes one token of each running request; raise it to at least --max-num-seqs "
-            f"({self.max_num_seqs}) or lower that",
+            f"({self.max_num_seqs}), or lower --max-num-seqs",
         )

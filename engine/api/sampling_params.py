@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, and when it wants to stop. Names and meanings are vLLM's."""
+"""Sampling parameters and stop conditions of a request. Names and meanings are vLLM's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,46 +6,47 @@ from dataclasses import dataclass, field
 from engine.api.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
-"""Most alternatives per token that a request may ask for (the bound of OpenAI's API)."""
+"""Most alternatives per token that a request may ask for (the limit of OpenAI's API)."""
 LARGEST = 1e6
-"""Bounds what a logit is multiplied by, divided by, or shifted by: float32 then holds the result."""
+"""Limit of numbers that scale or shift a logit, so that float32 holds the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling and stop conditions of one request. Raises `ValueError` naming the field and its bound.
+    """Sampling parameters and stop conditions of one request. Raises `ValueError` naming field and bound.
 
-    The penalties, `min_tokens` and `max_tokens` count every generated token, also those that were generated
-    by an earlier attempt and arrive as `EngineRequest.output_ids`.
+    The penalties, `min_tokens` and `max_tokens` count every generated token. Tokens of an earlier attempt,
+    which arrive as `EngineRequest.output_ids`, count, too.
     """
 
     temperature: float = 1.0
-    """0 is greedy: the highest logit, and top_k, top_p, min_p do not matter."""
+    """0: greedy. The highest logit wins, and top_k, top_p and min_p have no effect."""
     top_k: int = 0
-    """Only the k most likely tokens; 0 is all."""
+    """Sample from the k most likely tokens only. 0: from all."""
     top_p: float = 1.0
-    """Only the fewest most likely tokens whose probabilities (after top_k) add up to top_p."""
+    """Sample from the smallest set of most likely tokens that reaches this probability, after top_k."""
     min_p: float = 0.0
-    """Only tokens at least min_p times as likely as the most likely one."""
+    """Sample only tokens that are at least min_p times as likely as the most likely token."""
     repetition_penalty: float = 1.0
-    """Divides positive logits (multiplies negative ones) of tokens in prompt or output (CTRL, 2019)."""
+    """For tokens in prompt or output: divides a positive logit, multiplies a negative one (CTRL, 2019)."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that is in the output."""
+    """Subtracted from the logit of each token in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time it is in the output."""
+    """Subtracted from a token's logit once for each time that the token is in the output."""
     seed: int = 0
-    """With a token's position it determines the token's random number, whatever else is in the batch."""
+    """Seed and position alone determine a token's random number; the rest of the batch does not matter."""
     max_tokens: int = 16
     min_tokens: int = 0
-    """Below this many generated tokens neither EOS nor a stop token can be chosen."""
+    """EOS and stop tokens are barred until this many tokens are generated."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of single tokens."""
+    """Token id → number that is added to its logit."""
     logprobs: int | None = None
-    """Return each token's log probability and this many most likely alternatives; None is neither."""
+    """How many most likely alternatives to return with each token's log probability. None: return neither."""
     structured_output: StructuredOutput | None = None
-    """What the output must be like; it ends with EOS where that is complete, whatever min_tokens says."""
+    """Structure of the output. The output ends with EOS where the structure is complete, even below
+    min_tokens."""
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, bound: str) -> None:

@@ -1,18 +1,18 @@
-"""What structure an output must have. Knows no model: `engine.grammar` enforces it."""
+"""The structure that a request's output must have. `engine.grammar` enforces it for a model."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 MAX_LENGTH = 1 << 17
-"""Characters of a schema, regex or grammar. So much compiles in 0.1 s."""
+"""Most characters of a schema, regex or grammar. This length compiles in 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     kind: Literal["json_schema", "regex", "grammar"]
     text: str
-    """A JSON schema; a regular expression (https://docs.rs/regex) for all of the output; or a grammar in
-    llguidance's variant of Lark."""
+    """A JSON schema; a regular expression (https://docs.rs/regex) that the whole output must match; or a
+    grammar in llguidance's variant of Lark."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("json_schema", "regex", "grammar"):

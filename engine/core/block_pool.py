@@ -1,4 +1,4 @@
-"""The KV block pool: who owns which block. Pure bookkeeping; the memory itself is `Engine.kv_cache`.
+"""The KV block pool: the owner of each block. Pure bookkeeping; the memory itself is `Engine.kv_cache`.
 
 A block is always in exactly one of four states:
 
@@ -6,8 +6,9 @@ A block is always in exactly one of four states:
       ▲                    │ release                            └────────release──────────────▶ │
       └────────────────────┴──────────────────────────── allocate (evicts the least recently used)
 
-A cached block is full, immutable, and found by the hash of all tokens up to its end (vLLM's hash chain), so a
-prefix is shared block by block. "Free" counts the unreferenced cached blocks: they can be had at once.
+A cached block is full and immutable. It is found by the hash of all tokens up to its end (vLLM's hash chain),
+so requests share a prefix block by block. "Free" includes the unreferenced cached blocks, since `allocate`
+can evict them at once.
 """
 
 from array import array
@@ -20,11 +21,10 @@ from itertools import chain
 def extend_hash_chain(
     chain: list[bytes], token_ids: Sequence[int], count: int, block_size: int, root: bytes
 ) -> None:
-    """Appends to `chain`, in place, the hashes of the full blocks of the first `count` of `token_ids` that it
-    does not have yet.
+    """Extends `chain` in place to the hashes of all full blocks within the first `count` of `token_ids`.
 
-    A cryptographic hash, since a collision would serve one request another's KV. `root` stands for all else
-    that KV depends on: the model, a salt.
+    The hash is cryptographic: a collision would give a request the KV of other tokens. `root` stands for
+    everything else that KV depends on: the model and a salt.
     """
     for index in range(len(chain), count // block_size):
         tokens = array("I", token_ids[index * block_size : (index + 1) * block_size])
@@ -33,39 +33,40 @@ def extend_hash_chain(
 
 
 def salted_root(root: bytes, salt: bytes) -> bytes:
-    """Where the chains of requests with this salt start: no other salt's chains ever meet them."""
+    """The root for requests with this salt. Chains of different salts have no hash in common."""
     return blake2b(salt, key=root[:64], digest_size=32).digest() if salt else root
 
 
-def _nobody(_: bytes) -> None:
+def _ignore(_: bytes) -> None:
     pass
 
 
 class BlockPool:
-    """`on_evicted` is told the hash of each block that leaves the cache."""
+    """Owns all blocks that no request owns. `on_evicted` is called with the hash of each block that leaves
+    the cache."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.on_evicted: Callable[[bytes], None] = _nobody
+        self.on_evicted: Callable[[bytes], None] = _ignore
         self._free = list(range(num_blocks - 1, -1, -1))
         self._private: set[int] = set()
-        self._references: dict[int, int] = {}  # cached block → requests that hold it
-        self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached blocks nobody holds, LRU first
+        self._references: dict[int, int] = {}  # cached block → number of requests that hold it
+        self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached, held by no request; LRU first
         self._block_of: dict[bytes, int] = {}  # hash → cached block
         self._hash_of: dict[int, bytes] = {}  # cached block → hash
 
     @property
     def free(self) -> int:
-        """Blocks that `allocate` can give out now."""
+        """Number of blocks that `allocate` can give out now."""
         return len(self._free) + len(self._unreferenced)
 
     @property
     def cached(self) -> int:
-        """Blocks that hold a cached prefix, referenced or not."""
+        """Number of cached blocks, referenced or not."""
         return len(self._hash_of)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` private blocks with undefined content."""
+        """Returns `count` private blocks with undefined content. Evicts cached blocks where needed."""
         assert count <= self.free, f"{count} blocks wanted, {self.free} free"
         while len(self._free) < count:
             evicted, _ = self._unreferenced.popitem(last=False)
@@ -78,7 +79,7 @@ class BlockPool:
         return blocks
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """The cached blocks of the longest known prefix of a hash chain; takes no reference."""
+        """The cached blocks of the longest known prefix of a hash chain. Takes no reference."""
         blocks = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -88,7 +89,7 @@ class BlockPool:
         return blocks
 
     def unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of these cached blocks are counted in `free`, hence would be missing after `share`."""
+        """How many of these cached blocks `free` counts. `share` would take them out of it."""
         return sum(block in self._unreferenced for block in blocks)
 
     def free_after(self, released: Iterable[Sequence[int]], keep: Collection[int]) -> int:
@@ -102,16 +103,17 @@ class BlockPool:
         return self.free + back - self.unreferenced(keep)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more request holds these cached blocks."""
+        """Adds a reference to each of these cached blocks, for one request."""
         for block in blocks:
             if block in self._unreferenced:
                 del self._unreferenced[block]
             self._references[block] = self._references.get(block, 0) + 1
 
     def publish(self, block: int, block_hash: bytes) -> bool:
-        """A private block became full, and its KV good: the cache owns it, its request keeps a reference.
+        """Moves a private block to the cache; its request keeps a reference. The block must be full and its
+        KV verified.
 
-        False: another block with the same content is cached already, and this one stays private.
+        False: a block with the same content is cached already, and this one stays private.
         """
         if block not in self._private or block_hash in self._block_of:
             return False
@@ -122,10 +124,9 @@ class BlockPool:
         return True
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A request gives back all its blocks: private ones become free, cached ones lose a reference."""
-        for block in reversed(
-            blocks
-        ):  # the end of a prefix is of use to fewer than its beginning: evict it first
+        """Takes back all blocks of a request: private ones become free, cached ones lose a reference."""
+        # Reversed, so that the end of a prefix is evicted first: more requests share its beginning.
+        for block in reversed(blocks):
             if block in self._private:
                 self._private.remove(block)
                 self._free.append(block)
@@ -136,7 +137,7 @@ class BlockPool:
                 self._unreferenced[block] = None
 
     def assert_consistent(self) -> None:
-        """Every block is in exactly one state, and the hash maps mirror each other."""
+        """Asserts that every block is in exactly one state, and that the hash maps mirror each other."""
         states = [*self._free, *self._private, *self._references, *self._unreferenced]
         assert sorted(states) == list(range(self.num_blocks)), "a block was lost or has two owners"
         assert all(count > 0 for count in self._references.values())
@@ -144,7 +145,7 @@ class BlockPool:
         assert self._hash_of.keys() == self._references.keys() | self._unreferenced.keys()
 
     def assert_whole(self) -> None:
-        """Nobody holds a block."""
+        """Asserts that no request holds a block."""
         self.assert_consistent()
         assert not self._private, f"private blocks left: {sorted(self._private)}"
         assert not self._references, f"cached blocks still referenced: {sorted(self._references)}"

@@ -1,40 +1,40 @@
-"""How many prompt tokens a decode step may take beside its own, so that those who decode hardly notice.
+"""How many prompt tokens a decode step may take, so that the decoding requests are hardly slowed down.
 
-Learnt from the steps themselves: what a step costs that only decodes, and what each prompt token adds to one
-(stall-free batching, Sarathi-Serve, Agrawal 2024, with a measured budget instead of a fixed one). Pure.
+This is stall-free batching (Sarathi-Serve, Agrawal 2024), but the budget is measured and not fixed. The limit
+learns two costs from past steps: that of a step that only decodes, and that of each prompt token. Pure.
 
-    seconds(step with prompts) = step + tokens · slope
+    seconds(step with prompts) = seconds(step without) + tokens · slope
 
-That is not quite a line: the first tokens are cheap, as the weights are read anyway. But the slope is that of
-chunks of late, whose size is the limit itself, so where it settles the step takes what it may.
+The real curve is not a line: the first tokens are cheap, since the step reads the weights anyway. But the
+slope comes from recent chunks, and these are as large as the limit. So the limit settles where a step takes
+its full time.
 """
 
 DECAY = 0.9
-"""What a step's weight shrinks by with each step of its kind after it."""
+"""Factor on the weight of a past step with each later step of its kind."""
 GROWTH = 1.5
-"""Without a target, a step may take so many times what it takes without a prompt."""
+"""Without a target, a step with prompts may take this many times the time of one without."""
 FIRST = 64
-"""Tokens to learn from, before it is known what they cost."""
+"""Tokens of the first chunk, while the cost of a prompt token is unknown."""
 LEAST = 16
-"""Tokens that are taken in any case: what has begun must go on."""
+"""Fewest tokens of a chunk: a prefill that has started must make progress."""
 
 
 class ChunkLimit:
-    """`target`: seconds that a step with decodes may take; None: `GROWTH` times one without a prompt. `most`:
-    tokens that any step takes."""
-
     def __init__(self, target: float | None, most: int) -> None:
+        """`target`: seconds that a step with decodes may take. None: `GROWTH` times a step without prompts.
+        `most`: token budget of any step."""
         self._target = target
         self._most = most
-        self._steps = self._step_seconds = 0.0  # that only decoded
-        self._prompt_tokens = self._added_seconds = 0.0
-        self._reach = 0.0  # the largest chunk of late
+        self._steps = self._step_seconds = 0.0  # of steps that only decode; weighted sums
+        self._prompt_tokens = self._added_seconds = 0.0  # of steps with prompts; weighted sums
+        self._recent_most = 0.0  # tokens of the largest recent chunk; decays
 
     def record(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
-        """A step of so many decoding requests and prompt tokens took `seconds`."""
+        """Learns from a step of `decodes` decoding requests and `prompt_tokens` that took `seconds`."""
         if prompt_tokens:
             self._prompt_tokens = DECAY * self._prompt_tokens + prompt_tokens
-            self._reach = max(DECAY * self._reach, prompt_tokens)
+            self._recent_most = max(DECAY * self._recent_most, prompt_tokens)
             self._added_seconds = DECAY * self._added_seconds + max(0.0, seconds - self.step_seconds)
         elif decodes:
             self._steps = DECAY * self._steps + 1
@@ -42,35 +42,36 @@ class ChunkLimit:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step that only decodes; 0 before the first."""
+        """Average time of a step that only decodes; 0 before the first."""
         return self._step_seconds / self._steps if self._steps else 0.0
 
     @property
     def _slope(self) -> float:
-        """Seconds that a prompt token adds."""
+        """Seconds that a prompt token adds to a step."""
         return self._added_seconds / self._prompt_tokens
 
     @property
     def fitting(self) -> int:
-        """Prompt tokens that fit into a step with decodes. 0: too few to be worth it, or nothing is known."""
+        """Prompt tokens that fit into a step with decodes. 0: fewer than `LEAST` fit, or no step was recorded
+        that only decodes."""
         step = self.step_seconds
         spare = (GROWTH * step if self._target is None else self._target) - step
         if not self._steps or spare <= 0:
             return 0
         if not self._prompt_tokens:
             return min(FIRST, self._most)
-        most = min(self._most, int(2 * self._reach))  # beyond, the slope is a guess
+        most = min(self._most, int(2 * self._recent_most))  # the slope of much larger chunks is a guess
         tokens = most if spare >= self._slope * most else int(spare / self._slope)
         return tokens if tokens >= LEAST else 0
 
     @property
     def seconds(self) -> float:
-        """That a step with so many is expected to take."""
+        """Expected time of a step with `fitting` prompt tokens."""
         if not self._prompt_tokens:
             return GROWTH * self.step_seconds
         return self.step_seconds + self.fitting * self._slope
 
     @property
     def tokens(self) -> int:
-        """That such a step takes of prompts which are here already."""
+        """Prompt tokens that a step with decodes takes of requests that were started: at least `LEAST`."""
         return max(LEAST, self.fitting)

@@ -1,4 +1,4 @@
-"""What the engine remembers about a request from `add` or `reserve` until its end."""
+"""The engine's state of a request, from `add`, `reserve` or `start` until its end."""
 
 import math
 import time
@@ -14,43 +14,45 @@ from engine.api.request import EngineRequest
 
 
 class Grammar(Protocol):
-    """What a request's next token must satisfy (`engine.grammar`)."""
+    """Says which tokens a request may have next (`engine.grammar`)."""
 
     @property
     def ready(self) -> bool:
-        """Whether it is compiled."""
+        """Whether the grammar is compiled."""
         ...
 
     def after(self, token_ids: "array[int]", /) -> Any:
-        """The matcher, once it has consumed the request's tokens. Raises `ValueError` if the grammar is not
-        valid, meets a limit, or does not allow these tokens."""
+        """The matcher, after it consumed the request's tokens. Raises `ValueError` if the grammar is not
+        valid, exceeds a limit, or does not allow these tokens."""
         ...
 
     def abandon(self) -> None:
-        """The request has ended."""
+        """Cancels the compilation, since the request has ended."""
         ...
 
 
 PENDING = -1
-"""In `LiveRequest.token_ids`: a token that a launched step samples, and that the host does not know yet."""
+"""Placeholder in `LiveRequest.token_ids`: a launched step samples this token; the host does not know it
+yet."""
 
 
 DRAW = np.dtype(
     [("seed", "u8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4")], align=True
 )
-"""How a request wants its tokens drawn, for the sampler to read of many at once."""
+"""Sampling parameters of one request as a record. Joining the records of a batch gives one array."""
 
 
 class Phase(Enum):
     WAITING = auto()
-    """Queued for prefill; has no blocks."""
+    """Queued for prefill. Has no blocks."""
     RUNNING = auto()
-    """In prefill or decode; has blocks for the whole prompt from the start."""
+    """In prefill or decode. Has blocks for the whole prompt from the start."""
     HELD = auto()
-    """Prefilled for a handover; its blocks wait to be fetched."""
+    """Prefilled for a handover. Keeps its blocks until the KV transfer is over."""
     RESERVED = auto()
-    """Has blocks whose KV is on its way from a prefill worker."""
+    """Has blocks. Their KV is on its way from a prefill worker."""
     GONE = auto()
+    """Ended. A launched step may still have the request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,41 +60,41 @@ class LiveRequest:
     request: EngineRequest
     phase: Phase
     arrival: int
-    """Ticket number: the engine's n-th request."""
+    """Serial number of the request in this engine."""
     handover: bool = False
     id: bytes = field(init=False)
     hand_back: bool = False
-    """When others need its blocks it goes back to whoever sent it, and is not computed again here."""
+    """On preemption the request goes back to its sender and is not recomputed here."""
     token_ids: "array[int]" = field(init=False)
-    """Prompt and output; positions index this list. The last `pending` of them are `PENDING`."""
+    """Prompt and output, indexed by position. The last `pending` entries are `PENDING`."""
     pending: int = 0
     row: int = 0
-    """Where the newest pending token is among those that its step samples."""
+    """Row of the newest pending token among the sampled rows of its step."""
     flights: int = 0
-    """Launched steps, not known to be over, that read and write its blocks."""
+    """Number of launched steps that use the request's blocks and have not landed."""
     longest: int = field(init=False)
-    """Tokens at which it ends, whichever they are."""
+    """Number of tokens, prompt included, at which the request ends."""
     plain_from: float = field(init=False)
-    """Tokens from which on nothing but `draw` says how the next is chosen."""
+    """Number of tokens from which on `draw` alone says how the next token is chosen."""
     alone: bool = field(init=False)
-    """Shares no step: it has not shown yet that it can be computed."""
+    """The request shares no step. Cleared by its first token, which shows that it crashes nothing."""
     draw: bytes = field(init=False)
-    """A `DRAW`."""
+    """A `DRAW` record."""
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
-    """Block table: position p lives in slot blocks[p // block_size] * block_size + p % block_size."""
+    """Block table: position p is in slot blocks[p // block_size] * block_size + p % block_size."""
     num_computed: int = 0
-    """KV of positions [0, num_computed) is in the cache."""
+    """KV of positions [0, num_computed) is in the cache, or a launched step writes it."""
     num_cached: int = 0
-    """Of these, how many the prefix cache had."""
+    """How many of these positions came from the prefix cache."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain over the full blocks of `token_ids`; empty without a prefix cache."""
     num_published: int = 0
-    """The first so many blocks were offered to the prefix cache."""
+    """Number of leading blocks that were offered to the prefix cache."""
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
-    """When the step began that first computed some of it; None: waiting, or computed elsewhere."""
+    """When the request got its blocks for prefill here. None: still waiting, or prefilled elsewhere."""
     grammar: Grammar | None = None
-    """What its next token must satisfy; None: nothing."""
+    """Limits the next token. None: any token is allowed."""
 
     def __post_init__(self) -> None:
         self.id = self.request.id
@@ -109,31 +111,32 @@ class LiveRequest:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """Who is served first: priority, then who was interrupted before who is new, then arrival."""
+        """Sort key; the least is served first: by priority, then retried before new, then by arrival."""
         return self.request.priority, not self.request.retried, self.arrival
 
     @property
     def num_left(self) -> int:
-        """Tokens to compute before the next one can be sampled: 1 while decoding."""
+        """Tokens to compute before the next token can be sampled: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def num_known(self) -> int:
+        """Tokens that are not pending."""
         return len(self.token_ids) - self.pending
 
     @property
     def ends_with_pending(self) -> bool:
-        """Nothing is left to compute here, whatever the pending token is."""
+        """Whether the pending token is the last one computed here, whichever token it is."""
         return self.pending > 0 and (self.handover or len(self.token_ids) >= self.longest)
 
     def promise(self, row: int) -> None:
-        """A launched step samples its next token."""
+        """Notes that a launched step samples the next token, in this row."""
         self.token_ids.append(PENDING)
         self.pending += 1
         self.row = row
 
     def learn(self, token: int) -> int:
-        """The oldest pending token is known. Returns its position."""
+        """Sets the oldest pending token. Returns its position."""
         position = len(self.token_ids) - self.pending
         self.token_ids[position] = token
         self.pending -= 1
@@ -142,7 +145,8 @@ class LiveRequest:
 
     @property
     def num_computable(self) -> int:
-        """The same without the last one, which would be sampled from, while its grammar is being compiled."""
+        """Tokens that a step may compute now: `num_left`, or one less while the grammar compiles. Computing
+        the last one would sample the next token."""
         return self.num_left if self.grammar is None or self.grammar.ready else self.num_left - 1
 
     @property
@@ -150,8 +154,7 @@ class LiveRequest:
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     def finish_reason(self, position: int, eos_ids: Collection[int]) -> str:
-        """Whether the token at `position` ends the request, in the words of `Output.finish_reason`. Of
-        min_tokens the sampler takes care."""
+        """`Output.finish_reason` for the token at `position`. The sampler enforces min_tokens."""
         sampling = self.request.sampling
         token = self.token_ids[position]
         if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):

@@ -1,11 +1,11 @@
-"""How an engine stands, and running averages of what its steps cost: for those who plan by them."""
+"""Statistics of an engine: its counts, and running averages of what its steps cost."""
 
 from engine.api.request import EngineStats
 from engine.core.chunk_limit import ChunkLimit
 from engine.core.scheduler import Schedule, Scheduler
 
 DECAY = 0.9
-"""What a step's weight shrinks by with each step after it."""
+"""Factor on the weight of a past step with each later step."""
 
 
 class Meters:
@@ -18,7 +18,7 @@ class Meters:
         self.preemptions += len(plan.recomputed) + len(plan.handed_back)
 
     def record(self, plan: Schedule, seconds: float) -> None:
-        """Of a step that computed something."""
+        """Adds a step that computed something to the averages."""
         self._steps = DECAY * self._steps + 1
         self._seconds = DECAY * self._seconds + seconds
         if prefilled := plan.prompt_tokens:

@@ -1,10 +1,10 @@
-"""Which tokens of which requests the next step computes, and who gets blocks. Pure; knows no tensor.
+"""Chooses the tokens of the next step, and assigns KV blocks to requests. Pure; knows no tensor.
 
-Continuous batching (Orca, Yu 2022) with chunked prefill (Sarathi, Agrawal 2023): each step takes one token of
-every request that decodes, and fills the rest of its token budget with pieces of prefills, in order of
-(priority, interrupted before new, arrival). A request gets blocks for its whole prompt when it is first
-scheduled, so a prefill never stops for lack of blocks. Only decoding grows; when the pool is empty the
-youngest request makes room.
+Continuous batching (Orca, Yu 2022) with chunked prefill (Sarathi, Agrawal 2023): a step takes one token of
+every decoding request, and fills the rest of its token budget with chunks of prefills. Requests are served in
+the order of `LiveRequest.order`. A request gets blocks for its whole prompt when it is first scheduled, so a
+prefill never stops for lack of blocks. Only a decode needs more blocks. If the pool is empty then, the
+request that is last in order is preempted.
 """
 
 from array import array
@@ -19,7 +19,7 @@ from engine.core.live_request import LiveRequest, Phase
 
 
 class Chunk(NamedTuple):
-    """Positions [start, stop) of one request, to be computed in this step."""
+    """Positions [start, stop) of one request, computed in one step."""
 
     live: LiveRequest
     start: int
@@ -29,13 +29,13 @@ class Chunk(NamedTuple):
 @dataclass(slots=True)
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
-    """Decodes (one token each) before prefills."""
+    """Running requests, decodes before prefills; then the admitted requests."""
     started: list[LiveRequest] = field(default_factory=list)
-    """Requests that got their blocks just now."""
+    """Requests that this step admitted from the queue."""
     handed_back: list[LiveRequest] = field(default_factory=list)
-    """Joined requests that had to go for lack of blocks; their blocks are free already."""
+    """Preempted requests that go back to their sender. Their blocks are free already."""
     recomputed: list[LiveRequest] = field(default_factory=list)
-    """Requests sent back to the queue, to be prefilled again, for lack of blocks."""
+    """Preempted requests that went back to the queue, to be prefilled again."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -57,8 +57,7 @@ class Scheduler:
         prefix_cache_root: bytes | None = None,
         cache_observer: CacheObserver | None = None,
     ) -> None:
-        """`prefix_cache_root`: what the hash chains of the prefix cache start from; None turns it off. Of
-        what `cache_observer` is told, evictions come from the pool itself."""
+        """`prefix_cache_root`: root of the prefix cache's hash chains. None: no prefix cache."""
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
         self.block_size = block_size
@@ -69,17 +68,17 @@ class Scheduler:
         if cache_observer is not None:
             pool.on_evicted = cache_observer.evicted
         self.watermark = max(1, pool.num_blocks // 100)
-        """Blocks that whoever will grow must leave free when it comes in, so that those who run can grow."""
+        """Blocks that an admission leaves free, so that running requests can grow."""
         self.requests: dict[bytes, LiveRequest] = {}
         self.waiting: list[LiveRequest] = []  # sorted by order
         self.running: list[LiveRequest] = []  # sorted by order
         self.held: set[LiveRequest] = set()
         self.reserved: set[LiveRequest] = set()
-        self._leaving: set[LiveRequest] = set()  # dropped, while a launched step has them
+        self._leaving: set[LiveRequest] = set()  # dropped, but a launched step still uses their blocks
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._arrivals = 0
-        self._was_alone = False  # the last step had one request that shares none
+        self._was_alone = False  # whether the last step was for a request that shares no step
 
     # Coming in
 
@@ -91,7 +90,8 @@ class Scheduler:
         return live
 
     def reserve(self, request: EngineRequest) -> LiveRequest | None:
-        """Blocks for a request whose KV comes from elsewhere, and for its first token; None: no room."""
+        """Gives a request blocks for KV that comes from another worker, and for one more token. None: no
+        room."""
         need = self._blocks_for(len(request.prompt_ids) + len(request.output_ids) + 1)
         if self._seats <= 0 or need + self._headroom > self.pool.free:
             return None
@@ -102,7 +102,7 @@ class Scheduler:
         return live
 
     def start(self, request: EngineRequest) -> LiveRequest | None:
-        """Blocks at once for a request that is prefilled here and goes on here; None: no room."""
+        """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
         live = self._register(request, Phase.WAITING)
         if self._seats <= 0 or not self._fits(live):
             del self.requests[live.id]
@@ -112,7 +112,7 @@ class Scheduler:
         return live
 
     def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:
-        """The reservation shall hold a longer output; False: no room, and it stays as it was."""
+        """Extends a reservation to a longer output. False: no room, and nothing changes."""
         assert live.phase is Phase.RESERVED
         tokens = array("i", [*live.request.prompt_ids, *output_ids])
         assert len(tokens) >= len(live.token_ids), "an emitted token is never taken back"
@@ -124,7 +124,7 @@ class Scheduler:
         return True
 
     def join(self, live: LiveRequest) -> None:
-        """All KV of a reservation has come: with its first token it decodes."""
+        """Moves a reservation with all its KV to the batch. The caller then appends its first token."""
         assert live.phase is Phase.RESERVED
         self.reserved.remove(live)
         live.num_computed = len(live.token_ids)
@@ -140,16 +140,18 @@ class Scheduler:
     # The step
 
     def schedule(self, chunk_limit: int | None = None) -> Schedule:
-        """`chunk_limit`: prompt tokens that a step may take of those who were started beside others that
-        decode, or are about to."""
+        """Plans the next step and gives its requests their blocks.
+
+        `chunk_limit`: most prompt tokens of a step that prefills a request of `start` while other requests
+        decode or are reserved."""
         plan = Schedule()
         budget = self.max_num_batched_tokens
         alone = self._next_alone()
-        # Decodes go first, so that no prefill delays them, and the oldest goes first of all: the victim of a
-        # preemption is younger than whoever was scheduled before.
-        in_turn = [r for r in self.running if (r is alone if alone else not r.alone)]
-        prefills = [r for r in in_turn if r.num_left > 1]
-        for live in [r for r in in_turn if r.num_left <= 1] if prefills else in_turn:
+        # Decodes go first, so that no prefill delays them. They go in order, so that a preemption, which
+        # takes the last request, never takes one that this step has already.
+        candidates = [r for r in self.running if (r is alone if alone else not r.alone)]
+        prefills = [r for r in candidates if r.num_left > 1]
+        for live in [r for r in candidates if r.num_left <= 1] if prefills else candidates:
             budget -= self._go_on(live, budget, plan)
         started = any(live.hand_back for live in prefills)
         if started and chunk_limit is not None and (plan.chunks or self.reserved):
@@ -168,7 +170,7 @@ class Scheduler:
         return plan
 
     def _go_on(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
-        """Tokens that the step computes of one who runs."""
+        """Adds the next chunk of a running request to the plan. Returns its number of tokens."""
         count = min(live.num_computable, budget)
         if not count or live.ends_with_pending or live.phase is not Phase.RUNNING:
             return 0
@@ -178,7 +180,8 @@ class Scheduler:
         return count
 
     def _next_alone(self) -> LiveRequest | None:
-        """Whose step this is, where somebody shares none: every second one, as long as there are others."""
+        """The request that has this step to itself, if any. Such requests get every second step while other
+        requests are ready."""
         ready = [*self.running, *(self.waiting[:1] if self.can_admit else ())]
         alone = next((live for live in ready if live.alone), None)
         if self._was_alone and not all(live.alone for live in ready):
@@ -188,28 +191,28 @@ class Scheduler:
 
     @property
     def may_look_ahead(self) -> bool:
-        """Whether a step may be scheduled while another is under way, its tokens unknown: nobody shares no
-        step, or would have to make room."""
+        """Whether the next step may be scheduled before the tokens of the last one are known. Not if a
+        request needs a step of its own, or if the next step would have to preempt a request."""
         if any(live.alone for live in self.running):
             return False
         if self.waiting and self.waiting[0].alone:
             return False
-        free = self.pool.free  # nobody grows by more than one
+        free = self.pool.free  # a request grows by at most one block in a step
         return len(self.running) <= free or sum(self._grows(live) for live in self.running) <= free
 
     @property
     def has_next(self) -> bool:
-        """Whether a step could compute anything beyond what is under way."""
+        """Whether there is anything to compute beyond the steps under way."""
         return self.can_admit or any(not live.ends_with_pending for live in self.running)
 
     def launched(self, chunks: Sequence[Chunk]) -> None:
-        """A step writes the chunks' KV, before anything that is launched later."""
+        """Notes that a launched step writes the KV of these chunks. Later steps may read it."""
         for live, _, stop in chunks:
             live.num_computed = stop
             live.flights += 1
 
     def landed(self, chunks: Sequence[Chunk]) -> None:
-        """That step is over, and touches the chunks' blocks no more."""
+        """Notes that the step of these chunks is over and uses their blocks no more."""
         for live, _, _ in chunks:
             live.flights -= 1
             if not live.flights and live in self._leaving:
@@ -217,8 +220,8 @@ class Scheduler:
                 self._free(live)
 
     def verified(self, live: LiveRequest, computed: int) -> None:
-        """Logits that depend on the KV of the first `computed` positions were finite: full blocks of these
-        may be shared from now on."""
+        """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
+        from this KV were finite, so other requests may share it."""
         full = computed // self.block_size
         if self.prefix_cache_root is not None and full > live.num_published:
             self._hash_blocks(live, self.prefix_cache_root)
@@ -232,11 +235,12 @@ class Scheduler:
                 self._cache_observer.cached(live.request, live.token_ids, entered)
 
     def _grows(self, live: LiveRequest) -> bool:
-        """Whether its next token needs a block that it has not."""
+        """Whether the request needs one more block for its next token."""
         return len(live.blocks) * self.block_size <= live.num_computed and not live.ends_with_pending
 
     def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
-        """Makes sure of a block for the token to compute; False: `live` itself had to make room."""
+        """Gives the request the block that it needs, and preempts others for it. False: the request itself
+        was preempted."""
         while self._grows(live):
             if self.pool.free:
                 live.blocks.extend(self.pool.allocate(1))
@@ -248,7 +252,7 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: LiveRequest, plan: Schedule) -> None:
-        assert not victim.flights, "somebody has to make room only where nothing is under way"
+        assert not victim.flights, "no request is preempted while a step that uses its blocks is under way"
         if victim.hand_back:
             self.drop(victim)
             plan.handed_back.append(victim)
@@ -265,7 +269,7 @@ class Scheduler:
 
     @property
     def can_admit(self) -> bool:
-        """Whether the first in the queue could start now. Nobody overtakes it."""
+        """Whether the first request of the queue could start now. No other request overtakes it."""
         if not self.waiting or self._seats <= 0:
             return False
         return self._fits(self.waiting[0])
@@ -273,7 +277,7 @@ class Scheduler:
     def _fits(self, live: LiveRequest) -> bool:
         hits = self._prefix_hits(live)
         need = self._blocks_for(len(live.token_ids)) - len(hits) + self.pool.unreferenced(hits)
-        # What is prefilled for a handover leaves without growing.
+        # A handover needs no headroom: the request leaves the batch before it grows.
         return need + (0 if live.handover else self._headroom) <= self.pool.free
 
     def _admit(self) -> LiveRequest:
@@ -282,7 +286,7 @@ class Scheduler:
         return live
 
     def _begin(self, live: LiveRequest) -> None:
-        """Gives it blocks for all that is to be computed, and a place in the batch."""
+        """Gives the request blocks for all its tokens, and a seat in the batch."""
         hits = self._prefix_hits(live)
         self.pool.share(hits)
         own = self.pool.allocate(self._blocks_for(len(live.token_ids)) - len(hits))
@@ -296,7 +300,8 @@ class Scheduler:
             self.prefix_hits += live.num_cached
 
     def _prefix_hits(self, live: LiveRequest) -> list[int]:
-        """Cached blocks of the beginning of `live`; its last position is computed anyway, for the logits."""
+        """Cached blocks that the request begins with. Its last position is always computed, for its logits,
+        so the block of that position is not among them."""
         if self.prefix_cache_root is None:
             return []
         usable = (len(live.token_ids) - 1) // self.block_size
@@ -309,32 +314,35 @@ class Scheduler:
 
     @property
     def tokens_waiting(self) -> int:
-        """Prompt tokens still to be computed, by what the prefix cache has now."""
+        """Prompt tokens still to be computed, without those that the prefix cache has now."""
         prefilling = sum(live.num_left for live in self.running if live.num_left > 1)
         cached = sum(len(self._prefix_hits(live)) for live in self.waiting) * self.block_size
         return prefilling + sum(live.num_left for live in self.waiting) - cached
 
     @property
     def _headroom(self) -> int:
-        """The watermark; a request alone in the pool may have all of it, else a long one could never run."""
+        """Blocks that an admission leaves free: the watermark. None while no request holds a block, since a
+        request that needs the whole pool could otherwise never run."""
         return 0 if self.pool.free == self.pool.num_blocks else self.watermark
 
     @property
     def _seats(self) -> int:
-        """How many requests could join the batch. One that only waits for its last token is in no step any
-        more."""
+        """How many more requests fit into the batch. A request that only waits for its last token is in no
+        further step, so it takes no seat."""
         seated = sum(not live.ends_with_pending for live in self.running)
         return self.max_num_seqs - seated - len(self.reserved)
 
     def to_drop(
         self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
     ) -> list[bytes]:
-        """The first of the `spare` requests, as many as must be dropped so that the first waiting one that is
-        `wanted` can start. Those before it in the queue start before it. `closing` ones go anyway."""
+        """The `spare` requests, in their order, that must be dropped so that a waiting request can start.
+
+        This is the first waiting request that is `wanted`; the requests before it in the queue start before
+        it. The caller drops the `closing` requests in any case."""
         if not any(wanted(live.id) for live in self.waiting):
             return []
         need, headroom, hits = 0, 0, set[int]()
-        for live in self.waiting[: max(0, self._seats)]:  # the others wait for a seat, whatever is dropped
+        for live in self.waiting[: max(0, self._seats)]:  # later ones need a seat, not blocks
             cached = self._prefix_hits(live)
             hits.update(cached)
             need += self._blocks_for(len(live.token_ids)) - len(cached)
@@ -357,14 +365,14 @@ class Scheduler:
     # Going out
 
     def hold(self, live: LiveRequest) -> None:
-        """Prefill is over: the request leaves the batch and keeps its blocks."""
+        """Takes a prefilled request out of the batch. It keeps its blocks."""
         self.running.remove(live)
         live.phase = Phase.HELD
         self.held.add(live)
 
     def drop(self, live: LiveRequest) -> None:
-        """The end of a request, in any phase. Its blocks are free at once, or when the last step that was
-        launched with it is over: until then they are nobody's."""
+        """Ends a request in any phase. Its blocks are free at once, or when the last launched step that uses
+        them is over. No request owns them meanwhile."""
         match live.phase:
             case Phase.WAITING:
                 self.waiting.remove(live)
@@ -390,7 +398,7 @@ class Scheduler:
         del live.blocks[:]
 
     def assert_whole(self) -> None:
-        """Without requests nothing is left of any."""
+        """Asserts, when idle, that no request and no block was left behind."""
         left = [self.requests, self.waiting, self.running, self.held, self.reserved, self._leaving]
         assert not any(left), f"requests left behind: {left}"
         self.pool.assert_whole()
