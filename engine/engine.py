@@ -271,7 +271,7 @@ class Engine:
         return tuple(live.blocks) if extended else None
 
     def join(self, request_id: bytes, token: int, logprobs: Logprobs | None = None) -> Output:
-        """Starts decoding a reservation whose blocks have all their KV. `token`, the first one sampled from
+        """Starts decoding a reservation after the caller wrote its KV. `token`, the first one sampled from
         this KV, is the input of the next step. Returns the output for this token, which may be the last."""
         live = self._scheduler.requests[request_id]
         self._scheduler.join(live)
@@ -295,8 +295,8 @@ class Engine:
     def to_drop(
         self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
     ) -> list[bytes]:
-        """The `spare` requests, in their order, that must be dropped for the first waiting request that is
-        `wanted` to start. The caller will drop the `closing` ones anyway. All hold blocks."""
+        """The `spare` requests, in their order, that must be dropped so that the first waiting request that
+        is `wanted` can start. The caller drops the `closing` requests in any case. All hold blocks."""
         return self._scheduler.to_drop(wanted, closing, spare)
 
     def _prepare(self, live: LiveRequest) -> None:

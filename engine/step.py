@@ -3,8 +3,8 @@
     engine.core builds a `Step` ─▶ forward pass ─▶ logits of the sampled rows
     engine.core builds `Adjustments` ─▶ logits as single requests want them ─▶ tokens, log probabilities
 
-All arrays are numpy arrays on the host. `engine.execution` reads them and nothing else, so a test can write a
-step by hand, a CUDA graph can replay it, and another process can receive it.
+All arrays are numpy arrays on the host. `engine.execution` reads nothing else. So a test can write a step by
+hand, a CUDA graph can replay it, and another process can receive it.
 """
 
 from array import array
@@ -52,7 +52,7 @@ class Step:
     contexts: np.ndarray  # [requests] int32: positions of each request, those of this step included
     num_decodes: int
     prefills: list[tuple[int, int]]  # (start, stop) positions of each longer chunk
-    sampled_rows: np.ndarray  # [sampled] int64: the tokens whose logits are sampled
+    sampled_rows: np.ndarray  # [sampled] int64: indices of the tokens that get a next token
     variant: Variant
     draws: Draws[np.ndarray]  # [sampled] each
 

@@ -1,16 +1,20 @@
-"""CUDA graphs of a step: hundreds of launches replayed as a few.
+"""CUDA graphs of a step: a few replays instead of hundreds of launches.
 
-    capture, for each size ──▶ replay: inputs into static memory ─▶ forward ─▶ logits ─▶ choose ──▶ …
+    capture, for each size ──▶ replay: inputs into static memory ─▶ forward ─▶ logits ─▶ choose
 
-*forward*, from token ids to the hidden states of all rows: by the number of rows; in one kind of graph all
-rows decode, in the other chunks of prompts follow those that do. *logits* of the rows that are sampled, and
-*choose*, their tokens: by their number. A step is padded to the next size that was captured: rows that pad it
-have slot −1, and no context or tile says anything of them, so they write nothing and attend to nothing.
+*forward* goes from token ids to the hidden states of all rows. Some of its graphs are for steps that only
+decode, others for steps with chunks of prompts after the decodes; each for several numbers of rows. *logits*
+computes the logits of the sampled rows, and *choose* samples their tokens. Both have graphs for several
+numbers of sampled rows.
 
-Where KV is handed over layer by layer, *forward* is cut where that of a layer is written, and there is a call
-between two graphs.
-All graphs share one pool of memory: one runs at a time, and what it leaves (hidden states, logits, tokens) is
-in memory of its own. Inputs are laid out so that those of a step are one copy.
+A step is padded to the next captured size. Padding rows have slot −1 and are in no context and no tile, so
+they write nothing and attend to nothing.
+
+If KV is handed over layer by layer, *forward* is cut at the point where the KV of a layer is written.
+`layer_done` is called between the two graphs.
+
+All graphs share one memory pool, since only one graph runs at a time. Their results (hidden states, logits,
+tokens) are in other memory. The inputs of a step are contiguous, so one copy moves them all.
 """
 
 import gc
@@ -30,15 +34,15 @@ from engine.kernels.tiles import tile_work
 from engine.step import Draws, Step, Variant
 
 LARGEST = 1024
-"""Rows of a step with prompts. The device computes so many for 25 ms, longer than launching takes."""
+"""Most rows of a graph with chunks. The device computes them for 25 ms, longer than kernel launches take."""
 CHUNKS = 16
-"""Chunks of a step: each may leave one tile of attention partly empty."""
+"""Most chunks of a graph. Each chunk may leave one tile of attention partly empty."""
 
 LayerDone = Callable[[int], None]
 
 
 class Network(Protocol):
-    """What is captured."""
+    """The parts of a step that graphs capture."""
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, layer_done: LayerDone
@@ -56,7 +60,7 @@ class Network(Protocol):
 
 
 class Widths(NamedTuple):
-    """Of what one row, or one request, has."""
+    """Sizes of the arrays for one row or one request."""
 
     table: int  # blocks
     hidden: int
@@ -65,20 +69,20 @@ class Widths(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What a forward graph is captured for."""
+    """The steps that a forward graph can replay."""
 
-    rows: int
-    chunks: bool  # False: each row is a request that decodes
+    rows: int  # at most
+    chunks: bool  # False: each row is a decode
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Rows of graphs that only decode, and of those that sample: a padded row costs little, but a tile of a
-    matrix product is 8 rows."""
+    """Numbers of rows of graphs that only decode, and of graphs that sample. Padding costs little within a
+    tile of a matrix product, which has 8 rows."""
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
 
 
 def chunk_sizes(most: int) -> list[int]:
-    """Rows of graphs with chunks: at most a fifth of them pads."""
+    """Numbers of rows of graphs with chunks. Above 64 rows, at most a fifth of them is padding."""
     sizes = [16]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(16, 1 << sizes[-1].bit_length() - 3))
@@ -86,8 +90,8 @@ def chunk_sizes(most: int) -> list[int]:
 
 
 class _Inputs:
-    """All that a step is told, in one piece of memory: by row, by tile, by request (sampled rows are no
-    more). The block tables come last, so that only those in use are copied."""
+    """All inputs of a step in one piece of memory. A step has at most one sampled row per request. The block
+    tables come last, so that only the tables in use are copied."""
 
     def __init__(self, memory: Callable[[int], Tensor], rows: int, requests: int, widths: Widths) -> None:
         by_row, by_request, tiles = (rows,), (requests,), (rows // widths.tile + CHUNKS, 4)
@@ -118,14 +122,14 @@ class _Inputs:
         return self._fields[name]
 
     def put(self, name: str, values: np.ndarray, padding: int = 0) -> None:
+        """Writes `values` to an input, and `padding` to the rest of it."""
         field = self._fields[name].numpy()
         field[: len(values)] = values
         field[len(values) :] = padding
 
 
 class StepGraphs:
-    """Owns static memory on the device and the graphs. `tokens` [requests] int64, on the device, is where
-    every step leaves what it sampled, so that the next one can begin with it; steps without a graph, too."""
+    """Captures graphs and replays steps with them. Owns the graphs and their static memory on the device."""
 
     def __init__(
         self,
@@ -139,8 +143,11 @@ class StepGraphs:
         by_layer: bool,
         progress: Callable[[float], None],
     ) -> None:
-        """Captures steps of up to len(tokens) requests. `by_layer`: those of prompts alone, in graphs that
-        end where `layer_done` is called; else also those that only decode, and there are no such calls."""
+        """Captures steps of up to len(tokens) requests.
+
+        `tokens` [requests] int64, on the device, is the runner's: each step writes its sampled tokens there,
+        and the next step reads them. `by_layer`: only steps without decodes have graphs, which are cut where
+        `layer_done` is called. Otherwise all kinds of steps have graphs, and `layer_done` is not called."""
         device, requests = tokens.device, len(tokens)
         self._network = network
         self._tokens = tokens
@@ -155,10 +162,10 @@ class StepGraphs:
         rows = max(size.rows for size in self._sizes)
         self._hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
         self._logits = torch.empty((requests, widths.vocabulary), dtype=torch.float32, device=device)
-        octets = partial(torch.zeros, dtype=torch.uint8)
-        self._static = _Inputs(partial(octets, device=device), rows, requests, widths)
-        # One is read by a copy that may not have run yet while the other is written.
-        self._staging = [_Inputs(partial(octets, pin_memory=True), rows, requests, widths) for _ in range(2)]
+        memory = partial(torch.zeros, dtype=torch.uint8)
+        self._static = _Inputs(partial(memory, device=device), rows, requests, widths)
+        # Two, because a queued copy may still read one while the next step is written to the other.
+        self._staging = [_Inputs(partial(memory, pin_memory=True), rows, requests, widths) for _ in range(2)]
         self._forward: dict[Size, list[torch.cuda.CUDAGraph]] = {}
         self._of_logits: dict[int, torch.cuda.CUDAGraph] = {}
         self._choose: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
@@ -167,7 +174,7 @@ class StepGraphs:
             self._capture(progress)
 
     def _capture(self, progress: Callable[[float], None]) -> None:
-        """The largest first: the others find room in what it took."""
+        """Captures the largest sizes first, so that the others fit into the memory that these took."""
         capture = _Capture()
         steps = len(self._sizes) + len(self._batch_sizes)
         for done, size in enumerate(sorted(self._sizes, reverse=True)):
@@ -182,7 +189,8 @@ class StepGraphs:
         self._drop_slow()
 
     def _drop_slow(self) -> None:
-        """With chunks: for some numbers of rows cuBLAS chooses worse kernels than for a few more."""
+        """Drops graphs with chunks that take longer than a larger graph: for some numbers of rows, cuBLAS
+        chooses worse kernels than for a few rows more."""
         best = math.inf
         for size in sorted((size for size in self._sizes if size.chunks), reverse=True):
             took = _milliseconds(self._forward[size])
@@ -192,14 +200,14 @@ class StepGraphs:
             best = min(best, took)
 
     def size(self, step: Step) -> Size | None:
-        """The graphs that this step is padded to; None: there are none for it."""
+        """The size that this step is padded to. None: no graph can replay the step."""
         if (self._by_layer and step.num_decodes) or len(step.prefills) > CHUNKS:
             return None
         rows, chunks = len(step.token_ids), bool(step.prefills)
         return min((s for s in self._sizes if s.chunks == chunks and s.rows >= rows), default=None)
 
     def forward(self, size: Size, step: Step, layer_done: LayerDone) -> None:
-        """Launches the forward pass of a step that `size` was found for."""
+        """Launches the forward pass of a step. `size` is the result of `self.size(step)`."""
         inputs = self._staging[0]
         self._staging.reverse()
         inputs.put("token_ids", step.token_ids)
@@ -220,18 +228,18 @@ class StepGraphs:
         last.replay()
 
     def logits(self, rows: int) -> Tensor:
-        """Launches the last product for the `rows` sampled rows of that step. Returns [rows, vocabulary],
-        float32: until the next step they are there."""
+        """Launches the logits of the `rows` sampled rows of the last step. Returns [rows, vocabulary]
+        float32, valid until the next step."""
         self._of_logits[self._padded(rows)].replay()
         return self._logits[:rows]
 
     def choose(self, rows: int, variant: Variant) -> Tensor:
-        """Launches the sampling of what `logits` left. Returns [rows] int64, part of `tokens`."""
+        """Launches sampling from the result of `logits`. Returns [rows] int64, a view of `tokens`."""
         self._choose[self._padded(rows), variant].replay()
         return self._tokens[:rows]
 
     def draws(self, rows: int) -> Draws[Tensor]:
-        """Those given to `forward`, on the device."""
+        """The draws of the last step, on the device."""
         return Draws(*(self._static[name][:rows] for name in Draws._fields))
 
     def _padded(self, rows: int) -> int:
@@ -262,20 +270,20 @@ class StepGraphs:
 
 
 class _Capture:
-    """Makes graphs that share memory."""
+    """Captures graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def __call__(self, work: Callable[[LayerDone], None]) -> list[torch.cuda.CUDAGraph]:
-        """What `work` launches; a graph ends, and another begins, where it calls what it is given. It runs
-        once before: what is compiled or chosen at its first run is no part of a graph."""
+        """Captures what `work` launches. Where `work` calls its argument, a graph ends and another begins.
+        `work` runs once before the capture, because kernels are compiled and chosen in their first run."""
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            # Other threads of the process may use CUDA meanwhile.
+            # thread_local: other threads of the process may use CUDA meanwhile.
             graphs[-1].capture_begin(self._pool, capture_error_mode="thread_local")
 
         def cut(_: int) -> None:
@@ -294,7 +302,7 @@ class _Capture:
 
 
 def _milliseconds(graphs: list[torch.cuda.CUDAGraph]) -> float:
-    """That the device takes for them, the second time."""
+    """Device time of these graphs in their second run."""
     for _ in range(2):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
@@ -307,7 +315,7 @@ def _milliseconds(graphs: list[torch.cuda.CUDAGraph]) -> float:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What is freed during a capture may be memory of the device, which ends the process."""
+    """Pauses the garbage collector: freeing device memory during a capture would crash the process."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""How much of what goes where: dtype, block size, number of blocks, and the context that this allows.
+"""Plans memory: dtype, block size, number of KV blocks, and the context length that these allow.
 
 choose_limits ─▶ load the weights ─▶ measure a step (`engine.execution.rehearsal`) ─▶ size_pool
 """
@@ -22,41 +22,43 @@ GIB = 1 << 30
 CPU_POOL_BYTES = 1 * GIB
 """KV pool on a CPU. The system maps its pages only when they are first written."""
 CUDA_BYTES = 1 * GIB
-"""For the CUDA context and the code of kernels, of which torch's allocator knows nothing: half a GiB and
-more. It cannot be told from what other processes allocate in the meantime."""
+"""For the CUDA context and the code of kernels: half a GiB and more, which torch's allocator does not count.
+A measurement could not tell it from what other processes allocate meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """What is decided before the weights are loaded."""
+
     dtype: torch.dtype
-    """Of the weights."""
+    """Of the weights and the KV cache."""
     block_size: int
     max_model_len: int
-    """What was asked for, or the model's context as far as any pool of this machine could hold it."""
+    """The configured context length. Default: the model's, or what the largest possible pool here holds."""
     cache: Sequence[AttentionCache]
     """What each layer caches."""
 
     @property
     def token_bytes(self) -> int:
-        """KV of one token."""
+        """Bytes of KV for one token, in all layers."""
         return cache_bytes_per_token(self.cache)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Of one GPU, in bytes, once the weights are loaded. All but `total` and `free` is this engine's own."""
+    """Bytes of one GPU, once the weights are loaded. All but `total` and `free` are this engine's."""
 
     total: int
     free: int
-    """What nobody has allocated: neither this process nor any other on the GPU."""
+    """Allocated by no process."""
     weights: int
     activations: int
-    """At the peak of the largest step, sampling included."""
+    """Peak of the largest step, sampling included."""
     graphs: int
-    """What captured graphs will keep for themselves."""
+    """What the captured graphs will keep."""
 
     def room(self, share: float) -> int:
-        """For KV, if this process may take `share` of the GPU: less where others left less than that."""
+        """Bytes for KV if this process may use `share` of the GPU. Less if other processes leave less."""
         own = min(int(share * self.total) - CUDA_BYTES - self.weights, self.free)
         return own - self.activations - self.graphs
 
@@ -74,7 +76,7 @@ class PoolSize:
 
 
 def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
-    """Raises `ValueError` naming the flag that asks for what this model or machine has not."""
+    """The limits for this model on this device. Raises `ValueError` naming the flag that does not fit."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: no CUDA device here; use --device cpu")
     dtype = choose_dtype(config, model, device)
@@ -109,7 +111,7 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
 
 
 def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int) -> None:
-    """Before minutes of loading."""
+    """Raises `ValueError` if the weights cannot fit the GPU: before minutes of loading."""
     may = int(config.gpu_memory_utilization * total) - CUDA_BYTES
     if weights > min(may, free):
         raise ValueError(
@@ -120,12 +122,13 @@ def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int)
 
 
 def size_pool(config: EngineConfig, model: ModelConfig, limits: Limits, use: MemoryUse | None) -> PoolSize:
-    """The KV pool from what is left; `use` None: on a CPU. Raises `ValueError` saying what needs how much."""
+    """Sizes the KV pool. `use` None: on a CPU. Raises `ValueError` with the memory that each part needs."""
     token = limits.token_bytes
     block = token * limits.block_size
     if config.num_blocks is None:
         room = CPU_POOL_BYTES if use is None else use.room(config.gpu_memory_utilization)
-        most = config.max_num_seqs * -(-limits.max_model_len // limits.block_size)  # nobody could use more
+        # More than a full context for each request of a step would be of no use.
+        most = config.max_num_seqs * -(-limits.max_model_len // limits.block_size)
         num_blocks = min(room // block, most)
     else:
         num_blocks = config.num_blocks
@@ -155,18 +158,19 @@ def size_pool(config: EngineConfig, model: ModelConfig, limits: Limits, use: Mem
 
 @contextmanager
 def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Says in the user's words what CUDA had no memory for."""
+    """Turns an out-of-memory error of CUDA into a `ValueError` with the purpose and the remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info()
         raise ValueError(
             f"no GPU memory is left for {what}: {gib(torch.cuda.memory_allocated())} are in use here, "
-            f"{gib(free)} of {gib(total)} are free; {remedy}, or end what else uses the GPU ({error})"
+            f"{gib(free)} of {gib(total)} are free; {remedy}, or stop other processes on the GPU ({error})"
         ) from error
 
 
 def _needs(config: EngineConfig, use: MemoryUse) -> str:
+    """For error messages: the memory that each part needs."""
     others = use.total - use.free - use.weights - CUDA_BYTES
     beside = f"; other processes use about {gib(others)}" if others > GIB else ""
     return (

@@ -1,4 +1,4 @@
-"""When the device gets where: moments in the order of its work, and a thread that waits for them."""
+"""Moments in the order of the device's work, and a thread that waits for them."""
 
 import os
 import queue
@@ -43,7 +43,7 @@ class HostMoment:
 
 
 def moment(device: torch.device) -> Moment:
-    """The end of what the current stream has queued now."""
+    """The moment when the device has done all that the current stream has queued now."""
     if device.type == "cpu":
         return HostMoment()
     event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -62,6 +62,7 @@ class Landings:
         weakref.finalize(self, _close, self.fd, self._moments)
 
     def expect(self, moment: Moment) -> None:
+        """Makes the descriptor readable once the device passes this moment, unless it has already."""
         if moment.query():
             return
         if self._thread is None:

@@ -5,7 +5,7 @@
 
 Both run the same steps, in this order: prompts of as many requests as a step can hold, which fill its token
 budget; decodes of all these requests, of half of them, of a quarter, and so on; long prompts that fill a step
-beside one decode, and the rest of them; steps whose sampling or matrix products need other kernels.
+beside one decode, and the rest of them; steps with other kernels for sampling or matrix products.
 """
 
 from array import array
@@ -21,8 +21,8 @@ from engine.step import NOT_FINITE, Adjustments, Draws, Penalties, Step, Variant
 
 TOP_LOGPROBS = 20
 PLAINER = [(24, Variant.DRAWN), (48, Variant.GREEDY)]
-"""Lengths of prompts for which matrix products choose kernels of their own, however few requests may decode;
-and variants of sampling that have kernels of their own."""
+"""(prompt length, variant): matrix products choose other kernels for these numbers of rows, and sampling has
+other kernels for these variants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _draws(rows: int, variant: Variant) -> Draws[np.ndarray]:
 
 
 def _adjustments(rows: int) -> Adjustments:
-    """Those that take the most memory, for all rows."""
+    """The adjustments that take the most memory, for all rows."""
     each = np.arange(rows)
     ones = np.ones(rows, np.float32)
     counted = (each, np.zeros(rows, np.int64))
@@ -152,7 +152,7 @@ def _adjustments(rows: int) -> Adjustments:
 def measure_steps(
     runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, float], None]
 ) -> StepMemory:
-    """Raises `ValueError` if the model computes logits that are not finite."""
+    """Runs the steps and measures their memory. Raises `ValueError` if the model's logits are not finite."""
     device = runner.device
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -167,7 +167,7 @@ def measure_steps(
 
 
 def warm_up(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, float], None]) -> None:
-    """Raises `ValueError` if the model computes logits that are not finite."""
+    """Runs the steps, to compile kernels. Raises `ValueError` if the model's logits are not finite."""
     for _ in rehearse(runner, rehearsal, lambda done: progress("warming up", done)):
         pass
 
@@ -181,7 +181,7 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[floa
         runner.sample(launched, _adjustments(launched.rows) if heaviest else None)
         if NOT_FINITE in launched.wait().tokens:
             raise ValueError(
-                "before any request, in a step to warm up: the model's logits are not finite numbers"
+                "the model's logits are not finite numbers in a rehearsed step, before any request"
             )
         progress(done / len(steps))
         yield not step.prefills

@@ -29,13 +29,13 @@ from engine.step import Adjustments, Draws, Sampled, Step, Variant
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """A step whose forward pass is enqueued. Owned by the runner; callers only read it."""
+    """A step with its forward pass enqueued. Owned by the runner; callers only read it."""
 
     rows: int
     """Rows that get a token."""
     variant: Variant
     size: Size | None
-    """Of the graphs that replay the step and keep its logits and draws; None: no graph does."""
+    """Size of the graphs that replay the step and keep its logits and draws. None: no graph replays it."""
     logits: Tensor | None  # [rows, vocabulary] float32
     draws: Draws[Tensor] | None
     began: Moment
@@ -50,7 +50,7 @@ class Launched:
 
     @property
     def seconds(self) -> float:
-        """The device's time for the step, which is over."""
+        """Device time of the step, which must be over."""
         assert self.ended is not None
         return self.began.elapsed_time(self.ended) / 1e3
 
@@ -98,7 +98,7 @@ class ModelRunner:
             self.table_width = -(-config.max_model_len // (16 * block_size)) * 16
 
     def open(self, num_blocks: int, layers: int | None = None) -> None:
-        """Makes an empty cache. With `layers`, only so many layers have memory of their own."""
+        """Makes an empty cache. With `layers`, only this many layers have memory; the others share it."""
         own = layers or len(self._cache)
         caches = [spec.allocate(num_blocks, self.block_size, self.device) for spec in self._cache[:own]]
         self.kv_cache = [caches[layer % own] for layer in range(len(self._cache))]
@@ -150,7 +150,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, launched: Launched, adjustments: Adjustments | None) -> Moment:
-        """Enqueues the sampling of a step that was run. None: its rows ask for nothing beyond `Draws`.
+        """Enqueues the sampling of a step. `adjustments` None: its rows ask for nothing beyond `Draws`.
         Returns the moment when the step is over."""
         rows = launched.rows
         if rows and launched.size is not None and adjustments is None:
@@ -183,7 +183,7 @@ class ModelRunner:
         def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
             kv = self.kv_cache[layer]
             q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
-            layer_done(layer)  # before attention: only the rest of the last layer hides that one's transfer
+            layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
             return kernels.attention(q, k, v, kv, plan)
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)

@@ -79,7 +79,7 @@ def _penalised(logits: Tensor, penalties: Penalties, newest: Tensor) -> Tensor:
     generated = counts(*penalties.output)
     to, source = penalties.pending
     if len(to):
-        # A negative token fails its request, whatever its row gets here.
+        # A negative token means that its request fails, so its row does not matter.
         generated[_moved(to, logits), newest[_moved(source, logits)].clamp_min(0)] += 1
     seen = counts(*penalties.prompt) + generated > 0
     index = _moved(penalties.rows, logits)
@@ -116,7 +116,7 @@ def _moved(values: np.ndarray, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Log probabilities on the host; right once the step is over."""
+    """Log probabilities on the host; valid once the step is over."""
 
     chosen: Tensor  # [rows]
     ids: Tensor  # [rows, most]
@@ -127,7 +127,7 @@ class TopLogprobs:
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, adjustments: Adjustments) -> TopLogprobs | None:
-    """Of the model's own logits; None: no row asks for any."""
+    """Log probabilities from the model's own logits. None: no row asks for them."""
     if adjustments.logprob_rows is None:
         return None
     index = _moved(adjustments.logprob_rows, logits)
@@ -138,7 +138,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, adjustments: Adjustments) -> To
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, right once everything queued on the current stream is over."""
+    """A copy on the host, valid once everything queued on the current stream is over."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

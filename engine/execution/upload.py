@@ -11,13 +11,13 @@ ALIGNMENT = 16
 
 
 def aligned(size: int) -> int:
-    """Bytes to the next place where an array may begin."""
+    """`size` rounded up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """One tensor for each array. On a GPU the copy is queued and this returns at once: the pinned memory is
-    torch's until the copy is over."""
+    """One tensor on the device for each array. On a GPU this only queues the copy; torch keeps the pinned
+    memory until the copy is over."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     offsets = np.cumsum([0, *(aligned(array.nbytes) for array in arrays)]).tolist()

@@ -37,6 +37,6 @@ class Rotary:
         return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
     def at(self, positions: Tensor) -> Tensor:
-        """[tokens, 2, head_dim] float32 of positions [tokens]: cos θ twice, then −sin θ and sin θ, so that
-        x · cos + (x with its halves exchanged) · sin is x turned by θ."""
+        """[tokens, 2, head_dim] float32 for positions [tokens]: (cos θ, cos θ), then (−sin θ, sin θ). So x
+        rotated by θ is x · first + (x with its halves exchanged) · second."""
         return self.table.index_select(0, positions)

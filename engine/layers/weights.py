@@ -17,8 +17,8 @@ from engine.kernels import kernels_for
 from engine.model_config import ModelConfig
 
 FINGERPRINT_SAMPLE = 256
-"""Elements of each tensor that its identity is judged by: two checkpoints of a shape that differ in training
-differ in all tensors, and hashing gigabytes would cost more than loading them."""
+"""Elements of each tensor that its fingerprint covers. Training changes all tensors, so a sample of each is
+enough; hashing gigabytes would cost more than loading them."""
 
 IGNORED = "rotary_emb.inv_freq"
 """Old checkpoints carry this; it follows from the configuration."""
@@ -63,14 +63,16 @@ class LinearMethod(Protocol):
         *,
         bias: bool = False,
     ) -> Self:
-        """Several projections of one input as one: weight i has rows[i] × columns, and all rows are stacked.
-        Raises `ValueError` naming file and tensor."""
+        """Loads several projections of the same input as one: weight i has rows[i] × columns, and all rows
+        are stacked. Raises `ValueError` naming file and tensor."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Weights:
+    """Reads, checks and places the tensors of one checkpoint."""
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -94,7 +96,7 @@ class Weights:
     def linear(
         self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
     ) -> LinearMethod:
-        """A product with weights `names`, as `LinearMethod.load` has it."""
+        """A product with the weights `names`; see `LinearMethod.load`."""
         return self._linear_method.load(self, names, rows, columns, bias=bias)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -104,8 +106,8 @@ class Weights:
     def stack(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, scratch: bool = False
     ) -> Tensor:
-        """Tensors that differ in their first dimension at most, as one. With `scratch` the result is valid
-        until the next call with `scratch`."""
+        """Tensors stacked along their first dimension; the other dimensions are equal. With `scratch`, the
+        result is valid until the next call with `scratch`."""
         for name, shape in zip(names, shapes, strict=True):
             self._check(name, shape)
         rows = [shape[0] for shape in shapes]
@@ -151,8 +153,7 @@ class Weights:
 
     def finish(self) -> str:
         """Returns the fingerprint of the weights once the model is complete. Raises `ValueError` if values
-        are not finite, or if the checkpoint has tensors that the model does not use: then it is another
-        model."""
+        are not finite, or if the checkpoint has tensors that the model does not use."""
         finite = torch.stack(list(self._extremes.values())).isfinite().all(dim=1).tolist()
         for name, whole in zip(self._extremes, finite, strict=True):
             if not whole:
