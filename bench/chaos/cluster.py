@@ -145,8 +145,11 @@ class LocalCluster:
         worker_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
+        key: str = "",
     ) -> None:
+        """`key`: of the API, where the flags of the router make it ask for one."""
         self.directory = directory
+        self._key = key
         self.url = ""
         self.workers: list[Worker] = []
         self._counts = {"prefill": prefill, "decode": decode}
@@ -155,8 +158,8 @@ class LocalCluster:
         self._router: Worker | None = None
         self._file = directory / "workers"
         self._news = threading.Condition()
-        secret = secrets.token_hex(16)
-        self._environment = {**os.environ, "BATON_CLUSTER_SECRET": secret}
+        self.secret = secrets.token_hex(16)
+        self._environment = {**os.environ, "BATON_CLUSTER_SECRET": self.secret}
         self._write()
 
     def of(self, role: str) -> list[Worker]:
@@ -198,8 +201,7 @@ class LocalCluster:
     # ------------------------------------------------------------ what the router sees
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self.url + "/status", timeout=30) as response:
-            return json.load(response)
+        return status(self.url, self._key)
 
     def _states(self) -> dict[str, str]:
         """State by address of the workers that the router has; none while the router is away."""
@@ -255,23 +257,28 @@ class LocalCluster:
         draft.replace(self._file)
 
 
-def leaks(url: str) -> dict[str, int]:
+def status(url: str, key: str = "") -> dict[str, Any]:
+    """Of a router. `key`: of its API."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with urllib.request.urlopen(urllib.request.Request(url + "/status", headers=headers), timeout=30) as page:
+        return json.load(page)
+
+
+def leaks(url: str, key: str = "") -> dict[str, int]:
     """What is not whole in the pools of any worker of a router; empty when all is well."""
     found: dict[str, int] = {}
-    with urllib.request.urlopen(url + "/status", timeout=30) as response:
-        workers = json.load(response)["workers"]
-    for worker in workers:
-        status, name = worker["status"], f"{worker['role']} {worker['index']}"
-        found |= {f"{name}: {key}": status[key] for key in _MUST_BE_ZERO}
+    for worker in status(url, key)["workers"]:
+        told, name = worker["status"], f"{worker['role']} {worker['index']}"
+        found |= {f"{name}: {field}": told[field] for field in _MUST_BE_ZERO}
         for pool in ("blocks", "arena_slots"):
-            found[f"{name}: {pool} missing"] = status[f"{pool}_total"] - status[f"{pool}_free"]
+            found[f"{name}: {pool} missing"] = told[f"{pool}_total"] - told[f"{pool}_free"]
     return {name: count for name, count in found.items() if count}
 
 
-def leaks_when_idle(url: str, within: float = WHOLE_S) -> dict[str, int]:
+def leaks_when_idle(url: str, key: str = "", within: float = WHOLE_S) -> dict[str, int]:
     """As `leaks`, once nothing changes any more: releases follow the last token."""
     deadline = time.monotonic() + within
-    while (found := leaks(url)) and time.monotonic() < deadline:
+    while (found := leaks(url, key)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
 

@@ -88,10 +88,12 @@ class Stream:
         return after - before
 
 
-def new_session() -> aiohttp.ClientSession:
-    """No limit on connections, no deadline but the server's."""
+def new_session(key: str = "") -> aiohttp.ClientSession:
+    """No limit on connections, no deadline but the server's. `key`: of the API."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={"Authorization": f"Bearer {key}"} if key else None,
     )
 
 

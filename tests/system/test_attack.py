@@ -1,0 +1,165 @@
+"""Under attack the streams of other clients go on undisturbed, and nothing grows, restarts or leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.chaos.cluster import LocalCluster, leaks_when_idle
+from bench.chaos.processes import resident_bytes
+from bench.chaos.streams import Case, Stream, new_session, read
+
+from .attack import BLOWS, Target
+from .machine import command_lines, free_port
+from .recovery import FLAGS
+
+KEY, ATTACKER = "sk-of-a-client-who-is-served", "sk-of-the-client-who-attacks"
+STREAMS = 6
+GROWTH = 64 << 20
+"""Bytes by which a process may grow while it is attacked: allocators keep what they once had."""
+POOL = 600 * 16 * 30 * 2 * 3 * 64 * 4
+"""Bytes of the KV pool of an engine: blocks, tokens, layers, K and V, heads, their size, float32. Each page
+gets memory when it is first used."""
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, int]]:
+    """A cluster that asks for keys, and its gRPC port."""
+    directory = tmp_path_factory.mktemp("attacked")
+    keys, port = directory / "keys.toml", free_port()
+    keys.write_text(
+        f'[served]\nkey = "{KEY}"\n[attacker]\nkey = "{ATTACKER}"\nmax-requests = 16\nsalt = "another"\n'
+    )
+    flags = ("--api-key-file", str(keys), "--grpc-port", str(port))
+    with LocalCluster(
+        directory, prefill=1, decode=1, worker_flags=FLAGS, router_flags=flags, key=KEY
+    ) as cluster:
+        yield cluster, port
+
+
+@contextmanager
+def attack(target: Target, *blows: str) -> Iterator[list[dict[str, Any]]]:
+    """While entered, with all blows or only these. Its report comes into the list."""
+    told: list[dict[str, Any]] = []
+    command = [sys.executable, "-m", "tests.system.attack", *blows]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(asdict(target)) + "\n")
+        process.stdin.flush()
+        try:
+            yield told
+            out, _ = process.communicate(timeout=30)
+            assert process.returncode == 0, "the attack itself is broken"
+            told.append(json.loads(out))
+        finally:
+            process.kill()
+
+
+def known(goldens: list[dict[str, Any]]) -> dict[Case, list[int]]:
+    """Greedy requests, and the tokens of their answers."""
+    options = '{"ignore_eos": false, "model": null}'
+    found = {
+        Case(golden["prompt"], len(golden["output_ids"]), 0.0, 1, options): golden["output_ids"]
+        for golden in goldens
+        if "prompt" in golden and len(golden["output_ids"]) == 32 and 4 < len(golden["prompt_ids"]) < 200
+    }
+    return dict([*found.items()][:STREAMS])
+
+
+async def served(cluster: LocalCluster, right: dict[Case, list[int]], seconds: float) -> float:
+    """Clients that ask one known thing after another for so long. Every token is the right one. Returns the
+    longest time in seconds that any of them waited for a token."""
+    until = time.monotonic() + seconds
+
+    async def client(case: Case) -> float:
+        longest = 0.0
+        async with new_session(KEY) as http:
+            while time.monotonic() < until:
+                stream = await read(http, cluster.url, case)
+                assert not stream.failed, stream.error
+                assert stream.token_ids == right[case]
+                longest = max(longest, pause(stream))
+        return longest
+
+    return max(await asyncio.gather(*(client(case) for case in right)))
+
+
+def pause(stream: Stream) -> float:
+    moments = [stream.started, *stream.arrivals, stream.ended]
+    return max(after - before for before, after in pairwise(moments))
+
+
+def memory(cluster: LocalCluster) -> Counter[str]:
+    """Bytes of the processes of the cluster, by title: the compiler of grammars is replaced now and then."""
+    found: Counter[str] = Counter()
+    for role in ("prefill", "decode", "router"):
+        [worker] = cluster.of(role)
+        service = worker.processes()["service"]
+        found[role] = resident_bytes(service)
+        for process, line in command_lines(service).items():
+            with contextlib.suppress(OSError):  # gone
+                found[line.partition("\0")[0].strip()] += resident_bytes(process.pid)
+    return found
+
+
+def may_grow(title: str) -> int:
+    return GROWTH + POOL if title.endswith("engine") else GROWTH
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("warm_up", "seconds", "longest_pause"),
+    [
+        (2.0, 6.0, 10.0),  # for machines that others use, too
+        pytest.param(60.0, 600.0, 2.0, marks=[pytest.mark.long, pytest.mark.timeout(1000)]),
+    ],
+)
+async def test_known_streams_go_on(
+    attacked: tuple[LocalCluster, int],
+    goldens: list[dict[str, Any]],
+    warm_up: float,
+    seconds: float,
+    longest_pause: float,
+) -> None:
+    cluster, grpc_port = attacked
+    right = known(goldens)
+    assert len(right) == STREAMS
+    lives = [worker.lives[-1] for worker in cluster.workers]
+    target = Target(
+        cluster.url, grpc_port, ATTACKER, [life["address"] for life in lives],
+        int(next(life["kv_address"] for life in lives if life.get("kv_address")).rpartition(":")[2]),
+        cluster.secret, " ".join(golden.get("prompt", "") for golden in goldens),
+    )  # fmt: skip
+    quiet = await served(cluster, right, 0.1)
+    # Bodies of 16 MiB take seconds of CPU each: too much for the short form.
+    blows = {blow for blow in BLOWS if blow != "huge_bodies" or seconds > 60}
+    with attack(target, *blows) as told:
+        await served(cluster, right, warm_up)
+        before = memory(cluster)
+        longest = await served(cluster, right, seconds)
+        after = memory(cluster)
+    [report] = told
+    print(f"longest pause {longest:.2f} s, without an attack {quiet:.2f} s;", report)
+    assert report["believed"] == {}
+    assert report["struck"].keys() == blows
+    places = [*cluster.workers, *cluster.of("router")]
+    assert [(len(place.lives), place.exits) for place in places] == [(1, [])] * 3, "none was started again"
+    assert await asyncio.to_thread(leaks_when_idle, cluster.url, KEY) == {}
+    grown = {name: size >> 20 for name, size in (after - before).items() if size > may_grow(name)}
+    assert grown == {}, "MiB"
+    assert longest <= longest_pause
