@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 
 import msgspec
 import setproctitle
@@ -34,7 +35,8 @@ from kv_transfer.process.loop import Loop
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.slots import Slots
 from kv_transfer.process.stats import Counters
-from kv_transfer.process.tcp import TcpConnector, use_cubic
+from kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
+from kv_transfer.process.tcp_session import ReceivingSession, SendingSession
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
@@ -65,11 +67,13 @@ class TransferProcess:
         self._side: PrefillSide | DecodeSide
         if slots is None:
             self._side = PrefillSide(config, arena, self._channel, self._counters)
+            make_session: MakeSession = partial(SendingSession, self._side)
         else:
             self._side = DecodeSide(config, slots, self._channel, self._counters)
+            make_session = partial(ReceivingSession, self._side, arena, slots)
         self._connector = TcpConnector(
-            config, secret, self._side, self._counters, self._trace, self._tick_age, self._loop, self._movers,
-            arena, slots,
+            config, secret, make_session, self._counters, self._trace, self._tick_age, self._loop,
+            self._movers,
         )  # fmt: skip
         if isinstance(self._side, DecodeSide):
             self._side.connector = self._connector

@@ -1,11 +1,12 @@
-"""The seam between the lifecycle of transfers and what carries them.
+"""The seam between the lifecycle of transfers and the connector that carries them.
 
-`prefill_side` and `decode_side` know only these interfaces; `tcp` implements the carrier's half.
+`prefill_side` implements `FrameSender`, and `decode_side` implements `FrameReceiver`. Both know the connector
+only by `Session` and `Connector`, which `tcp` and `tcp_session` implement.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.protocol.frame import Header
@@ -13,7 +14,7 @@ from kv_transfer.protocol.messages import Control, Identity
 
 
 class Session(Protocol):
-    """A pair of workers while connected. Ends once, and takes its credits and open transfers along."""
+    """A connection of two workers. It ends once, and its credits and open transfers end with it."""
 
     number: int  # unique in this process
     slot_bytes: int  # largest payload that both sides take
@@ -22,62 +23,79 @@ class Session(Protocol):
 
     @property
     def kv_moved(self) -> float:
-        """When bytes of KV frames last came, or left and were taken (time.monotonic()); 0: never."""
+        """When bytes of KV frames last came, or when the peer last took some (time.monotonic()). 0: never."""
         ...
 
     def send(self, message: Control, transfer_id: bytes = ...) -> None:
         """Queue a control message. In order with the others, but may overtake frames."""
         ...
 
-    def send_frame(self, frame: OutgoingFrame) -> None: ...
-
     def end(self, reason: str, detail: str) -> None: ...
 
 
-class Handler(Protocol):
-    """The lifecycle's half: PrefillSide or DecodeSide."""
+class SessionToDecode(Session, Protocol):
+    """A session that carries KV frames to the peer."""
 
-    def session_up(self, session: Session) -> None: ...
+    def send_frame(self, frame: OutgoingFrame) -> None: ...
 
-    def session_down(self, session: Session, reason: str, detail: str) -> None:
-        """It ended, or (decode) never came up. Frames may begin until `session_over`, for nobody."""
+
+S = TypeVar("S", bound=Session, contravariant=True)
+
+
+class SessionHandler(Protocol[S]):
+    """What either side of a session is told."""
+
+    def session_up(self, session: S) -> None: ...
+
+    def session_down(self, session: S, reason: str, detail: str) -> None:
+        """The session ended, or (decode) never came up. Frames of it may begin until `session_over`."""
         ...
 
-    def session_over(self, session: Session) -> None:
-        """After `session_down`: its lanes are closed, all tickets returned, all frames dropped."""
+    def session_over(self, session: S) -> None:
+        """After `session_down`: all lanes are closed, all tickets returned, all frames dropped."""
         ...
 
-    def control(self, session: Session, header: Header, message: Control) -> None: ...
+    def control(self, session: S, header: Header, message: Control) -> None: ...
+
+
+class FrameReceiver(SessionHandler[Session], Protocol):
+    """The side that receives KV frames: decode."""
 
     def kv_begins(self, session: Session, header: Header, slot: int) -> Any:
-        """A payload is being received into this slot, one of `Slots.take`; returns a ticket for it."""
+        """A lane receives a payload into this slot, which came from `Slots.take`. Returns a ticket."""
         ...
 
-    def kv_ends(self, session: Session, header: Header, ticket: Any, whole: bool | None) -> None:
-        """The ticket comes back. `whole`: the checksum matched, or not; None: cut off in mid-frame."""
+    def kv_ends(self, header: Header, ticket: Any, whole: bool | None) -> None:
+        """Returns the ticket. `whole`: whether the checksum matched; None: the lane closed in mid-frame."""
         ...
 
-    def frame_begins(self, session: Session, frame: OutgoingFrame) -> bool:
+
+class FrameSender(SessionHandler[SessionToDecode], Protocol):
+    """The side that sends KV frames: prefill."""
+
+    def frame_begins(self, frame: OutgoingFrame) -> bool:
         """The frame is next on the wire. False: its transfer has ended, and its slot was given back."""
         ...
 
-    def frame_sent(self, session: Session, frame: OutgoingFrame) -> None: ...
+    def frame_sent(self, frame: OutgoingFrame) -> None: ...
 
-    def frame_dropped(self, session: Session, frame: OutgoingFrame) -> None:
-        """Its lane closed before it was all sent."""
+    def frame_dropped(self, frame: OutgoingFrame) -> None:
+        """The lane closed before all of the frame was sent."""
         ...
 
 
 class Connector(Protocol):
-    """The carrier's half, as the decode side uses it."""
+    """Opens sessions for the decode side."""
 
     def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
-        """Start a session with that incarnation; `session_up` or `session_down` follows. OSError: cannot."""
+        """Start a session with that incarnation. `session_up` or `session_down` follows.
+
+        OSError: the session cannot start."""
         ...
 
 
 class ProtocolError(Exception):
-    """Raised by a Handler in `control`: the peer broke the protocol, its session ends.
+    """A `SessionHandler` raises it in `control`: the peer broke the protocol, so its session ends.
 
     `kind` names the counter.
     """

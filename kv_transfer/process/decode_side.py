@@ -24,7 +24,6 @@ from kv_transfer.channel import (
 )
 from kv_transfer.config import MAX_LANES, TransferConfig
 from kv_transfer.process.connector import Connector, ProtocolError, Session
-from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.slots import Slots
 from kv_transfer.process.stats import Counters, printable
 from kv_transfer.protocol.acks import Acks
@@ -94,7 +93,7 @@ class _Peer:
 
 
 class DecodeSide:
-    """Implements connector.Handler."""
+    """Implements connector.FrameReceiver."""
 
     def __init__(self, config: TransferConfig, slots: Slots, channel: Channel, counters: Counters) -> None:
         self.transfers: dict[bytes, _Transfer] = {}  # until ACK or failure
@@ -201,7 +200,7 @@ class DecodeSide:
         else:
             self._by_session[peer.session.number] = peer
 
-    # ------------------------------------------------------------ connector.Handler
+    # ------------------------------------------------------------ connector.FrameReceiver
 
     def session_up(self, session: Session) -> None:
         peer = self._by_session[session.number]
@@ -300,7 +299,7 @@ class DecodeSide:
             return None
         return transfer
 
-    def kv_ends(self, session: Session, header: Header, ticket: _Ticket, whole: bool | None) -> None:
+    def kv_ends(self, header: Header, ticket: _Ticket, whole: bool | None) -> None:
         transfer = ticket.transfer
         if transfer is None:
             self._free(ticket.slot)  # granted again with the next event, not for each such frame
@@ -329,15 +328,6 @@ class DecodeSide:
         )  # fmt: skip
         if complete:
             self._complete(transfer)
-
-    def frame_begins(self, session: Session, frame: OutgoingFrame) -> bool:
-        raise AssertionError("a decode worker sends no KV frame")
-
-    def frame_sent(self, session: Session, frame: OutgoingFrame) -> None:
-        raise AssertionError("a decode worker sends no KV frame")
-
-    def frame_dropped(self, session: Session, frame: OutgoingFrame) -> None:
-        raise AssertionError("a decode worker sends no KV frame")
 
     # ------------------------------------------------------------ credits and time
 

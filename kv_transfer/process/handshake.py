@@ -1,10 +1,10 @@
-"""A lane that has not proved itself: runs the HELLO of `hello.py` on it, then hands it to its session."""
+"""Runs the HELLO of `hello.py` on a lane that is not authenticated, then hands the lane to its session."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
-from kv_transfer.process.lane import Lane, OutgoingFrame
+from kv_transfer.process.lane import Lane
 from kv_transfer.process.stats import Counters
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
 from kv_transfer.protocol.hello import Initiator, Listener, Refused
@@ -39,7 +39,7 @@ class Doorkeeper(Protocol):
 
 
 class Handshake:
-    """LaneOwner of a lane that has not proved itself. It has no KV: only `control` and its end can come."""
+    """Owns a lane that is not authenticated. Implements LaneOwner."""
 
     def __init__(self, connector: Doorkeeper, session: Joinable | None, party: Initiator | Listener) -> None:
         self._connector = connector
@@ -94,21 +94,6 @@ class Handshake:
             self._connector.counters.refuse(kind, f"in handshake: {why}")
         if self.session is not None:
             self.session.end("unreachable", why)
-
-    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        raise AssertionError("a lane takes no KV before its handshake")
-
-    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
-        raise AssertionError("a lane takes no KV before its handshake")
-
-    def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
-        raise AssertionError("a lane sends no KV before its handshake")
-
-    def frame_sent(self, lane: Lane, frame: OutgoingFrame) -> None:
-        raise AssertionError("a lane sends no KV before its handshake")
-
-    def frame_dropped(self, lane: Lane, frame: OutgoingFrame) -> None:
-        raise AssertionError("a lane sends no KV before its handshake")
 
 
 def say(lane: Lane, payload: bytes) -> None:

@@ -59,40 +59,46 @@ class OutgoingFrame:
 L = TypeVar("L", contravariant=True)
 
 
-class FrameOwner(Protocol[L]):
-    """Who a lane (of type L) reports to. No method blocks."""
-
-    def kv_ends(self, lane: L, header: Header, ticket: Any, whole: bool | None) -> None:
-        """The ticket comes back. `whole`: the checksum matched, or not; None: the lane ended in mid-frame."""
-        ...
+class LaneOwner(Protocol[L]):
+    """What a lane (of type L) reports to. No method blocks."""
 
     def control(self, lane: L, header: Header, payload: memoryview) -> None: ...
-
-    def frame_begins(self, lane: L, frame: OutgoingFrame) -> bool:
-        """The frame is next on the wire; False: it is no longer wanted (and has been dropped)."""
-        ...
-
-    def frame_sent(self, lane: L, frame: OutgoingFrame) -> None: ...
-
-    def frame_dropped(self, lane: L, frame: OutgoingFrame) -> None: ...
 
     def lane_closed(self, lane: L, kind: str, why: str) -> None:
         """Last call. `kind` is a FrameError's kind, or "socket", "eof", or what `close_soon` was given."""
         ...
 
 
-class LaneOwner(FrameOwner["Lane"], Protocol):
+class LaneReceiver(Protocol):
+    """Takes the KV frames that come on a lane. No method blocks."""
+
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        """Where to put the payload, and a ticket for it. FrameError: it may not come, and the lane ends."""
+        """Where to put the payload, and a ticket. FrameError: the frame may not come, and the lane closes."""
         ...
+
+    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
+        """Returns the ticket. `whole`: whether the checksum matched; None: the lane closed in mid-frame."""
+        ...
+
+
+class LaneSender(Protocol[L]):
+    """Follows the KV frames that leave by a lane. No method blocks."""
+
+    def frame_begins(self, lane: L, frame: OutgoingFrame) -> bool:
+        """The frame is next on the wire. False: its transfer has ended, and its slot was given back."""
+        ...
+
+    def frame_sent(self, lane: L, frame: OutgoingFrame) -> None: ...
+
+    def frame_dropped(self, lane: L, frame: OutgoingFrame) -> None: ...
 
 
 class Lane:
     def __init__(
-        self, sock: socket.socket, loop: Loop, owner: LaneOwner, trace: TraceWriter, *,
+        self, sock: socket.socket, loop: Loop, owner: LaneOwner[Lane], trace: TraceWriter, *,
         read: bytes = bytes(TRAILER_BYTES), unwritten: bytes = b"",
     ) -> None:  # fmt: skip
-        """`read`, `unwritten`: what `leave` returned, of a lane that was begun in another process."""
+        """`read`, `unwritten`: what `leave` returned for a lane that another process opened."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -102,6 +108,9 @@ class Lane:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
         self.sock = sock
         self.owner = owner
+        # The session sets what its direction has; a lane in its handshake has neither.
+        self.receiver: LaneReceiver | None = None
+        self.sender: LaneSender[Lane] | None = None
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
         self.heard = time.monotonic()
         # When bytes of a KV frame last came, or (see `look_at_sent`) were last taken by the peer.
@@ -214,8 +223,9 @@ class Lane:
         self.sock.close()
         if self.ticket is not None:
             assert self._header is not None
+            assert self.receiver is not None
             ticket, self.ticket, self._payload = self.ticket, None, memoryview(b"")
-            self.owner.kv_ends(self, self._header, ticket, None)
+            self.receiver.kv_ends(self, self._header, ticket, None)
         self._drop()
         self.owner.lane_closed(self, kind, why)
 
@@ -228,7 +238,8 @@ class Lane:
         while self._frames:
             unsent.append(self._frames.popleft())
         for frame in unsent:
-            self.owner.frame_dropped(self, frame)
+            assert self.sender is not None
+            self.sender.frame_dropped(self, frame)
 
     def _read(self) -> None:
         if self._edge_got == _EDGE_BYTES:  # read in another process
@@ -305,9 +316,11 @@ class Lane:
         self._checksum = xxhash.xxh3_64()
         if not kv:
             self._payload = memoryview(bytearray(header.length))
+        elif self.receiver is None:
+            raise FrameError("direction", "a KV frame came to a prefill worker")
         else:
             self._began = self.kv_moved = time.monotonic()
-            self._payload, self.ticket = self.owner.kv_begins(self, header)
+            self._payload, self.ticket = self.receiver.kv_begins(self, header)
 
     def _end(self, header: Header) -> None:
         payload, ticket = self._payload, self.ticket
@@ -318,7 +331,8 @@ class Lane:
                 raise FrameError("control", f"{header.type.name}: payload checksum does not match")
             self.owner.control(self, header, payload)
         else:
-            self.owner.kv_ends(self, header, ticket, whole)
+            assert self.receiver is not None
+            self.receiver.kv_ends(self, header, ticket, whole)
             if self._trace.enabled:
                 self._trace.span("recv", self._began, time.monotonic(), layer=header.layer, seq=header.seq)
 
@@ -339,7 +353,8 @@ class Lane:
                 sent -= len(view)
                 self._out.popleft()
                 if frame is not None:
-                    self.owner.frame_sent(self, frame)
+                    assert self.sender is not None
+                    self.sender.frame_sent(self, frame)
                     if self._trace.enabled:
                         h, now = frame.header, time.monotonic()
                         self._trace.span("send", frame.started, now, layer=h.layer, seq=h.seq)
@@ -373,8 +388,9 @@ class Lane:
         self._laid += len(view)
 
     def _next(self, frame: OutgoingFrame) -> None:
-        """Put its header into `_out`, unless nobody wants it any more."""
-        if self.owner.frame_begins(self, frame):
+        """Put the frame's header into `_out`, unless its transfer has ended."""
+        assert self.sender is not None
+        if self.sender.frame_begins(self, frame):
             frame.started = time.monotonic()
             self._lay(memoryview(pack(frame.header)))
             self._frame, self._at, self._out_checksum = frame, 0, xxhash.xxh3_64()

@@ -113,13 +113,13 @@ FromMover = Begins | Ends | Gone | Said | Heard | Closed
 
 
 class Mover:
-    """Implements LaneOwner in the forked process."""
+    """Serves its lanes in the forked process. Implements LaneOwner, LaneReceiver and LaneSender."""
 
     def __init__(
         self, channel: socket.socket, side: socket.socket, arena: Arena, slots: Slots | None,
         trace: TraceWriter,
     ) -> None:  # fmt: skip
-        """`side`: where descriptors of lanes come. `slots`: what frames take; None: no KV may come."""
+        """`side`: where descriptors of lanes come. `slots`: for frames that come; None: frames only leave."""
         self._channel = Channel(channel, ToMover, self._watch)
         self._side = side
         self._arena = arena
@@ -174,6 +174,10 @@ class Mover:
             socket.socket(fileno=fds[0]), self._loop, self, self._trace, read=m.read, unwritten=m.unwritten
         )
         lane.max_payload = m.max_payload
+        if self._slots is None:
+            lane.sender = self
+        else:
+            lane.receiver = self
         self._lanes[m.lane] = lane
         self._ids[lane] = m.lane
         lane.serve(select.EPOLLIN)
@@ -187,9 +191,10 @@ class Mover:
                 lane.relax()
         self._trace.flush()
 
-    # ------------------------------------------------------------ LaneOwner
+    # ------------------------------------------------------------ LaneReceiver
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
+        assert self._slots is not None
         slot = take_slot(self._slots)
         self._channel.post(Begins(self._ids[lane], header, slot))
         return self._arena.slot(slot)[: header.length], slot
@@ -197,10 +202,7 @@ class Mover:
     def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
         self._channel.post(Ends(self._ids[lane], whole))
 
-    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
-        if len(self._channel.pending) >= _MOST_PENDING:
-            raise FrameError("flood", "control messages come faster than they are read")
-        self._channel.post(Said(self._ids[lane], header, bytes(payload)))
+    # ------------------------------------------------------------ LaneSender
 
     def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
         return True
@@ -210,6 +212,13 @@ class Mover:
 
     def frame_dropped(self, lane: Lane, frame: OutgoingFrame) -> None:
         self._channel.post(Gone(self._ids[lane], frame.slot, False))
+
+    # ------------------------------------------------------------ LaneOwner
+
+    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
+        if len(self._channel.pending) >= _MOST_PENDING:
+            raise FrameError("flood", "control messages come faster than they are read")
+        self._channel.post(Said(self._ids[lane], header, bytes(payload)))
 
     def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
         number = self._ids.pop(lane)

@@ -22,7 +22,7 @@ from kv_transfer.channel import Channel, ChannelClosed
 from kv_transfer.config import TransferConfig
 from kv_transfer.parent import die_with_parent
 from kv_transfer.process import mover
-from kv_transfer.process.lane import FrameOwner, Lane, OutgoingFrame
+from kv_transfer.process.lane import Lane, LaneOwner, LaneSender, OutgoingFrame
 from kv_transfer.process.slots import Slots
 from kv_transfer.protocol.frame import FrameType, Header
 from kv_transfer.trace import TraceWriter
@@ -34,18 +34,22 @@ _STOPS_WITHIN = 3.0  # seconds that a mover takes at most to close a lane, or to
 _AHEAD = 2  # frames that a lane in a mover has: one being written, and the next
 
 
-class FarOwner(FrameOwner["FarLane"], Protocol):
-    """Who a lane in a mover reports to: late, but in order."""
+class FarReceiver(Protocol):
+    """Takes the KV frames that come on a lane in a mover. Reports come late, but in order."""
 
     def far_begins(self, lane: FarLane, header: Header, slot: int) -> Any:
-        """A frame is being received into this slot; the ticket that `kv_ends` brings back."""
+        """The mover receives a frame into this slot. Returns the ticket that `kv_ends` brings back."""
         ...
+
+    def kv_ends(self, lane: FarLane, header: Header, ticket: Any, whole: bool | None) -> None: ...
 
 
 class FarLane:
     """Stands for a lane in a mover, as if it were a `Lane`."""
 
-    def __init__(self, handle: MoverHandle, number: int, owner: FarOwner) -> None:
+    def __init__(self, handle: MoverHandle, number: int, owner: LaneOwner[FarLane]) -> None:
+        self.receiver: FarReceiver | None = None  # the session sets what its direction has
+        self.sender: LaneSender[FarLane] | None = None
         self.heard = time.monotonic()
         self.kv_moved = 0.0  # as its mover last reported it
         self.closed_by = math.inf  # time.monotonic(); else its mover hangs
@@ -65,7 +69,8 @@ class FarLane:
         self._handle.channel.post(mover.Say(self._number, payload))
 
     def push_frame(self, frame: OutgoingFrame) -> None:
-        if self._owner.frame_begins(self, frame):
+        assert self.sender is not None
+        if self.sender.frame_begins(self, frame):
             self.unsent += frame.wire_bytes
             self._frames[frame.slot] = frame
             self._handle.channel.post(mover.Move(self._number, frame.header, frame.slot))
@@ -82,23 +87,27 @@ class FarLane:
                 self.kv_moved = self.heard
         match message:
             case mover.Begins(_, header, slot):
-                self._incoming = (header, self._owner.far_begins(self, header, slot))
+                assert self.receiver is not None
+                self._incoming = (header, self.receiver.far_begins(self, header, slot))
             case mover.Ends(_, whole):
                 assert self._incoming is not None
+                assert self.receiver is not None
                 (header, ticket), self._incoming = self._incoming, None
-                self._owner.kv_ends(self, header, ticket, whole)
+                self.receiver.kv_ends(self, header, ticket, whole)
             case mover.Gone(_, slot, sent):
+                assert self.sender is not None
                 frame = self._frames.pop(slot)
                 self.unsent -= frame.wire_bytes
-                (self._owner.frame_sent if sent else self._owner.frame_dropped)(self, frame)
+                (self.sender.frame_sent if sent else self.sender.frame_dropped)(self, frame)
             case mover.Said(_, header, payload):
                 self._owner.control(self, header, memoryview(payload))
             case mover.Heard(_, at, kv_moved):
                 self.heard, self.kv_moved = at, kv_moved
             case mover.Closed(_, kind, why):
                 assert self._incoming is None
-                for frame in self._frames.values():  # told of too late: the mover never had them
-                    self._owner.frame_dropped(self, frame)
+                for frame in self._frames.values():  # the lane closed before the mover was told of them
+                    assert self.sender is not None
+                    self.sender.frame_dropped(self, frame)
                 self._owner.lane_closed(self, kind, why)
 
 
@@ -116,8 +125,8 @@ class MoverHandle:
         self._pid = pid
         self._made = 0
 
-    def adopt(self, lane: Lane, owner: FarOwner) -> FarLane:
-        """Hand over a lane that nothing is under way on but control messages."""
+    def adopt(self, lane: Lane, owner: LaneOwner[FarLane]) -> FarLane:
+        """Hand over a lane on which no KV frame is under way."""
         self._made += 1
         sock, read, unwritten = lane.leave()
         socket.send_fds(self._side, [b"l"], [sock.fileno()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from kv_transfer.arena import Arena
 from kv_transfer.channel import (
@@ -25,7 +24,7 @@ from kv_transfer.channel import (
     StopOut,
 )
 from kv_transfer.config import TransferConfig
-from kv_transfer.process.connector import ProtocolError, Session
+from kv_transfer.process.connector import ProtocolError, SessionToDecode
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.stats import Counters
 from kv_transfer.protocol.frame import FrameType, Header
@@ -47,7 +46,7 @@ _WINDOW_PER_LANE, _WINDOW_LANES = 3, 4
 
 
 class PrefillSide:
-    """Implements connector.Handler."""
+    """Implements connector.FrameSender."""
 
     def __init__(self, config: TransferConfig, arena: Arena, channel: Channel, counters: Counters) -> None:
         self.table = HeldPrefills(config.deadlines, config.max_waiting)
@@ -57,7 +56,7 @@ class PrefillSide:
         self._arena = arena
         self._channel = channel
         self._counters = counters
-        self._sessions: dict[int, Session] = {}  # by number
+        self._sessions: dict[int, SessionToDecode] = {}  # by number
 
     @property
     def transfers_open(self) -> int:
@@ -110,17 +109,17 @@ class PrefillSide:
         frame = OutgoingFrame(header, self._arena.slot(s.slot)[: s.length], s.slot)
         self._sessions[held.session].send_frame(frame)
 
-    # ------------------------------------------------------------ connector.Handler
+    # ------------------------------------------------------------ connector.FrameSender
 
-    def session_up(self, session: Session) -> None:
+    def session_up(self, session: SessionToDecode) -> None:
         self._sessions[session.number] = session
 
-    def session_down(self, session: Session, reason: str, detail: str) -> None:
+    def session_down(self, session: SessionToDecode, reason: str, detail: str) -> None:
         del self._sessions[session.number]
         self._apply(self.table.session_down(session.number, time.monotonic()))
         self._channel.post(SessionGone(session.number))
 
-    def control(self, session: Session, header: Header, message: Control) -> None:
+    def control(self, session: SessionToDecode, header: Header, message: Control) -> None:
         now = time.monotonic()
         match message:
             case Fetch():
@@ -140,28 +139,22 @@ class PrefillSide:
                 else:
                     self._apply(self.table.abort(header.transfer_id, message.reason, now))
 
-    def session_over(self, session: Session) -> None:
-        pass  # what its lanes held came back one by one
+    def session_over(self, session: SessionToDecode) -> None:
+        pass  # `frame_dropped` gave back each slot that the lanes held
 
-    def kv_begins(self, session: Session, header: Header, slot: int) -> Any:
-        raise AssertionError("a prefill worker takes no KV frame")
-
-    def kv_ends(self, session: Session, header: Header, ticket: Any, whole: bool | None) -> None:
-        raise AssertionError("a prefill worker takes no KV frame")
-
-    def frame_begins(self, session: Session, frame: OutgoingFrame) -> bool:
+    def frame_begins(self, frame: OutgoingFrame) -> bool:
         if self.table.begin_send(frame.header.transfer_id, time.monotonic()):
             return True
         self._give_back(frame.slot, unsent=True)
         return False
 
-    def frame_sent(self, session: Session, frame: OutgoingFrame) -> None:
+    def frame_sent(self, frame: OutgoingFrame) -> None:
         self._counters.kv_frames += 1
         self._counters.kv_bytes += len(frame.payload)
         self.table.sent(frame.header.transfer_id, time.monotonic())
         self._give_back(frame.slot, unsent=False)
 
-    def frame_dropped(self, session: Session, frame: OutgoingFrame) -> None:
+    def frame_dropped(self, frame: OutgoingFrame) -> None:
         self._give_back(frame.slot, unsent=True)
 
     def _give_back(self, slot: int, *, unsent: bool) -> None:

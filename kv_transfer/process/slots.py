@@ -61,11 +61,9 @@ class Slots:
         heapq.heappush(self._heap, slot)
 
 
-def take_slot(slots: Slots | None) -> int:
-    """For a KV frame that begins, in whichever process. FrameError: it may not come, or (None) none may."""
-    if slots is None:
-        raise FrameError("direction", "KV frame sent to a prefill worker")
+def take_slot(slots: Slots) -> int:
+    """For a KV frame that begins, in any process. FrameError: no slot is laid out, so it has no credit."""
     slot = slots.take()
     if slot is None:
-        raise FrameError("credit", "a frame that nobody has a slot for")
+        raise FrameError("credit", "a frame came for which no slot is laid out")
     return slot

@@ -1,4 +1,4 @@
-"""The TCP connector: sessions of N lanes, their handshakes, liveness and end."""
+"""The TCP connector: opens sessions of N lanes, runs their handshakes, and ends those that are silent."""
 
 from __future__ import annotations
 
@@ -10,32 +10,19 @@ import logging
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from kv_transfer.arena import Arena
 from kv_transfer.config import TransferConfig
-from kv_transfer.process.connector import Handler, ProtocolError
 from kv_transfer.process.handshake import Handshake, say
 from kv_transfer.process.handshakes import Handshakes
-from kv_transfer.process.lane import Lane, OutgoingFrame
+from kv_transfer.process.lane import Lane
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.movers import FarLane, MoverHandle
-from kv_transfer.process.slots import Slots, take_slot
 from kv_transfer.process.stats import Counters, printable
-from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from kv_transfer.process.tcp_session import SessionOwner, TcpSession
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameType
 from kv_transfer.protocol.hello import Initiator, Listener, Refused
-from kv_transfer.protocol.messages import (
-    Control,
-    HelloOpen,
-    Identity,
-    MessageError,
-    Ping,
-    decode,
-    encode,
-    frame_type,
-)
+from kv_transfer.protocol.messages import HelloOpen, Identity, Ping, encode
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
@@ -44,167 +31,26 @@ _ACCEPTED_AT_ONCE = 64  # connections; the lanes have their turn before the next
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
-class TcpSession:
-    """Implements connector.Session, and owns its authenticated lanes, here and in movers."""
-
-    def __init__(self, connector: TcpConnector, session_id: bytes, lane_count: int) -> None:
-        connector.sessions_made += 1
-        self.number = connector.sessions_made
-        self.id = session_id
-        self.lane_count = lane_count
-        self.lanes: dict[int, Lane | FarLane] = {}  # by lane number
-        self.peer: Identity | None = None
-        self.slot_bytes = 0
-        self.up = False
-        self.ended = False
-        self.opened = time.monotonic()
-        self._far: list[FarLane] = []  # those of them in movers
-        self._open = 0  # lanes
-        self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
-        self._connector = connector
-        self._handler = connector.handler
-
-    @property
-    def kv_moved(self) -> float:
-        return max((lane.kv_moved for lane in self.lanes.values()), default=0.0)
-
-    def send(self, message: Control, transfer_id: bytes = NO_TRANSFER) -> None:
-        if not self.ended:
-            self.lanes[0].push(frame_type(message), transfer_id, encode(message))
-
-    def send_frame(self, frame: OutgoingFrame) -> None:
-        """Down the lane with the fewest unsent bytes; where there are movers, one of theirs."""
-        if self._far:
-            self._waiting.append(frame)
-            self._feed()
-        else:
-            min(self.lanes.values(), key=lambda lane: lane.unsent).push_frame(frame)
-
-    def _feed(self) -> None:
-        """Give movers what they have room for, and no more: which lane will be slow is seen late."""
-        while self._waiting and (lane := min(self._far, key=lambda lane: lane.unsent)).has_room:
-            lane.push_frame(self._waiting.popleft())
-
-    def end(self, reason: str, detail: str) -> None:
-        if self.ended:
-            return
-        self.ended = True
-        self._connector.session_ended(self, reason, detail)
-        for lane in self.lanes.values():
-            lane.close_soon(reason, detail)
-        while self._waiting:
-            self._handler.frame_dropped(self, self._waiting.popleft())
-        self._over()
-
-    def _over(self) -> None:
-        if self.ended and self._open == 0:
-            self._handler.session_over(self)
-
-    def add(self, number: int, lane: Lane, peer: Identity) -> None:
-        """`lane` is authenticated. The session is up with lane 0, or on decode with all of its lanes."""
-        self.peer = peer
-        self.slot_bytes = min(peer.slot_bytes, self._connector.config.slot_bytes)
-        lane.owner, lane.max_payload = self, self.slot_bytes
-        placed = lane if number == 0 else self._connector.place(lane, self)
-        self.lanes[number] = placed
-        if isinstance(placed, FarLane):
-            self._far.append(placed)
-        self._open += 1
-        enough = 0 in self.lanes if self._connector.listening else len(self.lanes) == self.lane_count
-        if enough and not self.up:
-            self.up = True
-            self._connector.session_is_up(self)
-
-    # ------------------------------------------------------------ LaneOwner and FarOwner
-
-    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        slot = take_slot(self._connector.slots)
-        place = self._connector.arena.slot(slot)[: header.length]
-        return place, self._handler.kv_begins(self, header, slot)
-
-    def far_begins(self, lane: FarLane, header: Header, slot: int) -> Any:
-        return self._handler.kv_begins(self, header, slot)
-
-    def kv_ends(self, lane: Lane | FarLane, header: Header, ticket: Any, whole: bool | None) -> None:
-        self._handler.kv_ends(self, header, ticket, whole)
-
-    def control(self, lane: Lane | FarLane, header: Header, payload: memoryview) -> None:
-        if self.ended:
-            return
-        try:
-            message = decode(self._connector.config.role, header.type, payload)
-            if isinstance(message, Ping):
-                self._ping(message)
-            elif not self.up or lane is not self.lanes.get(0):
-                raise ProtocolError("order", f"{header.type.name} not on lane 0")
-            else:
-                self._handler.control(self, header, message)
-        except ProtocolError as e:
-            self._broken(e.kind, str(e))
-        except MessageError as e:
-            self._broken("message", str(e))
-
-    def frame_begins(self, lane: Lane | FarLane, frame: OutgoingFrame) -> bool:
-        return self._handler.frame_begins(self, frame)
-
-    def frame_sent(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
-        self._handler.frame_sent(self, frame)
-        if self._waiting:
-            self._feed()
-
-    def frame_dropped(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
-        self._handler.frame_dropped(self, frame)
-
-    def lane_closed(self, lane: Lane | FarLane, kind: str, why: str) -> None:
-        self._connector.lane_count -= 1
-        self._open -= 1
-        if self.ended:
-            self._over()
-            return
-        if kind in ("header", "control"):
-            self._connector.counters.checksum(kind, f"{self.name}: {why}")
-        elif kind not in ("eof", "socket"):
-            self._connector.counters.refuse(kind, f"{self.name}: {why}")
-        self.end("lost", why)
-
-    @property
-    def name(self) -> str:
-        return self.peer.name if self.peer is not None else "unknown peer"
-
-    def _ping(self, message: Ping) -> None:
-        assert self.peer is not None
-        if message.incarnation != self.peer.incarnation:
-            raise ProtocolError("incarnation", f"PING of {message.incarnation:x} in another's session")
-        limit = self._connector.config.deadlines.engine_dead
-        if message.tick_age_ms > limit * 1000:
-            self._connector.counters.expire(
-                "engine_dead", f"{self.name}: no tick for {message.tick_age_ms} ms"
-            )
-            self.end("dead", "the peer's engine hangs")
-
-    def _broken(self, kind: str, why: str) -> None:
-        self._connector.counters.refuse(kind, f"{self.name}: {why}")
-        self.end("lost", why)
+# (connector, number in this process, session id, number of lanes)
+MakeSession = Callable[[SessionOwner, int, bytes, int], TcpSession]
 
 
 class TcpConnector:
     """All sessions of one transfer process."""
 
     def __init__(
-        self, config: TransferConfig, secret: bytes, handler: Handler, counters: Counters, trace: TraceWriter,
-        tick_age: Callable[[float], float], loop: Loop, movers: Sequence[MoverHandle], arena: Arena,
-        slots: Slots | None,
+        self, config: TransferConfig, secret: bytes, make_session: MakeSession, counters: Counters,
+        trace: TraceWriter, tick_age: Callable[[float], float], loop: Loop, movers: Sequence[MoverHandle],
     ) -> None:  # fmt: skip
+        """`make_session`: of the class for this side's direction."""
         self.config = config
-        self.arena = arena
-        self.slots = slots  # None: no KV comes here
-        self.handler = handler
         self.counters = counters
         self.sessions: dict[bytes, TcpSession] = {}  # by session id, from the first word to the end
-        self.sessions_made = 0
         self.handshakes = Handshakes(config.max_handshakes)
         self.lane_count = 0
         self.listening = config.role == "prefill"
+        self._make_session = make_session
+        self._sessions_made = 0
         self._secret = secret
         self._trace = trace
         self._tick_age = tick_age
@@ -219,8 +65,8 @@ class TcpConnector:
     # ------------------------------------------------------------ opening
 
     def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> TcpSession:
-        """Start a session; `session_up` or `session_down` follows. OSError: it could not start."""
-        session = TcpSession(self, os.urandom(16), lanes)
+        """Start a session. `session_up` or `session_down` follows. OSError: the session cannot start."""
+        session = self._session(os.urandom(16), lanes)
         sockets: list[socket.socket] = []
         try:
             sources = itertools.cycle(self.config.bind or (None,))
@@ -256,7 +102,7 @@ class TcpConnector:
         if session is None:
             if len(self.sessions) >= self.config.max_sessions:
                 raise Refused("busy", f"{len(self.sessions)} sessions are open")
-            session = self.sessions[opened.session_id] = TcpSession(self, opened.session_id, opened.lanes)
+            session = self.sessions[opened.session_id] = self._session(opened.session_id, opened.lanes)
         elif session.peer != peer or session.lane_count != opened.lanes or opened.lane in session.lanes:
             raise Refused("hello", f"lane {opened.lane} does not fit session of {session.name}")
         return session
@@ -268,7 +114,7 @@ class TcpConnector:
                 same = other.peer is not None and other.peer.incarnation == session.peer.incarnation
                 if same and other is not session:
                     other.end("lost", "replaced by a new session of the same peer")
-        self.handler.session_up(session)
+        session.handler.session_up(session)
 
     def session_ended(self, session: TcpSession, reason: str, detail: str) -> None:
         del self.sessions[session.id]
@@ -277,7 +123,7 @@ class TcpConnector:
             if isinstance(lane.owner, Handshake) and lane.owner.session is session:
                 lane.close_soon(reason, detail)
         if session.up or not self.listening:
-            self.handler.session_down(session, reason, detail)
+            session.handler.session_down(session, reason, detail)
 
     def place(self, lane: Lane, session: TcpSession) -> Lane | FarLane:
         """Where an authenticated lane goes on: in the mover with the fewest, or where it is."""
@@ -327,6 +173,10 @@ class TcpConnector:
         """End all sessions: their lanes say what is queued, and close."""
         for session in list(self.sessions.values()):
             session.end("stopped", "the transfer process ends")
+
+    def _session(self, session_id: bytes, lanes: int) -> TcpSession:
+        self._sessions_made += 1
+        return self._make_session(self, self._sessions_made, session_id, lanes)
 
     def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Lane:
         """`network`: where the peer connected from; None: this side connected."""

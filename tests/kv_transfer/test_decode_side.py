@@ -98,7 +98,7 @@ class Side:
         session = cast("Session", self.network.session)
         slot = take_slot(self.slots)
         head = Header(FrameType.KV, transfer_id, head_count=1, token_count=4, length=256)
-        self.side.kv_ends(session, head, self.side.kv_begins(session, head, slot), True)
+        self.side.kv_ends(head, self.side.kv_begins(session, head, slot), True)
         self.side.control(session, Header(FrameType.COMMIT, transfer_id), Commit(kv.FirstToken(7), 1, 256))
         self.side.engine(ch.SlotsFree([slot]))
 
@@ -216,7 +216,7 @@ def test_credit_of_a_session_is_nobody_elses_before_its_lanes_are_closed(
     slot = take_slot(world.slots)
     assert credit(third) == []
     ticket = world.side.kv_begins(lost, header, slot)
-    world.side.kv_ends(lost, header, ticket, None)
+    world.side.kv_ends(header, ticket, None)
     world.side.session_over(lost)
     assert credit(third) == [Credit(2)]
     assert world.side.slots_free() == 4
@@ -281,7 +281,7 @@ def test_a_session_whose_bytes_come_is_not_dry(
     if other:
         world.now = 1.0
         head = Header(FrameType.KV, b"u" * 16, head_count=1, token_count=4, length=256)
-        side.kv_ends(peer, head, side.kv_begins(peer, head, take_slot(world.slots)), True)
+        side.kv_ends(head, side.kv_begins(peer, head, take_slot(world.slots)), True)
         world.told()
     session.kv_moved, world.now = moved, 10.0
     side.control(peer, Header(FrameType.ABORTED, b"t" * 16), Aborted("deadline", 1))

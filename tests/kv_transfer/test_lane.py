@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import select
 import socket
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +12,7 @@ import xxhash
 
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
-from kv_transfer.process.tcp import TcpSession
+from kv_transfer.process.tcp_session import SendingSession
 from kv_transfer.protocol.frame import FrameType, Header, pack, trailer
 from kv_transfer.trace import TraceWriter
 
@@ -27,7 +26,6 @@ class Owner:
         self.whole: list[tuple[Header, bytes]] = []
         self.seen = 0
         self.closed = ""
-        self.dropped: list[OutgoingFrame] = []
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
         payload = memoryview(bytearray(header.length))
@@ -41,17 +39,37 @@ class Owner:
     def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
         raise AssertionError("no control message was sent")
 
+    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
+        self.closed = kind
+
+
+class Sender:
+    """Lets every frame begin."""
+
+    def __init__(self) -> None:
+        self.sent: list[OutgoingFrame] = []
+        self.dropped: list[OutgoingFrame] = []
+
     def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
-        raise AssertionError("it only receives")
+        return True
 
     def frame_sent(self, lane: Lane, frame: OutgoingFrame) -> None:
-        raise AssertionError("it only receives")
+        self.sent.append(frame)
 
     def frame_dropped(self, lane: Lane, frame: OutgoingFrame) -> None:
         self.dropped.append(frame)
 
-    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
-        self.closed = kind
+
+def receiving(sock: socket.socket, loop: Loop, owner: Owner) -> Lane:
+    lane = Lane(sock, loop, owner, TraceWriter(None, ""))
+    lane.receiver = owner
+    return lane
+
+
+def sending(sock: socket.socket, loop: Loop, sender: Sender) -> Lane:
+    lane = Lane(sock, loop, Owner(), TraceWriter(None, ""))
+    lane.sender = sender
+    return lane
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -81,7 +99,7 @@ def test_a_mutated_frame_is_never_whole(count: int) -> None:
     while mutated < count:
         near, far = connected()
         owner = Owner()
-        lane = Lane(far, loop, owner, TraceWriter(None, ""))
+        lane = receiving(far, loop, owner)
         lane.max_payload = 4096
         burst, right = b"", rng.randrange(BURST - 1)
         expected: list[tuple[Header, bytes]] = []
@@ -116,7 +134,7 @@ def test_a_lane_reads_what_there_is_when_told_to() -> None:
     """On a slow line a frame comes in dribs and drabs: each is progress, though none is a megabyte."""
     near, far = connected()
     loop, owner = Loop(lambda: None), Owner()
-    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    lane = receiving(far, loop, owner)
     lane.max_payload = 4 << 20
     payload = random.Random(1).randbytes(2 << 20)
     head = Header(FrameType.KV, length=len(payload))
@@ -145,7 +163,7 @@ def test_more_messages_at_once_than_the_kernel_takes() -> None:
     """As when a session comes up that 2,000 transfers wait for."""
     near, far = connected()
     loop, owner = Loop(lambda: None), Owner()
-    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    lane = receiving(far, loop, owner)
     for i in range(2000):
         lane.push(FrameType.ACK, i.to_bytes(16, "big"), b"x")
     got = b""
@@ -160,7 +178,7 @@ def test_more_messages_at_once_than_the_kernel_takes() -> None:
 def test_a_peer_that_asks_and_never_reads_does_not_fill_the_memory() -> None:
     near, far = connected()
     loop, owner = Loop(lambda: None), Owner()
-    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    lane = receiving(far, loop, owner)
     while not owner.closed and lane.unsent < 1 << 27:
         lane.push(FrameType.ABORTED, bytes(16), bytes(100))
         loop.turn(0)
@@ -173,29 +191,16 @@ def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -
     """Its owner does not know it yet."""
     near, far = connected()
     loop, owner = Loop(lambda: None), Owner()
-    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    lane = receiving(far, loop, owner)
     lane.serve()
     near.close()
     while not owner.closed:
         loop.turn(1.0)
     frame = OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 0)
+    lane.sender = sender = Sender()
     lane.push_frame(frame)
     loop.turn(1.0)
-    assert owner.dropped == [frame]
-
-
-class Sending(Owner):
-    """Wants every frame sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[OutgoingFrame] = []
-
-    def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
-        return True
-
-    def frame_sent(self, lane: Lane, frame: OutgoingFrame) -> None:
-        self.sent.append(frame)
+    assert sender.dropped == [frame]
 
 
 def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
@@ -203,8 +208,8 @@ def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
     near, far = connected()
     far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-    loop, owner = Loop(lambda: None), Sending()
-    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    loop, sender = Loop(lambda: None), Sender()
+    lane = sending(far, loop, sender)
     payload = memoryview(bytes(16 << 20))
     sizes = [16 << 20, 100, 200, 16 << 20]  # only the first begins, and nobody reads it
     frames = [
@@ -215,19 +220,19 @@ def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
     loop.turn(1.0)
     assert lane._frame is frames[0], "in the middle of it"
     lane.close("stopped", "")
-    assert sorted(f.slot for f in owner.dropped) == [0, 1, 2, 3]
-    assert owner.sent == []
+    assert sorted(f.slot for f in sender.dropped) == [0, 1, 2, 3]
+    assert sender.sent == []
     near.close()
 
     near, far = connected()
-    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    lane = sending(far, loop, sender)
     for frame in frames[1:]:
         lane.push_frame(frame)
     assert lane._fill(), "two of them wait for the socket, and a part of the third"
     assert lane._frame is frames[3]
-    owner.dropped.clear()
+    sender.dropped.clear()
     lane.close("stopped", "")
-    assert sorted(f.slot for f in owner.dropped) == [1, 2, 3]
+    assert sorted(f.slot for f in sender.dropped) == [1, 2, 3]
     near.close()
 
 
@@ -235,10 +240,8 @@ def test_a_frame_goes_to_the_lane_with_the_fewest_unsent_bytes() -> None:
     """Not in turn: one that is slow, or has a large frame, is given less."""
     sockets = [connected() for _ in range(3)]
     loop = Loop(lambda: None)  # not running: nothing leaves
-    wanted = SimpleNamespace(frame_begins=lambda session, frame: True)
-    connector = SimpleNamespace(sessions_made=0, handler=wanted)
-    session = TcpSession(cast("Any", connector), b"s" * 16, 3)
-    session.lanes = {n: Lane(far, loop, Owner(), TraceWriter(None, "")) for n, (_, far) in enumerate(sockets)}
+    session = SendingSession(cast("Any", None), cast("Any", None), 1, b"s" * 16, 3)
+    session.lanes = {n: sending(far, loop, Sender()) for n, (_, far) in enumerate(sockets)}
     for size in (5000, 1000, 3000, 1000, 1000, 1):  # to lane 0, 1, 2, 1, 1, then 2 has least
         session.send_frame(OutgoingFrame(Header(FrameType.KV, length=size), memoryview(bytes(size)), 0))
     assert [lane.unsent for lane in session.lanes.values()] == [72 + 5000, 3 * (72 + 1000), 2 * 72 + 3001]
@@ -251,8 +254,8 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
     """Not when the kernel does; and what is no KV is none."""
     near, far = connected()
     far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
-    loop, owner = Loop(lambda: None), Sending()
-    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    loop, sender = Loop(lambda: None), Sender()
+    lane = sending(far, loop, sender)
 
     def looked(now: float) -> float:
         lane.look_at_sent(now)
@@ -292,7 +295,7 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
     loop.turn(0)
     near.recv(1 << 16)
     assert looked(7.0) == 6.0
-    assert [f.slot for f in owner.sent] == [0]
+    assert [f.slot for f in sender.sent] == [0]
     lane.close("stopped", "")
     assert looked(8.0) == 6.0
     near.close()
@@ -300,9 +303,9 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
 
 def test_frames_that_nobody_wants_any_more_leave_no_trace() -> None:
     near, far = connected()
-    loop, owner = Loop(lambda: None), Sending()
-    owner.frame_begins = lambda lane, frame: False  # type: ignore[method-assign]
-    lane = Lane(far, loop, owner, TraceWriter(None, ""))
+    loop, sender = Loop(lambda: None), Sender()
+    sender.frame_begins = lambda lane, frame: False  # type: ignore[method-assign]
+    lane = sending(far, loop, sender)
     for _ in range(3):
         lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 0))
     loop.turn(0)

@@ -19,7 +19,7 @@ import kv_transfer as kv
 from kv_transfer.process import mover
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.movers import FarLane
-from kv_transfer.process.tcp import TcpSession
+from kv_transfer.process.tcp_session import SendingSession
 from kv_transfer.protocol.frame import FrameType, Header
 
 from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack, unpack
@@ -229,9 +229,10 @@ def test_a_lane_that_a_mover_cannot_take(make_prefill: Any, until: Any) -> None:
 
 def test_a_lane_is_not_heard_by_what_it_sends() -> None:
     """A peer that says nothing is found silent, however much is sent to it."""
-    owner = SimpleNamespace(frame_begins=lambda *_: True, frame_sent=lambda *_: None)
+    sender = SimpleNamespace(frame_begins=lambda *_: True, frame_sent=lambda *_: None)
     handle = SimpleNamespace(channel=SimpleNamespace(post=lambda _: None))
-    lane = FarLane(cast("Any", handle), 1, cast("Any", owner))
+    lane = FarLane(cast("Any", handle), 1, cast("Any", None))
+    lane.sender = cast("Any", sender)
     lane.report(mover.Heard(1, 5.0, 0.0))
     lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 3))
     lane.report(mover.Gone(1, 3, True))
@@ -246,16 +247,18 @@ def test_movers_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
     sent: list[int] = []
     dropped: list[int] = []
     handler = SimpleNamespace(
-        frame_begins=lambda session, frame: True,
-        frame_sent=lambda session, frame: sent.append(frame.slot),
-        frame_dropped=lambda session, frame: dropped.append(frame.slot),
+        frame_begins=lambda frame: True,
+        frame_sent=lambda frame: sent.append(frame.slot),
+        frame_dropped=lambda frame: dropped.append(frame.slot),
         session_over=lambda session: sent.append(-1),
     )
-    connector = SimpleNamespace(sessions_made=0, handler=handler, lane_count=3, session_ended=lambda *_: None)
-    session = TcpSession(cast("Any", connector), b"s" * 16, 4)
+    connector = SimpleNamespace(lane_count=3, session_ended=lambda *_: None)
+    session = SendingSession(cast("Any", handler), cast("Any", connector), 1, b"s" * 16, 4)
     far = [FarLane(cast("Any", handle), number, session) for number in range(3)]
     session.lanes.update({n + 1: lane for n, lane in enumerate(far)})
-    session._far, session._open = far, 3
+    for lane in far:
+        session._attach(lane)
+    session._open = 3
 
     def moves() -> list[tuple[int, int]]:
         """(lane, slot) that the movers were told since the last time."""
