@@ -1,16 +1,16 @@
-"""What a layer computes between its matrix products, on whichever device.
+"""What a layer computes between its matrix products, on any device.
 
     once a step    plan(metadata)                     where to read and write, prepared for all layers
     each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
     at its end     greedy, or draw with or without thresholds: from logits to tokens
 
-`TorchKernels` is plain torch: the definition of each operation, and what runs on a CPU. `TritonKernels` runs
-on CUDA and must match it; one file per idea, each with its maths. Only `kernels_for` chooses between them.
+`TorchKernels` is plain torch: it defines each operation, and runs on a CPU. `TritonKernels` runs on CUDA and
+must match it. Each of its files has one kernel and its maths. Only `kernels_for` chooses between the two.
 
-In a CUDA graph: every operation, and `plan` of a step without prefill chunks, launches the same grid whatever
-the tensors hold, reads lengths on the device and never waits for it. Keep the metadata in static tensors, and
-mark rows that pad the batch by context 0 and slot −1.
+CUDA graphs can capture every operation, and `plan` if `AttentionMetadata.prefills` is empty. These launch the
+same grid for all values in the tensors, read lengths on the device, and never wait for it. Keep the metadata
+in static tensors, and give padding rows context 0 and slot −1.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ __all__ = ["SMALLEST_TEMPERATURE", "AttentionMetadata", "HeadNorm", "Kernels", "
 
 
 SMALLEST_TEMPERATURE = 1e-5
-"""Below, logits / temperature might overflow."""
+"""Lower temperatures above 0 count as this one, since logits / temperature might overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +37,41 @@ class HeadNorm:
 
 
 class Kernels(Protocol):
-    """Tensors are contiguous unless told otherwise, and of one dtype but where a dtype is named."""
+    """Tensors are contiguous and have the model's dtype, unless a docstring says otherwise."""
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """residual [rows, size] += delta, in place; returns its RMSNorm (Zhang & Sennrich 2019) times weight
-        [size]. Without delta, residual is only read."""
+        """Adds delta to residual [rows, size], in place. Returns the RMSNorm of the sum (Zhang & Sennrich
+        2019) times weight [size]. Without delta, residual is only read."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[rows, 2 * size] → [rows, size]: silu of the first half times the second (SwiGLU, Shazeer 2020)."""
+        """[rows, 2 * size] → [rows, size]: silu(first half) times second half (SwiGLU, Shazeer 2020)."""
         ...
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotates the query and key heads of qkv [tokens, num_heads + 2 * num_kv_heads, head_dim] by
-        `Rotary.at(positions)` (after `norm`), and writes key and value heads into the layer's cache kv at
-        slots [tokens] int64. Returns q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads,
-        head_dim]: views, strided, of qkv or of new memory. What else qkv holds afterwards is undefined."""
+        """Rotates query and key heads, and writes key and value heads to the cache.
+
+        The heads are those of qkv [tokens, num_heads + 2 * num_kv_heads, head_dim]. `norm` applies first,
+        then rotary, which is `Rotary.at(positions)`. `kv` is the layer's cache; slots [tokens] int64. Returns
+        q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim]: strided views of qkv or of
+        new memory. The rest of qkv is undefined afterwards."""
         ...
 
     def plan(self, metadata: AttentionMetadata, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> Any:
-        """What `attention` needs to know, the same for all layers of a step."""
+        """The plan that `attention` needs, the same for all layers of a step."""
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: Any) -> Tensor:
-        """Every query attends to its request's cache up to its own position; q, k, v as `rope_and_write`
-        returns them, kv with this step's keys and values written. Returns [tokens, num_heads, head_dim]."""
+        """Every query attends to the positions of its request up to its own. q, k and v are as
+        `rope_and_write` returns them, and kv holds this step's keys and values. Returns [tokens, num_heads,
+        head_dim]."""
         ...
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of logits [rows, vocabulary] float32: the column of the largest [rows] int64, and whether all of
-        the row is finite [rows] bool; of a row that is not, any column."""
+        """For logits [rows, vocabulary] float32: the column of the largest logit [rows] int64, and whether
+        the whole row is finite [rows] bool. A row that is not finite gets any column."""
         ...
 
     def draw(
@@ -79,23 +82,27 @@ class Kernels(Protocol):
         probs: Tensor | None = None,
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `greedy`, at temperature [rows] float32 (0: greedy). A race of exponential clocks, also known as
-        the Gumbel-max trick: token i wins with probability p[i]. One number per row, looked up in the
-        cumulative distribution, would do, but there a rounding error in any logit moves all the boundaries;
-        here it matters only if it swaps the first two. The clocks of a row are a function of its key, keys
-        [rows] int32. With probs [rows, vocabulary] (softmax of logits / temperature) and least [rows] only
-        tokens of at least that probability take part."""
+        """Like `greedy`, but samples at temperature [rows] float32 (0: greedy).
+
+        This is a race of exponential clocks, also known as the Gumbel-max trick: token i wins with
+        probability p[i]. The clocks of a row are a function of its key, keys [rows] int32. With probs
+        [rows, vocabulary] (softmax of logits / temperature) and least [rows], only tokens with at least this
+        probability take part.
+
+        One random number per row, looked up in the cumulative distribution, would be less stable. A rounding
+        error in any logit would move all boundaries; here it matters only if it swaps the first two."""
         ...
 
     def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """[rows]: the probability of the least likely token that top_k [rows] int32 (vocabulary: no limit),
-        then top_p [rows] (above 1: none), and min_p [rows] leave in a row of probs [rows, vocabulary]."""
+        """[rows]: the smallest probability that a token may have, in each row of probs [rows, vocabulary].
+        top_k [rows] int32 applies first (vocabulary: no limit), then top_p [rows] (above 1: no limit). A
+        token also needs min_p [rows] times the largest probability."""
         ...
 
 
 def kernels_for(device: torch.device, head_dim: int) -> Kernels:
-    """Raises `ValueError` naming the extra if Triton is needed and not installed, and if it has no kernel for
-    this head_dim."""
+    """The kernels for this device. Raises `ValueError` if CUDA has no kernel for this head_dim, or if Triton
+    is not installed; the message then names the extra."""
     if device.type == "cpu":
         from engine.kernels.torch_kernels import TorchKernels
 

@@ -1,8 +1,8 @@
-"""Paged attention: what a step says about it, and plain torch that defines it and runs on a CPU.
+"""Paged attention: its metadata, and plain torch that defines it and runs on a CPU.
 
 KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. Position p of a request is in
 slot block_table[p // block_size] * block_size + p % block_size of the same tensor seen as [2, slots, …].
-Stale or foreign slots are never multiplied, not even by a zero: a NaN in there would come through.
+Slots outside a request's context are never multiplied, not even by zero: they may hold NaN.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where one step reads and writes KV. Requests that decode, with one query each, come first and have the
-    rows [0, num_decodes); then come the chunks of prefills, one after the other.
+    """Where one step reads and writes KV. Decoding requests come first, with one query each, in the rows
+    [0, num_decodes). The chunks of prefills follow, one after the other.
 
-    The tensors are on the engine's device. For a captured graph they are static: made once for the largest
-    batch, sliced for a smaller one, overwritten before each replay; rows that pad a batch have slot −1 and
-    context 0, tiles that pad it zeros. There, `num_decodes` is a bound: where requests end that decode, and
-    rows of chunks follow, contexts are 0 (the torch reference knows neither)."""
+    The tensors are on the engine's device. A captured graph has static tensors: made for the largest batch,
+    sliced for a smaller one, and overwritten before each replay. Padding rows have slot −1 and context 0;
+    padding tiles are zeros. In a graph, `num_decodes` is an upper bound: further rows up to it have context 0
+    and may belong to chunks. The torch reference supports no graphs."""
 
     block_size: int
     slots: Tensor  # [rows] int64: where the KV of each row goes
-    block_tables: Tensor  # [requests, blocks] int32; past a request's own blocks any block
+    block_tables: Tensor  # [requests, blocks] int32; any block past a request's own
     contexts: Tensor  # [requests] int32: positions of each request, those of this step included
     num_decodes: int
     prefills: Sequence[tuple[int, int]]  # (start, stop) positions of each chunk, on the host
-    tiles: Tensor | None = None  # [tiles, 4] int32, of `kernels.tiles`: in a graph, instead of `prefills`
+    tiles: Tensor | None = None  # [tiles, 4] int32, from `tile_work`; replaces `prefills` in a graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,24 @@ class DecodeGroup:
 
     rows: slice
     blocks: Tensor  # [requests * blocks] int32, padded with any block
-    padding: Tensor  # [padded positions] int64: which of the requests * length gathered positions are none
+    padding: Tensor  # [padded positions] int64: indices of padding among the gathered positions
     mask: Tensor  # [requests, 1, 1, length], 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """One request's chunk: queries rows[...] are the positions [context - len(rows), context)."""
+    """A chunk of one request. Its queries, `rows`, are at positions [context - len(rows), context)."""
 
     rows: slice
-    blocks: Tensor  # [blocks] int32, those of positions [0, context)
+    blocks: Tensor  # [blocks] int32, of positions [0, context)
     context: int
     mask: Tensor | None  # [queries, context], 0 or -inf; None: the chunk starts the sequence
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
+    """The plan for `paged_attention`, the same for all layers of a step."""
+
     decodes: Sequence[DecodeGroup]
     prefills: Sequence[PrefillSpan]
 
@@ -64,7 +66,7 @@ def plan_attention(metadata: AttentionMetadata, dtype: torch.dtype) -> TorchPlan
     contexts = metadata.contexts.tolist()
 
     def padded_length(request: int) -> int:
-        """Number of blocks, rounded up to a power of two: groups of like length waste at most half."""
+        """Number of blocks, rounded up to a power of two. So padding is at most half of a group."""
         return 1 << (-(-contexts[request] // block_size) - 1).bit_length()
 
     decodes = []
@@ -98,8 +100,8 @@ def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def paged_attention(q: Tensor, kv: Tensor, plan: TorchPlan) -> Tensor:
-    """Every query of q [tokens, num_heads, head_dim] attends to its request up to its own position, which
-    the layer's cache `kv` holds already. Returns [tokens, num_heads, head_dim]."""
+    """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request up to its own.
+    The layer's cache `kv` holds all of them already. Returns [tokens, num_heads, head_dim]."""
     out = torch.empty(q.shape, dtype=q.dtype)
     for group in plan.decodes:
         out[group.rows] = _decode(q[group.rows], kv, group)
@@ -112,7 +114,7 @@ def _decode(q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
     requests, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[3]
     keys, values = _gather(kv, group.blocks, group.padding).unflatten(1, (requests, -1)).transpose(2, 3)
-    # The query heads that share a KV head are to it what several queries are.
+    # The query heads that share a KV head become several queries of one head.
     grouped = q.unflatten(1, (num_kv_heads, -1))
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
     return out.reshape(requests, num_heads, head_dim)

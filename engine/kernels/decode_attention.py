@@ -2,18 +2,18 @@
 
     out = Σ softmax(q · k(j) / sqrt(head_dim)) v(j),   0 ≤ j < context
 
-Only the heads of its group share keys with one query (GQA packing), so this is a matter of reading the cache
-once, with the whole GPU, however long or few the contexts are (Flash-Decoding, Dao 2023):
+Only the query heads of one group share keys (GQA packing). So the time goes into reading the cache once. The
+whole GPU reads it, also if contexts are few or of unequal length (Flash-Decoding, Dao 2023):
 
-1. `_partition`, once a step: cuts the contexts of the batch into at most `pieces` pieces of equal length, the
-   shortest length that makes do. A long request gets many, a short one few or one.
-2. `_split`, one program per (piece, KV head): attention over the piece's keys alone, and the logarithm (to
-   the base 2) of its softmax sum: lse(i).
+1. `_partition`, once per step: cuts the contexts of the batch into at most `pieces` pieces of equal length.
+   It takes the shortest length that allows this. A long context gets many pieces, a short one only one.
+2. `_split`, one program per (piece, KV head): attention over the keys of the piece alone, and the logarithm
+   to base 2 of its softmax sum, lse(i).
 3. `_combine`, one program per (request, query head): out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max).
    A request of one piece has its result already.
 
-The number of pieces depends on batch size and device alone, and who takes what is read from the device: a
-captured graph serves whatever lengths come. A request of context 0, as pads a batch, has no piece; it gets 0.
+The number of pieces depends on batch size and device alone, and programs read their work on the device. So a
+captured graph serves contexts of any length. A padding request, of context 0, has no piece and gets 0.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ from engine.kernels.overlap import inputs_ready
 
 # Measured on an H200 (`python -m bench.kernels --sweep`).
 FEW_REQUESTS, FEW_PIECES_PER_SM = 32, 4
-PIECES_PER_SM = 8  # programs of `_split` for each multiprocessor, when there is work for that many
-BLOCK_N = 32  # keys of a tile; a piece is a multiple
+PIECES_PER_SM = 8  # programs of `_split` for each multiprocessor, if there is enough work
+BLOCK_N = 32  # keys of a tile; the length of a piece is a multiple of it
 BYTES_PER_WARP = 256  # of a key
 STAGES = 5
-ROWS = 16  # least rows of a tensor core product; a group of query heads is padded to it
+ROWS = 16  # fewest rows of a tensor core product; a group of query heads is padded to them
 
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
 COMBINE_PIECES = 32  # pieces that `_combine` takes at once
@@ -41,14 +41,14 @@ COMBINE_PIECES = 32  # pieces that `_combine` takes at once
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Who computes what in one decode step, the same for all layers."""
+    """The work of each program in one decode step, the same for all layers."""
 
-    work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; equal: nothing
+    work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; equal: no work
     first: Tensor  # [requests + 1] int32: request i has the pieces [first[i], first[i + 1])
 
 
 def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int) -> Pieces:
-    """For contexts [requests] int32."""
+    """Cuts contexts [requests] int32 into pieces."""
     requests = len(contexts)
     per_sm = FEW_PIECES_PER_SM if requests <= FEW_REQUESTS else PIECES_PER_SM
     pieces = requests + -(-per_sm * multiprocessors // num_kv_heads)
@@ -68,7 +68,8 @@ def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int) -> Piec
 
 
 def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, pieces: Pieces, out: Tensor) -> None:
-    """q and out [requests, num_heads, head_dim], heads dense; block_tables [requests, blocks] int32."""
+    """Writes out. q and out [requests, num_heads, head_dim] have dense heads; block_tables [requests, blocks]
+    int32."""
     requests, num_heads, head_dim = q.shape
     _, num_blocks, block_size, num_kv_heads, _ = kv.shape
     group = num_heads // num_kv_heads
@@ -130,7 +131,7 @@ def _partition(
     requests_of = tl.arange(0, REQUESTS)
     context = tl.load(contexts + requests_of, mask=requests_of < requests, other=0)
     tiles = (context + BLOCK_N - 1) // BLOCK_N
-    # The shortest piece, in tiles, of which there are at most `pieces`: by halving [low, high].
+    # Bisection for the shortest length, in tiles, that gives at most `pieces` pieces.
     low = 1
     high = tl.maximum(tl.max(tiles, axis=0), 1)
     while low < high:
@@ -143,7 +144,7 @@ def _partition(
     ends = tl.cumsum(count, axis=0)
 
     own = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
-    past = ends[None, :] <= own[:, None]  # [pieces, requests]: the request's pieces all come before this one
+    past = ends[None, :] <= own[:, None]  # [pieces, requests]: all pieces of the request come before this one
     request = tl.sum(past.to(tl.int32), axis=1)
     before = tl.sum(tl.where(past, count[None, :], 0), axis=1)
     taken = request < REQUESTS
@@ -248,7 +249,7 @@ def _combine(
     if end - begin == 1:
         return
     dims = tl.arange(0, HEAD_DIM)
-    m = -1e30  # not −inf: what has no piece must not become NaN
+    m = -1e30  # not −inf, which would give NaN for a request without pieces
     total = 0.0
     acc = tl.zeros([HEAD_DIM], tl.float32)
     for start in tl.range(begin, end, PIECES):

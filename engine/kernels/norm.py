@@ -3,9 +3,9 @@
     residual ← residual + delta
     out      = residual / sqrt(mean(residual²) + eps) · weight
 
-Apart they would read the residual stream twice and write it twice; here it is read once and written once. One
-program per row, which stays in registers; the mean is taken in float32 of the sum as it was rounded to the
-residual's dtype, since that is what the next layer will see.
+Two kernels would read the residual stream twice; one reads it once. One program per row, which stays in
+registers. The mean is computed in float32 from the sum as rounded to the residual's dtype, since the next
+layer sees the rounded sum.
 """
 
 import torch
@@ -17,14 +17,14 @@ from engine.kernels import overlap
 from engine.kernels.overlap import inputs_ready
 
 MAX_WARPS = 4
-ELEMENTS_PER_WARP = 512  # 16 a thread: two or four 16-byte loads
+ELEMENTS_PER_WARP = 512  # 16 per thread: two or four 16-byte loads
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     rows, size = residual.shape
-    assert residual.is_contiguous(), "rows are read as one"
+    assert residual.is_contiguous(), "the kernel assumes dense rows"
     assert delta is None or (delta.shape == residual.shape and delta.is_contiguous()), (
-        "added element by element"
+        "the kernel adds element by element"
     )
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(size)

@@ -1,14 +1,16 @@
-"""The step that both attention kernels repeat: one tile of keys and values out of the paged cache.
+"""The step that both attention kernels repeat for each tile of keys and values from the paged cache.
 
-For each row (a query) it keeps, over all tiles so far, the largest score m, the sum l of exp(score − m), and
-the sum of values weighted by exp(score − m). A tile with a larger m shrinks what was summed before it
-(Milakov & Gimelshein 2018). Scores are taken times log₂ e: exp2 is one instruction.
+For each row (a query) a kernel keeps, over all tiles so far: the largest score m, the sum `total` of
+exp(score − m), and the sum `acc` of values weighted by exp(score − m). If a tile has a larger m, the earlier
+sums are scaled down (Milakov & Gimelshein 2018). Scores are multiplied by log₂ e, since exp2 is one
+instruction.
 
-A tile that lies within one block of the cache is a rectangle in memory, [positions, head_dim] of one head,
-which Hopper's copy engine fetches by itself (`whole_tile`); otherwise each row is looked up (`any_tile`).
-Values past `stop` are masked when they are loaded, not only by their weight: slots of the cache that are
-stale or somebody else's may hold NaN, which would come through a weight of zero. Products of float32 take
-three passes of the tensor cores, TF32 and what it leaves out: TF32 alone has 10 bits.
+A tile within one block of the cache is a rectangle in memory, [positions, head_dim] of one head. Hopper's
+copy engine fetches it by itself (`whole_tile`). Otherwise each row is looked up (`any_tile`).
+
+Values past `stop` are masked when they are loaded: these slots may hold NaN, which a weight of zero would not
+remove. Products of float32 take three passes of the tensor cores (TF32 and its rounding errors), because TF32
+alone has 10 bits of mantissa.
 """
 
 import triton
@@ -20,7 +22,8 @@ LOG2_E = 1.4426950408889634
 
 
 def cache_tiles(kv: Tensor, block_n: int) -> TensorDescriptor:
-    """The cache as rows of all slots, keys' and then values'; what is fetched are BLOCK_N rows of a head."""
+    """The cache as a matrix with one row per slot, first of all keys, then of all values. A load fetches
+    `block_n` rows of one head."""
     _, num_blocks, block_size, kv_heads, head_dim = kv.shape
     rows = kv.view(2 * num_blocks * block_size, kv_heads * head_dim)
     return TensorDescriptor.from_tensor(rows, [block_n, head_dim])
@@ -28,7 +31,7 @@ def cache_tiles(kv: Tensor, block_n: int) -> TensorDescriptor:
 
 @triton.jit
 def whole_tile(tiles, table, start, slots, kv_head, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Keys and values of as many positions from `start` as `tiles` is for, all of them in one block."""
+    """Keys and values of one tile of `cache_tiles` from position `start` on, all in one block."""
     row = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
     return tiles.load([row, kv_head * HEAD_DIM]), tiles.load([row + slots, kv_head * HEAD_DIM])
 
@@ -46,12 +49,12 @@ def any_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Keys and values of [start, start + BLOCK_N), and which of these are before `stop`. Of the others the
-    values are 0, the keys anything."""
+    """Keys and values of positions [start, start + BLOCK_N), and whether each position is before `stop`.
+    Positions from `stop` on have value 0 and any key."""
     offsets = tl.arange(0, BLOCK_N)
     positions = start + offsets
     inside = positions < stop
-    if BLOCK_SIZE % BLOCK_N == 0:  # and start a multiple of BLOCK_N: one lookup
+    if BLOCK_SIZE % BLOCK_N == 0:  # start is a multiple of BLOCK_N: one block has all positions
         block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
         rows = block * BLOCK_SIZE + start % BLOCK_SIZE + offsets
     else:
@@ -67,7 +70,7 @@ def any_tile(
 
 @triton.jit
 def attend(queries, k, v, seen, m, total, acc, scale, MASKED: tl.constexpr):
-    """Takes in a tile; with MASKED a query sees only what `seen` [queries, keys] says. Returns the new m,
+    """Adds a tile. With MASKED, a query sees only the keys in `seen` [queries, keys]. Returns the new m,
     total and acc."""
     scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
     if MASKED:

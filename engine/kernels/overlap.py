@@ -1,13 +1,13 @@
-"""One kernel begins while the one before it ends (programmatic dependent launch, from Hopper on).
+"""Starts a kernel while the kernel before it ends (programmatic dependent launch, from Hopper on).
 
-Between two small kernels the GPU does nothing for a microsecond: the last programs of one finish, then the
-next is launched, and looks up what it is to do. Launched with `**options(...)`, a kernel may begin as soon as
-all programs of the one before it have called `inputs_ready`, or ended; what it does before its own
-`inputs_ready` overlaps. Only from there on may it read what kernels of this step wrote, or write anything.
+Between two small kernels the GPU idles for a microsecond: the last programs of one kernel finish, then the
+next is launched and reads its arguments. A kernel launched with `**options()` may begin earlier: when all
+programs of the kernel before it have called `inputs_ready` or ended. The code before its own `inputs_ready`
+then overlaps with that kernel. Only after this call may it write, or read results of kernels of this step.
 
-Each kernel says that the next may begin only after its own inputs are ready. So there are never more than two
-under way, and whatever began has all kernels but the last one before it behind it. A kernel launched without
-the option, torch's or cuBLAS', waits for all before it, as always.
+Each kernel lets the next one begin only after its own inputs are ready. So at most two kernels run at once.
+When a kernel begins, all kernels but the one before it are over. A kernel launched without the option, such
+as torch's or cuBLAS', waits for all kernels before it, as always.
 """
 
 import functools
@@ -20,7 +20,7 @@ from triton.runtime import JITFunction
 
 @triton.jit
 def inputs_ready(OVERLAP: tl.constexpr):
-    """First in every program that `options` is for."""
+    """Waits for the inputs, then lets the next kernel begin. The first call of every program."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -28,7 +28,7 @@ def inputs_ready(OVERLAP: tl.constexpr):
 
 @functools.cache
 def options() -> dict[str, Any]:
-    """Of a launch on this device: the kernel's OVERLAP, and the launch's own."""
+    """Arguments of a launch on this device: OVERLAP for the kernel, and Triton's option for the launch."""
     overlap = (
         isinstance(inputs_ready, JITFunction) and triton.runtime.driver.active.get_current_target().arch >= 90
     )

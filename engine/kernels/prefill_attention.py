@@ -1,4 +1,4 @@
-"""Attention of prefill chunks over the paged cache: what is cached already, and the chunk itself.
+"""Attention of prefill chunks over the paged cache: to earlier positions, and to the chunk itself.
 
 A query of position p attends to the positions 0 … p of its request:
 
@@ -6,11 +6,12 @@ A query of position p attends to the positions 0 … p of its request:
 
 computed in one pass over the keys, tile by tile (FlashAttention, Dao 2022/2023; `online_softmax`).
 
-*GQA packing*: the query heads of one KV head see the same keys, so the rows of a tile are (token, head of the
-group) pairs, BLOCK_M of them, and each key is loaded once for all.
-*Ragged batch*: the grid has no dimension for requests; `tiles` lists which tokens of which chunk each program
-takes, longest work first, so that the last wave is short.
-*Causal*: keys that the tile's first token may see need no mask; only the few after it do, in smaller tiles.
+*GQA packing*: the query heads of one KV head see the same keys. So the rows of a tile are BLOCK_M pairs
+(token, head of the group), and each key is loaded once for all.
+*Ragged batch*: the grid has no dimension for requests. `Tiles` lists the tokens and the chunk of each
+program, longest work first, so that the last wave is short.
+*Causal*: keys that the first token of a tile may see need no mask. The few keys after them are masked, in
+smaller tiles.
 """
 
 from dataclasses import dataclass
@@ -30,19 +31,19 @@ MASKED_N = 32  # keys of a tile that the causal mask cuts
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Who computes what in one step, the same for all layers."""
+    """The work of each program in one step, the same for all layers."""
 
-    work: Tensor  # [tiles, 4] int32, as `tile_work` has it; a row of zeros: nothing
+    work: Tensor  # [tiles, 4] int32, from `tile_work`; a row of zeros: no work
     shape: Shape
 
 
 def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tiles, out: Tensor) -> None:
-    """q and out [rows, num_heads, head_dim], heads dense; block_tables [requests, blocks] int32. Writes the
-    rows of the chunks that `tiles` is about."""
+    """Writes the rows of the chunks in `tiles` to out. q and out [rows, num_heads, head_dim] have dense
+    heads; block_tables [requests, blocks] int32."""
     _, num_heads, head_dim = q.shape
     _, num_blocks, block_size, num_kv_heads, _ = kv.shape
     (block_m, block_n, warps), stages = tiles.shape, STAGES
-    if q.dtype is torch.float32 or head_dim > 128:  # else more than the shared memory
+    if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
         block_n, stages = SHORT.block_n, 1
     whole = block_size % block_n == 0
     _prefill[(len(tiles.work), num_kv_heads)](
@@ -110,7 +111,7 @@ def _prefill(
     row_of = (row + token)[:, None]
     queries = tl.load(q + row_of * q_stride + in_row, mask=used, other=0.0)
 
-    whole = (first + 1) // BLOCK_N * BLOCK_N  # every query sees all of these
+    whole = (first + 1) // BLOCK_N * BLOCK_N  # every query sees all keys before this position
     query_positions = first + token
     table = block_tables + request * table_stride
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)

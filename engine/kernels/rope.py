@@ -5,9 +5,9 @@ order of Hugging Face checkpoints) it becomes
 
     (a · cos θ − b · sin θ,  b · cos θ + a · sin θ)
 
-for query and key heads, after RMSNorm over the head where the model has one (Qwen3). Values stay. Queries and
-keys are rotated in place, keys and values also go to the cache. A program takes a KV head of some tokens:
-the query heads that share it, its key and its value. In float32, rounded once.
+for query and key heads, after RMSNorm over the head if the model has one (Qwen3). Values are not rotated.
+Queries and keys are rotated in place; keys and values also go to the cache. A program handles one KV head of
+some tokens: the query heads that share it, its key and its value. Computed in float32 and rounded once.
 """
 
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.kernels import HeadNorm, overlap
 from engine.kernels.overlap import inputs_ready
 
-MANY = 1024  # tokens; from there on a program takes several
+MANY = 1024  # tokens; from this number on, a program handles TOKENS of them
 TOKENS = 4
 
 
@@ -25,10 +25,10 @@ def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tenso
     tokens, heads, head_dim = qkv.shape
     num_kv_heads = kv.shape[3]
     group = heads // num_kv_heads - 2
-    assert qkv.is_contiguous(), "it is written in place"
-    assert kv.is_contiguous(), "a slot is one row of each half"
-    own = TOKENS if tokens >= MANY else 1
-    _rope_and_write[(triton.cdiv(tokens, own), num_kv_heads)](
+    assert qkv.is_contiguous(), "the kernel writes it in place"
+    assert kv.is_contiguous(), "the kernel assumes that a slot is one row of each half"
+    tokens_each = TOKENS if tokens >= MANY else 1
+    _rope_and_write[(triton.cdiv(tokens, tokens_each), num_kv_heads)](
         qkv,
         rotary,
         qkv if norm is None else norm.scale,
@@ -42,8 +42,8 @@ def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tenso
         ROWS=triton.next_power_of_2(group + 1),
         HEAD_DIM=head_dim,
         NORM=norm is not None,
-        TOKENS=own,
-        num_warps=own,
+        TOKENS=tokens_each,
+        num_warps=tokens_each,
         **overlap.options(),
     )
 

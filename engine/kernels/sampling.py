@@ -1,12 +1,13 @@
-"""From logits to tokens on the GPU alone: no kernel here waits for the host, or takes a shape from a value.
+"""From logits to tokens on the GPU alone: no kernel waits for the host, and no shape depends on a value.
 
-A race: token i of a row wins with probability softmax(x / T)[i] if it has the least of E[i] / p[i], E
-exponentially distributed (`Kernels.draw`); or, without any sum over the row, if it has the largest of
+Sampling is a race (`Kernels.draw`): the token with the least E[i] / p[i] wins, for exponentially distributed
+E. Token i then has the probability p[i] = softmax(x / T)[i]. Without a sum over the row, the same token has
+the largest
 
-    x[i] / T − log E[i]      (T = 0, greedy: of x[i])
+    x[i] / T − log E[i]      (greedy, T = 0: the largest x[i])
 
-E is the hash of (key, column) of `torch_kernels.exponentials`. Many programs per row each find the best of
-BLOCK columns, a second kernel the best of those. Of equals the first wins.
+E is a hash of (key, column), as in `torch_kernels.exponentials`. One program finds the best of BLOCK columns,
+and a second kernel finds the best of a row. Of equal tokens the first wins.
 """
 
 import torch
@@ -14,13 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # columns that one program of the race looks at
+BLOCK = 2048  # columns of one program
 WARPS = 4
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of logits [rows, vocabulary], any float dtype, rows dense: the column of the largest [rows] int64, and
-    whether all of the row is finite [rows] bool; of a row that is not, any column."""
+    """As `Kernels.greedy`; the logits may have any float dtype and need dense rows only."""
     return _race(logits, None, None, None, None)
 
 
@@ -31,9 +31,7 @@ def draw(
     probs: Tensor | None = None,
     thresholds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `greedy`, drawn at temperatures [rows] float32 (0: greedy) with keys [rows] int32 (the 32 bits of
-    `draw_keys`), where thresholds [rows] are given only among columns with probs[row, column] at least that;
-    probs [rows, vocabulary] float32."""
+    """As `Kernels.draw`; logits and probs need dense rows only. keys are those of `draw_keys`."""
     return _race(logits, temperatures, keys, probs, thresholds)
 
 
@@ -46,14 +44,14 @@ def _race(
 ) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
     parts, device = triton.cdiv(vocabulary, BLOCK), logits.device
-    assert logits.stride(1) == 1, "rows are read as one"
-    assert probs is None or probs.stride(1) == 1, "rows are read as one"
+    assert logits.stride(1) == 1, "the kernel assumes dense rows"
+    assert probs is None or probs.stride(1) == 1, "the kernel assumes dense rows"
     best = torch.empty(rows, parts, dtype=torch.float32, device=device)
     where = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    sound = torch.empty(rows, parts, dtype=torch.int32, device=device)
+    part_finite = torch.empty(rows, parts, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     finite = torch.empty(rows, dtype=torch.bool, device=device)
-    _heats[(rows, parts)](
+    _best_of_part[(rows, parts)](
         logits,
         temperatures,
         keys,
@@ -61,7 +59,7 @@ def _race(
         least,
         best,
         where,
-        sound,
+        part_finite,
         vocabulary,
         logits.stride(0),
         0 if probs is None else probs.stride(0),
@@ -70,14 +68,14 @@ def _race(
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    _final[(rows,)](
-        best, where, sound, tokens, finite, parts, PARTS=triton.next_power_of_2(parts), num_warps=1
+    _best_of_row[(rows,)](
+        best, where, part_finite, tokens, finite, parts, PARTS=triton.next_power_of_2(parts), num_warps=1
     )
     return tokens, finite
 
 
 @triton.jit
-def _heats(
+def _best_of_part(
     logits,
     temperatures,
     keys,
@@ -85,7 +83,7 @@ def _heats(
     thresholds,
     best,
     where,
-    sound,
+    part_finite,
     vocabulary,
     stride,
     probs_stride,
@@ -98,7 +96,7 @@ def _heats(
     columns = part * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary
     x = tl.load(logits + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    finite = tl.abs(x) < float("inf")  # not so for NaN either
+    finite = tl.abs(x) < float("inf")  # false for NaN, too
     score = tl.where(inside & (x == x), x, float("-inf"))
     if DRAWN:
         temperature = tl.load(temperatures + row)
@@ -112,7 +110,7 @@ def _heats(
     to = row * tl.num_programs(1) + part
     tl.store(best + to, value)
     tl.store(where + to, part * BLOCK + winner)
-    tl.store(sound + to, tl.min(finite.to(tl.int32), axis=0))
+    tl.store(part_finite + to, tl.min(finite.to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -125,13 +123,13 @@ def _exponential(key, columns):
     x ^= x >> 16
     uniform = (x.to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * (1 / (1 << 32))
     uniform -= tl.floor(uniform)
-    # −log(1 − u): the first terms where 1 − u would drop the bits of u, which are those that decide.
+    # −log(1 − u). For small u, which decides the race, 1 − u would lose its bits: the first terms instead.
     series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4))))
     return tl.where(uniform < 1 / 64, series, -tl.log(1 - uniform))
 
 
 @triton.jit
-def _final(best, where, sound, tokens, finite, parts, PARTS: tl.constexpr):
+def _best_of_row(best, where, part_finite, tokens, finite, parts, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     own = tl.arange(0, PARTS)
     inside = own < parts
@@ -139,4 +137,5 @@ def _final(best, where, sound, tokens, finite, parts, PARTS: tl.constexpr):
         tl.load(best + row * parts + own, mask=inside, other=float("-inf")), axis=0, return_indices=True
     )
     tl.store(tokens + row, tl.load(where + row * parts + winner).to(tl.int64))
-    tl.store(finite + row, tl.min(tl.load(sound + row * parts + own, mask=inside, other=1), axis=0) != 0)
+    all_finite = tl.min(tl.load(part_finite + row * parts + own, mask=inside, other=1), axis=0)
+    tl.store(finite + row, all_finite != 0)

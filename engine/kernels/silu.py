@@ -2,7 +2,8 @@
 
     out = silu(gate) · up,   silu(x) = x / (1 + exp(−x))
 
-gate and up are the halves of one row, as the fused gate-up product leaves them. In float32, rounded once.
+gate and up are the halves of a row, as the fused gate-up product writes them. Computed in float32 and rounded
+once.
 """
 
 import triton
@@ -12,12 +13,12 @@ from torch import Tensor
 from engine.kernels import overlap
 from engine.kernels.overlap import inputs_ready
 
-BLOCK = 1024  # elements a program
+BLOCK = 1024  # elements of a program
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     rows, both = gate_up.shape
-    assert gate_up.is_contiguous(), "rows are read as one"
+    assert gate_up.is_contiguous(), "the kernel assumes dense rows"
     out = gate_up.new_empty(rows, both // 2)
     _silu_mul[(rows, triton.cdiv(both // 2, BLOCK))](
         gate_up, out, both // 2, BLOCK=BLOCK, num_warps=4, **overlap.options()

@@ -1,14 +1,14 @@
-"""y = x Wᵀ + b for few rows of x, as decode steps have them: all the work is to read W [out, in] once.
+"""y = x Wᵀ + b for few rows of x, as in decode steps. The time goes into reading W [out, in] once.
 
     y[m, n] = b[n] + Σ x[m, k] W[n, k]
 
-The rows of W are the large side of the tensor core product (yᵀ = W xᵀ): few rows of x waste little of it. A
-program takes BLOCK_N rows of W and one of SPLITS parts of their columns, so that there are as many programs
-as the GPU runs at once, each with several tiles on their way. Of the programs of the same rows the one that
-finishes last adds up the parts, in the order of the parts and not of their arrival: no timing changes y.
+The rows of W are the large side of the tensor core product (yᵀ = W xᵀ), so few rows of x waste little of it.
+A program handles BLOCK_N rows of W and one of SPLITS parts of their columns. So there are as many programs as
+the GPU runs at once, and each loads several tiles ahead. The program that finishes last for its rows adds up
+the parts. It adds them in a fixed order, so timing never changes y.
 
-Beside cuBLAS a layer's products take 3 % less time up to 64 rows, and 6 % with launches that overlap
-(`overlap`): both read W at over 4 TB/s, and lose some 4 µs around it (docs/benchmarks.md).
+Compared with cuBLAS, the products of a layer take 3 % less time up to 64 rows, and 6 % less with launches
+that overlap (`overlap`). Both read W at over 4 TB/s and lose some 4 µs around it (docs/benchmarks.md).
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from engine.kernels import overlap
 from engine.kernels.overlap import inputs_ready
 
 BLOCK_N = 64
-SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are on their way
+SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 MAX_STAGES = 8
 MAX_SPLITS = 8
 
@@ -31,13 +31,13 @@ MAX_SPLITS = 8
 class Tiling(NamedTuple):
     rows: int  # of x, padded
     columns: int  # of W, at a time
-    splits: int
-    stages: int
+    splits: int  # parts of the columns of W
+    stages: int  # tiles loaded ahead
 
 
 def tiling(rows: int, inner: int, size: int, multiprocessors: int) -> Tiling:
-    """Of x [rows, inner] and W [size, inner], measured on an H200. Many programs share a multiprocessor by
-    two; few are made more by splitting."""
+    """The best tiling for x [rows, inner] and W [size, inner], measured on an H200. With more tiles than
+    multiprocessors, two programs share one. With fewer, splitting makes more programs."""
     padded = max(16, triton.next_power_of_2(rows))
     tiles = triton.cdiv(size, BLOCK_N)
     columns = 128 if padded == 64 or tiles > multiprocessors else 256
@@ -48,15 +48,18 @@ def tiling(rows: int, inner: int, size: int, multiprocessors: int) -> Tiling:
 
 
 class SkinnyLinear:
+    """A linear product for 1 to 64 rows. Its calls must be in one stream."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None, multiprocessors: int) -> None:
-        """weight [out, in] float16 or bfloat16, bias [out]; both are kept, not copied."""
+        """weight [out, in] float16 or bfloat16, bias [out]. Neither is copied."""
         self._weight, self._bias, self._multiprocessors = weight, bias, multiprocessors
         tiles = triton.cdiv(len(weight), BLOCK_N)
-        self._finished = torch.zeros(tiles, dtype=torch.int32, device=weight.device)  # between calls 0
+        self._finished = torch.zeros(tiles, dtype=torch.int32, device=weight.device)  # 0 between calls
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
-        """Whether it is made for this weight and device: Hopper's copy engine wants rows of 16 bytes."""
+        """Whether the kernel supports this weight and device. Hopper's copy engine needs rows of a multiple
+        of 16 bytes."""
         return (
             weight.is_cuda
             and torch.cuda.get_device_capability(weight.device) >= (9, 0)
@@ -66,8 +69,8 @@ class SkinnyLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in], contiguous, 1 to 64 rows; returns [rows, out]."""
-        assert x.is_contiguous(), "read as a matrix"
+        """x [rows, in], contiguous, 1 to 64 rows. Returns [rows, out]."""
+        assert x.is_contiguous(), "the kernel assumes dense rows"
         (rows, inner), size = x.shape, len(self._weight)
         block_m, block_k, splits, stages = tiling(rows, inner, size, self._multiprocessors)
         tiles = len(self._finished)
@@ -127,7 +130,7 @@ def _skinny_linear(
         part = tl.num_programs(0) * BLOCK_N * BLOCK_M
         own = parts + tile * BLOCK_N * BLOCK_M + n[:, None] * BLOCK_M + m[None, :]
         tl.store(own + split * part, acc)
-        tl.debug_barrier()  # all threads have stored before one says so
+        tl.debug_barrier()  # all threads have stored before the program counts as finished
         is_last = tl.atomic_add(finished + tile, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             tl.store(finished + tile, 0)

@@ -1,18 +1,18 @@
-"""Top-k, top-p and min-p without sorting: the probability of the least likely token that stays.
+"""Top-k, top-p and min-p without sorting: finds the smallest probability that a token may have.
 
-What is above v, in number and in sum, falls as v rises. So top-k, then top-p, leave the values from the least
-v on for which
+The number and the sum of the probabilities above v fall as v rises. So top-k followed by top-p keeps all
+values from v on, for the least v with
 
     |{p > v}| < top_k   and   Σ {p > v} < top_p · Σ {the top_k largest}
 
-Positive floats are ordered as their bits are, taken as integers. The range of bits that v may have is cut
-into PIVOTS + 1 equal parts, again and again, until one pattern is left: first for the k-th largest value,
-then for the second condition; as often as it may take, whatever the values are. (Rejection by two pivots in
-FlashInfer, Ye 2025, is a kin of this.)
+Positive floats have the same order as their bits, read as integers. A search starts with the whole range of
+bits. Each pass cuts the range into PIVOTS + 1 equal parts and keeps one of them, until one value is left. The
+first search finds the k-th largest value, the second the value for top_p. The number of passes is fixed.
+(FlashInfer's rejection by two pivots, Ye 2025, is similar.)
 
-In a pass each program looks at a part of a row; the one that finishes last adds up what was found, in the
-order of the parts, and narrows the row's range. The more rows, the larger a part, and sums round in another
-way: where one comes that near to top_p, a row may keep a token more or less in another batch.
+In a pass each program handles a part of a row. The program that finishes last adds the results of all parts,
+in the order of the parts, and narrows the row's range. With more rows the parts are larger, so sums round
+differently. Where a sum is that close to top_p, a row may keep one token more or less in another batch.
 """
 
 import torch
@@ -26,14 +26,14 @@ from engine.kernels.overlap import inputs_ready
 BLOCK = 2048  # columns at a time
 PIVOTS = 8
 WARPS = 8
-PROGRAMS = 512  # of a pass: few more than the GPU holds at once, since they take time to launch
-PARTS = 64  # of a row, at most
+PROGRAMS = 512  # of a pass: little more than the GPU runs at once, since launching them takes time
+PARTS = 64  # most parts of a row
 
 HIGHEST = tl.constexpr(0x40000000)  # bits of 2.0: above every probability
 
 
 def passes(pivots: int) -> int:
-    """That narrow −1 … HIGHEST down to one."""
+    """Passes that narrow the range (−1, HIGHEST] to one value."""
     width, count = HIGHEST.value + 1, 0
     while width > 1:
         width, count = -(-width // (pivots + 1)), count + 1
@@ -41,21 +41,24 @@ def passes(pivots: int) -> int:
 
 
 def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[rows] float32: what a probability must reach for its token to stay in probs [rows, vocabulary]
-    float32, rows dense. top_k [rows] int32, at least 1 (vocabulary: no limit); top_p [rows] float32 (above
-    1: no limit), of what top_k leaves; min_p [rows] float32, of the largest."""
+    """[rows] float32: the smallest probability that a token may have, for probs [rows, vocabulary] float32
+    with dense rows. top_k [rows] int32, at least 1 (vocabulary: no limit). top_p [rows] float32, a share of
+    the sum after top_k (above 1: no limit). min_p [rows] float32, a share of the largest probability."""
     rows, vocabulary = probs.shape
-    assert probs.stride(1) == 1, "rows are read as one"
+    assert probs.stride(1) == 1, "the kernel assumes dense rows"
     tiles, device = triton.cdiv(vocabulary, BLOCK), probs.device
     tiles_each = triton.cdiv(tiles, min(PARTS, max(1, PROGRAMS // rows)))
     parts = triton.cdiv(tiles, tiles_each)
     out = torch.empty(rows, dtype=torch.float32, device=device)
-    bounds = torch.empty(rows, 4, dtype=torch.int32, device=device)  # low, high], largest; programs finished
-    sums = torch.empty(rows, 3, dtype=torch.float32, device=device)  # number and sum above high; the limit
-    found = torch.empty(rows, 2, parts, PIVOTS, dtype=torch.float32, device=device)  # number, sum
+    # Range (low, high] and the largest probability, as bits; number of programs that finished.
+    bounds = torch.empty(rows, 4, dtype=torch.int32, device=device)
+    # Number and sum of the probabilities above high; the limit of the search.
+    sums = torch.empty(rows, 3, dtype=torch.float32, device=device)
+    # Number and sum of the probabilities above each pivot, in each part.
+    found = torch.empty(rows, 2, parts, PIVOTS, dtype=torch.float32, device=device)
 
-    def turn(stage: int) -> None:
-        _turn[(rows,)](
+    def set_bounds(stage: int) -> None:
+        _set_bounds[(rows,)](
             bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE=stage, num_warps=1, **overlap.options()
         )
 
@@ -78,17 +81,19 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
                 **overlap.options(),
             )
 
-    turn(0)
+    set_bounds(0)
     search(by_number=True)
-    turn(1)
+    set_bounds(1)
     search(by_number=False)
-    turn(2)
+    set_bounds(2)
     return out
 
 
 @triton.jit
-def _turn(bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE: tl.constexpr, OVERLAP: tl.constexpr):
-    """Before, between, and after the two searches."""
+def _set_bounds(
+    bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """Stage 0 prepares the first search, stage 1 the second. Stage 2 writes the result."""
     inputs_ready(OVERLAP)
     row = tl.program_id(0)
     bounds += row * 4
@@ -101,7 +106,7 @@ def _turn(bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE: tl.constexp
         tl.store(bounds + 3, 0)
         tl.store(sums + 2, k.to(tl.float32))
     else:
-        high = tl.load(bounds + 1)  # the search has left no other value
+        high = tl.load(bounds + 1)  # the value that the search found
         value = high.to(tl.float32, bitcast=True)
         if STAGE == 1:
             total = tl.load(sums + 1) + (k - tl.load(sums)) * value
@@ -155,7 +160,7 @@ def _narrow(
         totals = tl.zeros([PIVOTS, BLOCK], tl.float32)
         for start in tl.range(begin, end, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            p = tl.load(probs + columns, mask=columns < end, other=-1.0)  # no value: below all
+            p = tl.load(probs + columns, mask=columns < end, other=-1.0)  # padding: below all pivots
             above = p.to(tl.int32, bitcast=True)[None, :] > pivots[:, None]
             totals += tl.where(above, p[None, :], 0.0)
             if BY_NUMBER:
@@ -166,7 +171,7 @@ def _narrow(
         tl.store(total + part * PIVOTS + i, tl.sum(totals, 1))
         if BY_NUMBER:
             tl.store(number + part * PIVOTS + i, tl.sum(numbers, 1).to(tl.float32))
-        tl.debug_barrier()  # all threads have stored before one says so
+        tl.debug_barrier()  # all threads have stored before the program counts as finished
         if tl.atomic_add(bounds + 3, 1, sem="acq_rel") == parts - 1:
             tl.store(bounds + 3, 0)
             all_parts = tl.arange(0, PARTS)[:, None]
@@ -182,7 +187,7 @@ def _narrow(
             reached = limited < tl.load(sums + 2)  # false up to some pivot, then true
             tl.store(bounds, tl.maximum(low, tl.max(tl.where(reached, low, pivots), 0)))
             tl.store(bounds + 1, tl.minimum(high, tl.min(tl.where(reached, pivots, high), 0)))
-            if BY_NUMBER:  # of the new high; the least pivot that reached it has the most above it
+            if BY_NUMBER:  # the new high is the least pivot that reached the limit: most is above it
                 tl.store(sums, tl.maximum(tl.load(sums), tl.max(tl.where(reached, limited, 0.0), 0)))
                 tl.store(
                     sums + 1, tl.maximum(tl.load(sums + 1), tl.max(tl.where(reached, sums_above, 0.0), 0))

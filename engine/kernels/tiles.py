@@ -1,4 +1,4 @@
-"""How attention to the chunks of a step is cut into pieces of work. Pure, and on the host."""
+"""Cuts the attention of prefill chunks into tiles, one for each program. Pure, on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,14 +7,14 @@ import numpy as np
 
 
 class Shape(NamedTuple):
-    """Of what one program computes."""
+    """Shape of a tile."""
 
     block_m: int  # rows: (token, head of the group) pairs
     block_n: int  # keys at a time
     warps: int
 
     def tokens(self, group: int) -> int:
-        """Of a tile, where so many query heads share a KV head."""
+        """Tokens of a tile, if `group` query heads share a KV head."""
         return self.block_m // group
 
 
@@ -25,14 +25,14 @@ LONG_FROM = 4096  # positions
 
 
 def shape_for(prefills: Sequence[tuple[int, int]]) -> Shape:
-    """For chunks (start, stop)."""
+    """The shape of tiles for chunks (start, stop)."""
     return LONG if max(stop for _, stop in prefills) >= LONG_FROM else SHORT
 
 
 def tile_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int) -> np.ndarray:
     """[tiles, 4] int32: request (index into the block tables), first row of q, number of tokens (at most
-    `tokens`), first position. Chunks (start, stop) follow `num_decodes` requests of one row each. Tiles that
-    see most keys come first, so that the last programs are short."""
+    `tokens`), first position. The chunks (start, stop) follow `num_decodes` requests of one row each. Tiles
+    that see most keys come first, so that the last programs are short."""
     tiles, row = [], num_decodes
     for request, (start, stop) in enumerate(prefills, num_decodes):
         tiles += [

@@ -1,4 +1,4 @@
-"""Each operation in plain torch: its definition, and what runs on a CPU."""
+"""Each operation in plain torch: it defines the result, and runs on a CPU."""
 
 import torch
 import torch.nn.functional as F
@@ -79,15 +79,15 @@ class TorchKernels:
 
 
 CANDIDATES = 256
-"""Of a sorted distribution, tried before all of it is sorted."""
+"""Most likely tokens that `thresholds` sorts first. It sorts more if these do not decide."""
 
 
 def exponentials(keys: Tensor, count: int) -> Tensor:
-    """[keys, count] exponentially distributed random numbers: each a hash (Wellons' lowbias32) of its key,
-    int32, and its column. The smallest are the exact ones, since they decide."""
+    """[keys, count] exponentially distributed random numbers. Each is a hash (Wellons' lowbias32) of its key,
+    int32, and its column. The smallest numbers are the most exact, since they decide the race."""
     columns = torch.arange(count, dtype=torch.int32, device=keys.device) * (0x9E3779B1 - (1 << 32))
     x = keys[:, None] ^ columns
-    # Masked, since int32 has only the shift that copies the sign.
+    # Masked, because a right shift of int32 copies the sign.
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
     x ^= (x >> 15).bitwise_and_(0x1FFFF)

@@ -14,27 +14,27 @@ from engine.kernels.tiles import SHORT, shape_for, tile_work
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 INTERPRETED_MULTIPROCESSORS = 4
-"""Of a device that Triton's interpreter stands for, in tests."""
+"""Assumed when Triton's interpreter runs the kernels, in tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
     num_decodes: int
     block_tables: Tensor  # [requests, blocks] int32
-    pieces: Pieces | None  # None: nothing decodes
-    tiles: Tiles | None  # None: there are no chunks
+    pieces: Pieces | None  # None: no decodes
+    tiles: Tiles | None  # None: no chunks
 
 
 class TritonKernels:
     def __init__(self, device: torch.device, head_dim: int) -> None:
         if head_dim not in HEAD_DIMS:
             raise ValueError(
-                f"a model with head_dim {head_dim} cannot run on CUDA ({HEAD_DIMS} can): use --device cpu"
+                f"a model with head_dim {head_dim} cannot run on CUDA ({HEAD_DIMS} can); use --device cpu"
             )
         self._multiprocessors = INTERPRETED_MULTIPROCESSORS
         if device.type == "cuda":
             if device.index is not None:
-                torch.cuda.set_device(device)  # Triton launches on the current one
+                torch.cuda.set_device(device)  # Triton launches on the current device
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
