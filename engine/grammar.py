@@ -1,4 +1,4 @@
-"""Grammars: the tokens that a request may have next if its output must have a structure.
+"""Grammars: the tokens that a request with structured output may have next.
 
     compile ──▶ (a thread of its own) ──▶ ready ──▶ allowed, once for each token ──▶ …
 
@@ -51,7 +51,7 @@ class CompiledGrammar:
     """The grammar of one request. Owned by its `LiveRequest`; used in the engine's thread."""
 
     def __init__(self, compiling: "Future[LLMatcher]", position: int) -> None:
-        """Compiled, it will have consumed what was generated of the first `position` tokens."""
+        """`compiling` gives a matcher that has consumed the generated tokens before `position`."""
         self._compiling = compiling
         self._position = position
 
@@ -60,12 +60,13 @@ class CompiledGrammar:
         return self._compiling.done()
 
     def abandon(self) -> None:
-        """The request has ended."""
+        """Cancels the compilation, since the request has ended."""
         self._compiling.cancel()
 
     def after(self, token_ids: "array[int]") -> LLMatcher:
-        """Has consumed all of the request's tokens, which only ever grow. Raises ValueError for a grammar
-        that is not valid, met a limit, or does not take these tokens."""
+        """The matcher, after it consumed all of the request's tokens. Later calls need the same tokens and
+        may add some. Raises `ValueError` if the grammar is not valid, exceeds a limit, or does not allow the
+        tokens."""
         matcher = self._compiling.result()
         matcher.consume_tokens(token_ids[self._position :].tolist())
         self._position = len(token_ids)
@@ -74,7 +75,7 @@ class CompiledGrammar:
 
 
 class Grammars:
-    """Compiles grammars for one model, and says what they allow."""
+    """Compiles grammars for one model, and returns the tokens that they allow. Owns a thread."""
 
     def __init__(self, source: str, vocab_size: int, eos_ids: Collection[int]) -> None:
         """`source`: the checkpoint's directory or file."""
@@ -87,21 +88,21 @@ class Grammars:
         self._compiling: set[Future[LLMatcher]] = set()
 
     def compile(self, wanted: StructuredOutput, request: EngineRequest) -> CompiledGrammar:
-        """Errors in the grammar show when it is used."""
+        """Starts to compile the grammar of a request. `CompiledGrammar.after` raises its errors."""
         future = self._thread.submit(self._compile, wanted, request.output_ids)
         self._compiling.add(future)
         future.add_done_callback(self._compiling.discard)
         return CompiledGrammar(future, len(request.prompt_ids) + len(request.output_ids))
 
     def wait(self, seconds: float) -> None:
-        """Until a grammar that was being compiled is ready."""
+        """Waits until one of the grammars that are being compiled is ready, at most this long."""
         wait(list(self._compiling), seconds, FIRST_COMPLETED)
 
     def allowed(
         self, batch: Sequence[tuple[Grammar | None, "array[int]"]]
     ) -> tuple[tuple[list[int], np.ndarray] | None, dict[int, str]]:
-        """The rows of a batch that have a grammar, with their allowed tokens as `engine.step.TokenMask.bits`;
-        None if no row has one. And by row, what is wrong with a grammar that failed: the bits of such a row
+        """Returns the rows of a batch that have a grammar, with their `engine.step.TokenMask.bits`. None: no
+        row has one. Also returns, by row, the error of each grammar that failed. The bits of a failed row
         mean nothing."""
         failed: dict[int, str] = {}
         matchers: list[tuple[LLMatcher, int]] = []  # with the row of the mask
@@ -146,7 +147,7 @@ class Grammars:
 
 
 def check(matcher: LLMatcher) -> None:
-    """Raises ValueError saying what is wrong with its grammar, or which limit it met."""
+    """Raises `ValueError` if the matcher's grammar is wrong or exceeds a limit."""
     if matcher.is_error():
         reason = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
         raise ValueError(f"structured output: {reason}")

@@ -1,14 +1,15 @@
-"""The shape of a model, in whichever format its checkpoint tells it."""
+"""The shape of a model, the same for all formats of checkpoints."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to a longer context.
+    """How rotary frequencies are scaled to a longer context.
 
-    linear: all divided by `factor`. llama3: low frequencies divided by `factor`, high ones kept, those in
-    between interpolated. tensor: divided by a tensor of the checkpoint (GGUF's way to say llama3).
+    Kinds: "linear" divides all frequencies by `factor`. "llama3" divides the low ones by `factor`, keeps the
+    high ones, and interpolates between. "tensor" divides by a tensor of the checkpoint, as GGUF files do for
+    llama3.
     """
 
     kind: str
@@ -21,7 +22,7 @@ class RopeScaling:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     architecture: str
-    """Name of the model class in Hugging Face transformers; the key of `engine.models.MODELS`."""
+    """Name of the model class in Hugging Face transformers, a key of `engine.models.MODELS`."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -37,17 +38,17 @@ class ModelConfig:
     tie_embeddings: bool
     """The output projection is the input embedding."""
     attention_bias: bool
-    """Biases on all four attention projections; Qwen2, which always has three, does not ask."""
+    """Whether all four attention projections have biases. Qwen2, which always has three, ignores it."""
     eos_ids: tuple[int, ...]
     dtype: str | None
-    """What the checkpoint was saved for; None: it does not say."""
+    """Data type in the checkpoint's configuration. None: it names none."""
     sliding_window: int | None = field(default=None, repr=False)
-    """The model was made for a longer context, but `max_model_len` ends at this window, because attention
-    within the window is plain attention. None: no window ends it. Not in the repr, which makes fingerprints:
-    workers of the version before must have equal ones."""
+    """The window, if it is shorter than the model's context. `max_model_len` then ends at the window, within
+    which attention is plain attention. Not in the repr, which fingerprints contain: workers of the version
+    before must have equal fingerprints."""
 
     def check(self, source: str) -> None:
-        """Raises `ValueError` naming `source`, the checkpoint, where parts do not fit each other."""
+        """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(
                 f"{source}: {self.num_heads} heads of {self.head_dim} on {self.num_kv_heads} KV heads is not "
@@ -56,7 +57,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Of the matrices, which is nearly all."""
+        """Number of parameters in the matrices, which are nearly all."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)

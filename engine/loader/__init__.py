@@ -1,4 +1,7 @@
-"""From what the user calls a model to a model: find the checkpoint, read its shape, hand over its tensors."""
+"""From the user's name of a model to a loaded model.
+
+find the checkpoint ─▶ read the model's configuration ─▶ build the model from its tensors
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -20,7 +23,8 @@ __all__ = ["check_model", "load_model", "open_checkpoint"]
 
 
 def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
-    """Reads the model's configuration, no weights yet. Raises `ValueError` saying what is wrong with it."""
+    """Finds the checkpoint and reads its configuration, but no weights. Raises `ValueError` naming the file
+    and what is wrong with it."""
     path = _locate(config)
     if path.is_file():
         checkpoint = GGUFCheckpoint(path)
@@ -33,8 +37,8 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
 
 
 def check_model(config: EngineConfig) -> None:
-    """Raises `ValueError` for what loading would refuse, as far as it shows without reading a weight: files
-    that are missing or cut short, tensors that are missing or of another shape, an unsupported model."""
+    """Finds errors of a checkpoint without reading its weights. Raises `ValueError` for files that are
+    missing or cut short, tensors that are missing or have another shape, and unsupported models."""
     checkpoint = open_checkpoint(config, torch.device("cpu"))
     weights = DeclaredWeights(checkpoint, PlainLinear)
     with torch.device("meta"):
@@ -49,9 +53,9 @@ def load_model(
     device: torch.device,
     progress: Callable[[str, float], None],
 ) -> tuple[Llama, str]:
-    """The model and its fingerprint: equal for equal configuration and weights, wherever they are stored.
-    It covers neither dtype nor limits, which may differ between the two ends of a transfer or are checked
-    otherwise."""
+    """Returns the model and its fingerprint. Fingerprints are equal if configuration and weights are equal,
+    in any format of files. They do not cover dtype and limits: these may differ between the two ends of a
+    transfer, or are checked elsewhere."""
     weights = Weights(checkpoint, dtype, device, progress, PlainLinear)
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
@@ -66,12 +70,12 @@ def _locate(config: EngineConfig) -> Path:
     if path.suffix == ".gguf" or config.model.startswith(("/", ".", "~")):
         raise ValueError(f"--model {config.model}: no such file or directory")
     patterns = ["*.json"] if config.load_format == "dummy" else ["*.json", "*.safetensors"]
-    from huggingface_hub import snapshot_download  # late: a worker that comes back needs no hub, only time
+    from huggingface_hub import snapshot_download  # late, since a local model does not need this slow import
 
     try:
         return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--model {config.model}: neither a file or directory here nor to be had from the "
+            f"--model {config.model}: not a file or directory here, and not available from the "
             f"Hugging Face hub: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Random weights in a model's shape: for benchmarks of models that nobody has downloaded."""
+"""Random weights in a model's shape, for benchmarks without a download."""
 
 import hashlib
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from engine.model_config import ModelConfig
 
 
 class DummyCheckpoint:
-    """Each tensor is a function of seed, name and kind of device alone."""
+    """Each tensor depends only on seed, name and kind of device."""
 
     def __init__(self, config: ModelConfig, source: str, seed: int, device: torch.device) -> None:
         self.config = config

@@ -1,8 +1,8 @@
 """GGUF files: metadata and tensors of llama.cpp's format, dequantized when read.
 
-The layout is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the arithmetic of the quantization
-types is the `gguf` package's. Its reader, which makes an object of every token of the vocabulary, is not
-used: it takes longer than all the weights.
+The layout is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package does
+the arithmetic of the quantization types. Its reader is not used: it makes an object of every token of the
+vocabulary, which takes longer than reading all weights.
 """
 
 import math
@@ -45,12 +45,15 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
 PIECE_BYTES = 128 << 10
+"""Quantized bytes that are dequantized at once, so that intermediate results fit a cache."""
 KINDS = {int(kind): kind for kind in GGMLQuantizationType}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    shape: tuple[int, ...]  # outermost dimension first, as torch has it
+    """What the header says about a tensor."""
+
+    shape: tuple[int, ...]  # outermost dimension first, as in torch
     kind: GGMLQuantizationType
     offset: int  # from the beginning of the data section
 
@@ -61,9 +64,9 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """The parsed header of a file, and its mapped data. Raises `ValueError` if the file is not whole.
+    """The parsed header of a file, and its mapped data. Raises `ValueError` if the file is not complete.
 
-    Lists of strings, which are the vocabulary's, are read only with `vocabulary`."""
+    Only with `vocabulary` are lists of strings read: they belong to the tokenizer."""
 
     def __init__(self, path: Path, *, vocabulary: bool = False) -> None:
         self.path = path
@@ -85,12 +88,12 @@ class GGUFFile:
         self._data_start = -(-self._at // alignment) * alignment
         for name, info in self.tensors.items():
             if info.offset % alignment:
-                raise ValueError(f"{path}: corrupt, tensor {name} is at {info.offset}, between two others")
+                raise ValueError(f"{path}: corrupt, tensor {name} is at {info.offset}, which is not aligned")
             if self._data_start + info.offset + info.num_bytes > len(self._data):
-                raise ValueError(f"{path}: cut short, tensor {name} is not all there; download it again")
+                raise ValueError(f"{path}: cut short, tensor {name} is incomplete; download it again")
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as float32."""
+        """Returns the tensor as float32."""
         info = self.tensors[name]
         raw = np.frombuffer(
             self._data,
@@ -110,7 +113,7 @@ class GGUFFile:
     def _parse(self) -> None:
         magic, version, num_tensors, num_entries = self._unpack("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"{self.path}: no GGUF file of version 2 or 3")
+            raise ValueError(f"{self.path}: not a GGUF file of version 2 or 3")
         for _ in range(num_entries):
             key = self._string()
             (kind,) = self._unpack("I")
@@ -159,6 +162,8 @@ class GGUFFile:
 
 
 class GGUFCheckpoint:
+    """A `Checkpoint` in one GGUF file."""
+
     def __init__(self, path: Path) -> None:
         self.source = str(path)
         self._file = GGUFFile(path)
@@ -191,7 +196,9 @@ class GGUFCheckpoint:
                 f"{self.source}: architecture {kind} is not supported ({', '.join(ARCHITECTURES)} are)"
             )
         if metadata.get("split.count", 1) > 1:
-            raise ValueError(f"{self.source}: one part of several; merge them with llama-gguf-split --merge")
+            raise ValueError(
+                f"{self.source}: one of several parts; merge the parts with llama-gguf-split --merge"
+            )
 
         def get(key: str, default: Any = None) -> Any:
             value = metadata.get(f"{kind}.{key}", default)
@@ -256,7 +263,7 @@ EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
 def _hf_name(name: str) -> str:
-    """blk.7.attn_q.weight → model.layers.7.self_attn.q_proj.weight; unknown names stay, to be reported."""
+    """blk.7.attn_q.weight → model.layers.7.self_attn.q_proj.weight. Keeps unknown names, for errors."""
     match name.split("."):
         case ["blk", layer, part, kind]:
             return f"model.layers.{layer}.{TENSOR_NAMES.get(part, part)}.{kind}"
@@ -266,7 +273,7 @@ def _hf_name(name: str) -> str:
 
 
 def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """uint8, whole blocks → float32. In pieces that fit a cache: there are many intermediate results."""
+    """Whole blocks of uint8 → float32."""
     values, size = GGML_QUANT_SIZES[kind]
     whole = np.empty(raw.size // size * values, dtype=np.float32)
     step = max(1, PIECE_BYTES // size)
@@ -277,5 +284,5 @@ def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def _unpermute(tensor: Tensor, num_heads: int) -> Tensor:
-    """llama.cpp interleaves the two halves of each rotated head; this puts them one after the other again."""
+    """Undoes llama.cpp's interleaving of the two halves of each rotated head."""
     return tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)

@@ -15,10 +15,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Raises `ValueError` naming the file and the key that is wrong."""
+    """Reads a model's configuration. Raises `ValueError` naming the file and the key that is wrong."""
     path = directory / "config.json"
     if not path.is_file():
-        raise ValueError(f"{directory}: no config.json in there, so it is no model directory")
+        raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
     generation = directory / "generation_config.json"
     return model_config_from_hf(
         _read_json(path), _read_json(generation) if generation.is_file() else {}, str(path)
@@ -26,7 +26,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 class HFCheckpoint:
-    """Files are mapped: what `read` returns lies in the page cache until it is copied."""
+    """A `Checkpoint` in a directory. Its files are mapped, so `read` returns tensors in the page cache."""
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
@@ -42,7 +42,7 @@ class HFCheckpoint:
         self._handles = {path: _open(path) for path in paths}
         self._file_of: dict[str, Path] = {}
         for path, handle in self._handles.items():
-            for name in handle.keys():  # noqa: SIM118, it is no dictionary
+            for name in handle.keys():  # noqa: SIM118, not a dictionary
                 if name in self._file_of:
                     raise ValueError(f"{path}: tensor {name} is in {self._file_of[name].name} too")
                 self._file_of[name] = path
@@ -70,13 +70,13 @@ class HFCheckpoint:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """By tensor, the name of the file that has it."""
+    """Name of a tensor → name of the file that has it."""
     shard_of = _read_json(path).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
-        raise ValueError(f"{path}: has no weight_map that tells the file of each tensor")
+        raise ValueError(f"{path}: has no weight_map with the file of each tensor")
     for name, shard in shard_of.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ValueError(f"{path}: tensor {name} must be in a file beside it, not in {shard!r}")
+            raise ValueError(f"{path}: tensor {name} must be in a file of this directory, not in {shard!r}")
     return shard_of
 
 

@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face transformers, versions 4 and 5."""
+"""Reads `config.json` of Hugging Face transformers, versions 4 and 5."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +12,8 @@ from engine.models import model_class
 def model_config_from_hf(
     config: Mapping[str, Any], generation: Mapping[str, Any], source: str
 ) -> ModelConfig:
-    """From the parsed `config.json` and `generation_config.json`. Raises `ValueError` naming `source`."""
+    """The configuration from parsed `config.json` and `generation_config.json`. Raises `ValueError` naming
+    `source` and the key that is wrong or not supported."""
     named = config.get("architectures") or ["(none named)"]
     architecture = str(named[0] if isinstance(named, list) else named)
     model_class(architecture, source)
@@ -48,7 +49,7 @@ def model_config_from_hf(
     has_window = config.get("sliding_window") and config.get("use_sliding_window", True)
     if has_window and integer("sliding_window") < context:
         context = window = integer("sliding_window")
-    # transformers 5 keeps both rope settings in one dictionary, older ones beside each other.
+    # transformers 5 has both rope settings in one dictionary, older versions have two keys.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         refuse(f"rope scaling {rope!r}")

@@ -1,4 +1,4 @@
-"""A model's tokenizer in the form of Hugging Face's tokenizer.json, and its vocabulary alone."""
+"""Reads a model's tokenizer as Hugging Face's tokenizer.json, or its vocabulary alone."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from engine.loader.gguf_file import GGUFFile
 
 
 def tokenizer_json(source: str) -> str:
-    """Of a checkpoint's directory or GGUF file. Raises ValueError when there is none, or its kind is not
-    supported."""
+    """The text of tokenizer.json for a checkpoint's directory or GGUF file. Raises `ValueError` if there is
+    no tokenizer, or if its kind is not supported."""
     path = Path(source)
     if path.is_file():
         return json.dumps(_from_gguf(path))
@@ -22,10 +22,8 @@ def tokenizer_json(source: str) -> str:
 
 
 def vocabulary(source: str) -> dict[str, int]:
-    """The ids of all tokens, by their text as the file spells it; empty if the checkpoint has no tokenizer.
-
-    Raises ValueError for a tokenizer.json that is none.
-    """
+    """Text of each token, as the file spells it → its id. Empty if the checkpoint has no tokenizer. Raises
+    `ValueError` if tokenizer.json is not a tokenizer."""
     path = Path(source)
     if path.is_file():
         tokens = GGUFFile(path, vocabulary=True).metadata.get("tokenizer.ggml.tokens") or []
@@ -35,7 +33,7 @@ def vocabulary(source: str) -> dict[str, int]:
     try:
         tokenizer = json.loads(tokenizer_json(source))
         tokens = tokenizer["model"]["vocab"]
-        if isinstance(tokens, list):  # of a Unigram model: pairs of a token and its score
+        if isinstance(tokens, list):  # a Unigram model has pairs of a token and its score
             tokens = {token: token_id for token_id, (token, _) in enumerate(tokens)}
         added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
         return {**tokens, **added}
@@ -44,12 +42,12 @@ def vocabulary(source: str) -> dict[str, int]:
 
 
 def _from_gguf(path: Path) -> dict[str, Any]:
-    """Byte-level BPE. All of these files are taken to split text as GPT-2 does: it decides only which of
-    several spellings of the same text is preferred."""
+    """A byte-level BPE tokenizer. All files are assumed to split text as GPT-2 does. Where a model splits
+    differently, only the preferred spelling of a text differs."""
     metadata = GGUFFile(path, vocabulary=True).metadata
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise ValueError(f"{path} has a tokenizer of kind {kind!r}; of GGUF files only 'gpt2' is supported")
+        raise ValueError(f"{path} has a tokenizer of kind {kind!r}; for GGUF files only 'gpt2' is supported")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

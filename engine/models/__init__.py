@@ -1,4 +1,7 @@
-"""The models, by the class names that Hugging Face checkpoints give in `architectures`."""
+"""The models, by the names that Hugging Face checkpoints have in `architectures`.
+
+One file per architecture. Knows nothing of requests and of the formats of checkpoints.
+"""
 
 from collections.abc import Sequence
 
@@ -19,7 +22,7 @@ MODELS: dict[str, type[Llama]] = {
 
 
 def model_class(architecture: str, source: str) -> type[Llama]:
-    """Raises `ValueError` naming `source`, the checkpoint, if there is none."""
+    """The class for this architecture. Raises `ValueError` naming `source`, the checkpoint, if none fits."""
     if architecture not in MODELS:
         raise ValueError(f"{source}: architecture {architecture} is not supported ({', '.join(MODELS)} are)")
     return MODELS[architecture]
@@ -31,5 +34,5 @@ def cache_spec(config: ModelConfig, kv_dtype: torch.dtype) -> Sequence[Attention
 
 
 def cache_bytes_per_token(cache: Sequence[AttentionCache]) -> int:
-    """Of one token in all layers."""
+    """Bytes that the cache of all layers needs for one token."""
     return sum(layer.bytes_per_token for layer in cache)

@@ -12,14 +12,14 @@ class AttentionCache:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    """Of the cache; the weights may have another."""
+    """Type of the cache. The weights may have another."""
 
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
-        """[2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], not initialised: nothing reads a slot
-        before it is written, and the system maps a page of memory when it is first touched."""
+        """Returns [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], not initialised. No kernel
+        reads a slot before it is written, and the system maps a page only when it is first written."""
         shape = (2, num_blocks, block_size, self.num_kv_heads, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=device)

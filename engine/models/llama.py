@@ -1,4 +1,4 @@
-"""Llama (2, 3.x), and what is built like it: SmolLM2, Mistral."""
+"""Llama (2, 3.x), and models with the same architecture: SmolLM2, Mistral."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -17,8 +17,8 @@ from engine.model_config import ModelConfig
 from engine.models.cache_spec import AttentionCache
 
 Attend = Callable[[int, Tensor, Tensor, HeadNorm | None], Tensor]
-"""(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads) → attention's output
-[tokens, num_heads, head_dim]: rotates, writes the layer's cache, and attends to it, on this step's plan."""
+"""(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads) → output of attention
+[tokens, num_heads, head_dim]. Rotates qkv, writes KV to the layer's cache, and attends to the cache."""
 
 
 class LlamaAttention:
@@ -54,8 +54,8 @@ class LlamaLayer:
     def __call__(
         self, layer: int, residual: Tensor, delta: Tensor | None, rotary: Tensor, attend: Attend
     ) -> Tensor:
-        """delta is what the layer before adds to residual [tokens, hidden_size]: the addition is part of the
-        first norm, in place. Returns this layer's own last delta."""
+        """`delta` [tokens, hidden_size] is the output of the layer before. The first norm adds it to
+        `residual`, in place. Returns this layer's output, which is not added yet."""
         delta = self.attention(layer, self.attention_norm(residual, delta), rotary, attend)
         return self.mlp(self.mlp_norm(residual, delta))
 
@@ -65,7 +65,7 @@ class Llama:
 
     @staticmethod
     def cache_spec(config: ModelConfig, kv_dtype: torch.dtype) -> tuple[AttentionCache, ...]:
-        """What each layer caches."""
+        """The cache of each layer."""
         return (AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype),) * config.num_layers
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -83,7 +83,7 @@ class Llama:
             self.head = weights.linear(["lm_head"], [config.vocab_size], config.hidden_size)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [tokens, hidden_size] of a step's tokens."""
+        """Returns the hidden states [tokens, hidden_size] of a step's tokens."""
         residual, delta = F.embedding(token_ids, self.embedding), None
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""Qwen3, dense: Llama with every query and key head normalised before it is rotated."""
+"""Qwen3, dense: Llama with RMSNorm of each query and key head before rotation."""
 
 import torch
 

@@ -191,9 +191,12 @@ def test_a_whole_model_passes_its_check(
         ([], "has no weight_map"),
         (
             {"model.norm.weight": "../x.safetensors"},
-            r"tensor model\.norm\.weight must be in a file beside it",
+            r"tensor model\.norm\.weight must be in a file of this directory",
         ),
-        ({"model.norm.weight": 7}, r"tensor model\.norm\.weight must be in a file beside it, not in 7"),
+        (
+            {"model.norm.weight": 7},
+            r"tensor model\.norm\.weight must be in a file of this directory, not in 7",
+        ),
     ],
 )
 def test_broken_index(sharded: Path, weight_map: Any, message: str) -> None:
@@ -394,7 +397,7 @@ def test_broken_gguf(tiny_gguf: bytes, tmp_path: Path) -> None:
     header = GGUFCheckpoint(path)._file._data_start
     path.write_bytes(whole[:-1000])
     for read in (load, lambda path: check_model(EngineConfig(model=str(path)))):
-        with pytest.raises(ValueError, match=r"model\.gguf: cut short, tensor \S+ is not all there"):
+        with pytest.raises(ValueError, match=r"model\.gguf: cut short, tensor \S+ is incomplete"):
             read(path)
     for cut in (3, 10, 30, header // 2, header - 64):
         path.write_bytes(whole[:cut])
@@ -404,7 +407,7 @@ def test_broken_gguf(tiny_gguf: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.gguf: empty"):
         load(path)
     path.write_bytes(b"PK\3\4" + whole[4:100])
-    with pytest.raises(ValueError, match="no GGUF file"):
+    with pytest.raises(ValueError, match="not a GGUF file"):
         load(path)
     position = whole.index(b"general.architecture") + len("general.architecture") + 4
     path.write_bytes(whole[:position] + struct.pack("<Q", 1 << 60) + whole[position + 8 :])
@@ -434,10 +437,10 @@ def test_a_gguf_tensor_of_another_kind_is_named(tiny_gguf: bytes, tmp_path: Path
     refused(kind, struct.pack("<I", types.I8), "is of type I8, which is not supported")
     refused(slice(at, at + 20), struct.pack("<QQI", 63, 96, types.Q4_1), r"of type Q4_1 is \[96, 63\]")
     refused(shape, struct.pack("<QQ", 64, 0), r"of type F16 is \[0, 64\]")
-    refused(shape, struct.pack("<QQ", 64, 1 << 62), "is not all there")
+    refused(shape, struct.pack("<QQ", 64, 1 << 62), "is incomplete")
     refused(shape, struct.pack("<QQ", 64, 95), r"is \[95, 64\], by the model's .* should be \[96, 64\]")
-    refused(offset, struct.pack("<Q", 7), "is at 7, between two others")
-    refused(offset, struct.pack("<Q", 1 << 63), "is not all there")
+    refused(offset, struct.pack("<Q", 7), "is at 7, which is not aligned")
+    refused(offset, struct.pack("<Q", 1 << 63), "is incomplete")
 
 
 def test_a_damaged_gguf_header_is_taken_or_refused_by_name(tiny_gguf: bytes, tmp_path: Path) -> None:
