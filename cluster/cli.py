@@ -1,4 +1,4 @@
-"""The command `baton`. What is heavy is imported by the command that needs it: `--help` takes no time."""
+"""The command `baton`. Each command imports its heavy modules itself, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ app = typer.Typer(
     name="baton",
     help="Disaggregated LLM inference: prefill and decode on different workers, KV streamed between them.\n\n"
     "[bold]baton serve[/bold] runs a whole cluster on this machine; [bold]baton chat[/bold] talks to it. "
-    "The other roles exist one by one, for machines of their own.\n\n"
-    "An option may be given as a flag (--max-model-len 4096), in the environment (BATON_MAX_MODEL_LEN=4096), "
-    "or in a TOML file named by --config (max-model-len = 4096); the first of these wins.",
+    "To run each role on its own machine, use the commands under 'One role alone'.\n\n"
+    "Give an option as a flag (--max-model-len 4096), in the environment (BATON_MAX_MODEL_LEN=4096), "
+    "or in a TOML file named by --config (max-model-len = 4096). The first of these wins.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
@@ -31,7 +31,7 @@ CLUSTER, ROLES, CLIENTS = "A whole cluster", "One role alone", "Talk to a cluste
 
 
 def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a command whose parameters are option groups."""
+    """Registers a command whose parameters are option groups. `panel` is its section in `baton --help`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         run = takes_options(function, refuse=panel != CLIENTS)
@@ -43,7 +43,7 @@ def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callab
 
 
 def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What a user can put right is a ValueError everywhere in Baton: shown in a line, without a traceback."""
+    """Shows a ValueError as one line without a traceback: in Baton it always means a user's mistake."""
 
     def guarded(**values: Any) -> None:
         for line in unknown_variables(os.environ):
@@ -70,9 +70,9 @@ def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
 def serve(plan: Plan) -> int:
     """Start a cluster on this machine: prefill workers, decode workers and a router.
 
-    Without any option it serves the embedded SmolLM2-135M-Instruct with one worker of each role at
-    http://127.0.0.1:8000. Ctrl-C stops everything, in order, and leaves nothing behind; a second Ctrl-C does
-    it at once. SIGTERM lets running requests finish first.
+    By default it serves the embedded model SmolLM2-135M-Instruct at http://127.0.0.1:8000, with one worker of
+    each role. Ctrl-C stops every process and removes all temporary files; a second Ctrl-C kills them at once.
+    SIGTERM lets running requests finish first.
     """
     from cluster.serve import run
 
@@ -85,23 +85,26 @@ def stop(ray: options.RayOptions, what: options.StopOptions) -> int:
     from cluster.joined import stop as stop_cluster
 
     if ray.ray_address is None:
-        raise ValueError("--ray-address: needed, to say where; a local cluster stops with its `baton serve`")
+        raise ValueError(
+            "--ray-address: required, it names the cluster to stop; to stop a local cluster, press Ctrl-C in "
+            "its `baton serve`"
+        )
     return stop_cluster(ray.ray_address, routers_only=what.routers)
 
 
 @command(CLUSTER, "baton restart --ray-address 10.0.0.1:6379")
 def restart(ray: options.RayOptions) -> int:
-    """Restart the workers of such a cluster, one after the other, without a failed request.
+    """Restart the workers of a cluster on Ray, one after the other, without a failed request.
 
-    Each drains first, and the next one follows when it serves again. A local cluster does the same when its
-    `baton serve` gets SIGUSR1.
+    Each worker drains first. The next worker follows when the restarted one serves again. To restart the
+    workers of a local cluster, send SIGUSR1 to its `baton serve`.
     """
     from cluster.joined import restart as restart_workers
 
     if ray.ray_address is None:
         raise ValueError(
-            "--ray-address: needed, to say where; a local cluster restarts its workers when its "
-            "`baton serve` gets SIGUSR1"
+            "--ray-address: required, it names the cluster; to restart the workers of a local cluster, send "
+            "SIGUSR1 to its `baton serve`"
         )
     return restart_workers(ray.ray_address)
 
@@ -120,7 +123,7 @@ def router(router: options.RouterRole) -> int:
 
 @command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton prefill --host 10.0.0.5 --port 7001 --kv-port 7002")
 def prefill(worker: options.WorkerRole) -> int:
-    """Run a prefill worker: computes prompts and streams their KV to decode workers."""
+    """Run a prefill worker: it computes prompts and streams their KV to decode workers."""
     from cluster.roles import run_worker
 
     return run_worker("prefill", worker)
@@ -128,7 +131,7 @@ def prefill(worker: options.WorkerRole) -> int:
 
 @command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton decode --host 10.0.0.6 --port 7001")
 def decode(worker: options.WorkerRole) -> int:
-    """Run a decode worker: takes over after the first token and produces all others."""
+    """Run a decode worker: it receives the KV of a prompt and generates every token after the first."""
     from cluster.roles import run_worker
 
     return run_worker("decode", worker)
@@ -144,10 +147,10 @@ def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> 
 
 @command(CLIENTS, "baton top", "baton top --once --interval 10 --url http://10.0.0.5:8000")
 def top(endpoint: options.EndpointOptions, top: options.TopOptions) -> int:
-    """Watch a cluster: load, KV use, latencies, transfers, restarts. Ctrl-C ends it.
+    """Watch a cluster: load, KV use, latencies, transfers, restarts. Press Ctrl-C to leave.
 
-    Rates and latencies are of what happened between two looks. Where the metrics ports of workers are out of
-    reach, their rates are dashes.
+    Rates and latencies cover the time between two samples. A dash means that the value is unknown, for
+    example because the metrics port of the worker cannot be reached from here.
     """
     from cluster.top.command import run
 
@@ -164,9 +167,9 @@ def top(endpoint: options.EndpointOptions, top: options.TopOptions) -> int:
 def doctor(
     doctor: options.DoctorOptions, endpoint: options.EndpointOptions, output: options.StatusOptions
 ) -> int:
-    """Find out what is wrong, and what to do: on this machine, between two, or in a running cluster.
+    """Find problems and their remedies: on this machine, between two machines, or in a running cluster.
 
-    The exit code is 1 when something does not work; a warning alone is no error.
+    The exit code is 1 when a check fails. Warnings do not change the exit code.
     """
     from cluster.doctor.command import run
 
@@ -179,7 +182,7 @@ def doctor(
     "baton plan --model Qwen/Qwen3-14B --measured engine.json --gpu-memory 80",
 )
 def plan(sizing: options.SizingOptions) -> int:
-    """How many prefill and decode workers a load needs, from measured speeds and a simulation."""
+    """Compute how many prefill and decode workers a load needs, from measured speeds and a simulation."""
     from cluster.sizing.command import run
 
     return run(sizing)
@@ -187,9 +190,9 @@ def plan(sizing: options.SizingOptions) -> int:
 
 @command(CLIENTS, "baton chat", 'baton chat "Name three rivers." --max-tokens 60')
 def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
-    """Chat in the terminal, or ask one question. Shows the time to the first token, and tokens per second.
+    """Chat in the terminal, or ask one question. Shows the time to the first token and tokens per second.
 
-    Ctrl-C interrupts an answer, Ctrl-D ends the chat.
+    Ctrl-C interrupts an answer. Ctrl-D ends the chat.
     """
     from cluster.chat import run
 
@@ -198,7 +201,7 @@ def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
 
 @app.command(
     rich_help_panel=CLIENTS,
-    add_help_option=False,  # its own --help has more to say
+    add_help_option=False,  # bench.load.cli prints its own --help
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def bench(context: typer.Context) -> None:

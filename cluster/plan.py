@@ -1,4 +1,4 @@
-"""From the options of `baton serve` to the exact command of every process it starts."""
+"""Turns the options of `baton serve` into the exact command of every process that it starts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ Placement = Literal["spread", "pack", "pair"]
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """One role to keep running: `baton ROLE ARGS…`, plus what only its own machine can tell."""
+    """One role to keep running, as `baton ROLE ARGS…`. The machine of the role adds flags of its own.
+
+    Attributes:
+        cpus, gpus: what the role uses on its machine.
+        labels: labels of the Ray nodes that may run the role; empty means every node.
+        tls: the files with which its supervisor connects to the role.
+    """
 
     role: RoleName
     index: int
     args: tuple[str, ...]
-    environment: Mapping[str, str] = field(repr=False)  # secrets: never in argv
+    environment: Mapping[str, str] = field(repr=False)  # secrets, which never belong in argv
     gpus: int = 0
     cpus: int = 1
     placement: Placement = "spread"
-    labels: Mapping[str, str] = field(default_factory=dict)  # of the machines that it may run on
+    labels: Mapping[str, str] = field(default_factory=dict)
     tls: TlsFiles | None = None
-    """With which whoever starts it asks for its health."""
 
     @property
     def name(self) -> str:
@@ -42,7 +47,7 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything `baton serve` was asked for."""
+    """All options of `baton serve`."""
 
     model: options.ModelOptions
     pool: options.PoolOptions
@@ -61,27 +66,27 @@ class Plan:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine reach the router."""
+        """The URL at which clients on this machine reach the router."""
         host = "127.0.0.1" if self.front.host in ("", "0.0.0.0", "::") else self.front.host
         scheme = "http" if self.front.ssl_certfile is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.front.port}"
 
     @property
     def title(self) -> str:
-        """What the titles of its processes begin with: tells two clusters on one machine apart."""
+        """The prefix of its process titles. The port distinguishes two clusters on one machine."""
         return f"baton {self.front.port}"
 
     def admin_url(self, states: Sequence[tuple[RoleSpec, RoleState]]) -> str:
-        """Where the router, which is ready, tells about the cluster."""
+        """The URL of status, metrics and health: a ready router's admin port, else the port of clients."""
         readies = (state.ready for role, state in states if role.role == "router" and state.ready)
         return next((str(ready["admin_url"]) for ready in readies if "admin_url" in ready), self.url)
 
     def served_name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return self.model.served_model_name or model.resolve(self.model.model).name
 
     def roles(self) -> list[RoleSpec]:
-        """The workers, then the router. Raises ValueError for what cannot be used."""
+        """The workers, then the router. Raises ValueError for options that cannot be used."""
         found = model.resolve(self.model.model)
         named = replace(
             self.model,
@@ -124,7 +129,8 @@ class Plan:
         self.front.tls()
         self.front.keys()
         several = self.front.router_processes > 1 or self.front.ssl_certfile is not None
-        if several and self.front.admin_port is None:  # whoever watches it knows no certificates of clients
+        # Health checks have no client certificate, and must reach all processes: choose an admin port.
+        if several and self.front.admin_port is None:
             front = replace(self.front, api_key=[], admin_port=0)
         else:
             front = replace(self.front, api_key=[])
@@ -133,7 +139,7 @@ class Plan:
         return [*workers, router]
 
     def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
-        """The GPUs that the roles of one machine share. Raises ValueError where the pools could need more."""
+        """The GPUs of this machine. Raises ValueError if the pools could need more of them."""
         each = {spec.role: spec.gpus for spec in roles}
         pools: dict[RoleName, options.PoolSize] = {"prefill": self.pool.prefill, "decode": self.pool.decode}
         needed = sum(each[role] * size.most for role, size in pools.items())
@@ -141,18 +147,20 @@ class Plan:
         if needed > len(present):
             sizes = " ".join(f"--{role} {size}" for role, size in pools.items())
             raise ValueError(
-                f"{sizes}: these workers need {needed} GPUs, and this machine shows {len(present)}; ask for "
-                "fewer workers, or run them on the CPU with --device cpu"
+                f"{sizes}: these workers need {needed} GPUs, but this machine has {len(present)}; "
+                "start fewer workers, or run them on the CPU with --device cpu"
             )
         return present
 
     def _pairs(self) -> int:
-        """How many prefill workers have a decode worker to stand beside."""
+        """The number of pairs of a prefill and a decode worker that share one machine."""
         if self.ray.placement != "pair":
             return 0
         for name, size in (("prefill", self.pool.prefill), ("decode", self.pool.decode)):
             if size.least < size.most:
-                raise ValueError(f"--placement pair: needs pools of a fixed size, not --{name} {size}")
+                raise ValueError(
+                    f"--placement pair: needs pools of a fixed size, not --{name} {size}; give one number"
+                )
         return min(self.pool.prefill.least, self.pool.decode.least)
 
     def _cluster_secret(self) -> str:
@@ -160,10 +168,10 @@ class Plan:
 
         if self.secret.cluster_secret_file is not None or SECRET_VARIABLE in os.environ:
             return load_secret(self.secret.cluster_secret_file).decode()
-        return secrets.token_hex(32)  # all that need it are started from here
+        return secrets.token_hex(32)  # this command starts every process that needs it
 
     def _threads(self, device: str) -> int:
-        """Each engine's share of the cores: engines that all use all of them only get in each other's way."""
+        """Each engine's share of the cores. Engines that all use every core slow each other down."""
         if device.startswith("cuda"):
             return 1
         cores = len(os.sched_getaffinity(0))
@@ -171,22 +179,22 @@ class Plan:
 
 
 def _labels(flag: str, given: list[str]) -> dict[str, str]:
-    """KEY=VALUE, as `ray start --labels` has them. Raises ValueError."""
+    """Parses labels of the form KEY=VALUE. Raises ValueError for another form."""
     labels = {}
     for label in given:
         key, is_, value = label.partition("=")
         if not (key and is_ and value):
             raise ValueError(
-                f"{flag} {label}: not of the form KEY=VALUE, as in `ray start --labels KEY=VALUE`"
+                f"{flag} {label}: must have the form KEY=VALUE, as in `ray start --labels KEY=VALUE`"
             )
         labels[key] = value
     return labels
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may name here: the GPUs that the driver shows and the user does not hide.
+    """The GPUs that the driver lists and CUDA_VISIBLE_DEVICES does not hide, as names for that variable.
 
-    Told without importing torch.
+    Reads /dev, because importing torch takes seconds.
     """
     present = [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

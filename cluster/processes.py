@@ -1,4 +1,4 @@
-"""What /proc says about our own process tree. Only descendants are ever looked at, or killed."""
+"""Reads this process's own process tree from /proc, and ends it. Never touches other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Process:
     parent: int
     group: int  # process group
     name: str
-    alive: bool  # False: a zombie
+    alive: bool  # False for a zombie
 
 
 def _all_processes() -> list[Process]:
@@ -29,8 +29,8 @@ def _all_processes() -> list[Process]:
         try:
             stat = (entry / "stat").read_text()
         except OSError:
-            continue  # gone since the directory was read
-        # The name is in parentheses and may contain anything, parentheses too.
+            continue  # the process ended after the directory was read
+        # The name is in parentheses and may itself contain parentheses.
         name, _, rest = stat.partition("(")[2].rpartition(")")
         state, parent, group = rest.split()[:3]
         found.append(Process(int(entry.name), int(parent), int(group), name, state != "Z"))
@@ -52,18 +52,16 @@ def descendants(pid: int) -> list[Process]:
 
 
 def own_age() -> float:
-    """Seconds since this process was started, interpreter and imports included."""
-    ticks = int(
-        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    )  # since the machine's boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    """Seconds since this process started, including the interpreter and imports."""
+    ticks_since_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks_since_boot / os.sysconf("SC_CLK_TCK")
 
 
 def reap_orphans() -> None:
-    """From now on this event loop reaps the orphans that became our children (`lifeline.adopt_orphans`).
+    """Makes the running event loop reap the orphans that this process adopts (`lifeline.adopt_orphans`).
 
-    The children that this process started lead process groups of their own, and the code that started them
-    waits for them. An orphan is a member of another group.
+    A child that this process started leads its own process group, and the code that started it waits for it.
+    An orphan is a member of another group.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, _reap_orphans)
 
@@ -76,9 +74,10 @@ def _reap_orphans() -> None:
 
 
 def end_descendants(patience: float, hurry: threading.Event) -> list[str]:
-    """Waits until no descendant is left; kills what is still there after `patience` seconds, or on `hurry`.
+    """Waits until no descendant is alive. Kills the rest after `patience` seconds, or when `hurry` is set.
 
-    For the very end of a process that adopts orphans: it reaps every child. Returns the names of the killed.
+    Returns the names of the killed processes. It reaps every child, so call it only at the very end of a
+    process that adopts orphans.
     """
     deadline = time.monotonic() + patience
     killed: dict[int, str] = {}
@@ -94,4 +93,4 @@ def end_descendants(patience: float, hurry: threading.Event) -> list[str]:
                 killed[process.pid] = process.name
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-        time.sleep(0.02)  # what is not our own child gives no event when it ends
+        time.sleep(0.02)  # the kernel reports no event for the end of a process that is not our child

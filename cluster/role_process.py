@@ -1,8 +1,12 @@
-"""One role as a child process: started, followed over its ready pipe, started again when it dies.
+"""Runs one role as a child process: starts it, reads its ready pipe, restarts it when it dies.
 
-Life: starting ─ready line→ ready ─exit→ waiting ─backoff→ starting …; `stop` ends it for good: → stopped;
-`restart` ends it for the next one: → starting, at once.
-Nothing here knows Ray.
+Life:
+
+- starting → ready, when the child writes its ready line
+- starting or ready → waiting, when the child exits
+- waiting → starting, after the backoff
+- ready → starting at once, on `restart`
+- any → stopped, on `stop`
 """
 
 from __future__ import annotations
@@ -23,24 +27,24 @@ from cluster.backoff import RestartPolicy
 
 Phase = Literal["starting", "ready", "waiting", "stopped"]
 
-_MAX_LINE = 1 << 16  # of the ready pipe: our own child writes it, but a bound costs nothing
+_MAX_LINE = 1 << 16  # bytes of one line of the ready pipe
 
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """A snapshot, as it travels to the supervisor. `token` changes with every change, across actors too."""
+    """A snapshot of a role for the supervisor. Every change gets a new `token`, unique across actors."""
 
     token: str
     phase: Phase
     stage: str = "starting"
     fraction: float = 0.0
-    ready: Mapping[str, Any] | None = None  # what the role reported: addresses, incarnation, pid
+    ready: Mapping[str, Any] | None = None  # the role's ready line: addresses, incarnation, pid
     pid: int | None = None
     restarts: int = 0
-    error: str = ""  # why the last run ended, for people; "" until one did, or when it ended well
+    error: str = ""  # why the last run ended, for people; "" after a clean end
     crash_loop: bool = False
     seconds_to_ready: float | None = None  # of the current run
-    node: str = ""  # where it runs, for people
+    node: str = ""  # the machine, for people
 
 
 async def _forever(ready: Mapping[str, Any]) -> str:
@@ -48,16 +52,16 @@ async def _forever(ready: Mapping[str, Any]) -> str:
     raise AssertionError("nothing sets this event")
 
 
-# Given what a role said when it was ready: returns, with the reason, when that role has to be taken for dead.
+# Takes the ready line of a role. Returns when the role counts as dead, with the reason for people.
 Watch = Callable[[Mapping[str, Any]], Coroutine[Any, Any, str]]
 
 
 class RoleProcess:
-    """Runs `command --ready-fd N` until `stop`. Lives in one event loop.
+    """Keeps `command --ready-fd N` running until `stop`. All calls belong to one event loop.
 
-    The child gets a session of its own, so that a Ctrl-C in the terminal reaches it only through us. It dies
-    with the *thread* that spawned it (see `lifeline`), so the loop must run in a thread that lives as long as
-    the process.
+    The child gets its own session: a Ctrl-C in the terminal reaches only this process, which stops the child.
+    The child dies with the *thread* that spawned it (see `lifeline`). So the thread of the event loop must
+    live as long as this process.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class RoleProcess:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, environment: Mapping[str, str] | None = None) -> None:
-        """Starts the child, and each child after it, with these variables beside the others."""
+        """Starts the child. `environment` adds variables for this child and its successors."""
         assert self._task is None, "a RoleProcess starts once"
         self._environment |= environment or {}
         self._task = asyncio.create_task(self._supervise())
@@ -98,13 +102,13 @@ class RoleProcess:
         return self._state
 
     async def changed(self, token: str) -> RoleState:
-        """Waits until the state is another than the one with this token, and returns it."""
+        """Waits until the state has another token than `token`, and returns the state."""
         while self._state.token == token:
             await self._changed.wait()
         return self._state
 
     async def stop(self, signum: int, grace: float) -> None:
-        """Ends the child with `signum`, after `grace` seconds with SIGKILL. May be repeated."""
+        """Ends the child with `signum`, and after `grace` seconds with SIGKILL. May be repeated."""
         self._stopping.set()
         if self._task is None:
             return
@@ -117,21 +121,23 @@ class RoleProcess:
         self._task.result()
 
     async def restart(self, signum: int, grace: float) -> None:
-        """Ends the child as `stop` does, and returns when the next one is ready. One that is not ready is on
-        its way already."""
+        """Ends the child as `stop` does, and returns when the next child is ready.
+
+        A child that is not ready yet is not ended: `restart` waits until it is.
+        """
         if self._state.phase == "ready":
             self._restarting = True
             if self._popen is not None:
                 self._signal(signum)
             try:
-                await asyncio.wait_for(self._another_than(self._state.pid), grace)
+                await asyncio.wait_for(self._pid_changes(self._state.pid), grace)
             except TimeoutError:
                 self._kill_tree()
         state = self._state
         while state.phase != "stopped" and (state.phase != "ready" or self._restarting):
             state = await self.changed(state.token)
 
-    async def _another_than(self, pid: int | None) -> None:
+    async def _pid_changes(self, pid: int | None) -> None:
         state = self._state
         while state.pid == pid:
             state = await self.changed(state.token)
@@ -142,7 +148,8 @@ class RoleProcess:
             started = time.monotonic()
             code, why = await self._run_once(restarts)
             if self._stopping.is_set():
-                unclean = code != 0 and self._state.phase == "ready"  # while it starts, a signal may kill it
+                # A starting child has no signal handlers yet, so the signal kills it: that is no error.
+                unclean = code != 0 and self._state.phase == "ready"
                 self._set(error=why if unclean else "")
                 break
             if self._restarting:
@@ -159,12 +166,12 @@ class RoleProcess:
         self._set(phase="stopped", ready=None, pid=None)
 
     async def _run_once(self, restarts: int) -> tuple[int, str]:
-        """One life of the child. Returns how it exited, and why, for people."""
+        """Runs the child once. Returns its exit code, and why it ended, for people."""
         started = time.monotonic()
         read_end, write_end = os.pipe()
         try:
             with _open_private(self._log) as log:
-                # Blocks for the milliseconds of a fork, but must be in this thread: the child dies with it.
+                # The fork blocks the loop for milliseconds. It must be here: the child dies with its thread.
                 self._popen = subprocess.Popen(  # noqa: ASYNC220
                     [*self._command, "--ready-fd", str(write_end)],
                     env=self._environment,
@@ -186,13 +193,13 @@ class RoleProcess:
         await _exited(popen.pid)
         hung = watching.result() if watching.done() else ""
         watching.cancel()
-        self._kill_tree()  # before the pid is reaped, so that the group cannot be somebody else's
+        self._kill_tree()  # before the pid is reaped: until then no other process can get its group id
         code = popen.wait()
         self._popen = None
         return code, hung or await said or describe_exit(code)
 
     async def _watch(self) -> str:
-        """Kills the child once it hangs; returns how that showed."""
+        """Waits until the child hangs, kills it, and returns the reason for people."""
         state = self._state
         while state.ready is None:
             state = await self.changed(state.token)
@@ -201,7 +208,7 @@ class RoleProcess:
         return why
 
     async def _follow(self, read_end: int, started: float) -> str:
-        """Reads the ready pipe to its end. Returns the role's own words on why it failed, if it had any."""
+        """Reads the ready pipe to its end. Returns the error that the role reported, or ""."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=_MAX_LINE)
         transport, _ = await loop.connect_read_pipe(
@@ -222,7 +229,7 @@ class RoleProcess:
                 elif "error" in message:
                     error = str(message["error"])
         except (ValueError, KeyError, TypeError) as broken:
-            error = f"wrote something else than the ready protocol to its pipe: {broken}"
+            error = f"wrote an invalid line to its ready pipe: {broken}"
             self._kill_tree()
         finally:
             transport.close()
@@ -246,7 +253,7 @@ class RoleProcess:
 
 
 async def _exited(pid: int) -> None:
-    """Returns as soon as our child `pid` is dead; it stays a zombie, for its parent to reap."""
+    """Returns as soon as the child `pid` is dead. Does not reap it."""
     loop = asyncio.get_running_loop()
     dead = asyncio.Event()
     pidfd = os.pidfd_open(pid)
@@ -265,7 +272,7 @@ def describe_exit(code: int) -> str:
 
 
 def _open_private(path: Path) -> BinaryIO:
-    """To append; only the owner can read the file, also where it existed before."""
+    """Opens a file for appending. Only its owner can read it, even if it existed with other permissions."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)
     return os.fdopen(fd, "ab")

@@ -1,4 +1,8 @@
-"""`baton serve`: everything on this machine, from the first check to the last process gone."""
+"""`baton serve`: runs a cluster on this machine, from the first check until every process has ended.
+
+Life: check options, ports and model → start the roles → ready → serve until a signal → stop the roles →
+wait for all descendants → remove the run directory.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +34,23 @@ from cluster.signals import StopSignals
 from cluster.supervisor import Supervisor
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
-ORPHAN_GRACE = 10.0  # seconds for processes of a killed role to end
-LOG_TAIL = 20  # lines of the log that are shown of a role that cannot start
+ORPHAN_GRACE = 10.0  # seconds for the child processes of a killed role to end
+LOG_TAIL = 20  # log lines shown when a role fails to start
 
 
 def run(plan: Plan) -> int:
-    """Runs the cluster until it is told to stop; returns the exit code.
+    """Runs the cluster until a signal stops it. Returns the exit code.
 
-    Raises ValueError, before anything is started, for what the user can put right.
+    With `--ray-address` it returns when the cluster is ready. Raises ValueError for a user's mistake, before
+    it starts any process.
     """
     setproctitle.setproctitle(f"{plan.title}: serve")
     roles = plan.roles()
     if plan.start.timings and (plan.front.api_key_file or plan.front.ssl_certfile):
-        raise ValueError("--timings asks for a first token, for which it has no key and no certificate")
+        raise ValueError(
+            "--timings: cannot be used with --api-key-file or --ssl-certfile, since it sends a request "
+            "without key and certificate; leave it out"
+        )
     if plan.ray.ray_address is None:
         check_ports(plan.front)
     found = model.resolve(plan.model.model)
@@ -56,11 +64,11 @@ def run(plan: Plan) -> int:
 
 
 class CannotStart(Exception):
-    """The cluster cannot start, or not go on; the message is for the user."""
+    """A role failed before the cluster was ready. The message is for the user."""
 
 
 class LocalCluster:
-    """One run. Owns the run directory, and through the supervisor every role."""
+    """One run of a cluster. Owns the run directory and, through the supervisor, every role."""
 
     def __init__(self, plan: Plan, roles: list[RoleSpec], gpus: list[str]) -> None:
         self._plan = plan
@@ -91,13 +99,13 @@ class LocalCluster:
             await asyncio.to_thread(janitor.dismiss)
             killed = await asyncio.to_thread(end_descendants, ORPHAN_GRACE, self._signals.hurry_threads)
             if killed and not self._signals.hurry.is_set():
-                self._display.line(f"Killed what did not end by itself: {', '.join(killed)}")
+                self._display.line(f"Killed processes that did not end in time: {', '.join(killed)}")
             run_dir.remove()
         self._display.line("Stopped.")
         return 0
 
     async def _serve(self, run_dir: RunDir, to_stop: contextlib.AsyncExitStack) -> None:
-        """Returns when a signal says stop; `to_stop` then ends, in reverse order, what was started."""
+        """Starts the roles and serves until a stop signal. `to_stop` receives the callbacks that end them."""
         with self._display:
             gpus = Gpus(self._gpus)
             grace = self._plan.drain.drain_timeout + CANCEL_GRACE
@@ -131,13 +139,13 @@ class LocalCluster:
             self._signals.restart.clear()
             self._display.line("Restarting the workers, one after the other …")
             await supervisor.restart_workers()
-            self._display.line("Every worker is a new one.")
+            self._display.line("All workers have restarted.")
 
     async def _ready(self, supervisor: Supervisor) -> None:
         while not all(state.phase == "ready" for _, state in supervisor.states()):
             await self._next_change()
-        # The router is attaching to the workers; nothing tells us when it has.
-        self._display.stage("cluster", "router meets workers", 0.9)
+        # The router now connects to the workers. It sends no event when it is done, so /ready is polled.
+        self._display.stage("cluster", "router connects to workers", 0.9)
         url = self._plan.admin_url(supervisor.states())
         while not await asyncio.to_thread(_answers, f"{url}/ready"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -151,14 +159,14 @@ class LocalCluster:
             await self._next_change()
 
     async def _next_change(self) -> None:
-        """Waits for a change of any role. Raises CannotStart when it was for the worse."""
+        """Waits until any role changes. Raises CannotStart if a role failed during the start."""
         await self._changed.wait()
         self._changed.clear()
         if self._failure is not None:
             raise self._failure
 
     async def _until(self, what: Coroutine[Any, Any, None], *beside: asyncio.Task[None]) -> None:
-        """Waits for `what` or for a signal to stop. Raises what `what` or any task beside it raises."""
+        """Waits for `what` or for a stop signal. Raises the exception of `what` or of a task in `beside`."""
         task = asyncio.create_task(what)
         stop = asyncio.create_task(self._signals.stop.wait())
         done, _ = await asyncio.wait({task, stop, *beside}, return_when=asyncio.FIRST_COMPLETED)
@@ -168,7 +176,7 @@ class LocalCluster:
             finished.result()
 
     async def _stop_roles(self, supervisor: Supervisor, following: asyncio.Task[None]) -> None:
-        """Ctrl-C cancels what runs, SIGTERM lets it finish; the second signal ends all of it."""
+        """Ctrl-C cancels running requests. SIGTERM lets them finish. A second signal kills every role."""
         drain = self._signals.first == signal.SIGTERM and self._signals.stop.is_set()
         grace = self._plan.drain.drain_timeout + CANCEL_GRACE if drain else CANCEL_GRACE
         signum = signal.SIGTERM if drain else signal.SIGINT
@@ -182,7 +190,7 @@ class LocalCluster:
         await following
 
     def _observe(self, role: RoleSpec, state: RoleState) -> None:
-        """Shows what a role does; before all are ready, one that ends is a failed start."""
+        """Shows the state of a role. A role that ends before the cluster is ready fails the start."""
         self._changed.set()
         if self._signals.stop.is_set():
             if state.phase == "stopped" and state.error and not self._signals.hurry.is_set():
@@ -195,15 +203,15 @@ class LocalCluster:
                 self._failure = CannotStart(f"{role.name}: {state.error}\n{_tail(log)}")
         elif state.phase == "waiting":
             loop = " It keeps crashing; see its log." if state.crash_loop else ""
-            self._display.line(f"{role.name}: {state.error}; starting it again.{loop}")
+            self._display.line(f"{role.name}: {state.error}; restarting.{loop}")
         elif state.phase == "ready":
             self._display.line(f"{role.name}: ready after {state.seconds_to_ready:.1f} s")
         elif state.phase == "stopped":
-            self._display.line(f"{role.name}: drained; the pool needs it no longer")
+            self._display.line(f"{role.name}: drained and removed from its pool")
 
 
 def _answers(url: str) -> bool:
-    """Whether a GET succeeds now."""
+    """Whether a GET of `url` succeeds now."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True
@@ -212,7 +220,7 @@ def _answers(url: str) -> bool:
 
 
 def _first_token(plan: Plan) -> None:
-    """Asks for one, as a client would. Raises OSError when there is none."""
+    """Requests one token, as a client would. Raises OSError if the request fails."""
     headers = {"content-type": "application/json"}
     if plan.front.api_key:
         headers["authorization"] = f"Bearer {plan.front.api_key[0]}"

@@ -1,8 +1,9 @@
-"""Follows every role, keeps the registry of ready workers, and gives it to every router.
+"""Follows every role, keeps the registry of ready workers, and sends the registry to every router.
 
-It starts no process itself: `place` gives it a handle for each role. Behind a handle is a runner, or a Ray
-actor with a runner in it; both answer the same calls. Pools may grow and shrink: a worker that leaves is
-first taken off the routers' list, then drained, then forgotten.
+The supervisor starts no process itself. `place` returns a handle for each role: a runner in this process, or
+a Ray actor that holds a runner. Both implement `RoleHandle`.
+
+Life of a worker that leaves its pool: removed from the list of the routers → drained → forgotten.
 """
 
 from __future__ import annotations
@@ -20,37 +21,38 @@ from cluster.role_process import RoleState
 
 Observer = Callable[[RoleSpec, RoleState], None]
 
-_PLACED_WITHIN = 2.0  # seconds for an actor that has said nothing so far to take its order to stop
-_LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is asked again; Ray needs about a second to start it
-_ALL_ANSWER_WITHIN = 5.0  # seconds until routers are told of those that have answered a new supervisor
-_SHOWN = ("phase", "stage", "fraction", "crash_loop", "seconds_to_ready", "pid", "node")  # of RoleState
+_PLACED_WITHIN = 2.0  # seconds that an actor without a state has to accept `stop`: it may not be placed yet
+_LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is called again; Ray needs about a second to restart it
+_ALL_ANSWER_WITHIN = 5.0  # seconds that a new supervisor waits for all roles before it updates the routers
+# The fields of RoleState that the report contains.
+_SHOWN = ("phase", "stage", "fraction", "crash_loop", "seconds_to_ready", "pid", "node")
 
 
 class RoleHandle(Protocol):
-    """How the supervisor reaches one role. Every call raises ConnectionError if the actor is lost."""
+    """Connects the supervisor to one role. Every call raises ConnectionError if the actor is lost."""
 
     async def start(self) -> RoleState: ...
 
     async def changed(self, token: str) -> RoleState:
-        """Waits for another state than that of `token`."""
+        """Waits until the state has another token than `token`, and returns the state."""
         ...
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        """Routers only: the gRPC addresses of all ready workers, and what `baton status` shows (JSON)."""
+        """Routers only: sets the gRPC addresses of all ready workers, and the report for `baton status`."""
         ...
 
     async def tokens_held(self) -> int:
-        """Routers only: prompt tokens that wait there for their turn."""
+        """Routers only: prompt tokens that the router holds back because prefill workers have enough work."""
         ...
 
     async def restart(self, signum: int, grace: float) -> None:
-        """Returns when its next process is ready."""
+        """Ends the process of the role and returns when its next process is ready."""
         ...
 
     async def stop(self, signum: int, grace: float) -> None: ...
 
     def forget(self) -> None:
-        """The role has stopped for good: ends what held it."""
+        """Ends the actor of a role that has stopped for good. A runner without an actor does nothing."""
         ...
 
 
@@ -59,18 +61,18 @@ class _Member:
     spec: RoleSpec
     handle: RoleHandle
     state: RoleState
-    answered: bool = False  # since this supervisor asks
-    leaving: bool = False  # off the list; it drains, and then it is gone
-    restarts: int = 0  # of earlier actors; the present one counts its own
-    last_exit: str = ""  # why its last run ended, whichever actor's it was
-    told: tuple[tuple[str, ...], str] | None = None  # routers: what it was given last
+    answered: bool = False  # it has answered this supervisor, or its actor was found lost
+    leaving: bool = False  # removed from the list of the routers; it drains
+    restarts: int = 0  # in earlier actors; the present actor counts its own
+    last_exit: str = ""  # why its last run ended, in this actor or an earlier one
+    told: tuple[tuple[str, ...], str] | None = None  # routers only: the addresses and report last sent
 
 
 class Supervisor:
-    """Owns the registry. `run` follows the roles until `stop` has ended them.
+    """Owns the registry of roles. `run` follows the roles until `stop` has ended them.
 
     Attributes:
-        pools: what the autoscaler has to say of each pool; part of the report.
+        pools: size and need of each pool, written by the autoscaler; part of the report.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Supervisor:
         self.pools: Mapping[str, Any] = {}
         self._place = place
         self._members = [self._placed(spec) for spec in roles]
-        self._patterns = {member.spec.role: member.spec for member in self._members}
+        self._templates = {member.spec.role: member.spec for member in self._members}
         self._observer = observer
         self._drain_grace = drain_grace
         self._stopping = False
@@ -91,22 +93,22 @@ class Supervisor:
         self._all_answered = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._restarting = asyncio.Lock()
-        self._changed = asyncio.Event()  # any state
+        self._changed = asyncio.Event()  # set when the state of any member changes
 
     def _placed(self, spec: RoleSpec) -> _Member:
         return _Member(spec, self._place(spec), RoleState(token="", phase="starting"))
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ registry
 
     def states(self) -> list[tuple[RoleSpec, RoleState]]:
         return [(member.spec, member.state) for member in self._members]
 
     def pool(self, role: RoleName) -> list[RoleState]:
-        """Of those that are there to stay."""
+        """The states of the members of a pool, without those that leave."""
         return [m.state for m in self._members if m.spec.role == role and not m.leaving]
 
     async def tokens_held(self) -> int | None:
-        """Prompt tokens that routers hold back; None where one does not say."""
+        """Prompt tokens that all routers hold back; None if a router does not answer."""
         routers = [m for m in self._members if m.spec.role == "router" and m.state.ready is not None]
         try:
             return sum(await asyncio.gather(*(m.handle.tokens_held() for m in routers)))
@@ -114,7 +116,7 @@ class Supervisor:
             return None
 
     def worker_addresses(self) -> tuple[str, ...]:
-        """gRPC addresses of the workers that are ready now, and stay."""
+        """The gRPC addresses of all ready workers, without those that leave."""
         return tuple(
             str(member.state.ready["address"])
             for member in self._members
@@ -122,7 +124,7 @@ class Supervisor:
         )
 
     def report(self) -> str:
-        """What `baton status` shows of roles and pools, as JSON: also of those that no router can reach."""
+        """The JSON report of roles and pools for `baton status`. Includes roles that no router can reach."""
         roles = []
         for member in self._members:
             state = asdict(member.state)
@@ -143,32 +145,35 @@ class Supervisor:
     # ------------------------------------------------------------ life
 
     async def run(self) -> None:
-        """Starts every role and follows it until it is stopped."""
+        """Starts every role and follows each of them until it has stopped."""
         async with self._tasks:
             for member in self._members:
                 self._tasks.create_task(self._follow(member))
             await self._settle()
 
     async def restart_workers(self) -> None:
-        """Has every worker drain and start anew, one after the other: the next one only when the one before
-        serves again and routers know it. One that does not come back stops it, and the others go on."""
+        """Drains and restarts every worker, one after the other.
+
+        The next worker follows when the present one is ready and the routers have its address. If a worker
+        does not become ready again, the restart waits for it and the other workers keep serving.
+        """
         async with self._restarting:
             for member in [m for m in self._members if m.spec.role != "router"]:
                 before = member.state.pid
                 if self._stopping or member.leaving:
                     continue
-                with contextlib.suppress(ConnectionError):  # lost with its actor: its next one is on its way
+                with contextlib.suppress(ConnectionError):  # its actor was lost, so it restarts anyway
                     await member.handle.restart(signal.SIGTERM, self._drain_grace)
-                while not self._renewed(member, before):
+                while not self._has_restarted(member, before):
                     self._changed.clear()
                     await self._changed.wait()
 
-    def _renewed(self, member: _Member, before: int | None) -> bool:
+    def _has_restarted(self, member: _Member, before: int | None) -> bool:
         again = member.state.phase == "ready" and member.state.pid != before
         return again or member.leaving or self._stopping
 
     async def stop(self, signum: int, grace: float) -> None:
-        """Ends routers first, so that no request meets a missing worker; then all workers at once."""
+        """Stops all routers, then all workers, so that no request needs a stopped worker."""
         self._stopping = True
         self._all_answered.set()
         self._changed.set()
@@ -177,30 +182,32 @@ class Supervisor:
             await self._each(lambda m: self._end(m, signum, grace), members)
 
     async def stop_routers(self) -> None:
-        """They drain, and are forgotten."""
+        """Drains and stops the routers."""
         routers = [m for m in self._members if m.spec.role == "router"]
         await self._each(lambda m: self._end(m, signal.SIGTERM, self._drain_grace), routers)
 
     def resize(self, role: RoleName, size: int) -> None:
-        """Makes a pool of workers larger, or smaller: then its last ones drain. Returns at once."""
+        """Changes the size of a pool, without waiting for workers to start or drain.
+
+        A smaller pool drops workers that are not ready first, then those with the highest index.
+        """
         staying = [m for m in self._members if m.spec.role == role and not m.leaving]
         used = {m.spec.index for m in self._members if m.spec.role == role}
         for index in [i for i in range(size + len(used)) if i not in used][: max(0, size - len(staying))]:
-            member = self._placed(replace(self._patterns[role], index=index))
+            member = self._placed(replace(self._templates[role], index=index))
             self._members.append(member)
             self._tasks.create_task(self._follow(member))
-        # Those that do not serve go first.
         staying.sort(key=lambda m: (m.state.phase == "ready", -m.spec.index))
         for member in staying[: max(0, len(staying) - size)]:
             member.leaving = True
             self._tasks.create_task(self._leave(member))
 
     async def refresh(self) -> None:
-        """Tells routers what is new in the report."""
+        """Sends a changed report to the routers."""
         await self._tell_routers()
 
     async def _leave(self, member: _Member) -> None:
-        await self._tell_routers()  # from now on nobody sends it anything new
+        await self._tell_routers()  # before the drain, so that routers send it no new request
         with contextlib.suppress(ConnectionError):  # its process died with its actor
             await self._end(member, signal.SIGTERM, self._drain_grace)
         if not self._stopping:
@@ -211,7 +218,7 @@ class Supervisor:
         stopping = asyncio.create_task(member.handle.stop(signum, grace))
         if not member.state.token:
             await asyncio.wait({stopping}, timeout=_PLACED_WITHIN)
-            if not stopping.done():  # it has no place yet, and nothing can be asked of it
+            if not stopping.done():  # Ray has not placed the actor yet, so it cannot answer
                 stopping.cancel()
                 member.handle.forget()
                 return
@@ -225,7 +232,7 @@ class Supervisor:
     async def _follow(self, member: _Member) -> None:
         while member.state.phase != "stopped":
             if not member.state.token and (self._stopping or member.leaving):
-                return  # its actor was lost, and its process with it
+                return  # its actor was lost, and its process died with the actor
             try:
                 if not member.state.token:
                     await member.handle.start()
@@ -233,9 +240,9 @@ class Supervisor:
             except ConnectionError as lost:
                 if self._stopping or member.leaving:
                     return
-                # Its process died with its actor. Ray starts the actor again; there we start the role again.
+                # The process died with its actor. Ray restarts the actor; then `start` starts the role again.
                 member.told = None
-                if member.state.token:  # not the second time in a row
+                if member.state.token:  # count a lost actor once, however often it is called
                     member.restarts += member.state.restarts + 1
                 state = RoleState(token="", phase="waiting", error=str(lost))
             member.state, member.answered = state, True
@@ -247,23 +254,26 @@ class Supervisor:
             self._changed.set()
             if not state.token:
                 await asyncio.sleep(_LOST_ACTOR_DELAY)
-        if not self._stopping and not member.leaving:  # a supervisor before this one had it drain
+        if not self._stopping and not member.leaving:  # an earlier supervisor had told it to leave
             await self._forget(member)
 
     # ------------------------------------------------------------ routers
 
     async def _settle(self) -> None:
-        """A supervisor after another one at first knows nobody: until it has heard them, routers keep their
-        lists."""
+        """Waits until every role has answered, then updates the routers.
+
+        A supervisor that replaces a lost one knows no worker at first. Until then the routers keep their
+        lists.
+        """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_answered.wait(), _ALL_ANSWER_WITHIN)
         self._settled = True
         await self._tell_routers()
 
     async def _tell_routers(self) -> None:
-        """Brings every running router up to date; one that cannot be reached is told when it is back."""
+        """Sends workers and report to each running router that lacks them. A lost router gets them later."""
         if self._stopping or not self._settled:
-            return  # (when all stop, routers are the first to go)
+            return
         news = (self.worker_addresses(), self.report())
 
         async def tell(router: _Member) -> None:

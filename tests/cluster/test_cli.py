@@ -283,7 +283,7 @@ def test_pools_that_could_need_more_gpus_than_there_are_are_refused(
     baton("serve", "--device", "cpu", "--prefill", "9")
     fits, too_many, on_cpu = served
     assert fits.gpus(fits.roles()) == present
-    with pytest.raises(ValueError, match=r"--prefill 2 --decode 1:3.* 5 GPUs, and this machine shows 4"):
+    with pytest.raises(ValueError, match=r"--prefill 2 --decode 1:3.* 5 GPUs, but this machine has 4"):
         too_many.gpus(too_many.roles())
     assert on_cpu.gpus(on_cpu.roles()) == present
 

@@ -90,7 +90,7 @@ async def test_a_crash_at_start_is_no_crash_loop(start: Start, tmp_path: Path) -
 async def test_garbage_on_the_pipe_is_an_error_not_a_crash_of_ours(start: Start) -> None:
     process = start(MISBEHAVIOUR="garbage")
     state = await until(process, lambda s: s.phase == "waiting")
-    assert "ready protocol" in state.error
+    assert "invalid line to its ready pipe" in state.error
 
 
 async def test_stop_ends_it_without_a_restart(start: Start) -> None:

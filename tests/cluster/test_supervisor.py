@@ -126,7 +126,7 @@ async def test_a_crash_loop_is_told_with_its_reason_while_the_others_serve(
     tmp_path: Path, running: Cluster
 ) -> None:
     before = running.listed()
-    running.supervisor._patterns["prefill"] = spec("prefill", MISBEHAVIOUR="crash")
+    running.supervisor._templates["prefill"] = spec("prefill", MISBEHAVIOUR="crash")
     running.supervisor.resize("prefill", 2)
     await eventually(lambda: running.report("prefill 1").get("crash_loop") is True, 20)
     told = running.report("prefill 1")

@@ -30,7 +30,7 @@ async def test_every_worker_is_restarted_under_load() -> None:
         load, stop = Load(served.url, CASES, random.Random(0)), asyncio.Event()
         loading = asyncio.create_task(load.run(6, stop))
         os.kill(served.process.pid, signal.SIGUSR1)
-        while "Every worker is a new one." not in await asyncio.to_thread(served.output):
+        while "All workers have restarted." not in await asyncio.to_thread(served.output):
             assert served.process.poll() is None
             await asyncio.sleep(0.2)
         stop.set()
