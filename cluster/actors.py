@@ -1,4 +1,7 @@
-"""One Ray actor per role. Only control goes through Ray: states, addresses, stop. Never tokens, never KV."""
+"""Ray actors: one per role, and one for the supervisor.
+
+Only control messages pass through Ray: states, addresses, stop. Tokens and KV never do.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ SUPERVISOR = "supervisor"
 
 
 class RoleActor(RoleRunner):
-    """The runner as an actor. Named so that no process of Ray is called after a role."""
+    """A `RoleRunner` as a Ray actor.
+
+    Ray puts the class name into the title of the process, so it must not be the name of a role.
+    """
 
     def __init__(self, spec: RoleSpec, logs: Path | None, peer: str) -> None:
         node = ray.get_runtime_context().get_node_id()
@@ -35,7 +41,7 @@ class RoleActor(RoleRunner):
 
 
 class RemoteRole:
-    """A `supervisor.RoleHandle` to an actor, here or on another machine."""
+    """A `supervisor.RoleHandle` for an actor on any machine."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -59,7 +65,7 @@ class RemoteRole:
         await _answer(self._actor.stop.remote(signum, grace))
 
     def forget(self) -> None:
-        """Ends the actor itself, for good."""
+        """Kills the actor for good."""
         ray.kill(self._actor)
 
 
@@ -67,7 +73,7 @@ async def _answer(reference: Any) -> Any:
     try:
         return await reference
     except RayActorError as error:
-        raise ConnectionError(f"lost its actor ({type(error).__name__})") from error
+        raise ConnectionError(f"its Ray actor was lost ({type(error).__name__})") from error
 
 
 def actor_name(spec: RoleSpec) -> str:
@@ -75,19 +81,18 @@ def actor_name(spec: RoleSpec) -> str:
 
 
 def _all_roles(roles: Sequence[RoleSpec], actors: Iterable[str]) -> list[RoleSpec]:
-    """The roles of the start, and those that have an actor beside."""
-    patterns = {spec.role: spec for spec in roles}
+    """The roles of the start, and the roles that the autoscaler added: those have an actor, too."""
+    templates = {spec.role: spec for spec in roles}
     found = {actor_name(spec): spec for spec in roles}
     for name in sorted(actors):
         role, _, index = name.rpartition("-")
-        for pattern in patterns.values():
-            if pattern.role == role and name not in found:
-                found[name] = replace(pattern, index=int(index))
+        if role in templates and name not in found:
+            found[name] = replace(templates[role], index=int(index))
     return list(found.values())
 
 
 def _end_if_failed(following: asyncio.Task[None]) -> None:
-    """A supervisor with a bug must not look alive: Ray starts a new one, which finds the roles again."""
+    """Ends the actor's process if `following` failed. Ray then restarts the actor, which finds its roles."""
     if not following.cancelled() and (error := following.exception()) is not None:
         logging.getLogger(__name__).error("the supervisor failed", exc_info=error)
         os._exit(1)
@@ -95,12 +100,19 @@ def _end_if_failed(following: asyncio.Task[None]) -> None:
 
 @dataclass(frozen=True)
 class Detached:
-    """A cluster that outlives the command that started it."""
+    """The description of a cluster that outlives the command that started it.
 
-    roles: tuple[RoleSpec, ...]  # at the start
+    Attributes:
+        roles: the roles at the start.
+        logs: the directory of logs on every machine; None is the run directory of each role.
+        front_node: id of the Ray node on which the routers should run.
+        drain_grace: seconds for a worker to drain.
+    """
+
+    roles: tuple[RoleSpec, ...]
     pools: PoolOptions
     logs: Path | None
-    front_node: str  # id of the Ray node whose machine the routers should be on
+    front_node: str
     drain_grace: float
 
     @property
@@ -109,10 +121,10 @@ class Detached:
 
 
 class ClusterActor:
-    """The supervisor of a cluster that outlives the command that started it.
+    """The supervisor and the autoscaler of a detached cluster, as a Ray actor.
 
-    When it is lost, Ray starts it again; it then finds the actors of its roles by name, also of those that
-    the autoscaler added.
+    If the actor is lost, Ray restarts it. It then finds the actors of its roles by name, including the roles
+    that the autoscaler added.
     """
 
     def __init__(self, cluster: Detached) -> None:
@@ -141,8 +153,8 @@ class ClusterActor:
         options |= {
             "name": actor_name(spec),
             "namespace": NAMESPACE,
-            "get_if_exists": True,  # a supervisor before this one may have started it
-            "lifetime": "detached",  # it outlives its supervisor
+            "get_if_exists": True,  # an earlier supervisor may have started the actor
+            "lifetime": "detached",  # the actor outlives its supervisor
         }
         actor = ray.remote(RoleActor).options(**options).remote(spec, self._cluster.logs, self._peer)
         handle = RemoteRole(actor)
@@ -150,11 +162,11 @@ class ClusterActor:
         return handle
 
     async def cluster(self) -> Detached:
-        """What it was started with."""
+        """The description of the cluster."""
         return self._cluster
 
     async def changed(self, seen: int) -> tuple[int, list[tuple[RoleSpec, RoleState]]]:
-        """Waits for a change after number `seen`; returns the last one's number, and every role's state."""
+        """Waits for a change after number `seen`. Returns the last number and the states of all roles."""
         while self._changes == seen:
             await self._changed.wait()
         return self._changes, self._supervisor.states()
@@ -163,11 +175,11 @@ class ClusterActor:
         await self._supervisor.restart_workers()
 
     async def stop_routers(self) -> None:
-        """They drain, and their actors end. The workers stay, for the routers of another command."""
+        """Drains and stops the routers. The workers keep running for the routers of a later command."""
         await self._supervisor.stop_routers()
 
     async def stop(self, signum: int, grace: float) -> None:
-        """Ends every role and its actor. This actor is left for the caller to end."""
+        """Ends every role and its actor. The caller ends this actor."""
         self._scaling.cancel()
         await self._supervisor.stop(signum, grace)
         await self._following

@@ -1,5 +1,8 @@
-"""What a router holds back: the part of the load that no worker sees. Its gate gives workers two steps of
-prompts and keeps the rest, so that a long queue is there, and not where prefill workers could tell of it."""
+"""Reads how many prompt tokens a router holds back.
+
+The gate of a router gives prefill workers at most two steps of prompts and holds the rest. So a long queue is
+in the router, and the load that workers report does not contain it.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-PATIENCE = 2.0  # seconds that a router has to answer
+PATIENCE = 2.0  # seconds for a router to answer
 
 _SERIES = re.compile(r"^baton:tokens_waiting_for_turn(?:\{.*\})? (\S+)$", re.M)
 
 
 async def tokens_held(ready: Mapping[str, Any]) -> int:
-    """By the router, on this machine, that reported `ready`. Raises ConnectionError where it does not
-    say."""
+    """Prompt tokens held back by the router on this machine that reported `ready`.
+
+    Raises ConnectionError if the router does not answer.
+    """
     import aiohttp
 
-    # The admin port, where there is one: it knows all processes, and asks for no certificate.
+    # The admin port, if there is one, covers all processes of the router and needs no certificate.
     url = f"{ready.get('admin_url', ready['url'])}/metrics"
     try:
         async with (
@@ -28,5 +33,5 @@ async def tokens_held(ready: Mapping[str, Any]) -> int:
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ConnectionError(f"{url}: {error}") from error
     if found is None:
-        raise ConnectionError(f"{url}: it does not say what it holds back")
+        raise ConnectionError(f"{url}: has no metric baton:tokens_waiting_for_turn")
     return int(float(found[1]))

@@ -1,6 +1,6 @@
-"""Removes the run directory of a `baton serve` that was killed: a small process that only waits for that.
+"""Removes the run directory if `baton serve` is killed.
 
-Every role dies with serve by itself (PDEATHSIG).
+A small process that waits for the end of `baton serve`. It ends no roles: the kernel kills them (PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 
 from cluster.rundir import remove_stale
 
-PATIENCE = 10.0  # seconds in which a role that is being killed may still write to the directory
+PATIENCE = 10.0  # seconds: until they are dead, roles may still write to the directory and hold its lock
 _PACKAGES = str(Path(__file__).parents[1])
 
 
 class Janitor:
-    """Held by serve. `dismiss` says that serve ends well and cleans up itself."""
+    """The handle that `baton serve` has of the janitor. `dismiss` ends the janitor without removing files."""
 
     def __init__(self, run_dir: Path, title: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cluster.janitor", str(run_dir), title],
             env=os.environ | {"PYTHONPATH": _PACKAGES, "PYTHONSAFEPATH": "1"},
             stdin=subprocess.PIPE,
-            start_new_session=True,  # neither Ctrl-C nor the end of the terminal is meant for it
+            start_new_session=True,  # Ctrl-C and SIGHUP of the terminal must not end the janitor
         )
 
     def dismiss(self) -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     deadline = time.monotonic() + PATIENCE
     while run_dir.exists() and time.monotonic() < deadline:
         remove_stale(run_dir.parent)
-        time.sleep(0.02)  # no event tells of the end of a process that is not our child
+        time.sleep(0.02)  # the kernel reports no event for the end of a process that is not our child
 
 
 if __name__ == "__main__":

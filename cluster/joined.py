@@ -1,5 +1,7 @@
-"""`baton serve --ray-address` and `baton stop`: a cluster on somebody else's Ray, which outlives the
-command."""
+"""`baton serve --ray-address`, `baton stop` and `baton restart`: a cluster on an existing Ray cluster.
+
+The cluster outlives the command that started it. A detached actor supervises it (`actors.ClusterActor`).
+"""
 
 from __future__ import annotations
 
@@ -24,32 +26,31 @@ if TYPE_CHECKING:
     from cluster.actors import Detached
 
 STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
-ANSWERS_WITHIN = 30.0  # seconds for a supervisor that Ray may just be starting again
+ANSWERS_WITHIN = 30.0  # seconds for a supervisor to answer; Ray may be restarting it
 _POLL = 0.1
 
 
 def import_ray() -> ModuleType:
-    """Ray, imported only by what needs it. Raises ValueError where it is not installed."""
+    """Imports Ray. Raises ValueError if Ray is not installed."""
     try:
         import ray
     except ImportError as error:
         raise ValueError(
-            "--ray-address: Ray is not installed; in Baton's source directory `pip install -e '.[ray]'` "
-            "installs it"
+            "--ray-address: Ray is not installed; run `pip install -e '.[ray]'` in Baton's source directory"
         ) from error
     return ray
 
 
 def connect(address: str) -> None:
-    """Joins the Ray cluster as a driver. Raises ValueError when there is none."""
+    """Joins the Ray cluster as a driver. Raises ValueError if that fails."""
     ray = import_ray()
     from cluster.actors import NAMESPACE
 
     try:
         ray.init(
             address=address,
-            namespace=NAMESPACE,  # actors are found by their names in it
-            log_to_driver=False,  # actors print nothing; roles write logs of their own
+            namespace=NAMESPACE,
+            log_to_driver=False,  # roles write their own log files
             logging_level=logging.ERROR,
         )
     except (ConnectionError, RuntimeError) as error:
@@ -57,7 +58,7 @@ def connect(address: str) -> None:
 
 
 def running() -> Any | None:
-    """The cluster's supervisor, if there is a cluster."""
+    """The supervisor actor of the cluster on this Ray; None if no cluster runs."""
     import ray
 
     from cluster.actors import NAMESPACE, SUPERVISOR
@@ -69,8 +70,11 @@ def running() -> Any | None:
 
 
 def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
-    """Starts the cluster there, or goes on with the same one that runs there already; follows it until it is
-    ready, and leaves it running."""
+    """Starts the cluster on Ray, waits until it is ready, and leaves it running. Returns the exit code.
+
+    If a cluster with the same options runs there, replaces its supervisor and keeps its roles. Its routers
+    move to this machine if their own machine was lost. Raises ValueError if another cluster runs there.
+    """
     connect(address)
     import ray
 
@@ -89,32 +93,32 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
     else:
         found = _ask(supervisor)
         _check(found, cluster, address)
-        # Where the machine of its routers was lost, Ray has found them another one.
+        # If the machine of the routers was lost, Ray has restarted them elsewhere: replace them here.
         moved = [] if found.front_node == cluster.front_node else cluster.roles
         _end_actors([SUPERVISOR, *(actor_name(spec) for spec in moved if spec.role == "router")])
     return asyncio.run(Start(plan, cluster, found=supervisor is not None).run())
 
 
 def _check(found: Detached, wanted: Detached, address: str) -> None:
-    """Raises ValueError unless the cluster that runs there is the one that is wanted, and may be had here."""
+    """Raises ValueError unless the found cluster equals the wanted one and its routers may run here."""
     import ray
 
     end_it = f"end it with `baton stop --ray-address {address}`"
     if found != replace(wanted, front_node=found.front_node):
         raise ValueError(
-            f"--ray-address {address}: a cluster is running there already, with other flags or another "
-            f"secret (without one that is given, each has its own); {end_it}"
+            f"--ray-address {address}: a cluster with other flags or another secret is running there already "
+            f"(unless BATON_CLUSTER_SECRET is set, every start makes a new secret); {end_it}"
         )
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if found.front_node in alive - {wanted.front_node}:
         raise ValueError(
-            f"--ray-address {address}: a cluster is running there already, whose routers are on another "
-            f"machine; {end_it}"
+            f"--ray-address {address}: a cluster with its routers on another machine is running there "
+            f"already; {end_it}"
         )
 
 
 def stop(address: str, *, routers_only: bool) -> int:
-    """Ends the cluster there, or its routers. Ray itself goes on."""
+    """Ends the cluster on Ray, or only its routers. Ray itself keeps running. Returns the exit code."""
     connect(address)
     supervisor = running()
     if supervisor is None:
@@ -129,7 +133,7 @@ def stop(address: str, *, routers_only: bool) -> int:
 
 
 def restart(address: str) -> int:
-    """Restarts the workers of the cluster there, one after the other; returns when all are new."""
+    """Restarts the workers of the cluster on Ray, one after the other. Returns the exit code."""
     connect(address)
     supervisor = running()
     if supervisor is None:
@@ -141,7 +145,10 @@ def restart(address: str) -> int:
 
 
 def _ask(supervisor: Any) -> Detached:
-    """What a supervisor was started with. Waits for one that Ray is starting again."""
+    """The description of the cluster that a supervisor follows. Waits while Ray restarts the supervisor.
+
+    Raises ValueError if it does not answer.
+    """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -151,12 +158,15 @@ def _ask(supervisor: Any) -> Detached:
             return ray.get(supervisor.cluster.remote(), timeout=ANSWERS_WITHIN)
         except (RayActorError, GetTimeoutError) as error:
             if time.monotonic() > deadline:
-                raise ValueError("the supervisor of the cluster that runs there does not answer") from error
+                raise ValueError(
+                    "--ray-address: the supervisor of the running cluster does not answer; look at the state "
+                    "of Ray with `ray status`"
+                ) from error
             time.sleep(_POLL)
 
 
 def _end_actors(names: list[str]) -> None:
-    """For good; returns when others may have their names. Those that are gone are left out."""
+    """Kills the named actors for good, and waits until their names are free. Ignores missing actors."""
     import ray
 
     from cluster.actors import NAMESPACE
@@ -176,10 +186,11 @@ async def _end(supervisor: Any, signum: int) -> None:
 
 
 class Start:
-    """The start of a detached cluster, as seen by the command that asked for it.
+    """Starts a detached cluster and shows its progress.
 
-    `found`: it runs already, without a supervisor. The new one finds its roles; it is not this command's to
-    end.
+    Args:
+        found: the roles of the cluster run already, and its old supervisor was ended. The new supervisor
+            finds the roles. If the start fails, this command does not end the cluster.
     """
 
     def __init__(self, plan: Plan, cluster: Detached, *, found: bool) -> None:
@@ -195,13 +206,13 @@ class Start:
         from cluster.actors import NAMESPACE, SUPERVISOR, ClusterActor
 
         signals = StopSignals()
-        signals.install()  # after ray.init, which puts handlers of its own there
+        signals.install()  # after ray.init, which installs handlers of its own
         options = {
-            "name": SUPERVISOR,  # by which `baton stop` finds it
+            "name": SUPERVISOR,
             "namespace": NAMESPACE,
             "lifetime": "detached",  # it outlives this command
-            "max_restarts": -1,  # a new one finds the roles that the last one left
-            "num_cpus": 0,  # it waits for news, and takes no place from a worker
+            "max_restarts": -1,  # a restarted supervisor finds the running roles
+            "num_cpus": 0,  # it mostly waits, so it must not reserve a core that a worker could use
         }
         supervisor = ray.remote(ClusterActor).options(**options).remote(self._cluster)
         with self._display:
@@ -219,14 +230,14 @@ class Start:
         return 0 if failure is None else 1
 
     async def _follow(self, supervisor: Any) -> str | None:
-        """Until every role is ready: None; or one failed: why."""
+        """Returns None when every role is ready, or the reason when a role fails."""
         seen = 0
         while True:
             seen, states = await supervisor.changed.remote(seen)
             self._states = states
             for role, state in states:
                 self._display.stage(role.name, state.stage, state.fraction)
-                # A worker of a cluster that runs has served before, and will again.
+                # A worker of a found cluster has served before, so its restart will succeed.
                 if state.phase == "waiting" and not (self._found and role.role != "router"):
                     return f"{role.name}: {state.error}"
             if all(state.phase == "ready" for _, state in states):
@@ -234,7 +245,7 @@ class Start:
 
 
 async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, str | None]) -> str | None:
-    """The result of `what`, or None when `stop` comes first."""
+    """The result of `what`, or None if `stop` is set first."""
     task, stopped = asyncio.create_task(what), asyncio.create_task(stop.wait())
     done, pending = await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     for unfinished in pending:

@@ -1,4 +1,4 @@
-"""Ties a supervised role to whoever started it: `baton … --ready-fd N` ends when the reader of N does."""
+"""Ties the life of a role to its supervisor: `baton … --ready-fd N` dies when its supervisor dies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def tie_to_parent(ready_fd: int) -> None:
-    """From now on this process is killed when the thread that spawned it ends, however that comes about.
+    """Makes the kernel kill this process when the thread that spawned it ends, for whatever reason.
 
-    To be called first thing: a parent that died before is noticed by its end of the pipe, which is closed.
-    Unblocks the signals that stop a role: Ray blocks them, and a blocked signal is inherited through exec.
+    Call it first. If the parent has died already, its end of the pipe is closed, and this process exits.
+    Also unblocks the signals that stop a role: Ray blocks them, and a child inherits blocked signals.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     poll = select.poll()
@@ -34,11 +34,11 @@ def tie_to_parent(ready_fd: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent dies, so that none can get lost."""
+    """Makes this process the parent of every descendant whose own parent dies, so that it can end all."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def report_error(ready_fd: int | None, message: str) -> None:
-    """Tells the supervisor why this role cannot even start, in words for its user."""
+    """Sends the supervisor the reason why this role cannot start, in words for the user."""
     if ready_fd is not None:
         os.write(ready_fd, json.dumps({"error": message}).encode() + b"\n")

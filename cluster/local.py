@@ -1,6 +1,7 @@
-"""The roles of a `baton serve` on one machine: children of its own process.
+"""The roles of `baton serve` on one machine.
 
-No other process stands between `baton serve` and a role, so none can take a role along when it dies.
+Each role is a child of the `baton serve` process itself. With no process between them, a role can die only by
+itself or with `baton serve`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Gpus:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._free = list(names)
-        self._taken: dict[str, list[str]] = {}  # by the role's name
+        self._taken: dict[str, list[str]] = {}  # role name -> GPUs
         self._changed = asyncio.Condition()
 
     async def take(self, role: str, count: int) -> list[str]:
@@ -30,16 +31,16 @@ class Gpus:
             return self._taken[role]
 
     async def give_back(self, role: str) -> None:
-        """May be repeated."""
+        """Returns the GPUs of a role. May be repeated."""
         async with self._changed:
             self._free += self._taken.pop(role, [])
             self._changed.notify_all()
 
 
 class LocalRole(RoleRunner):
-    """A `supervisor.RoleHandle`: the runner of one role, which first waits for the role's GPUs.
+    """A `supervisor.RoleHandle`: the runner of one role. It waits for the role's GPUs before it starts.
 
-    Only a worker of a growing pool waits, and only for a worker that still drains: `Plan.gpus` refuses pools
+    Only a worker of a growing pool waits, until a draining worker returns its GPUs. `Plan.gpus` refuses pools
     that could need more GPUs than the machine has.
     """
 
@@ -53,9 +54,9 @@ class LocalRole(RoleRunner):
 
     async def start(self) -> RoleState:
         await asyncio.wait({self._taking})
-        # A role that was stopped while it waited starts no process, whatever its variables are.
-        own = [] if self._taking.cancelled() else self._taking.result()
-        return self.launch(CUDA_VISIBLE_DEVICES=",".join(own))
+        # `stop` cancels the wait. The role then starts no process, so it needs no GPUs.
+        gpus = [] if self._taking.cancelled() else self._taking.result()
+        return self.launch(CUDA_VISIBLE_DEVICES=",".join(gpus))
 
     async def stop(self, signum: int, grace: float) -> None:
         self._taking.cancel()

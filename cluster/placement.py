@@ -1,7 +1,7 @@
-"""Where Ray puts the actor of each role: what it asks for, and beside or away from whom.
+"""Ray options that decide on which machine the actor of each role runs.
 
-Ray is asked for resources and labels only. What no machine has free stays pending, and that is what Ray's own
-autoscaler (KubeRay's, for example) adds machines for.
+They name resources and labels only. If no machine has the resources free, the actor stays pending, and Ray's
+own autoscaler (KubeRay's, for example) adds a machine.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.plan import RoleSpec
 
-_MEMBERS = ("prefill", "decode")  # of a pair, in the order of its bundles
+_MEMBERS = ("prefill", "decode")  # the roles of a pair, in the order of its bundles
 
 
 def options(spec: RoleSpec) -> dict[str, Any]:
-    """For the actor of a role."""
+    """The resource and restart options for the actor of a role."""
     return {
-        # What the role uses, not the actor: Ray then gives one GPU to one worker only. A TP group is one
-        # actor, so all of its GPUs are on one machine.
+        # The actor reserves what its role uses, so that Ray gives each GPU to one worker only. A TP group is
+        # one actor, so all of its GPUs are on one machine.
         "num_cpus": spec.cpus,
         "num_gpus": spec.gpus,
-        "max_restarts": -1,  # an actor only holds a role; a lost one is always worth replacing
-        "max_task_retries": 0,  # the supervisor asks again itself: it must see that the role was lost
+        "max_restarts": -1,  # always replace a lost actor
+        "max_task_retries": 0,  # the supervisor must see that the role was lost, and calls again itself
     }
 
 
 def strategy(spec: RoleSpec, roles: Sequence[RoleSpec], front_node: str) -> dict[str, Any]:
-    """Further options, for a Ray of several machines."""
+    """The scheduling options for the actor of a role. `front_node` is the id of the node for routers."""
     if spec.role == "router":
-        # Where it was asked for, so that the URL it prints works there; elsewhere if that machine is gone.
+        # The node of `baton serve`, because its URL names that machine. `soft`: another node if it is lost.
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(front_node, soft=True)}
     if spec.placement == "pair":
         pair = PlacementGroupSchedulingStrategy(_pair(spec.index, roles), _MEMBERS.index(spec.role))
         return {"scheduling_strategy": pair}
-    # DEFAULT fills a machine to half before it takes the next one; SPREAD takes the emptiest.
+    # DEFAULT fills a machine to half before it uses the next one. SPREAD uses the emptiest machine.
     return {
         "scheduling_strategy": "SPREAD" if spec.placement == "spread" else "DEFAULT",
         "label_selector": dict(spec.labels) or None,
@@ -46,16 +46,16 @@ def strategy(spec: RoleSpec, roles: Sequence[RoleSpec], front_node: str) -> dict
 
 
 def _pair(index: int, roles: Sequence[RoleSpec]) -> PlacementGroup:
-    """The place of prefill `index` and decode `index`, on one machine; made by whoever comes first."""
+    """The placement group of prefill `index` and decode `index`. The first call for a pair creates it."""
     try:
         return ray.util.get_placement_group(_pair_name(index))
-    except ValueError:  # there is none yet
+    except ValueError:  # the group does not exist yet
         pair = [next(s for s in roles if (s.role, s.index) == (role, index)) for role in _MEMBERS]
         return ray.util.placement_group(
             [{"CPU": s.cpus} | ({"GPU": s.gpus} if s.gpus else {}) for s in pair],
-            strategy="STRICT_PACK",  # one machine, or none
+            strategy="STRICT_PACK",  # both on one machine
             name=_pair_name(index),
-            lifetime="detached",  # as the actors in it
+            lifetime="detached",  # the same as the actors in it
             bundle_label_selector=[dict(s.labels) for s in pair],
         )
 
@@ -65,9 +65,9 @@ def _pair_name(index: int) -> str:
 
 
 def remove_pairs(roles: Sequence[RoleSpec]) -> None:
-    """When their actors are gone for good."""
+    """Removes the placement groups of all pairs. Call it after their actors have ended for good."""
     for index in {spec.index for spec in roles if spec.placement == "pair"}:
         try:
             ray.util.remove_placement_group(ray.util.get_placement_group(_pair_name(index)))
         except ValueError:
-            continue  # never made
+            continue  # the group was never created

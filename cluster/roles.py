@@ -1,4 +1,4 @@
-"""`baton router`, `baton prefill`, `baton decode`: from options to the role's configuration, and into it."""
+"""`baton router`, `baton prefill`, `baton decode`: turns options into a configuration and runs the role."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def run_router(given: options.RouterRole) -> int:
 
         members = given.membership
         if members.kubernetes_service and (members.worker or members.workers_file is not None):
-            raise ValueError("--kubernetes-service: finds all workers; leave --worker and --workers-file out")
+            raise ValueError("--kubernetes-service: finds all workers; leave out --worker and --workers-file")
         if not members.kubernetes_service and not members.worker and members.workers_file is None:
             raise ValueError(
                 "a router needs workers: --worker HOST:PORT (repeatable), --workers-file FILE or "
@@ -154,7 +154,7 @@ def run_router(given: options.RouterRole) -> int:
 
 
 def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterConfig:
-    """The same router, for the model of a worker. Raises ValueError when it is not on this machine."""
+    """`config` with the model of a worker. Raises ValueError if that model is not on this machine."""
     found = model.of_workers(described.model, described.served_model_name)
     model.reach_hub(found.location)
     named = {
@@ -162,7 +162,7 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
         "revision": config.revision or described.revision or None,
         "served_model_name": config.served_model_name or found.name,
     }
-    # Several processes must not ask once more: another worker could answer.
+    # Router processes must not ask again: another worker could answer with another model.
     command = (*config.command, *to_argv(**named))
     return replace(config, command=command, **named)
 
@@ -176,7 +176,7 @@ def _kubernetes(services: Sequence[str]) -> Discovery | None:
 
 
 def _supervised(ready_fd: int | None, start: Callable[[], int]) -> int:
-    """Runs a role. Under a supervisor it ends with that, and tells it what its user got wrong."""
+    """Runs a role. With `ready_fd`, ties it to its supervisor and reports a ValueError to the supervisor."""
     if ready_fd is not None:
         lifeline.tie_to_parent(ready_fd)
     try:

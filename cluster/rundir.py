@@ -1,7 +1,7 @@
-"""The private directory that holds everything a cluster leaves on disk.
+"""The run directory: a private directory for the sockets, logs and worker lists of one cluster.
 
-It is locked (flock on the directory itself) for as long as its owner lives. So the next start can tell what
-a killed one left behind, and removes it; and systemd-tmpfiles does not clean it away under a living cluster.
+Its owner holds a lock (flock on the directory itself) as long as it lives. An unlocked directory belongs to a
+dead owner, and the next start removes it. The lock also keeps systemd-tmpfiles from removing it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
-PREFIX = "baton."  # unlike the "baton-…" of a worker that was started alone
-# The longest socket in it: a worker's. A socket's path must fit 107 bytes.
+PREFIX = "baton."  # differs from the "baton-…" directory of a worker that was started alone
+# The longest path in it is that of a worker's socket. The path of a socket has at most 107 bytes.
 _LONGEST = PREFIX + "XXXXXXXX/baton-XXXXXXXX/engine"
 MAX_PARENT = 107 - len(_LONGEST) - 1
 
 
 class RunDir:
-    """Owns the directory: made by `create`, gone after `remove`."""
+    """Owns one run directory: `create` makes it, `remove` removes it and everything in it."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -27,10 +27,10 @@ class RunDir:
 
     @classmethod
     def create(cls, parent: Path | None) -> RunDir:
-        """Makes a new one (mode 0700) in `parent`, by default the system's directory for temporary files.
+        """Makes a run directory (mode 0700) in `parent`, by default in the system's temporary directory.
 
-        Not $XDG_RUNTIME_DIR: that disappears when its user logs out, and takes the sockets of a cluster
-        started with nohup along. Raises ValueError when `parent` is too long for sockets in it.
+        $XDG_RUNTIME_DIR is no default: it disappears when the user logs out, and a cluster under nohup would
+        lose its sockets. Raises ValueError if the path of `parent` is too long for sockets in it.
         """
         if parent is None:
             parent = Path(tempfile.gettempdir())
@@ -39,11 +39,11 @@ class RunDir:
         parent = parent.absolute()
         if len(os.fsencode(parent)) > MAX_PARENT:
             raise ValueError(
-                f"--run-dir {parent}: too long for local sockets in it; {MAX_PARENT} characters at most"
+                f"--run-dir {parent}: too long for the sockets in it; use at most {MAX_PARENT} characters"
             )
         parent.mkdir(parents=True, exist_ok=True)
         remove_stale(parent)
-        # Locked before it has the name that others look for.
+        # Take the lock before the rename: another start removes unlocked directories of the final name.
         path = Path(tempfile.mkdtemp(prefix=".baton-", dir=parent))
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -57,17 +57,17 @@ class RunDir:
 
 
 def remove_stale(parent: Path) -> None:
-    """Removes run directories of ours whose owner is dead."""
+    """Removes this user's run directories in `parent` whose owner is dead."""
     for path in parent.glob(PREFIX + "*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            continue  # gone, or another user's
+            continue  # removed meanwhile, or of another user
         try:
             if os.fstat(lock).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
-            pass  # its owner lives
+            pass  # its owner is alive
         finally:
             os.close(lock)

@@ -1,6 +1,6 @@
-"""Keeps one role running on its machine, and tells a router there which workers there are.
+"""Keeps one role running on its machine, and gives a router its list of workers.
 
-A plain class: `local` and `actors` build on it, and tests run it directly.
+`local` and `actors` build on this class.
 """
 
 from __future__ import annotations
@@ -22,17 +22,11 @@ from cluster.role_process import RoleProcess, RoleState
 from cluster.rundir import RunDir
 
 PACKAGES = str(Path(cluster.__file__).parents[1])
-
-
-BATON = (
-    sys.executable,
-    "-m",
-    "cluster.cli",
-)  # the command that a user would type, by way of this interpreter
+BATON = (sys.executable, "-m", "cluster.cli")  # the command `baton`, with the interpreter of this process
 
 
 def own_address(peer: str) -> str:
-    """The address of the interface that leads to `peer` ("host:port"). Sends nothing."""
+    """The address of the local interface that leads to `peer` ("host:port"). Sends no packet."""
     host, _, port = peer.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
@@ -46,12 +40,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class RoleRunner:
-    """Owns one role's process, its log, and for a router the files of workers and of the cluster's state.
+    """Owns the process and the log of one role. For a router it also writes the files of workers and report.
 
-    `directory` is private to the cluster, for sockets and the workers file; None makes one on this machine.
-    `logs` is where logs go; None is `logs` in that directory. `peer` is an address ("host:port") that every
-    machine of the cluster can reach: it decides on which interface a worker listens. None keeps the whole
-    cluster on 127.0.0.1. `node` names this machine, for people.
+    Args:
+        directory: the run directory of the cluster; None makes one on this machine.
+        logs: the directory of logs; None is `logs` in the run directory.
+        peer: an address ("host:port") that every machine of the cluster can reach. A worker listens on the
+            interface that leads to it. None keeps the whole cluster on 127.0.0.1.
+        node: the name of this machine, for people.
     """
 
     def __init__(
@@ -80,10 +76,10 @@ class RoleRunner:
             own |= {"run_dir": directory, "host": own_address(peer) if peer else None}
         environment = role_environment(
             os.environ,
-            # The same packages as here, whatever the working directory holds: a file rpc.py, for example.
+            # Import the packages of this process, even if the working directory has a file such as rpc.py.
             PYTHONPATH=PACKAGES,
             PYTHONSAFEPATH="1",
-            # Ray limits OpenMP to one thread in its workers; the role decides for itself (--num-threads).
+            # Ray sets this to 1 in its actors. The role needs the threads that its plan gives it.
             OMP_NUM_THREADS=str(spec.cpus),
             **spec.environment,
         )
@@ -102,32 +98,34 @@ class RoleRunner:
         return await until_silent(ready, self._secret, self._tls)
 
     async def start(self) -> RoleState:
-        """Starts the role, unless it is started. A second supervisor finds it as the first one left it."""
+        """Starts the role unless it runs already, as after the loss of an earlier supervisor."""
         return self.launch()
 
     def launch(self, **environment: str) -> RoleState:
-        """As `start`, with more variables for the role."""
+        """Does the same as `start`, with further environment variables for the role."""
         if not self._process.started:
             self._process.start(environment)
         return self._process.state
 
     async def changed(self, token: str) -> RoleState:
-        """Waits until the role's state is another than the one with this token."""
+        """Waits until the state has another token than `token`, and returns the state."""
         return await self._process.changed(token)
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        """For a router: where the workers are, and what `baton status` shows beside."""
+        """Routers only: sets the gRPC addresses of all ready workers, and the JSON report."""
         write_atomically(self._workers_file, "".join(f"{address}\n" for address in addresses))
         write_atomically(self._cluster_file, report)
 
     async def tokens_held(self) -> int:
-        """For a router: prompt tokens that wait there for their turn; none while it is not ready. Raises
-        ConnectionError where it does not answer."""
+        """Routers only: prompt tokens that the router holds back; 0 while the router is not ready.
+
+        Raises ConnectionError if it does not answer.
+        """
         ready = self._process.state.ready
         return 0 if ready is None else await tokens_held(ready)
 
     async def restart(self, signum: int, grace: float) -> None:
-        """Returns when the next one is ready."""
+        """Ends the process of the role and returns when its next process is ready."""
         await self._process.restart(signum, grace)
 
     async def stop(self, signum: int, grace: float) -> None:
@@ -136,4 +134,4 @@ class RoleRunner:
             self._run_dir.remove()
 
     def forget(self) -> None:
-        """Nothing is left to end."""
+        """Does nothing: after `stop`, a runner owns nothing that must end."""

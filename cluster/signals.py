@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for a program that has an order to keep when it stops."""
+"""Turns the signals of `baton serve` into asyncio events, so that it can stop its roles in order."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import threading
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as events; the second of them sets `hurry`. SIGUSR1 sets `restart`.
+    """The first SIGINT or SIGTERM sets `stop`, the second sets `hurry`. SIGUSR1 sets `restart`.
 
-    Installed explicitly: a shell starts background programs with SIGINT ignored, and Ray would put its own
-    handlers there.
+    `install` sets the handlers explicitly: a shell starts background programs with SIGINT ignored, and Ray
+    installs handlers of its own.
     """
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
-        self.hurry_threads = threading.Event()  # the same for code that runs in a thread
-        self.first = int(signal.SIGINT)
+        self.hurry_threads = threading.Event()  # the same as `hurry`, for code that runs in a thread
+        self.first = int(signal.SIGINT)  # the signal that set `stop`
         self.restart = asyncio.Event()
 
     def install(self) -> None:
@@ -26,7 +26,8 @@ class StopSignals:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._received, signum)
         loop.add_signal_handler(signal.SIGUSR1, self.restart.set)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a closed terminal; nohup says not to care
+        # A closed terminal sends SIGHUP. Under nohup it is ignored, and must stay so.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._received, signal.SIGTERM)
 
     def _received(self, signum: int) -> None:

@@ -180,7 +180,7 @@ async def test_a_router_says_what_it_holds_back() -> None:
         ready = {"url": "http://127.0.0.1:1", "admin_url": f"http://{server.host}:{server.port}"}
         assert await tokens_held(ready) == 7
         pages["/metrics"] = said
-        with pytest.raises(ConnectionError, match="does not say"):
+        with pytest.raises(ConnectionError, match="has no metric"):
             await tokens_held(ready)
     with pytest.raises(ConnectionError):
         await tokens_held(ready)
