@@ -30,10 +30,10 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-"""llguidance's, lowered: a mask takes at most some 0.03 s, and a request's states at most some 40 MB."""
+"""Lower than llguidance's own limits, so that a mask takes at most 0.03 s, and a request's states 40 MB."""
 
 WHITESPACE = r"[ \n\r\t]{1,32}"
-"""Between the parts of JSON. Without a bound a model that likes newlines never ends."""
+"""White space between the parts of JSON. It is bounded, since some models would emit newlines forever."""
 
 
 def _source(wanted: StructuredOutput) -> str:

@@ -1,7 +1,7 @@
 """Compiles every kernel for an H200 on a machine without one: `python -m tests.engine.compile_kernels`.
 
-The launches are those of the engine, arguments and all; only the driver is none. What does not compile, or
-does not fit the shared memory, fails here and not on the first day with a GPU.
+The engine launches its kernels with the real arguments, but without a driver. A kernel that does not compile,
+or does not fit into shared memory, fails here and not first on a GPU.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 H200 = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 << 10  # that one program can have
+SHARED_BYTES = 227 << 10  # the most that one program can use
 
 
 class NoDriver:

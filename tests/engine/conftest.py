@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 @dataclass
 class Result:
-    """All that an engine said about one request."""
+    """All results of an engine for one request."""
 
     outputs: list[Output] = field(default_factory=list)
     failed: str | None = None
@@ -32,7 +32,7 @@ class Result:
 
 
 def run(engine: Engine, requests: Iterable[EngineRequest] = (), **add: Any) -> dict[bytes, Result]:
-    """Adds the requests, steps until nothing can be computed, and sorts what came out by request id."""
+    """Adds the requests and steps until nothing can be computed. Returns the results by request id."""
     results: dict[bytes, Result] = {}
     for request in requests:
         engine.add(request, **add)
@@ -59,7 +59,7 @@ def run_fixture() -> Callable[..., dict[bytes, Result]]:
 def request(
     number: int, prompt_ids: Iterable[int], output_ids: Iterable[int] = (), **sampling: Any
 ) -> EngineRequest:
-    """Greedy unless told otherwise."""
+    """A request; greedy, unless `sampling` has a temperature."""
     priority = sampling.pop("priority", 0)
     settings: dict[str, Any] = {"temperature": 0.0, **sampling}
     params = SamplingParams(**settings)
@@ -94,9 +94,8 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")(**{**TINY, **changes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(
-            (".bias", "norm.weight")
-        ):  # transformers begins with zeros and ones, which prove nothing
+        # transformers initialises these with zeros and ones, which would prove nothing.
+        if name.endswith((".bias", "norm.weight")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(directory)
     return model
@@ -133,7 +132,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
 
 
 class LateMoment:
-    """Of a device that is behind: it has passed a point only when somebody waited for it."""
+    """A moment of a device that is late: it has passed only after a call of `synchronize`."""
 
     def __init__(self) -> None:
         self._moment = moment(torch.device(DEVICE))
@@ -152,12 +151,12 @@ class LateMoment:
 
 @pytest.fixture
 def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
-    """Its device is as late as can be."""
+    """Makes engines with overlap. Their device finishes a step only when the engine waits for it."""
 
     def make(**config: Any) -> Engine:
         engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
         engine._runner._moment = LateMoment
-        # The real one would wait, and so let time pass.
+        # The real method would start a thread that waits for the moment.
         engine._landings.expect = lambda moment: None
         return engine
 
@@ -166,7 +165,7 @@ def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="session")
 def spelled_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with a tokenizer: printable ASCII, and some tokens of several characters."""
+    """The tiny model with a tokenizer: printable ASCII, and some tokens of several characters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     directory = tmp_path_factory.mktemp("spelled")

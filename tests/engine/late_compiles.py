@@ -1,8 +1,8 @@
-"""Which kernels a warm engine would still have to compile, on a machine without a GPU:
+"""Finds kernels that an engine compiles after its start, on a machine without a GPU:
 `python -m tests.engine.late_compiles`.
 
-An engine runs the launches of an H200, compiled but not executed: results are zeros, and every row's token is
-made up. First the rehearsal of a start, then traffic of all kinds, which must compile nothing.
+An engine compiles its kernels for an H200 but does not execute them: results are zeros, and tokens are made
+up. It runs the rehearsal of a start, then traffic of all kinds. The traffic must compile nothing.
 """
 
 import random

@@ -29,7 +29,7 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(seed: int, block_s
     num_blocks = sum(-(-stop // block_size) for _, stop in spans) + 5
     free = list(range(num_blocks))
     rng.shuffle(free)
-    # All that a request must not see is NaN: other blocks, and what follows its own position.
+    # What a request must not see is NaN: other requests' blocks, and positions after its own.
     cache = torch.full((2, num_blocks, block_size, KV_HEADS, DIM), torch.nan)
     chunks, sequences = [], []
     for start, stop in spans:

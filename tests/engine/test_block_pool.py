@@ -1,4 +1,4 @@
-"""The pool against a model of itself, under random operations."""
+"""The block pool under random operations, compared with a simple model."""
 
 import pytest
 from hypothesis import settings
@@ -11,13 +11,13 @@ NUM_BLOCKS = 12
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Requests allocate, publish, share and release; the model is: who holds which block."""
+    """Requests allocate, publish, share and release. The model is a table of each request's blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.holders: dict[int, list[int]] = {}  # request → blocks
-        self.content: dict[int, bytes] = {}  # block → hash, for all that was ever published
+        self.content: dict[int, bytes] = {}  # block → hash of its latest content
         self.requests = 0
 
     tables = Bundle("tables")

@@ -1,4 +1,4 @@
-"""How many prompt tokens fit beside a decode, learnt from steps whose cost is known."""
+"""The chunk limit learns from steps with known costs."""
 
 import pytest
 
@@ -8,7 +8,8 @@ STEP, TOKEN = 0.010, 0.0001
 
 
 def fed(limit: ChunkLimit, steps: int = 60, step: float = STEP, token: float = TOKEN) -> ChunkLimit:
-    """A decode step takes `step` seconds, each prompt token adds `token`; chunks are as large as they may."""
+    """Records steps: a decode takes `step` seconds, each prompt token adds `token`. Chunks have the limit's
+    size."""
     for _ in range(steps):
         limit.record(4, 0, step)
         limit.record(4, limit.tokens, step + limit.tokens * token)
@@ -21,7 +22,7 @@ def test_nothing_is_known_before_the_first_decode() -> None:
     assert (limit.fitting, limit.tokens) == (0, LEAST)
 
 
-def test_the_first_prompt_is_a_try() -> None:
+def test_the_first_prompt_is_a_small_trial() -> None:
     limit = ChunkLimit(None, 2048)
     limit.record(1, 0, STEP)
     assert limit.fitting == FIRST
@@ -35,25 +36,25 @@ def test_a_step_stays_within_its_target(target: float | None, tokens: int) -> No
     assert limit.seconds <= (target or 1.5 * STEP) + 1e-9
 
 
-def test_no_step_takes_more_than_any_step_may() -> None:
+def test_the_limit_stays_within_the_token_budget() -> None:
     limit = fed(ChunkLimit(9.0, 300))
     assert limit.fitting == 300
-    assert limit.seconds == pytest.approx(STEP + 300 * TOKEN), "what it takes, not what it may"
+    assert limit.seconds == pytest.approx(STEP + 300 * TOKEN), "less than the target"
 
 
-def test_it_follows_what_changes() -> None:
+def test_the_limit_adapts_to_changed_costs() -> None:
     limit = fed(ChunkLimit(0.030, 2048))
     assert fed(limit, 99, step=0.020).fitting == pytest.approx(100, rel=0.1)
     assert fed(limit, 99, step=0.020, token=0.0004).fitting == pytest.approx(25, rel=0.1)
 
 
-def test_where_decodes_alone_take_as_long_nothing_fits_but_what_began_goes_on() -> None:
+def test_if_decodes_alone_exceed_the_target_prefills_get_the_least_chunk() -> None:
     limit = fed(ChunkLimit(0.009, 2048))
     assert (limit.fitting, limit.tokens) == (0, LEAST)
 
 
-def test_it_settles_where_a_step_takes_what_it_may_though_the_first_tokens_are_cheap() -> None:
-    """As on a GPU, where rows are padded, and the weights are read for a decode step anyway."""
+def test_the_limit_uses_the_whole_target_though_the_first_tokens_are_cheap() -> None:
+    """As on a GPU: rows are padded, and a decode step reads all weights anyway."""
     limit = ChunkLimit(0.008, 2048)
     chunks = []
     for _ in range(60):
@@ -65,16 +66,16 @@ def test_it_settles_where_a_step_takes_what_it_may_though_the_first_tokens_are_c
     assert max(chunks[20:]) - min(chunks[20:]) <= 32
 
 
-def test_tokens_that_cost_nothing_are_not_taken_for_free() -> None:
+def test_the_limit_at_most_doubles_the_largest_recent_chunk() -> None:
     limit = ChunkLimit(0.015, 8192)
     limit.record(4, 0, STEP)
     limit.record(4, FIRST, STEP)
     assert limit.fitting == 2 * FIRST
     limit.record(4, 3, STEP)
-    assert limit.fitting == pytest.approx(2 * FIRST, rel=0.11), "the rest of a prompt is no measure"
+    assert limit.fitting == pytest.approx(2 * FIRST, rel=0.11), "a short last chunk does not lower the limit"
 
 
-def test_larger_chunks_that_took_less_time_are_no_reason_to_fail() -> None:
+def test_a_slope_of_zero_is_handled() -> None:
     limit = ChunkLimit(0.009, 2048)
     for tokens, seconds in ((64, 0.050), (8, 0.070)) * 10:
         limit.record(4, 0, 0.005)

@@ -1,4 +1,7 @@
-"""Two engines, prefill and decode, give the tokens of one. The copy between them is by positions alone."""
+"""A prefill and a decode engine together give the tokens of a single engine.
+
+The test copies KV between them by position.
+"""
 
 import json
 import random
@@ -15,7 +18,7 @@ from tests.device import DEVICE
 
 
 class Pair:
-    """A prefill and a decode engine, and what workers and router do between them."""
+    """A prefill and a decode engine. Does the work of workers and router between them."""
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         self.prefill = prefill
@@ -160,7 +163,7 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     request_of: Any,
     sampling: dict[str, Any],
 ) -> None:
-    """Its first prefill died after its first token was emitted; the second one is of prompt + that token."""
+    """The first prefill died after its first token was emitted. The second has the prompt and this token."""
 
     def engine(**config: Any) -> Engine:
         return tiny_engine(model=str(spelled_path), **config)
@@ -202,7 +205,7 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     decode.assert_whole()
 
 
-def test_join_may_end_the_request(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+def test_a_join_can_end_the_request(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
     engine = tiny_engine()
     request = request_of(1, [3, 4, 5], [6], max_tokens=2)
     assert engine.reserve(request) is not None
@@ -222,7 +225,7 @@ LIST = StructuredOutput(
 def test_structured_output(
     tiny_engine: Callable[..., Engine], spelled_path: Path, run: Any, request_of: Any, blocks: int
 ) -> None:
-    """The decode engine's grammar begins with the output so far and prefill's token."""
+    """The grammar of the decode engine starts after the given output and the token of the prefill engine."""
 
     def engine(**config: Any) -> Engine:
         return tiny_engine(model=str(spelled_path), **config)

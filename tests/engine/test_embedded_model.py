@@ -1,4 +1,4 @@
-"""The real model: tokens equal to transformers', alone, in a crowd, and split over two engines."""
+"""The embedded model gives the tokens of transformers, for one request and for many at once."""
 
 import json
 from pathlib import Path
@@ -27,8 +27,8 @@ def engine(embedded_model_path: Path) -> Engine:
 
 @pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_greedy_tokens_equal_transformers(engine: Engine, run: Any, request_of: Any, each: int) -> None:
-    """All at once, so chunks of the long prompts share steps with decodes of the others. (The system tests
-    ask for all of them.)"""
+    """All at once, so that chunks of long prompts share steps with decodes. The system tests use all
+    prompts."""
     goldens = GOLDENS[each - 1 :: each]
     requests = [request_of(i, golden["prompt_ids"], max_tokens=32) for i, golden in enumerate(goldens)]
     results = run(engine, requests)

@@ -13,7 +13,7 @@ PROMPT = [5, 9, 17, 33, 65, 129, 3, 4, 11]
 
 @pytest.fixture
 def expected(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> Callable[..., list[int]]:
-    """The tokens of one request in an engine of its own, with room for everything."""
+    """The tokens of one request in an engine of its own with a large pool."""
 
     def tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
         request = request_of(1, prompt, **{"ignore_eos": True, **sampling})
@@ -25,7 +25,9 @@ def expected(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> C
 # Ends
 
 
-def test_stops(tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any) -> None:
+def test_stop_conditions(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
+) -> None:
     full = expected(PROMPT, max_tokens=30)
     third = full[2]
     assert third not in full[:2]
@@ -55,7 +57,7 @@ def test_stops(tiny_engine: Callable[..., Engine], run: Any, request_of: Any, ex
     engine.assert_whole()
 
 
-def test_min_tokens_forbids_to_stop(
+def test_no_stop_below_min_tokens(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
 ) -> None:
     full = expected(PROMPT, max_tokens=30)
@@ -121,7 +123,7 @@ def test_an_id_is_used_once_at_a_time(tiny_engine: Callable[..., Engine], run: A
 
 
 def crowd(request_of: Any, **sampling: Any) -> list[Any]:
-    """Prompts of many lengths with every kind of sampling."""
+    """Requests with prompts of many lengths and every kind of sampling."""
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 1.0},
@@ -163,7 +165,7 @@ def crowd(request_of: Any, **sampling: Any) -> list[Any]:
         pytest.param({"block_size": 1, "num_blocks": 256}, id="blocks of one"),
     ],
 )
-def test_a_request_gets_the_tokens_it_would_get_alone(
+def test_a_request_in_a_batch_gets_the_same_tokens_as_alone(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any, config: dict[str, Any]
 ) -> None:
     requests = crowd(request_of)
@@ -179,7 +181,7 @@ def test_a_request_gets_the_tokens_it_would_get_alone(
     engine.assert_whole()
 
 
-def test_prefix_cache_saves_work_and_says_so(
+def test_prefix_cache_saves_work_and_reports_it(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any
 ) -> None:
     engine = tiny_engine(enable_prefix_caching=True)
@@ -206,7 +208,7 @@ def test_prefixes_are_not_shared_between_salts(
 
 
 def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> None:
-    poison = 198  # a token whose embedding is not a number
+    poison = 198  # a token with an embedding of NaN
     requests = crowd(request_of, logit_bias={poison: -1e6})
     engine = tiny_engine(enable_prefix_caching=True)
     engine._runner.model.embedding = engine._runner.model.embedding.clone()
@@ -227,7 +229,7 @@ def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: A
     assert all(result.failed is None for result in clean.values())
 
 
-def test_a_request_that_bars_every_token_is_refused_alone(
+def test_only_the_request_that_bars_every_token_is_refused(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any
 ) -> None:
     engine = tiny_engine()
@@ -242,10 +244,10 @@ def test_a_request_that_bars_every_token_is_refused_alone(
 
 @pytest.mark.parametrize("at", [0, 5, 12, 22, 23], ids="token {}".format)
 @pytest.mark.parametrize("handover", [False, True])
-def test_a_nan_in_any_chunk_of_a_prompt_is_never_shared(
+def test_a_prompt_with_a_nan_is_never_shared(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any, at: int, handover: bool
 ) -> None:
-    """Chunks of 8 tokens, blocks of 4: those before the poison were computed, and are not shared either."""
+    """Chunks have 8 tokens, blocks 4. Blocks before the NaN were computed, but they are not shared either."""
     poison = 198
     engine = tiny_engine(enable_prefix_caching=True, max_num_batched_tokens=8, max_num_seqs=4)
     engine._runner.model.embedding = engine._runner.model.embedding.clone()
@@ -344,7 +346,7 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     engine.assert_whole()
 
 
-def test_a_first_token_that_ends_the_request_leaves_its_blocks_until_release(
+def test_a_handover_that_ends_with_its_first_token_keeps_its_blocks_until_release(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
 ) -> None:
     first = expected(PROMPT, max_tokens=1)[0]
@@ -360,10 +362,10 @@ def test_a_first_token_that_ends_the_request_leaves_its_blocks_until_release(
         engine.assert_whole()
 
 
-def test_logprobs_are_of_the_models_own_logits(
+def test_logprobs_come_from_the_logits_before_adjustments(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any
 ) -> None:
-    """Whatever is done to these before a token is chosen."""
+    """Penalties and other adjustments do not change the reported log probabilities."""
     engine = tiny_engine()
     plain = request_of(1, PROMPT, max_tokens=1, logprobs=4)
     (own,) = run(engine, [plain])[plain.id].outputs
@@ -439,7 +441,7 @@ def test_sampling_defaults_are_openais() -> None:
     )
 
 
-def test_a_started_request_has_the_tokens_of_an_added_one_and_disturbs_nobody(
+def test_a_started_request_gets_the_same_tokens_and_changes_no_others(
     tiny_engine: Callable[..., Engine], request_of: Any, expected: Any
 ) -> None:
     engine = tiny_engine(max_num_batched_tokens=64)
@@ -468,7 +470,7 @@ def test_a_started_request_has_the_tokens_of_an_added_one_and_disturbs_nobody(
     engine.assert_whole()
 
 
-def test_a_request_that_runs_alone_has_its_tokens(
+def test_a_request_in_steps_of_its_own_gets_the_same_tokens(
     tiny_engine: Callable[..., Engine], request_of: Any, expected: Any
 ) -> None:
     engine = tiny_engine(max_num_batched_tokens=64, max_num_seqs=4)

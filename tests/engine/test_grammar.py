@@ -1,4 +1,4 @@
-"""Structured output: what was asked for comes out, whatever the model would rather say."""
+"""Structured output: the output has the requested structure, whichever tokens the model prefers."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def text_of(spelled_path: Path) -> Callable[[list[int]], str]:
 
 
 @pytest.mark.parametrize("chunk", [64, 256])
-def test_json_is_valid_whatever_else_is_in_the_batch(
+def test_json_is_valid_in_a_mixed_batch(
     spelled_engine: Any, run: Any, request_of: Any, text_of: Any, chunk: int
 ) -> None:
     engine = spelled_engine(max_num_batched_tokens=chunk)
@@ -87,7 +87,7 @@ def test_json_is_valid_whatever_else_is_in_the_batch(
     engine.assert_whole()
 
 
-def test_a_step_is_computed_before_its_grammars_know_what_they_may_have(
+def test_a_step_is_launched_before_its_grammars_know_the_last_token(
     late_engine: Any, spelled_engine: Any, spelled_path: Path, run: Any, request_of: Any
 ) -> None:
     wanted = StructuredOutput("regex", "(ab|cd){3}")
@@ -126,10 +126,10 @@ def test_regex_and_grammar(spelled_engine: Any, run: Any, request_of: Any, text_
         assert re.fullmatch((regex, r"[1-9][0-9]?(\+[1-9][0-9]?){1,4}")[i % 2], text)
 
 
-def test_eos_comes_only_where_the_grammar_may_end(
+def test_eos_is_allowed_only_where_the_grammar_may_end(
     spelled_engine: Any, run: Any, request_of: Any, text_of: Any
 ) -> None:
-    """Here the model wants nothing but EOS."""
+    """A bias makes EOS the most likely token everywhere."""
     wanted = StructuredOutput("regex", "ab{4,9}c?")
     request = request_of(1, [1, 9], logit_bias={EOS: 100.0}, max_tokens=30, structured_output=wanted)
     result = run(spelled_engine(), [request])[request.id]
@@ -157,7 +157,7 @@ def test_the_grammar_ends_before_min_tokens(
         (StructuredOutput("grammar", "start: s\ns: s s s | s s | /[!-~]/"), "Too many items"),
     ],
 )
-def test_a_grammar_that_fails_fails_its_request_alone(
+def test_a_failed_grammar_fails_only_its_request(
     spelled_engine: Any,
     request_of: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -182,7 +182,7 @@ def test_a_grammar_that_fails_fails_its_request_alone(
     engine.assert_whole()
 
 
-def test_output_that_the_grammar_does_not_take_is_refused(spelled_engine: Any, request_of: Any) -> None:
+def test_given_output_that_violates_the_grammar_is_refused(spelled_engine: Any, request_of: Any) -> None:
     engine = spelled_engine()
     wanted = StructuredOutput("regex", "a{9}")
     engine.add(request_of(1, [1, 5], [40, 41], max_tokens=9, structured_output=wanted))
@@ -208,7 +208,7 @@ def test_a_model_without_tokenizer_refuses_structured_output_only(
 
 @pytest.mark.parametrize("length", [1, 4, 5, 70])
 @pytest.mark.parametrize("caching", [False, True])
-def test_who_waits_for_a_grammar_keeps_nobody_waiting(
+def test_a_request_that_waits_for_its_grammar_delays_no_other(
     spelled_engine: Any,
     request_of: Any,
     text_of: Any,
@@ -216,7 +216,7 @@ def test_who_waits_for_a_grammar_keeps_nobody_waiting(
     length: int,
     caching: bool,
 ) -> None:
-    """Its prompt is computed meanwhile, but for the token that is sampled from."""
+    """Meanwhile its prompt is computed, except the last token."""
     may_compile = threading.Event()
     compile_ = Grammars._compile
 
@@ -243,7 +243,7 @@ def test_who_waits_for_a_grammar_keeps_nobody_waiting(
     engine.assert_whole()
 
 
-def test_a_cancelled_request_waits_for_no_grammar(
+def test_cancelling_a_request_cancels_its_grammar(
     spelled_engine: Any, run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_compile = threading.Event()
@@ -271,7 +271,7 @@ def test_a_cancelled_request_waits_for_no_grammar(
     engine.assert_whole()
 
 
-def test_a_preempted_request_goes_on_where_it_was(
+def test_a_preempted_request_continues_its_structure(
     spelled_engine: Any, run: Any, request_of: Any, text_of: Any
 ) -> None:
     requests = [
@@ -305,7 +305,7 @@ def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: P
         live.token_ids.append(expected)
 
 
-def test_masks_are_for_their_rows_and_of_any_width(request_of: Any) -> None:
+def test_a_mask_applies_to_its_rows_only_for_any_vocabulary(request_of: Any) -> None:
     vocabulary = 45
     logits = torch.arange(3 * vocabulary, dtype=torch.float32).view(3, vocabulary)
     bits = np.zeros((2, 2), dtype=np.int32)

@@ -95,7 +95,7 @@ def test_linear_of_few_rows(
     multiprocessors: int,
     bias: bool,
 ) -> None:
-    """Tiles that W does not fill; one part, and several: what counts them is as it was."""
+    """With tiles that W does not fill, with one part and with several. The counters are 0 afterwards."""
     from engine.kernels.skinny_linear import SkinnyLinear
 
     x, weight, b = (
@@ -123,8 +123,8 @@ def test_linear_of_few_rows_does_not_depend_on_timing() -> None:
 
 
 class Step:
-    """A random step: requests with what their cache holds, and the QKV product of the step's tokens. All that
-    no request may see is NaN: other blocks, and what follows its own position."""
+    """A random step: requests with cached KV, and the QKV product of the step's tokens. What no request may
+    see is NaN: unused blocks, and positions after a request's own."""
 
     def __init__(
         self,
@@ -215,8 +215,8 @@ def test_mixed_batch(
 def test_a_batch_padded_as_for_a_graph(
     triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype
 ) -> None:
-    """Rows without a slot, requests without a context, tiles of zeros: they write nothing, and what is not
-    padding comes out as ever."""
+    """Padding rows have no slot, padding requests no context, padding tiles are zeros. They write nothing and
+    do not change the other rows."""
     from engine.kernels.tiles import SHORT, tile_work
 
     step = Step(RAGGED, (4, 2), 64, 16, dtype)
@@ -258,7 +258,7 @@ def test_heads_are_normalised_before_they_are_rotated(
 def test_chunks_longer_than_a_tile(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, long_from: int
 ) -> None:
-    """Several tiles, in front of each whole tiles of keys and those that the causal mask cuts."""
+    """Chunks of several tiles. Each sees whole tiles of keys, and tiles that the causal mask cuts."""
     from engine.kernels import tiles
 
     monkeypatch.setattr(tiles, "LONG_FROM", long_from)
@@ -266,7 +266,7 @@ def test_chunks_longer_than_a_tile(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_several_tokens_are_rotated_by_one_program(
+def test_a_program_that_rotates_several_tokens(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """As many do not fill the last; Qwen3's norm, three query heads."""
@@ -323,7 +323,7 @@ def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int])
         assert sum(-(-context // shorter) for context in contexts) > len(work), "no shorter length makes do"
 
 
-def test_more_pieces_than_are_combined_at_once(
+def test_combining_more_pieces_than_fit_one_pass(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine.kernels import decode_attention
@@ -335,7 +335,7 @@ def test_more_pieces_than_are_combined_at_once(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_a_captured_decode_step_serves_other_lengths(triton_kernels: Kernels, dtype: torch.dtype) -> None:
-    """One graph of a step with three requests, replayed for longer ones, and for two and padding."""
+    """A graph of a step with three requests, replayed for longer requests, and for two with padding."""
     steps = [
         Step([(c - 1, c) for c in contexts], (8, 2), 128, 128, dtype, seed=i)
         for i, contexts in enumerate([(100, 200, 3000), (2999, 5, 1), (1, 700, 2500)])
@@ -383,8 +383,8 @@ def test_a_captured_decode_step_serves_other_lengths(triton_kernels: Kernels, dt
     close(out[[0, 2]], expected[[0, 2]])
 
 
-def test_rows_that_pad_a_batch(triton_kernels: Kernels, kernel_device: str) -> None:
-    """As in a captured graph: they write nothing, and read nothing."""
+def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
+    """Padding as in a captured graph."""
     step = Step([(8, 9), (40, 41), (41, 42)], (2, 1), 64, 16)
     expected, expected_kv, _ = step.run(TorchKernels(), "cpu")
     m = step.metadata
@@ -414,7 +414,7 @@ def test_an_engine_on_these_kernels(
     request_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A whole engine, chunks beside decodes: the tokens of one on torch."""
+    """An engine with these kernels gives the tokens of an engine with torch kernels."""
     save_tiny(tmp_path, "Qwen3", num_hidden_layers=2, head_dim=16)
     requests = [request_of(i, range(3 + i, 8 + i), max_tokens=3, ignore_eos=True) for i in range(2)]
 
@@ -447,8 +447,8 @@ def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.long
-def test_all_compile_for_an_h200(tmp_path: Path) -> None:
-    """In a process of its own: in this one Triton interprets."""
+def test_all_kernels_compile_for_an_h200(tmp_path: Path) -> None:
+    """In another process, because Triton interprets in this one."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.engine.compile_kernels"],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""Checkpoints: formats that must agree, and files that must be refused with a message that helps."""
+"""Checkpoints: all formats give the same model, and broken files are refused with a helpful message."""
 
 import json
 import shutil
@@ -32,7 +32,9 @@ def sharded(tmp_path: Path, save_tiny: Callable[..., Any]) -> Path:
     return tmp_path / "sharded"
 
 
-def test_fingerprint_is_of_the_model_not_of_its_files(tiny_path: Path, sharded: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_does_not_depend_on_the_file_format(
+    tiny_path: Path, sharded: Path, tmp_path: Path
+) -> None:
     fingerprint = load(tiny_path).model_fingerprint
     assert load(sharded).model_fingerprint == fingerprint
     assert load(tiny_path, dtype="bfloat16", num_blocks=4).model_fingerprint == fingerprint
@@ -54,14 +56,14 @@ def flip_last_tensor(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_eos_ids_are_those_of_the_generation_config(tiny_path: Path, tmp_path: Path) -> None:
+def test_eos_ids_come_from_the_generation_config(tiny_path: Path, tmp_path: Path) -> None:
     assert load(tiny_path).model_config.eos_ids == (2,)
     copy = shutil.copytree(tiny_path, tmp_path / "copy")
     edit_json(copy / "generation_config.json", eos_token_id=[7, 9])
     assert load(copy).model_config.eos_ids == (7, 9)
 
 
-def test_dtype_auto_is_the_checkpoints(tiny_path: Path, tmp_path: Path) -> None:
+def test_dtype_auto_is_that_of_the_checkpoint(tiny_path: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_path, tmp_path / "copy")
     edit_json(copy / "config.json", dtype="bfloat16")
     engine = load(copy, dtype="auto")
@@ -165,7 +167,7 @@ def test_a_model_is_checked_without_reading_a_weight(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It says what loading says."""
+    """The check raises the same error as loading."""
     shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
     harm(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -223,7 +225,7 @@ def test_the_same_tensor_in_two_files(tiny_path: Path, tmp_path: Path) -> None:
         (torch.int8, "float32", r"is of torch\.int8, which is not supported"),
     ],
 )
-def test_weights_that_are_no_numbers_or_of_another_kind(
+def test_weights_that_are_not_finite_or_of_an_unsupported_type_are_refused(
     tiny_path: Path, tmp_path: Path, value: Any, dtype: str, message: str | None
 ) -> None:
     copy = shutil.copytree(tiny_path, tmp_path / "copy")
@@ -257,7 +259,7 @@ def test_weights_that_are_no_numbers_or_of_another_kind(
         ({"architectures": None}, r"architecture \(none named\) is not supported"),
     ],
 )
-def test_configuration_that_does_not_fit(
+def test_a_configuration_that_does_not_fit_is_refused(
     tiny_path: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     copy = shutil.copytree(tiny_path, tmp_path / "copy")
@@ -266,7 +268,7 @@ def test_configuration_that_does_not_fit(
         load(copy)
 
 
-def test_any_value_in_a_configuration_is_taken_or_refused_by_name(tiny_path: Path) -> None:
+def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(tiny_path: Path) -> None:
     config = json.loads((tiny_path / "config.json").read_text())
     config |= {"rope_scaling": None, "sliding_window": None, "partial_rotary_factor": None}
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
@@ -296,7 +298,7 @@ def test_any_value_in_a_configuration_is_taken_or_refused_by_name(tiny_path: Pat
 
 
 def is_refused(read: Callable[[], Any], source: str) -> bool:
-    """In no other way than by a ValueError that names `source`."""
+    """Whether this raises a `ValueError` that names `source`. Any other exception fails the test."""
     try:
         read()
     except ValueError as error:
@@ -306,7 +308,7 @@ def is_refused(read: Callable[[], Any], source: str) -> bool:
     return False
 
 
-def test_what_is_no_model(tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json in there"):
         load(tmp_path)
     with pytest.raises(ValueError, match=r"--model /no/such: no such file or directory"):
@@ -322,7 +324,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 def write_gguf(
     path: Path, reference: Any, architecture: str, *, rope_freqs: torch.Tensor | None = None
 ) -> None:
-    """As llama.cpp's converter does it."""
+    """Writes a GGUF file like llama.cpp's converter."""
     config = reference.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -357,7 +359,7 @@ def write_gguf(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_gguf_is_the_same_model(
+def test_a_gguf_file_gives_the_same_model(
     architecture: str, tmp_path: Path, save_tiny: Callable[..., Any], run: Any, request_of: Any
 ) -> None:
     rope = {
@@ -421,7 +423,7 @@ def test_broken_gguf(tiny_gguf: bytes, tmp_path: Path) -> None:
         load(path)
 
 
-def test_a_gguf_tensor_of_another_kind_is_named(tiny_gguf: bytes, tmp_path: Path) -> None:
+def test_a_gguf_tensor_of_an_unsupported_type_is_named(tiny_gguf: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     name = b"blk.1.ffn_up.weight"  # [96, 64], F16
     at = tiny_gguf.index(name) + len(name) + 4  # behind the number of dimensions, which is 2
@@ -443,7 +445,7 @@ def test_a_gguf_tensor_of_another_kind_is_named(tiny_gguf: bytes, tmp_path: Path
     refused(offset, struct.pack("<Q", 1 << 63), "is incomplete")
 
 
-def test_a_damaged_gguf_header_is_taken_or_refused_by_name(tiny_gguf: bytes, tmp_path: Path) -> None:
+def test_a_damaged_gguf_header_is_accepted_or_refused_by_name(tiny_gguf: bytes, tmp_path: Path) -> None:
     """Every fourth byte of it, in two ways: never another exception, never memory for what is not there."""
     path = tmp_path / "model.gguf"
     path.write_bytes(tiny_gguf)

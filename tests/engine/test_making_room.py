@@ -1,4 +1,4 @@
-"""Which held prefills go so that one that a decode worker waits for can start."""
+"""Which held prefills are dropped so that a prefill for a waiting decode worker can start."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def held(scheduler: Scheduler, number: int, blocks: int) -> LiveRequest:
 def dropped(
     scheduler: Scheduler, *wanted: LiveRequest, closing: tuple[LiveRequest, ...] = (), fetched: bytes = b""
 ) -> list[int]:
-    """Their numbers, of all held requests in order of arrival, and that no more would do."""
+    """The numbers of the held requests that are dropped; the oldest are offered first."""
     order = sorted(scheduler.held - {*closing}, key=lambda live: live.arrival)
     going = scheduler.to_drop(
         {live.id for live in wanted}.__contains__,
@@ -31,7 +31,7 @@ def dropped(
 
 @pytest.fixture
 def full() -> Scheduler:
-    """Three held requests, of one block each, are all of the pool."""
+    """Three held requests of one block each fill the pool."""
     scheduler = make(num_blocks=3, budget=64)
     for number in (1, 2, 3):
         held(scheduler, number, 1)
@@ -56,7 +56,7 @@ def test_no_request_is_dropped_for_one_that_no_decode_worker_waits_for(full: Sch
     assert dropped(full) == []
 
 
-def test_those_that_start_before_it_need_room_too(full: Scheduler) -> None:
+def test_requests_earlier_in_the_queue_need_room_too(full: Scheduler) -> None:
     add(full, 8, BLOCK, handover=True)
     assert dropped(full, add(full, 9, BLOCK, handover=True)) == [1, 2]
     assert dropped(full, add(full, 7, BLOCK, handover=True, priority=-1)) == [1]
@@ -72,7 +72,7 @@ def test_a_running_request_that_is_not_for_a_handover_does_not_wait() -> None:
     assert dropped(scheduler, add(scheduler, 9, 2 * BLOCK, handover=True)) == [1]
 
 
-def test_blocks_on_their_way_back_are_not_asked_for_twice(full: Scheduler) -> None:
+def test_blocks_that_are_being_freed_count_as_free(full: Scheduler) -> None:
     wanted = add(full, 9, BLOCK, handover=True)
     assert dropped(full, wanted, closing=(full.requests[b"\3"],)) == []
     last = full.requests[b"\3"]
@@ -81,7 +81,7 @@ def test_blocks_on_their_way_back_are_not_asked_for_twice(full: Scheduler) -> No
     assert dropped(full, wanted) == []
 
 
-def test_without_a_seat_no_room_is_made() -> None:
+def test_no_request_is_dropped_for_one_without_a_seat() -> None:
     scheduler = make(num_blocks=6, seqs=2, budget=64)
     held(scheduler, 1, 1)
     held(scheduler, 2, 1)
@@ -97,23 +97,23 @@ def test_without_a_seat_no_room_is_made() -> None:
 
 
 def shared(prefix: int, blocks: int, *, number: int) -> EngineRequest:
-    """`prefix` blocks that all such requests share, and `blocks` of its own."""
+    """A request of `prefix` blocks, which all these requests share, and `blocks` of its own."""
     own = range(1000 * number, 1000 * number + blocks * BLOCK)
     return EngineRequest(bytes([number]), [*range(prefix * BLOCK), *own])
 
 
-def test_what_is_cached_needs_no_room_and_gives_none() -> None:
-    """Held: 1 with five blocks, of which 2 shares three. Free: none of 7."""
+def test_shared_cached_blocks_need_no_room_and_free_none() -> None:
+    """Request 1 holds five blocks, request 2 shares three of them and has one more. One block is free."""
     scheduler = make(num_blocks=7, budget=64, prefix_cache=True)
     for request in (shared(3, 2, number=1), shared(3, 1, number=2)):
         scheduler.add(request, handover=True)
         step(scheduler)
     assert scheduler.pool.free == 1
     hit = scheduler.add(shared(3, 1, number=8), handover=True)
-    assert dropped(scheduler, hit) == [], "three of its four blocks are there"
+    assert dropped(scheduler, hit) == [], "three of its four blocks are cached"
     scheduler.drop(hit)
     hit = scheduler.add(shared(3, 2, number=9), handover=True)
-    assert dropped(scheduler, hit) == [1], "which gives two: the shared ones are not free then"
+    assert dropped(scheduler, hit) == [1], "frees two blocks: request 2 holds the shared ones"
     scheduler.drop(hit)
     other = scheduler.add(shared(0, 5, number=7), handover=True)
-    assert dropped(scheduler, other) == [1, 2], "and only both together give the shared ones"
+    assert dropped(scheduler, other) == [1, 2], "the shared blocks are free only without both"

@@ -1,4 +1,4 @@
-"""How much of what: the arithmetic with made-up GPUs, and what a real one is asked to show."""
+"""Memory planning: the arithmetic for imaginary GPUs, and measurements on a real one."""
 
 import logging
 from collections.abc import Callable
@@ -24,7 +24,7 @@ LIMITS = Limits(torch.bfloat16, 128, 131072, CACHE)
 
 
 def use(free: float = 60, *, total: float = 80, weights: float = 15, activations: float = 2) -> MemoryUse:
-    """In GiB."""
+    """All arguments are in GiB."""
     return MemoryUse(*(int(size * GIB) for size in (total, free, weights, activations, 0.5)))
 
 
@@ -32,17 +32,17 @@ def pool(memory: MemoryUse | None, limits: Limits = LIMITS, **config: Any) -> Po
     return size_pool(EngineConfig("llama", max_num_seqs=256, **config), LLAMA, limits, memory)
 
 
-def test_the_pool_is_what_is_left_of_this_process_share() -> None:
+def test_the_pool_takes_the_rest_of_this_process_share() -> None:
     # 0.9 · 80 − 1 (CUDA) − 15 − 2 − 0.5
     assert pool(use()).num_blocks == int(53.5 * GIB) // BLOCK_BYTES
     assert pool(use(), gpu_memory_utilization=0.45).num_blocks == int(17.5 * GIB) // BLOCK_BYTES
-    # Somebody else has more than the rest: what is free, without what steps will take of it.
+    # Other processes use more than the rest: only the free memory counts, without that of steps.
     assert pool(use(free=20)).num_blocks == int(17.5 * GIB) // BLOCK_BYTES
-    # A second worker that wants as much for itself disturbs nobody.
+    # A second worker with the same share changes nothing.
     assert pool(use(free=30), gpu_memory_utilization=0.45) == pool(use(), gpu_memory_utilization=0.45)
 
 
-def test_what_goes_where_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_how_memory_is_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "engine")
     size = pool(use())
     assert caplog.messages == [
@@ -51,13 +51,13 @@ def test_what_goes_where_is_said(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_the_pool_holds_no_more_than_anybody_could_use() -> None:
+def test_the_pool_is_no_larger_than_full_contexts_of_all_requests() -> None:
     short = Limits(torch.bfloat16, 128, 1000, CACHE)
     assert pool(use(), short) == PoolSize(256 * 8, 1000)
     assert pool(None, short).num_blocks == GIB // BLOCK_BYTES
 
 
-def test_a_pool_smaller_than_the_context_shortens_it_unless_that_was_asked_for() -> None:
+def test_a_small_pool_shortens_the_default_context_but_not_a_configured_one() -> None:
     blocks = int(11.5 * GIB) // BLOCK_BYTES
     assert pool(use(free=14)) == PoolSize(blocks, blocks * 128)
     with pytest.raises(
@@ -72,7 +72,7 @@ def test_a_pool_smaller_than_the_context_shortens_it_unless_that_was_asked_for()
         pool(use(free=10, weights=69))
 
 
-def test_blocks_that_were_asked_for_must_fit_what_is_free() -> None:
+def test_configured_blocks_must_fit_the_free_memory() -> None:
     assert pool(use(free=10), gpu_memory_utilization=0.1, num_blocks=8) == PoolSize(8, 1024)
     with pytest.raises(ValueError, match=r"--num-blocks 999: 15\.61 GiB of KV, .* room for 7\.50 GiB, 480 b"):
         pool(use(free=10), num_blocks=999)
@@ -86,7 +86,9 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded() -> None:
             check_weights_fit(config, weights * GIB, free * GIB, 80 * GIB)
 
 
-def test_weights_that_cannot_fit_the_machine(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_fit_the_machine_are_refused(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = EngineConfig(str(tiny_path), dtype="float32", num_blocks=64)
     monkeypatch.setattr("engine.execution.memory.host_memory", lambda: 500_000)
     build_engine(config)
@@ -97,7 +99,7 @@ def test_weights_that_cannot_fit_the_machine(tiny_path: Path, monkeypatch: pytes
         build_engine(config)
 
 
-def test_running_out_of_memory_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_names_purpose_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
     with (
         pytest.raises(ValueError, match=r"no GPU memory is left for the weights: .* 1\.00 GiB of 80\.00 GiB"),
@@ -120,7 +122,7 @@ def test_context_and_pool_must_fit_each_other(tiny_engine: Callable[..., Engine]
 
 
 def computed(step: Step) -> tuple[int, int, int]:
-    """Decodes, prompt tokens and sampled tokens of a step."""
+    """Numbers of decodes, prompt tokens and sampled tokens of a step."""
     return step.num_decodes, len(step.token_ids) - step.num_decodes, len(step.sampled_rows)
 
 
@@ -128,7 +130,7 @@ def computed(step: Step) -> tuple[int, int, int]:
     ("seats", "budget", "context"),
     [(8, 64, 256), (8, 64, 40), (5, 5, 256), (1, 1, 256), (1, 64, 256), (64, 2048, 4)],
 )
-def test_a_rehearsal_does_the_largest_steps_within_all_limits(
+def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
     tiny_engine: Callable[..., Engine], seats: int, budget: int, context: int
 ) -> None:
     rehearsal = Rehearsal(seats=seats, budget=budget, max_model_len=context, block_size=4)
@@ -170,7 +172,7 @@ def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: Callable[..., 
     warm_up(engine._runner, rehearsal, lambda *_: None)
 
 
-def test_a_rehearsal_tells_logits_that_are_not_finite(tiny_engine: Callable[..., Engine]) -> None:
+def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: Callable[..., Engine]) -> None:
     rehearsal = Rehearsal(seats=2, budget=8, max_model_len=32, block_size=4)
     runner = tiny_engine(num_blocks=rehearsal.num_blocks)._runner
     runner.model.embedding = runner.model.embedding * torch.nan
@@ -185,7 +187,7 @@ def test_a_rehearsal_tells_logits_that_are_not_finite(tiny_engine: Callable[...,
 def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(
     embedded_model_path: Path, run: Any, request_of: Any
 ) -> None:
-    """Two of them on one GPU."""
+    """Two engines on one GPU."""
     from triton import knobs
 
     total = torch.cuda.mem_get_info()[1]
@@ -223,7 +225,7 @@ def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(
 
 
 @pytest.mark.gpu
-def test_a_gpu_with_too_little_memory_left_says_what_needs_how_much(embedded_model_path: Path) -> None:
+def test_the_error_of_a_full_gpu_lists_the_memory_that_each_part_needs(embedded_model_path: Path) -> None:
     def start(**config: Any) -> Engine:
         return build_engine(EngineConfig(str(embedded_model_path), device="cuda", **config))
 

@@ -96,7 +96,7 @@ def test_sliding_window_bounds_the_context(
     assert not caplog.records, "the window is not what ends the context"
 
 
-def test_refuses_what_it_cannot_compute(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
     save_tiny(tmp_path, "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match=r"config\.json: rope scaling 'dynamic' is not supported"):
         build_engine(EngineConfig(model=str(tmp_path)))

@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the one before are known: nothing changes but the time."""
+"""Launching a step before the tokens of the step before are known changes nothing but the timing."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from tests.engine.test_engine import PROMPT, crowd
 
 
 def land_one(engine: Engine) -> Any:
-    """Steps until a launched step is over; with its result."""
+    """Calls `step` until a launched step lands. Returns its result."""
     while True:
         result = engine.step()
         if result.seconds:
@@ -35,7 +35,7 @@ def land_one(engine: Engine) -> Any:
         pytest.param({"block_size": 1, "num_blocks": 256}, id="blocks of one"),
     ],
 )
-def test_tokens_are_those_of_an_engine_that_waits(
+def test_overlap_does_not_change_the_tokens(
     tiny_engine: Callable[..., Engine],
     late_engine: Callable[..., Engine],
     run: Any,
@@ -76,7 +76,7 @@ def test_a_step_is_launched_while_one_is_under_way(
     engine.assert_whole()
 
 
-def test_who_has_ended_is_in_one_step_too_many_and_keeps_its_blocks_for_it(
+def test_the_blocks_of_an_ended_request_stay_in_use_until_its_last_launched_step_is_over(
     late_engine: Callable[..., Engine], request_of: Any, tiny_engine: Callable[..., Engine], run: Any
 ) -> None:
     probe = request_of(1, PROMPT, max_tokens=3, ignore_eos=True)
@@ -88,7 +88,7 @@ def test_who_has_ended_is_in_one_step_too_many_and_keeps_its_blocks_for_it(
     engine.step()
     (last,) = land_one(engine).outputs
     assert last.finish_reason == "stop"
-    assert engine.waits_for_device, "the step that nobody needs"
+    assert engine.waits_for_device, "a step with the ended request is under way"
     assert engine.blocks_free < 8
     assert engine.stats().running == 0
     assert not engine.idle
@@ -97,7 +97,9 @@ def test_who_has_ended_is_in_one_step_too_many_and_keeps_its_blocks_for_it(
     engine.assert_whole()
 
 
-def test_cancelled_while_under_way(late_engine: Callable[..., Engine], request_of: Any) -> None:
+def test_cancelling_a_request_while_a_step_with_it_is_under_way(
+    late_engine: Callable[..., Engine], request_of: Any
+) -> None:
     rng = random.Random(0)
     engine = late_engine(num_blocks=40, max_num_seqs=6, max_num_batched_tokens=16)
     alive: list[bytes] = []
@@ -118,13 +120,13 @@ def test_cancelled_while_under_way(late_engine: Callable[..., Engine], request_o
     engine.assert_whole()
 
 
-def test_a_nan_is_no_token_for_the_step_behind_it(
+def test_a_nan_fails_one_request_though_the_next_step_is_launched(
     late_engine: Callable[..., Engine], run: Any, request_of: Any
 ) -> None:
     engine = late_engine()
     poison = 198
     embedding = engine._runner.model.embedding
-    if DEVICE == "cpu":  # it is the file, mapped; on a GPU graphs know where it is
+    if DEVICE == "cpu":  # a CPU maps the file, which must not change; graphs of a GPU need the same address
         embedding = engine._runner.model.embedding = embedding.clone()
     embedding[poison] = torch.nan
     victim = request_of(1, [*PROMPT, poison, 7], max_tokens=9)
@@ -136,7 +138,7 @@ def test_a_nan_is_no_token_for_the_step_behind_it(
 
 
 class ToldMoment:
-    """Passed when somebody says so."""
+    """A moment that passes when the test calls `happens`."""
 
     def __init__(self) -> None:
         self._told = threading.Event()
@@ -150,7 +152,9 @@ class ToldMoment:
         return 1.0
 
 
-def test_a_landing_wakes_who_waits_for_it(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+def test_a_landing_makes_its_file_descriptor_readable(
+    tiny_engine: Callable[..., Engine], request_of: Any
+) -> None:
     engine = tiny_engine(overlap=True)
     moments: list[ToldMoment] = []
 
@@ -182,7 +186,7 @@ def test_a_landing_wakes_who_waits_for_it(tiny_engine: Callable[..., Engine], re
 
 
 def test_pace() -> None:
-    """A step is due so long before the end of the one under way as the host needs for it."""
+    """The next step is due before the end of the current one, by the time that a launch takes."""
     pace = Pace()
     now = 100.0
     pace.launched(8, now - 0.001, now)

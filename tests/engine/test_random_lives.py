@@ -1,5 +1,8 @@
-"""Requests that come, join, end and go at any moment, on two engines whose devices are late: each gets the
-tokens that it gets from an engine that waits, as far as it gets, and nothing is left of any."""
+"""Requests arrive, join, end and are cancelled at random moments, on two engines with late devices.
+
+Each request gets the tokens that an engine without overlap gives it, up to its end. Both engines are whole
+afterwards.
+"""
 
 import random
 from collections import Counter
@@ -35,7 +38,7 @@ BLOCK = 4
 
 
 def requests_of(request_of: Any) -> list[EngineRequest]:
-    """Most share a prefix with some others."""
+    """Random requests. Most share a prefix with some others."""
     rng = random.Random(5)
     trunks = [[rng.randrange(3, 190) for _ in range(40)] for _ in range(3)]
     requests = []
@@ -51,7 +54,7 @@ def requests_of(request_of: Any) -> list[EngineRequest]:
 
 
 class Lives:
-    """A prefill engine, a decode engine, and what anybody may ask of them."""
+    """A prefill and a decode engine, and all calls that workers may make."""
 
     def __init__(self, prefill: Engine, decode: Engine, expected: dict[bytes, Any]) -> None:
         self.prefill = prefill
@@ -59,7 +62,7 @@ class Lives:
         self.expected = expected
         self.tables: dict[bytes, list[int]] = {}
         self.moved: dict[bytes, Counter[int]] = {}  # positions by layer, of prefills
-        self.first: dict[bytes, Output] = {}  # held, wait for room
+        self.first: dict[bytes, Output] = {}  # first tokens of held requests that wait for a reservation
         self.reserved: dict[bytes, tuple[EngineRequest, Any]] = {}
         self.got: dict[bytes, list[int]] = {}
         self.where: dict[bytes, Engine] = {}
@@ -175,7 +178,7 @@ class Lives:
         return set[int]().union(*(self.written[id(flight.launched)] for flight in engine._flights))
 
     def garble(self, engine: Engine) -> None:
-        """What nobody owns, anybody may write to."""
+        """Overwrites all free blocks: no request may depend on their content."""
         free = engine._scheduler.pool._free
         assert self.under_way(engine).isdisjoint(free)
         for kv in engine.kv_cache:

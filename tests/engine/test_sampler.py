@@ -44,7 +44,7 @@ def tokens(
 
 
 def forget_last(requests: list[LiveRequest], rng: np.random.Generator) -> torch.Tensor:
-    """Their last tokens are pending, in rows of the step before that are not theirs in this one."""
+    """Makes the last tokens pending, in rows of the step before that differ from the rows of this step."""
     rows = rng.permutation(len(requests)).tolist()
     newest = torch.empty(len(requests), dtype=torch.int64)
     for row, request in zip(rows, requests, strict=True):
@@ -66,7 +66,7 @@ def draw_key(seed: int, position: int) -> int:
 
 
 def defined(row: np.ndarray, request: LiveRequest) -> int:
-    """What a request's next token is, by the book."""
+    """A request's next token, computed by the definition."""
     p = request.request.sampling
     row = row.astype(np.float64).copy()
     for token, bias in p.logit_bias.items():
@@ -133,14 +133,14 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("pending", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_variant_in_one_batch_is_by_the_book(seed: int, pending: bool) -> None:
+def test_a_batch_of_all_variants_equals_the_definition(seed: int, pending: bool) -> None:
     rng = np.random.default_rng(seed)
     requests = [
         live(rng.integers(0, 20, 9).tolist(), rng.integers(0, 20, 12).tolist(), seed=seed * 100 + i, **params)
         for i, params in enumerate(VARIANTS)
     ]
     values = logits(len(VARIANTS), seed)
-    values[:, :20] += 6  # what the penalties are about must have a chance
+    values[:, :20] += 6  # makes tokens with penalties likely
     untouched = values.clone()
     expected = [defined(row.numpy(), request) for row, request in zip(values, requests, strict=True)]
     newest = forget_last(requests, rng) if pending else NOTHING_PENDING
@@ -174,7 +174,7 @@ def test_random_numbers_are_exponential_and_independent() -> None:
     keys = [draw_key(11, position) for position in range(300)]
     values = exponentials(signed(keys), 2000).double().numpy()
     ranks = 1 - np.exp(-values)  # uniform, if the values are exponential
-    for bins, scale in ((64, 1), (64, 1024)):  # all of it, and the smallest, which decide
+    for bins, scale in ((64, 1), (64, 1024)):  # all values, and the smallest, which decide the race
         inside = ranks[ranks * scale < 1] * scale
         counts, _ = np.histogram(inside, bins=bins, range=(0, 1))
         expected = ranks.size / scale / bins
@@ -195,7 +195,7 @@ def test_frequencies_are_the_probabilities() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_bad_row_fails_alone(bad: float, everywhere: bool) -> None:
+def test_a_row_that_is_not_finite_fails_alone(bad: float, everywhere: bool) -> None:
     requests = [live(seed=i, logprobs=2, **params) for i, params in enumerate(VARIANTS)]
     values = logits(len(VARIANTS))
     good = tokens(values, requests)
@@ -205,7 +205,7 @@ def test_a_bad_row_fails_alone(bad: float, everywhere: bool) -> None:
         assert tokens(spoiled, requests) == [*good[:row], NOT_FINITE, *good[row + 1 :]]
 
 
-def test_a_row_without_a_finite_logit_left_fails_alone() -> None:
+def test_a_row_with_all_tokens_barred_fails_alone() -> None:
     requests = [live(seed=i, **params) for i, params in enumerate(VARIANTS)]
     values = logits(len(VARIANTS))
     values[:, 5] = 3e38  # finite; 5 is in every prompt
@@ -219,7 +219,7 @@ def test_a_row_without_a_finite_logit_left_fails_alone() -> None:
         assert tokens(values, spoiled) == [*good[:row], NO_CHOICE, *good[row + 1 :]]
 
 
-def test_logprobs_are_the_models_own() -> None:
+def test_logprobs_come_from_the_logits_before_adjustments() -> None:
     values = logits(3)
     requests = [
         live(logprobs=3, temperature=0.0, logit_bias={5: 100.0}),
@@ -245,7 +245,7 @@ def test_logprobs_are_the_models_own() -> None:
     [
         ({}, False),
         ({"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7}, False),
-        ({"min_tokens": 3}, False),  # it has as many
+        ({"min_tokens": 3}, False),  # reached already
         ({"min_tokens": 4}, True),
         ({"logit_bias": {5: 1.0}}, True),
         ({"repetition_penalty": 1.1}, True),
@@ -254,8 +254,8 @@ def test_logprobs_are_the_models_own() -> None:
         ({"logprobs": 0}, True),
     ],
 )
-def test_what_a_graph_cannot_do_is_known_beforehand(params: dict[str, Any], expected: bool) -> None:
-    """A step of plain requests leaves `adjust` and `top_logprobs` out."""
+def test_only_requests_beyond_draws_are_not_plain(params: dict[str, Any], expected: bool) -> None:
+    """A step of plain requests needs no `adjust` and no `top_logprobs`."""
     request = live([5], [6, 7, 8], **params)
     asked = build_adjustments([request], EOS, None) != Adjustments()
     assert (not is_plain(request)) == asked == expected
@@ -283,6 +283,6 @@ def test_what_a_graph_cannot_do_is_known_beforehand(params: dict[str, Any], expe
         ("logprobs", 21, "0 to 20"),
     ],
 )
-def test_parameters_out_of_bounds_are_named(field: str, value: Any, bound: str) -> None:
+def test_errors_name_parameters_out_of_bounds(field: str, value: Any, bound: str) -> None:
     with pytest.raises(ValueError, match=f"^{field} must be {re.escape(bound)}, not"):
         SamplingParams(**{field: value})

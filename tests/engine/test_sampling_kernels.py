@@ -15,7 +15,7 @@ from engine.kernels.torch_kernels import TorchKernels, exponentials
 
 @pytest.fixture
 def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    if kernel_device == "cpu":  # the interpreter takes its time for each program, however much it does
+    if kernel_device == "cpu":  # the interpreter needs the same time for programs of any size
         from engine.kernels import thresholds
 
         monkeypatch.setattr(thresholds, "BLOCK", 4096)
@@ -58,7 +58,7 @@ def limits(params: list[SamplingParams], vocabulary: int, device: str) -> tuple[
     ("vocabulary", "spread"), [(1, 3.0), (100, 3.0), (9001, 0.1), (9001, 3.0), (9001, 30.0)]
 )
 def test_thresholds(device: str, vocabulary: int, spread: float) -> None:
-    """Flat, ordinary and peaked rows; the last has many that underflow to 0."""
+    """Flat, ordinary and peaked rows. In the last, many probabilities underflow to 0."""
     from engine.kernels.thresholds import thresholds
 
     probs = logits(len(LIMITS), vocabulary, vocabulary, spread).softmax(-1)
@@ -71,8 +71,8 @@ def test_thresholds(device: str, vocabulary: int, spread: float) -> None:
     assert torch.equal(ours[ours > 0], expected[ours > 0])
 
 
-def test_thresholds_among_equals(kernel_device: str) -> None:
-    """A row of few different values: all that are as likely as the last one stay."""
+def test_thresholds_keep_all_equal_values(kernel_device: str) -> None:
+    """In a row of few different values, all tokens as likely as the last kept one are kept."""
     from engine.kernels.thresholds import thresholds
 
     probs = torch.tensor([0.25, 0.125, 0.125, 0.125, 0.125, 0.0625, 0.0625, 0.0625, 0.0625, 0.0])
@@ -113,7 +113,7 @@ def test_greedy(device: str, dtype: torch.dtype, vocabulary: int) -> None:
 
 
 def race(values: Tensor, temperatures: Tensor, keys: Tensor, least: Tensor) -> Tensor:
-    """By the definition, each row by itself."""
+    """The race by its definition, row by row."""
     winners = []
     for row, temperature, key, bound in zip(values, temperatures.tolist(), keys, least, strict=True):
         probs = (row / temperature).softmax(-1) if temperature else row
@@ -145,7 +145,7 @@ def test_draw(device: str, limited: bool) -> None:
 
 
 def test_masked_columns_never_win(device: str) -> None:
-    """What a grammar forbids is −∞: the row is drawn from the rest, though it is not finite."""
+    """A grammar sets logits to −∞. The row is drawn from the other columns, though it is not finite."""
     from engine.kernels.sampling import draw
 
     values = torch.full((24, 2500), -math.inf)

@@ -1,4 +1,4 @@
-"""The scheduler: its accounts under random lives of requests, and each rule by itself."""
+"""The scheduler: its bookkeeping under random operations, and each rule by itself."""
 
 import random
 from typing import Any
@@ -41,7 +41,7 @@ def add(
 
 
 def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
-    """What the engine does in a step, without a model: every sampled token is 7."""
+    """Runs a step like the engine, but without a model: every sampled token is 7."""
     plan = scheduler.schedule(chunk_limit)
     for chunk in plan.chunks:
         scheduler.launched([chunk])
@@ -231,12 +231,12 @@ def test_a_step_mixes_decodes_with_chunks_of_prefills_to_the_exact_budget() -> N
     assert tokens(step(scheduler)) == [(1, 5, 6), (2, 15, 16), (3, 3, 5)]
 
 
-def test_priority_then_arrival_and_nobody_overtakes() -> None:
+def test_requests_start_by_priority_then_arrival_and_never_overtake() -> None:
     scheduler = make(num_blocks=8, budget=100)
     add(scheduler, 1, 16)
     step(scheduler)
     add(scheduler, 2, 16)  # does not fit beside the first
-    add(scheduler, 3, 1)  # would
+    add(scheduler, 3, 1)  # fits
     plan = step(scheduler)
     assert [c.live.id[0] for c in plan.chunks] == [1]
     add(scheduler, 4, 1, priority=-1)
@@ -244,7 +244,7 @@ def test_priority_then_arrival_and_nobody_overtakes() -> None:
     assert [live.id[0] for live in scheduler.waiting] == [2, 3]
 
 
-def test_who_was_interrupted_goes_before_who_is_new() -> None:
+def test_retried_requests_go_before_new_ones() -> None:
     scheduler = make(num_blocks=30, seqs=4, budget=6)
     add(scheduler, 1, 6)
     add(scheduler, 2, 6)
@@ -253,7 +253,7 @@ def test_who_was_interrupted_goes_before_who_is_new() -> None:
     assert [tokens(step(scheduler))[-1][0] for _ in range(2)] == [4, 3]
 
 
-def test_the_youngest_makes_room_and_is_computed_again() -> None:
+def test_the_last_request_in_order_is_preempted_and_recomputed() -> None:
     scheduler = make(num_blocks=6, budget=100)
     first, second = add(scheduler, 1, 8), add(scheduler, 2, 8)
     step(scheduler)
@@ -267,7 +267,7 @@ def test_the_youngest_makes_room_and_is_computed_again() -> None:
     assert tokens(step(scheduler)) == [(2, 0, 13)], "prompt and output are prefilled together"
 
 
-def test_a_joined_request_is_handed_back_because_its_prompt_cannot_be_computed_again() -> None:
+def test_a_preempted_joined_request_is_handed_back() -> None:
     scheduler = make(num_blocks=6, budget=100)
     first = add(scheduler, 1, 7)
     step(scheduler)
@@ -282,7 +282,7 @@ def test_a_joined_request_is_handed_back_because_its_prompt_cannot_be_computed_a
     scheduler.assert_whole()
 
 
-def test_what_is_held_or_reserved_keeps_its_blocks_whatever_happens() -> None:
+def test_held_and_reserved_requests_are_never_preempted() -> None:
     scheduler = make(num_blocks=6, budget=100)
     held = add(scheduler, 1, 8, handover=True)
     step(scheduler)
@@ -291,11 +291,11 @@ def test_what_is_held_or_reserved_keeps_its_blocks_whatever_happens() -> None:
     kept = list(held.blocks), list(reserved.blocks)
     grows = add(scheduler, 3, 4)
     recomputed = [live for _ in range(12) for live in step(scheduler).recomputed]
-    assert recomputed[0] is grows, "it can only preempt itself"
+    assert recomputed[0] is grows, "no other request can be preempted"
     assert (list(held.blocks), list(reserved.blocks)) == kept
 
 
-def test_growth_wins_over_new_reservations() -> None:
+def test_reservations_leave_the_watermark_for_growth() -> None:
     scheduler = make(num_blocks=200, seqs=64, budget=100)
     assert scheduler.watermark == 2
     first = add(scheduler, 1, 4)
@@ -312,7 +312,7 @@ def test_growth_wins_over_new_reservations() -> None:
     assert first.phase is Phase.RUNNING
 
 
-def test_what_will_grow_leaves_headroom_when_it_comes_in() -> None:
+def test_an_admission_leaves_headroom_if_the_request_will_grow() -> None:
     scheduler = make(num_blocks=4, budget=100)
     add(scheduler, 1, 8)
     step(scheduler)
@@ -378,7 +378,7 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     assert second.num_cached == 0
 
 
-def test_who_runs_alone_gets_every_second_step_until_it_has_a_token() -> None:
+def test_an_alone_request_gets_every_second_step_until_it_has_a_token() -> None:
     scheduler = make(budget=8)
     add(scheduler, 1, 1)
     step(scheduler)
@@ -394,7 +394,7 @@ def test_who_runs_alone_gets_every_second_step_until_it_has_a_token() -> None:
     ]
 
 
-def test_two_that_run_alone_take_no_step_together() -> None:
+def test_two_alone_requests_never_share_a_step() -> None:
     scheduler = make(budget=100)
     for number in (1, 2):
         add(scheduler, number, 5, alone=True)
@@ -406,36 +406,36 @@ def test_two_that_run_alone_take_no_step_together() -> None:
     ]
 
 
-def test_a_started_request_takes_small_chunks_beside_those_that_decode() -> None:
+def test_a_started_request_takes_small_chunks_beside_decodes() -> None:
     scheduler = make(num_blocks=40, budget=30)
     assert scheduler.start(EngineRequest(b"\1", list(range(20)))) is not None
-    assert tokens(step(scheduler, 3)) == [(1, 0, 20)], "nobody waits for this step"
+    assert tokens(step(scheduler, 3)) == [(1, 0, 20)], "no request decodes in this step"
     assert scheduler.start(EngineRequest(b"\2", list(range(8)))) is not None
     assert tokens(step(scheduler, 3)) == [(1, 20, 21), (2, 0, 3)]
     assert tokens(step(scheduler, 3)) == [(1, 21, 22), (2, 3, 6)]
     assert tokens(step(scheduler, 3)) == [(1, 22, 23), (2, 6, 8)]
 
 
-def test_a_reservation_is_somebody_who_waits() -> None:
+def test_a_reservation_limits_chunks_like_a_decode() -> None:
     scheduler = make(num_blocks=40, budget=30)
     assert scheduler.reserve(EngineRequest(b"\1", [1, 2])) is not None
     assert scheduler.start(EngineRequest(b"\2", list(range(8)))) is not None
     assert tokens(step(scheduler, 3)) == [(2, 0, 3)]
 
 
-def test_a_started_request_has_room_at_once_or_none_and_is_handed_back() -> None:
+def test_a_started_request_gets_blocks_at_once_and_is_handed_back_on_preemption() -> None:
     scheduler = make(num_blocks=6, budget=100)
     assert scheduler.start(EngineRequest(b"\1", list(range(100)))) is None
     add(scheduler, 1, 8)
     step(scheduler)
     started = scheduler.start(EngineRequest(b"\2", list(range(12))))
     assert started is not None
-    assert scheduler.start(EngineRequest(b"\3", [1])) is None, "that block is for those who grow"
+    assert scheduler.start(EngineRequest(b"\3", [1])) is None, "the watermark keeps that block for growth"
     plans = [step(scheduler) for _ in range(9)]
     assert [plan.handed_back for plan in plans if plan.handed_back] == [[started]]
 
 
-def test_what_is_cached_does_not_wait_to_be_computed():
+def test_cached_tokens_do_not_count_as_waiting():
     scheduler = make(seqs=1, prefix_cache=True)
     add(scheduler, 1, 12, handover=True)
     step(scheduler)
@@ -446,15 +446,15 @@ def test_what_is_cached_does_not_wait_to_be_computed():
     assert scheduler.tokens_waiting == 2 + 4, "a block that ends the prompt is computed again"
 
 
-def test_a_step_is_scheduled_ahead_while_those_who_grow_in_it_have_room() -> None:
+def test_a_step_is_scheduled_ahead_if_all_growing_requests_have_room() -> None:
     scheduler = make(num_blocks=6)
     for number, length in enumerate([BLOCK, 2, 3]):
         add(scheduler, number, length)
     reserved = scheduler.reserve(EngineRequest(b"r", [1] * (BLOCK - 1)))
     assert reserved is not None
     step(scheduler)
-    assert scheduler.may_look_ahead, "one grows, and two blocks are free"
+    assert scheduler.may_look_ahead, "one request grows, and two blocks are free"
     scheduler.pool.allocate(1)
-    assert scheduler.may_look_ahead, "one grows, and one block is free, though three run"
+    assert scheduler.may_look_ahead, "three requests run, but one grows, and one block is free"
     scheduler.pool.allocate(1)
     assert not scheduler.may_look_ahead

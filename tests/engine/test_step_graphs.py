@@ -1,4 +1,4 @@
-"""What is replayed from graphs (on a GPU) is what is launched kernel by kernel."""
+"""Steps that graphs replay (on a GPU) give the results of steps that are launched kernel by kernel."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def test_there_is_a_size_for_every_step(sizes: Callable[[int], list[int]], most:
     assert found[0] >= 1
 
 
-def test_few_rows_of_a_step_with_chunks_are_padding() -> None:
+def test_at_most_a_fifth_of_the_rows_is_padding_above_64() -> None:
     sizes = chunk_sizes(1024)
     assert len(sizes) == 20
     for rows in range(65, 1025):
@@ -31,7 +31,7 @@ def test_few_rows_of_a_step_with_chunks_are_padding() -> None:
 
 
 class LayersSeen:
-    """Keeps what the cache holds at the time that a layer is said to be done."""
+    """Copies the cache of a layer when `layer_done` is called for it."""
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
@@ -58,10 +58,10 @@ class LayersSeen:
 
 
 @pytest.mark.parametrize("budget", [1024, 48])
-def test_each_layer_is_done_when_it_is_said_to_be(
+def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
     tiny_engine: Callable[..., Engine], request_of: Any, budget: int
 ) -> None:
-    """With graphs as without: prompts alone and together, whole and in chunks."""
+    """With and without graphs, for prompts alone and together, whole and in chunks."""
     seen: list[LayersSeen] = []
     tokens: list[dict[bytes, int]] = []
     for graphs in (False, True):
@@ -92,5 +92,5 @@ def test_each_layer_is_done_when_it_is_said_to_be(
     plain, replayed = seen
     assert plain.kv.keys() == replayed.kv.keys()
     for key, value in plain.kv.items():
-        # Products of other numbers of rows round otherwise; what is not written yet differs by far more.
+        # Products of other numbers of rows round differently. KV that is not written yet differs far more.
         torch.testing.assert_close(replayed.kv[key], value, rtol=1e-3, atol=1e-3)
