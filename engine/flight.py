@@ -15,6 +15,8 @@ from engine.execution.runner import Launched
 
 @dataclass(slots=True, eq=False)
 class Flight:
+    """One launched step."""
+
     plan: Schedule
     ids: frozenset[bytes]
     """The requests that it computes."""

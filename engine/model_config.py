@@ -21,6 +21,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """Everything that a model class and the planning of memory need to know about a model."""
+
     architecture: str
     """Name of the model class in Hugging Face transformers, a key of `engine.models.MODELS`."""
     num_layers: int

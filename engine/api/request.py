@@ -102,6 +102,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
+    """The state of an engine at one moment, and averages over its recent steps."""
+
     running: int
     waiting: int
     tokens_waiting: int

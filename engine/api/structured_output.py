@@ -9,6 +9,8 @@ MAX_LENGTH = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
+    """The structure of one request's output. Raises `ValueError` naming kind and bound."""
+
     kind: Literal["json_schema", "regex", "grammar"]
     text: str
     """A JSON schema; a regular expression (https://docs.rs/regex) that the whole output must match; or a

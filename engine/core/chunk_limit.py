@@ -21,6 +21,8 @@ LEAST = 16
 
 
 class ChunkLimit:
+    """Learns from each step, and returns the number of prompt tokens for the next."""
+
     def __init__(self, target: float | None, most: int) -> None:
         """`target`: seconds that a step with decodes may take. None: `GROWTH` times a step without prompts.
         `most`: token budget of any step."""

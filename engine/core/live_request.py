@@ -57,6 +57,8 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
+    """One request in the engine. Owned by the scheduler."""
+
     request: EngineRequest
     phase: Phase
     arrival: int

@@ -9,6 +9,8 @@ DECAY = 0.9
 
 
 class Meters:
+    """Counts preemptions and averages the cost of recent steps."""
+
     def __init__(self) -> None:
         self.preemptions = 0
         self._prefilled = self._prefill_seconds = 0.0

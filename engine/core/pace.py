@@ -17,6 +17,8 @@ DECAY = 0.8
 
 
 class Pace:
+    """Learns how long steps and launches take. Callers report every launch and every landing, in order."""
+
     def __init__(self) -> None:
         self._device: dict[Hashable, float] = {}  # kind of step → average seconds of the device
         self._host = 0.0  # average seconds of a launch

@@ -28,6 +28,8 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class Schedule:
+    """The plan of one step, and the requests that it admitted or preempted."""
+
     chunks: list[Chunk] = field(default_factory=list)
     """Running requests, decodes before prefills; then the admitted requests."""
     started: list[LiveRequest] = field(default_factory=list)
@@ -47,6 +49,8 @@ class Schedule:
 
 
 class Scheduler:
+    """Owns all requests of an engine, in exactly one phase each, and the block pool."""
+
     def __init__(
         self,
         pool: BlockPool,
