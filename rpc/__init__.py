@@ -1,20 +1,25 @@
-"""What routers and workers speak: stubs generated from proto/, channels, authentication, the routing hash.
+"""gRPC between routers and workers: stubs, channels, authentication, health, TLS, logs and traces.
 
-Life of a call: `connect` opens a channel with keepalive and message bounds. Each call made on it carries an
-HMAC of the server's id, the method, the time and a nonce under the cluster secret (`rpc.auth`). The server
-made by `create_server` verifies it before any message is read, refuses replays, and answers. Health checks
-alone need no secret. With `TlsFiles` both ends also show certificates of the cluster. `create_public_server`
-makes a server for clients, which know no secret.
+Life of a call:
 
-`rpc.logs` and `rpc.tracing` are how every process can be watched: one format of log lines, traces over OTLP.
+1. `connect` opens a channel with keepalive and message bounds.
+2. Before its first signed call the channel asks the server for the server's id.
+3. Each call carries an HMAC of that id, the method, the time and a nonce (`rpc.auth`). The key is the cluster
+   secret.
+4. The server from `create_server` verifies the HMAC before it reads a message, and refuses replays. Only
+   Health/Check and the question for the id need no signature.
 
-The stubs `*_pb2*` are written by `make proto` and checked in.
+With `TlsFiles` both sides also show certificates of the cluster. `create_public_server` makes a server for
+clients, which have no secret. `rpc.chunk_hash` and `rpc.vocabulary` are hashes that routers and workers
+compare. `rpc.logs` defines the log lines of every process, and `rpc.tracing` exports traces over OTLP.
+
+`make proto` generates the stubs `*_pb2*` from proto/. They are checked in.
 """
 
 import os
 
-# Both must be set before grpc is imported. gRPC logs every connection that ends, and its fork handlers can
-# crash a child process between fork and exec.
+# Both must be set before grpc is imported. By default gRPC logs every connection that ends. Its fork handlers
+# can crash a child process between fork and exec.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 

@@ -1,12 +1,12 @@
-"""Authentication: each call carries an HMAC-SHA256 under the cluster secret.
+"""Authentication of calls: each carries an HMAC-SHA256 that is keyed with the cluster secret.
 
 The HMAC covers the server's id, the method, the time and a nonce. A server draws its id when it is made, and
-tells it to everyone who asks. A channel asks once, before its first signed call. So every signature is for
-one life of one server.
+tells the id to every caller. A channel asks for the id before its first signed call, and again after a unary
+call was refused. So a signature is valid for one incarnation of one server.
 
-The secret never travels. A captured header is useless at another server, for another method, after
-`WINDOW_SECONDS`, and a second time. Messages are neither encrypted nor signed, and an attacker who can change
-the traffic can also tell a false id: on an untrusted network add TLS.
+The secret never travels. A captured header is refused by another server, for another method, after
+`WINDOW_SECONDS`, and when it is used again. Messages are neither encrypted nor signed. An attacker who can
+change the traffic can also send a false id. On an untrusted network add TLS.
 """
 
 import asyncio
@@ -28,16 +28,17 @@ MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
 _MAX_NONCES = 65_536
 _HEADER = "x-baton-auth"
-_SERVER_ID = "/baton.v1.Auth/ServerId"  # answers with the id, and reads no message
+_SERVER_ID = "/baton.v1.Auth/ServerId"  # the server answers with its id, and reads no message
 _CHECK = "/grpc.health.v1.Health/Check"
-_OPEN = (_SERVER_ID, _CHECK)
-_CHECK_SECONDS = 5.0  # that the message of an unsigned health check may take to come
+_UNSIGNED = (_SERVER_ID, _CHECK)
+_CHECK_SECONDS = 5.0  # within which the message of an unsigned health check must arrive
 
 
 def load_secret(path: str | os.PathLike[str] | None = None) -> bytes:
-    """The cluster secret from a file, or from BATON_CLUSTER_SECRET when `path` is None.
+    """Reads the cluster secret from the file `path`, or from BATON_CLUSTER_SECRET if `path` is None.
 
-    Whitespace around it is ignored. Raises ValueError when there is none or it is shorter than 16 bytes.
+    Strips whitespace at both ends. Raises ValueError if there is no secret, if the file cannot be read, or if
+    the secret does not have 16 to 4,096 bytes.
     """
     if path is not None:
         source = f"--cluster-secret-file {os.fspath(path)}:"
@@ -65,29 +66,32 @@ def load_secret(path: str | os.PathLike[str] | None = None) -> bytes:
 
 
 def sign(secret: bytes, server_id: bytes, method: str, *, now: float | None = None) -> str:
-    """The header value for one call of `method` ("/package.Service/Method"): milliseconds, nonce and MAC."""
+    """Returns the header value for one call of `method` ("/package.Service/Method").
+
+    It is the time in milliseconds, the nonce and the MAC, joined by dots. `now` is in seconds since the
+    epoch.
+    """
     milliseconds = int((time.time() if now is None else now) * 1000)
     nonce = os.urandom(16).hex()
     return f"{milliseconds}.{nonce}.{_mac(secret, server_id, method, str(milliseconds), nonce)}"
 
 
 class Verifier:
-    """Checks header values and remembers the nonces it has seen for as long as they could be replayed."""
+    """Checks header values. Remembers each nonce for as long as its header could be replayed."""
 
-    def __init__(self, secret: bytes, server_id: bytes, *, max_nonces: int = _MAX_NONCES) -> None:
+    def __init__(self, secret: bytes, server_id: bytes) -> None:
         self._secret = secret
         self._server_id = server_id
-        self._max_nonces = max_nonces
         self._seen: OrderedDict[str, float] = OrderedDict()  # nonce -> time at which its header is stale
 
     def refusal(self, method: str, header: str | None, *, now: float | None = None) -> str | None:
-        """Why this call is refused, in words for its caller; None when it is genuine and new."""
+        """Returns why the call is refused, as a text for its caller; None if the call is accepted."""
         now = time.time() if now is None else now
         if header is None:
             return "the call is not signed with the cluster secret"
         milliseconds, _, rest = header.partition(".")
         nonce, _, mac = rest.partition(".")
-        # Nothing in the header is looked at before its MAC is right.
+        # The MAC is verified before any other part of the header is parsed.
         expected = _mac(self._secret, self._server_id, method, milliseconds, nonce)
         if not hmac.compare_digest(expected.encode(), mac.encode(errors="replace")):
             return "the call is signed with another cluster secret, or for another server"
@@ -98,9 +102,10 @@ class Verifier:
             self._seen.popitem(last=False)
         if nonce in self._seen:
             return "the call's signature was used before"
-        if len(self._seen) >= self._max_nonces:
-            return f"more than {self._max_nonces} calls within {WINDOW_SECONDS:.0f} s"
-        # A header from one window ahead is valid for two: all are kept that long, the oldest first.
+        if len(self._seen) >= _MAX_NONCES:
+            return f"more than {_MAX_NONCES} calls within {2 * WINDOW_SECONDS:.0f} s"
+        # A header whose time is one window ahead is valid for two windows. Keeping every nonce for two
+        # windows also keeps `_seen` sorted by expiry.
         self._seen[nonce] = now + 2 * WINDOW_SECONDS
         return None
 
@@ -117,7 +122,7 @@ def _mac(secret: bytes, server_id: bytes, method: str, milliseconds: str, nonce:
 async def ask_server_id(
     channel: grpc.aio.Channel, timeout: float | None = None, wait_for_ready: bool | None = None
 ) -> bytes:
-    """The id of the server that answers now. Raises grpc.aio.AioRpcError when none does."""
+    """Returns the id of the server that answers now. Raises grpc.aio.AioRpcError if no server answers."""
     ask = channel.unary_unary(_SERVER_ID, bytes, bytes)
     return await ask(b"", timeout=timeout, wait_for_ready=wait_for_ready)
 
@@ -129,15 +134,15 @@ class Signer:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._server_id: bytes | None = None  # None: not known yet, or no longer right
+        self._server_id: bytes | None = None  # None: ask the server before the next call
 
     def interceptors(self) -> "list[_SignUnary | _SignStream]":
-        """For unary and for bidirectional calls; grpc.aio wants one class per kind of call."""
+        """Returns one interceptor per kind of call, since grpc.aio needs a class for each."""
         return [_SignUnary(self), _SignStream(self)]
 
-    async def signed(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    async def sign_details(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
-        if method in _OPEN:
+        if method in _UNSIGNED:
             return details
         if self._server_id is None:
             self._server_id = await ask_server_id(self.channel, details.timeout, details.wait_for_ready)
@@ -147,8 +152,8 @@ class Signer:
             details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
         )
 
-    def refused(self) -> None:
-        """Another server may answer at this address now: the next call asks for its id."""
+    def forget_server_id(self) -> None:
+        """Makes the next call ask for the id, because another server may answer at this address now."""
         self._server_id = None
 
 
@@ -157,10 +162,10 @@ class _SignUnary(grpc.aio.UnaryUnaryClientInterceptor):
         self._signer = signer
 
     async def intercept_unary_unary(self, continuation, client_call_details, request):
-        call = await continuation(await self._signer.signed(client_call_details), request)
+        call = await continuation(await self._signer.sign_details(client_call_details), request)
         try:
             if await call.code() is grpc.StatusCode.UNAUTHENTICATED:
-                self._signer.refused()
+                self._signer.forget_server_id()
         except asyncio.CancelledError:
             call.cancel()
             raise
@@ -172,13 +177,14 @@ class _SignStream(grpc.aio.StreamStreamClientInterceptor):
         self._signer = signer
 
     async def intercept_stream_stream(self, continuation, client_call_details, request_iterator):
-        return await continuation(await self._signer.signed(client_call_details), request_iterator)
+        return await continuation(await self._signer.sign_details(client_call_details), request_iterator)
 
 
 class ServerAuth(grpc.aio.ServerInterceptor):
-    """Refuses what is not signed with UNAUTHENTICATED, before a message is read.
+    """Refuses calls without a valid signature (UNAUTHENTICATED) before it reads a message.
 
-    Health checks and the question for the server's id are open. Health watches, which stay open, are not.
+    Health/Check and the question for the server's id need no signature. Health/Watch needs one, because such
+    a call stays open.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -192,9 +198,9 @@ class ServerAuth(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         method = handler_call_details.method
         if method == _SERVER_ID:
-            return _tell(self._server_id)
+            return _server_id_handler(self._server_id)
         if method == _CHECK:
-            return _prompt(await continuation(handler_call_details))
+            return _check_handler(await continuation(handler_call_details))
         header = next(
             (value for key, value in handler_call_details.invocation_metadata if key == _HEADER), None
         )
@@ -203,21 +209,21 @@ class ServerAuth(grpc.aio.ServerInterceptor):
         refusal = self._verifier.refusal(method, header)
         if refusal is None:
             return await continuation(handler_call_details)
-        return _refuse(refusal)
+        return _refusal_handler(refusal)
 
 
-# Stream handlers answer every kind of call, and do not wait for a first message as unary handlers do.
+# Stream handlers serve every kind of call. Unlike unary handlers they do not wait for a first message.
 
 
-def _tell(server_id: bytes) -> grpc.RpcMethodHandler:
+def _server_id_handler(server_id: bytes) -> grpc.RpcMethodHandler:
     async def tell(_requests: object, _context: object) -> AsyncIterator[bytes]:
         yield server_id
 
     return grpc.stream_stream_rpc_method_handler(tell)
 
 
-def _prompt(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """The same unary handler, for messages that come in time."""
+def _check_handler(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    """Wraps the unary `handler`, and ends a call whose message does not arrive within `_CHECK_SECONDS`."""
     answer: Any = handler.unary_unary
 
     async def check(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
@@ -232,7 +238,7 @@ def _prompt(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     )
 
 
-def _refuse(reason: str) -> grpc.RpcMethodHandler:
+def _refusal_handler(reason: str) -> grpc.RpcMethodHandler:
     async def abort(_requests: object, context: grpc.aio.ServicerContext) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 

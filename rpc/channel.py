@@ -1,4 +1,4 @@
-"""Channels and servers with the bounds that both ends rely on."""
+"""Channels and servers, with the keepalive and the size limits that both sides rely on."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,16 @@ from rpc.tls import WORKER_NAME, TlsFiles
 
 MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million tokens is 3 MiB
 
-# A ping after 2 s of silence, answered within 3 s: a peer that stalls or vanishes ends its calls within 5 s.
+# gRPC pings after 2 s of silence and waits 3 s for the answer. So calls to a stalled peer end within 5 s.
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    (
-        "grpc.http2.ping_timeout_ms",
-        3_000,
-    ),  # of a bandwidth probe, which a keepalive ping waits behind: else 60 s
+    # A keepalive ping waits behind a bandwidth probe, which by default may take 60 s.
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-# Strangers can connect, too: a connection that says nothing, or on which no call is open, is closed.
+# Any host can connect. The server closes a connection that sends nothing, or that has no open call.
 _IDLE = [
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 30_000),
@@ -35,18 +33,16 @@ _BOUNDS = [
 
 
 def connect(address: str, secret: bytes, tls: TlsFiles | None = None) -> grpc.aio.Channel:
-    """A channel to "host:port" that signs its calls. The caller closes it.
+    """Opens a channel to `address` ("host:port") that signs its calls. The caller closes the channel.
 
-    `tls`: both sides show certificates; the worker's must be for `WORKER_NAME`.
+    With `tls` both sides show certificates. The worker's certificate must be for `WORKER_NAME`.
     """
     options: list[tuple[str, int | str]] = [
         *_KEEPALIVE,
         *_BOUNDS,
         ("grpc.enable_http_proxy", 0),
-        (
-            "grpc.use_local_subchannel_pool",
-            1,
-        ),  # a new channel inherits no connection, no back-off
+        # A new channel must not inherit a connection or a backoff.
+        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -65,7 +61,10 @@ def connect(address: str, secret: bytes, tls: TlsFiles | None = None) -> grpc.ai
 
 
 async def check_health(channel: grpc.aio.Channel, timeout: float) -> None:
-    """Returns when the server answers, whatever its state is. Raises grpc.RpcError when it does not."""
+    """Returns when the server answers, in any health state. Raises grpc.RpcError if it does not answer.
+
+    `timeout` is in seconds.
+    """
     # pyrefly: ignore[missing-attribute]  (the stubs leave it out)
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
 
@@ -73,16 +72,17 @@ async def check_health(channel: grpc.aio.Channel, timeout: float) -> None:
 def create_public_server(
     max_request_bytes: int, health_servicer: HealthServicer, services: Sequence[str], *, share: bool
 ) -> grpc.aio.Server:
-    """A server for clients: not signed, with health, and with reflection of `services` (full names).
+    """Makes a server for clients: calls need no signature.
 
-    `share`: other processes of ours listen on the same port.
+    The server has the health service, and reflection of `services` (full names). With `share` other processes
+    of the same router may listen on the same port. The caller adds services and port, starts and stops it.
     """
     options = [
         *_KEEPALIVE,
         *_IDLE,
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.max_metadata_size", 16 << 10),
-        ("grpc.max_concurrent_streams", 1_000),  # of one connection
+        ("grpc.max_concurrent_streams", 1_000),  # per connection
         ("grpc.so_reuseport", int(share)),
     ]
     server = grpc.aio.server(options=options)
@@ -93,10 +93,10 @@ def create_public_server(
 
 
 def create_server(secret: bytes, health_servicer: HealthServicer | None = None) -> grpc.aio.Server:
-    """A server that verifies every call, with the standard health service, whose Check is open to all.
+    """Makes a server that verifies the signature of every call, except of Health/Check.
 
-    Give `health_servicer` to report a state other than SERVING (`await servicer.set("", status)`). The caller
-    adds its services and its port (`add_port`: two servers never share one), starts and stops it.
+    Pass `health_servicer` to report a state other than SERVING (`servicer.set("", state)`). The caller adds
+    its services and a port (`add_port`), starts and stops the server. Two servers never share a port.
     """
     options = [
         *_KEEPALIVE,

@@ -1,4 +1,7 @@
-"""The hash by which routers and workers name a prefix of tokens, independent of any worker's block size."""
+"""The hash that names a prefix of tokens for routers and workers.
+
+It does not depend on a worker's block size.
+"""
 
 import sys
 from array import array
@@ -10,10 +13,10 @@ CHUNK_TOKENS = 64
 
 
 def chunk_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
-    """One 64-bit hash for each full chunk of 64 tokens, chained: equal hashes mean equal prefixes.
+    """Returns one 64-bit hash for each full chunk of 64 tokens. Equal hashes mean equal prefixes.
 
     Chunk i is xxh3-64 of its tokens as little-endian u32, seeded with the hash of chunk i-1. The first seed
-    is xxh3-64 of `salt`, which keeps prefixes of different tenants apart.
+    is xxh3-64 of `salt`, so that tenants with different salts share no prefix.
     """
     words = array("I", token_ids)
     assert words.itemsize == 4

@@ -1,4 +1,4 @@
-"""gRPC's standard health service, for servers that strangers can reach."""
+"""gRPC's standard health service, with a limit on open watches."""
 
 import asyncio
 
@@ -11,10 +11,10 @@ MOST_WATCHES = 1_000
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """States by service; "" is the whole server. At most `MOST_WATCHES` watches are open.
+    """Reports the state of each service. "" names the whole server. At most `MOST_WATCHES` watches are open.
 
-    A watch whose client does not read waits alone. (In grpcio's own servicer it keeps every change of state
-    waiting, and with it the end of the server.)
+    A client that does not read its watch delays only that watch. In grpcio's own servicer such a client
+    delays every change of state, and so the end of the server.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             self._watches -= 1
 
     def set(self, service: str, state: int) -> None:
-        """Without effect after `stop`."""
+        """Sets the state of `service` and tells its watches. It has no effect after `stop`."""
         if not self._stopping:
             self._states[service] = state
             self._changed.set()
             self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """No service is served any more."""
+        """Sets every service to NOT_SERVING for good."""
         for service in self._states:
             self.set(service, Status.NOT_SERVING)
         self._stopping = True

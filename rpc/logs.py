@@ -1,9 +1,9 @@
-"""How processes log: one line a record to stderr, for people (text) or for machines (json).
+"""Logging of every process: one line per record to stderr, as text or as JSON.
 
-A configuration is plain data for `logging.config.dictConfig`, so that a process can hand it to its children,
-which need nothing of ours to use it. Whose record it is (role, index, process, incarnation) is in every line;
-what it is about is in `extra` (`request_id`, `attempt_id`): fields of their own in JSON, and named in the
-message for people. What clients write and what models answer is never logged.
+A configuration is plain data for `logging.config.dictConfig`, so that a process can pass it to its children.
+Each line names the process that wrote it (role, index, process, incarnation in JSON; the first three in
+text). `extra` names the request (`request_id`, `attempt_id`). JSON has a field for each; a text line names
+the request in its message. Prompts and answers are never logged.
 """
 
 import logging
@@ -14,11 +14,11 @@ from typing import Any, Literal
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
 
-_OURS = ("router", "rpc", "worker", "prefill_worker", "decode_worker", "engine", "kv_transfer", "baton")
+_LOGGERS = ("router", "rpc", "worker", "prefill_worker", "decode_worker", "engine", "kv_transfer", "baton")
 
 
 class ExceptionsWithoutText(logging.Filter):
-    """Keeps the type and the stack of a logged exception, and drops its text, which may quote a client."""
+    """Removes the text of logged exceptions, which may quote a client. Type and stack remain."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and (raised := record.exc_info[1]) is not None:
@@ -38,10 +38,11 @@ def stack_without_text(raised: BaseException) -> list[str]:
 def log_config(
     style: Format, level: Level, process: Mapping[str, str | int], *, exception_text: bool = True
 ) -> dict[str, Any]:
-    """`process` says who speaks: {"role": "prefill", "index": 0, "process": "engine", "incarnation": …}.
+    """Returns a configuration for `logging.config.dictConfig`.
 
-    `level` is for what is ours; of libraries, info and above is shown at most. `exception_text` is False
-    where exceptions may quote what a client wrote.
+    `process` describes the process: {"role": "prefill", "index": 0, "process": "engine", "incarnation": …}.
+    `level` applies to Baton's loggers. Libraries never log below info. `exception_text` is False for a
+    process whose exceptions may quote a client.
     """
     name = " ".join(str(process[key]) for key in ("role", "index", "process") if key in process)
     formatters: dict[Format, dict[str, Any]] = {
@@ -65,10 +66,10 @@ def log_config(
         "filters": {} if exception_text else {"exceptions": {"()": f"{__name__}.ExceptionsWithoutText"}},
         "handlers": {"stderr": handler},
         "root": {"level": libraries, "handlers": ["stderr"]},
-        "loggers": {logger: {"level": level.upper()} for logger in _OURS},
+        "loggers": {logger: {"level": level.upper()} for logger in _LOGGERS},
     }
 
 
 def of_request(request_id: str, attempt_id: bytes = b"") -> dict[str, str]:
-    """`extra` of a record about a request, and one attempt of it."""
+    """Returns `extra` for a record about a request and, if `attempt_id` is given, one attempt of it."""
     return {"request_id": request_id} | ({"attempt_id": attempt_id.hex()} if attempt_id else {})

@@ -1,4 +1,4 @@
-"""Where a process listens, and why it cannot."""
+"""Listening addresses: their notation, and the reasons why a process cannot listen."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def family(host: str) -> socket.AddressFamily:
 
 
 def url_host(host: str) -> str:
-    """As it stands before a port: an IPv6 address has brackets there."""
+    """Returns `host` as written before ":port". An IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def try_port(host: str, port: int) -> None:
-    """Raises OSError if nothing could listen there now."""
+    """Raises OSError if a process cannot listen on `host`:`port` now."""
     host = host.strip("[]")
     socket.create_server((host, port), family=family(host)).close()
 
 
 def cannot_listen(flag: str, host: str, port: int, error: OSError) -> str:
-    """The message for the user."""
+    """Returns the message for the user. `flag` is the option that named the port."""
     reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
     return f"{flag} {port}: cannot listen on {url_host(host)}:{port}: {reason}"

@@ -1,8 +1,8 @@
-"""TLS from files, for every face: certificates and keys are read once, and checked when they are read.
+"""TLS from PEM files, for HTTP and gRPC.
 
-Between routers and workers it is always mutual: each side shows a certificate of the cluster's own authority,
-and a worker's must be for the name `WORKER_NAME`, whatever its address, since addresses come and go. The
-cluster secret is asked for all the same.
+Between routers and workers TLS is always mutual: each side shows a certificate that the cluster's own
+authority signed. The certificate of a worker must be for the name `WORKER_NAME`, because workers change their
+addresses. Calls are also signed with the cluster secret.
 """
 
 import ssl
@@ -18,7 +18,11 @@ WORKER_NAME = "baton-worker"
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files. `ca_certs`: the other side must show a certificate that one of these signed."""
+    """Paths of PEM files.
+
+    With `ca_certs` the peer must show a certificate that one of these authorities signed. A server and a
+    channel read the files once, when they are made.
+    """
 
     certfile: str
     keyfile: str
@@ -34,9 +38,10 @@ class TlsFiles:
         *,
         mutual: bool = False,
     ) -> "TlsFiles | None":
-        """From the flags --PREFIX-certfile, --PREFIX-keyfile and --PREFIX-ca-certs; None: no TLS.
+        """Makes TlsFiles from the flags --PREFIX-certfile, --PREFIX-keyfile and --PREFIX-ca-certs.
 
-        Raises ValueError when some are missing (`mutual`: all three belong together) or cannot be used.
+        Returns None if no flag is set. With `mutual` all three are needed, else certificate and key. Raises
+        ValueError if one is missing or cannot be used.
         """
         if certfile is None and keyfile is None and ca_certs is None:
             return None
@@ -56,10 +61,10 @@ class TlsFiles:
         return files
 
     def server_context(self) -> ssl.SSLContext:
-        """For asyncio. Raises OSError and ssl.SSLError."""
+        """Returns the context for an asyncio server. Raises OSError or ssl.SSLError."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # An encrypted key would ask at the terminal.
+        # Without a password callback OpenSSL would ask for the password of an encrypted key at the terminal.
         context.load_cert_chain(self.certfile, self.keyfile, password=lambda: "")
         if self.ca_certs is not None:
             context.load_verify_locations(self.ca_certs)
@@ -80,12 +85,15 @@ class TlsFiles:
 
 
 def add_port(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None) -> int:
-    """Listens there, with TLS if there is any. Returns the port. Raises OSError."""
+    """Makes `server` listen on `host`:`port`, with TLS if `tls` is given.
+
+    Returns the port. Raises OSError.
+    """
     address = f"{url_host(host)}:{port}"
     try:
         if tls is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, tls.server_credentials())
-    except RuntimeError as error:  # gRPC does not say why
+    except RuntimeError as error:  # gRPC hides the reason; `try_port` raises it
         try_port(host, port)
         raise OSError(str(error)) from error

@@ -1,13 +1,18 @@
-"""OpenTelemetry traces over routers and workers: one request is one trace.
+"""OpenTelemetry traces across routers and workers. One request is one trace.
 
-Life of a trace: the client's `traceparent` (W3C), or none → the router's span of the request → its span of
-each attempt, whose `traceparent` travels in the worker's Request → the worker's spans of what became of it.
-Spans are made by the router and by the service processes of workers only. Engine and transfer processes know
-nothing of this: their messages carry times of time.monotonic(), which all processes of a host share.
+Life of a trace:
 
-Nothing of OpenTelemetry is imported unless an endpoint is given. Then spans leave in batches, from a thread
-of the SDK, over OTLP/gRPC; its own variables (OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, …) hold. What
-the receiver does not take in time is lost, never waited for.
+1. A client may send a `traceparent` (W3C).
+2. The router begins a span for the request, and under it a span for each attempt.
+3. The `traceparent` of the attempt travels to the worker in the Request message.
+4. The service process of the worker records the phases of the attempt as spans under it.
+
+Only routers and service processes make spans. Engine and transfer processes report times of time.monotonic()
+in their messages. All processes of a host share that clock.
+
+OpenTelemetry is imported only if an endpoint is given. A thread of the SDK then exports the spans in batches
+over OTLP/gRPC. The SDK's own variables (OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, …) apply. Spans that
+the receiver does not accept in time are lost. No request waits for an export.
 """
 
 from __future__ import annotations
@@ -26,20 +31,20 @@ Attributes = Mapping[str, str | int | float | bool]
 Kind = Literal["internal", "server", "client"]
 
 EXPORT_SECONDS = 3.0
-"""What an export may take, and with it what a receiver that is gone adds to the end of a process."""
+"""Time limit of one export. `Tracer.close` also takes at most this long if the receiver does not answer."""
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def valid_traceparent(sent: str | None) -> str:
-    """As sent, or empty where it is none: it came over the network."""
+    """Returns `sent` if it is a well-formed traceparent, else "". The value comes from the network."""
     return sent if sent and _TRACEPARENT.fullmatch(sent) else ""
 
 
 class Span(Protocol):
-    """Something that began.
+    """A span that has begun. The code that began it ends it.
 
     Attributes:
-        traceparent: names it to other processes; empty: there is no trace.
+        traceparent: the name of this span for other processes; empty if there is no trace.
     """
 
     traceparent: str
@@ -51,12 +56,18 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
-    """Times are time.monotonic()."""
+    """Makes spans.
+
+    Times are those of time.monotonic(), in seconds. `on` is False if spans are not exported.
+    """
 
     on: bool
 
     def begin(self, name: str, traceparent: str, attributes: Attributes, kind: Kind = "internal") -> Span:
-        """A span that begins now, under the one that `traceparent` names; empty: of a new trace."""
+        """Begins a span now, under the span that `traceparent` names.
+
+        Without a name it begins a new trace.
+        """
         ...
 
     def record(
@@ -68,28 +79,29 @@ class Tracer(Protocol):
         attributes: Attributes,
         kind: Kind = "internal",
     ) -> None:
-        """A span that is over."""
+        """Records a span that has already ended."""
 
     def close(self) -> None:
-        """Sends what is left, for `EXPORT_SECONDS` at most."""
+        """Exports the remaining spans, for at most `EXPORT_SECONDS`."""
 
 
 def open_tracer(endpoint: str | None, service: str, attributes: Attributes) -> Tracer:
-    """`endpoint` is http://HOST:PORT or https://HOST:PORT of an OTLP/gRPC receiver; None traces nothing.
+    """Returns a tracer that exports to `endpoint`, or one that exports nothing if `endpoint` is None.
 
-    `service` and `attributes` describe this process. Raises ValueError for an endpoint that is none, and
-    where OpenTelemetry is not installed.
+    `endpoint` is the http://HOST:PORT or https://HOST:PORT of an OTLP/gRPC receiver. `service` and
+    `attributes` describe this process. Raises ValueError if `endpoint` has another form, or if OpenTelemetry
+    is not installed. The caller closes the tracer.
     """
-    return _On(endpoint, service, attributes) if endpoint else _Off()
+    return _OtlpTracer(endpoint, service, attributes) if endpoint else _NoTracer()
 
 
-class _Off:
-    """Passes on what clients sent: a proxy without tracing leaves traces whole."""
+class _NoTracer:
+    """Exports nothing. Its spans keep the client's traceparent, so a trace continues across this process."""
 
     on = False
 
     def begin(self, name: str, traceparent: str, attributes: Attributes, kind: Kind = "internal") -> Span:
-        return _OffSpan(traceparent)
+        return _NoSpan(traceparent)
 
     def record(
         self,
@@ -106,7 +118,7 @@ class _Off:
         pass
 
 
-class _OffSpan:
+class _NoSpan:
     __slots__ = ("traceparent",)
 
     def __init__(self, traceparent: str) -> None:
@@ -122,7 +134,7 @@ class _OffSpan:
         pass
 
 
-class _On:
+class _OtlpTracer:
     on = True
 
     def __init__(self, endpoint: str, service: str, attributes: Attributes) -> None:
@@ -151,7 +163,7 @@ class _On:
         self._tracer = self._provider.get_tracer("baton")
 
     def begin(self, name: str, traceparent: str, attributes: Attributes, kind: Kind = "internal") -> Span:
-        return _OnSpan(self, self.start(name, traceparent, time.monotonic(), attributes, kind))
+        return _OtlpSpan(self, self.start(name, traceparent, time.monotonic(), attributes, kind))
 
     def record(
         self,
@@ -175,7 +187,7 @@ class _On:
         )
 
     def close(self) -> None:
-        # The SDK would wait for each batch that is left, one after the other.
+        # The SDK would export the remaining batches one after the other, and wait for each.
         give_up = threading.Timer(EXPORT_SECONDS, self._exporter.shutdown)
         give_up.daemon = True
         give_up.start()
@@ -183,8 +195,8 @@ class _On:
         give_up.cancel()
 
 
-class _OnSpan:
-    def __init__(self, tracer: _On, span: trace.Span) -> None:
+class _OtlpSpan:
+    def __init__(self, tracer: _OtlpTracer, span: trace.Span) -> None:
         self._tracer = tracer
         self._span: Any = span
         context = span.get_span_context()
@@ -204,5 +216,5 @@ class _OnSpan:
 
 
 def _time_of_day(at: float) -> int:
-    """Nanoseconds since the epoch, of a time.monotonic()."""
+    """Converts a time.monotonic() in seconds to nanoseconds since the epoch."""
     return time.time_ns() - time.monotonic_ns() + int(at * 1e9)

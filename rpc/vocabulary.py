@@ -1,4 +1,7 @@
-"""The identity of a tokenizer, by which routers and workers see whether they mean the same text by an id."""
+"""The fingerprint of a tokenizer.
+
+Routers and workers compare it: equal means that ids stand for equal text.
+"""
 
 import hashlib
 import json
@@ -6,9 +9,10 @@ from collections.abc import Mapping
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Of the ids of all tokens by their text, added tokens included. Empty for an empty vocabulary.
+    """Returns the fingerprint of a map from token text to token id, added tokens included.
 
-    It does not depend on the file format: a GGUF file and a Hugging Face directory of one model agree.
+    The result is "" for an empty vocabulary. It does not depend on the file format: a GGUF file and a Hugging
+    Face directory of one model have the same fingerprint.
     """
     if not vocabulary:
         return ""

@@ -1,4 +1,4 @@
-"""Calls over a real socket: what is signed passes, everything else is refused before a message is read."""
+"""Calls over a real socket: signed calls pass, and all others are refused before a message is read."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ DESCRIBE = "/baton.v1.Worker/Describe"
 
 
 class Echo(WorkerServicer):
-    """Answers each message with an empty one."""
+    """Answers each message of a stream with an empty one."""
 
     async def Describe(self, request, context):
         return WorkerDescription(index=7)
@@ -64,7 +64,7 @@ async def test_wrong_or_no_secret_is_refused(secret):
                 await stub.Describe(DescribeRequest(), timeout=5)
             assert unary.value.code() == grpc.StatusCode.UNAUTHENTICATED
             assert "cluster secret" in (unary.value.details() or "")
-            # Nothing is written: the refusal must not wait for a message.
+            # The client writes nothing, because the refusal must not wait for a message.
             with pytest.raises(grpc.aio.AioRpcError) as stream:
                 await asyncio.wait_for(stub.Attach(None).read(), 5)
             assert stream.value.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -81,7 +81,7 @@ async def test_a_replayed_header_is_refused():
         assert replay.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_signature_is_for_one_server():
+async def test_a_signature_is_refused_by_another_server():
     async with serving() as first, serving() as second, grpc.aio.insecure_channel(first) as channel:
         server_id = await ask_server_id(channel)
         header = (("x-baton-auth", sign(SECRET, server_id, DESCRIBE)),)
@@ -92,8 +92,8 @@ async def test_a_signature_is_for_one_server():
         assert described.index == 7
 
 
-async def test_a_channel_follows_a_server_that_was_started_again():
-    """Its first call is refused, since it is signed for the server before."""
+async def test_a_channel_signs_for_a_restarted_server_after_one_refusal():
+    """The first call is refused, because it is signed for the earlier server."""
     async with serving() as address:
         channel = connect(address, SECRET)
         await WorkerStub(channel).Describe(DescribeRequest(), timeout=5)
@@ -104,8 +104,8 @@ async def test_a_channel_follows_a_server_that_was_started_again():
         assert (await stub.Describe(DescribeRequest(), timeout=5)).index == 7
 
 
-async def test_strangers_hold_no_call_open(monkeypatch: pytest.MonkeyPatch):
-    """A health watch needs a signature, and a check whose message does not come ends."""
+async def test_an_unsigned_call_cannot_stay_open(monkeypatch: pytest.MonkeyPatch):
+    """Health/Watch needs a signature, and a Health/Check ends if its message does not arrive."""
     monkeypatch.setattr(auth, "_CHECK_SECONDS", 0.05)
     async with serving() as address, grpc.aio.insecure_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch  # pyrefly: ignore[missing-attribute]
@@ -114,7 +114,7 @@ async def test_strangers_hold_no_call_open(monkeypatch: pytest.MonkeyPatch):
         assert await asyncio.wait_for(silent.code(), 5) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_health_is_open_and_reports_what_it_was_told():
+async def test_an_unsigned_health_check_reports_the_state_that_was_set():
     servicer = HealthServicer()
     async with serving(servicer) as address, grpc.aio.insecure_channel(address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check  # pyrefly: ignore[missing-attribute]
@@ -125,13 +125,13 @@ async def test_health_is_open_and_reports_what_it_was_told():
         assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_a_port_is_never_shared():
+async def test_two_servers_cannot_share_a_port():
     async with serving() as address:
         with pytest.raises(RuntimeError):
             create_server(SECRET).add_insecure_port(address)
 
 
-def test_verifier_binds_method_and_time():
+def test_a_header_is_valid_for_one_method_and_within_the_window():
     header = sign(SECRET, ID, DESCRIBE, now=1000.0)
     assert Verifier(SECRET, ID).refusal(DESCRIBE, header, now=1000.0) is None
     assert Verifier(SECRET, ID).refusal("/baton.v1.Worker/Attach", header, now=1000.0)
@@ -143,7 +143,7 @@ def test_verifier_binds_method_and_time():
         assert "clock" in refusal
 
 
-def test_a_header_is_never_accepted_twice_while_its_time_is_valid():
+def test_a_header_is_accepted_only_once():
     verifier = Verifier(SECRET, ID)
     header = sign(SECRET, ID, DESCRIBE, now=1000.0 + WINDOW_SECONDS)
     assert verifier.refusal(DESCRIBE, header, now=1000.0) is None
@@ -151,8 +151,9 @@ def test_a_header_is_never_accepted_twice_while_its_time_is_valid():
         assert verifier.refusal(DESCRIBE, header, now=1000.0 + later)
 
 
-def test_the_nonce_cache_is_bounded_and_empties_with_time():
-    verifier = Verifier(SECRET, ID, max_nonces=4)
+def test_the_number_of_nonces_is_bounded_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(auth, "_MAX_NONCES", 4)
+    verifier = Verifier(SECRET, ID)
     for _ in range(4):
         assert verifier.refusal(DESCRIBE, sign(SECRET, ID, DESCRIBE, now=1000.0), now=1000.0) is None
     assert verifier.refusal(DESCRIBE, sign(SECRET, ID, DESCRIBE, now=1000.0), now=1000.0)
@@ -165,7 +166,7 @@ def test_malformed_headers_are_refused(header):
     assert Verifier(SECRET, ID).refusal(DESCRIBE, header)
 
 
-def test_load_secret(tmp_path, monkeypatch):
+def test_the_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     path = tmp_path / "secret"
     path.write_bytes(SECRET + b"\n")
     assert load_secret(path) == SECRET

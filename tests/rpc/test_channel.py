@@ -1,4 +1,4 @@
-"""Bounds of a channel: a peer that stalls ends the call, a message that is too large is refused."""
+"""Limits of a channel: a call to a stalled peer ends, idle connections close, large messages are refused."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ SECRET = b"a secret of the cluster"
 
 
 class Silent(WorkerServicer):
-    """Greets each stream once, then says nothing more; describes itself at too great length."""
+    """Sends one message on each stream and then nothing. Its description exceeds the message limit."""
 
     async def Attach(self, request_iterator, context):
         yield WorkerMessage()
@@ -39,7 +39,7 @@ async def serving() -> AsyncIterator[int]:
         await server.stop(None)
 
 
-async def test_a_stalled_peer_ends_the_stream_within_its_deadline(monkeypatch: pytest.MonkeyPatch):
+async def test_a_stream_to_a_stalled_peer_ends_within_the_keepalive_time(monkeypatch: pytest.MonkeyPatch):
     waits = dict(channel._KEEPALIVE)
     assert waits["grpc.keepalive_time_ms"] + waits["grpc.keepalive_timeout_ms"] <= 5_000
     sooner = [(name, value // 5 if value > 1_000 else value) for name, value in channel._KEEPALIVE]
@@ -71,14 +71,14 @@ async def test_a_stalled_peer_ends_the_stream_within_its_deadline(monkeypatch: p
         listener.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)])
-async def test_a_connection_without_a_call_is_closed(monkeypatch: pytest.MonkeyPatch, said: bytes):
-    """One that says nothing, and one that speaks HTTP/2 (an empty SETTINGS frame) and calls nothing."""
+@pytest.mark.parametrize("sent", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)])
+async def test_a_connection_without_a_call_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes):
+    """One connection sends nothing. The other one sends an empty HTTP/2 SETTINGS frame and makes no call."""
     monkeypatch.setattr(channel, "_IDLE", [(name, 200) for name, _ in channel._IDLE])
     async with serving() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(said)
-        await asyncio.wait_for(reader.read(), 4)  # before keepalive would find that nothing is answered
+        writer.write(sent)
+        await asyncio.wait_for(reader.read(), 4)  # keepalive would close the connection only after 5 s
         writer.close()
 
 

@@ -1,4 +1,4 @@
-"""The routing hash: stable for ever, chained, blind to what is behind the last full chunk."""
+"""The routing hash: its values never change, it is chained, and it ignores an incomplete last chunk."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4 * CHUNK_TOKENS)
 
 
 def test_the_value_never_changes():
-    """Routers and workers of different releases meet: these numbers are part of the protocol."""
+    """The numbers are part of the protocol: routers and workers of different releases compare them."""
     assert chunk_hashes(range(130)) == [7183429981580064968, 1588078885320569853]
     assert chunk_hashes(range(64), salt=b"tenant") == [18298575443781725775]
 

@@ -1,4 +1,4 @@
-"""What must hold before grpc is imported, in every process that forks children beside it."""
+"""Environment variables that must be set before grpc is imported, in every process that starts children."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ importlib.import_module(sys.argv[1])
 
 @pytest.mark.parametrize("module", ["router.server", "worker.grpc_service", "cluster.autoscaler"])
 def test_fork_handlers_of_grpc_are_off(module: str) -> None:
-    """They can crash a child between fork and exec."""
+    """The handlers can crash a child between fork and exec."""
     command = [sys.executable, "-c", SCRIPT, module]
     environment = {"GRPC_ENABLE_FORK_SUPPORT": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

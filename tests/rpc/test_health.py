@@ -1,4 +1,4 @@
-"""The health service: watches are bounded, and a watch that is not read delays no other call."""
+"""The health service: the number of watches is bounded, and an unread watch delays no other call."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,9 @@ from rpc import HealthServicer, create_public_server, health
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 
 
-async def test_watches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_watches_is_bounded_and_stop_ends_serving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(health, "MOST_WATCHES", 2)
     servicer = HealthServicer()
     server = create_public_server(1 << 20, servicer, [], share=False)
@@ -30,7 +32,7 @@ async def test_watches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     await server.stop(None)
 
 
-async def test_a_client_that_does_not_read_delays_no_change() -> None:
+async def test_an_unread_watch_does_not_delay_a_change_of_state() -> None:
     class Stalled:
         def __init__(self) -> None:
             self.written = asyncio.Event()

@@ -1,4 +1,4 @@
-"""One line a record, for people or for machines, that says whose it is and what it is about."""
+"""One line per record, as text or JSON, that names the process and the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPEAKER = {"role": "prefill", "index": 3, "process": "engine", "incarnation": "0
 
 
 def written(style: Format, level: Level, **how: bool) -> list[str]:
-    """By a process of its own: logging is global."""
+    """Returns the log lines of a child process. Logging is global, so the test process cannot be used."""
     script = f"""
 import logging.config, json
 logging.config.dictConfig(json.loads({json.dumps(log_config(style, level, SPEAKER, **how))!r}))
@@ -33,7 +33,7 @@ except ValueError:
     return done.stderr.splitlines()
 
 
-def test_json_has_a_field_for_everything() -> None:
+def test_json_lines_have_fields_for_process_request_and_exception() -> None:
     *records, broke = [json.loads(line) for line in written("json", "info")]
     assert [(r["logger"], r["level"]) for r in records] == [
         (name, level)
@@ -46,12 +46,11 @@ def test_json_has_a_field_for_everything() -> None:
         )
         assert record["time"].endswith("+00:00")
     assert broke["message"] == "it broke"
-    assert "ZeroDivisionError" in broke["exc_info"], "in the same line"
+    assert "ZeroDivisionError" in broke["exc_info"], "the exception is in the same line"
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 8), ("info", 6), ("warning", 3), ("error", 0)])
-def test_text_from_a_level_on(level: Level, count: int) -> None:
-    """Libraries are never shown in debug detail."""
+def test_text_lines_begin_at_the_level_and_libraries_at_info(level: Level, count: int) -> None:
     lines = [line for line in written("text", level) if " of " in line and " prefill 3 engine: " in line]
     assert len(lines) == count
 
@@ -62,6 +61,6 @@ def test_the_text_of_exceptions_can_be_left_out(style: Format) -> None:
     assert "it broke" in logged
     assert "ZeroDivisionError" in logged
     assert "ValueError" in logged
-    assert "line 9, in <module>" in logged, "its stack is there"
+    assert "line 9, in <module>" in logged, "the stack is kept"
     assert "private" not in logged
     assert "private" in "\n".join(written(style, "info"))

@@ -1,4 +1,4 @@
-"""The stubs that are checked in are what proto/ says."""
+"""The checked-in stubs match proto/."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def test_checked_in_stubs_are_current(source, tmp_path):
 
 
 @pytest.mark.parametrize("stubs", [worker_pb2, inference_pb2])
-def test_the_written_types_name_every_method(stubs):
+def test_the_type_stubs_have_every_method(stubs):
     [service] = stubs.DESCRIPTOR.services_by_name.values()
     types = Path(stubs.__file__.replace("_pb2.py", "_pb2_grpc.pyi")).read_text()
     for method in service.methods:

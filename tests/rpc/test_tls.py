@@ -43,7 +43,7 @@ async def describe(address: str, tls: TlsFiles | None) -> int:
 async def test_both_sides_show_certificates(certificates: Certificates):
     async with serving(TlsFiles(*certificates.worker, certificates.ca)) as address:
         assert await describe(address, TlsFiles(*certificates.client, certificates.ca)) == 7
-        # Nothing can be read on the way.
+        # The connection is encrypted.
         host, port = address.split(":")
         context = ssl.create_default_context(cafile=certificates.ca)
         context.load_cert_chain(*certificates.client)
@@ -54,13 +54,15 @@ async def test_both_sides_show_certificates(certificates: Certificates):
         writer.close()
 
 
-async def test_whoever_lacks_one_is_refused(certificates: Certificates, strange_certificates: Certificates):
+async def test_a_router_without_the_right_certificates_is_refused(
+    certificates: Certificates, strange_certificates: Certificates
+):
     ours, theirs = certificates, strange_certificates
     async with serving(TlsFiles(*ours.worker, ours.ca)) as address:
         for router in (
             None,  # no TLS at all
-            TlsFiles(*theirs.client, ours.ca),  # a certificate of somebody else
-            TlsFiles(*ours.client, theirs.ca),  # trusts somebody else
+            TlsFiles(*theirs.client, ours.ca),  # a certificate of another authority
+            TlsFiles(*ours.client, theirs.ca),  # trusts another authority
         ):
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await describe(address, router)
@@ -75,8 +77,8 @@ async def test_whoever_lacks_one_is_refused(certificates: Certificates, strange_
             assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_router_talks_to_workers_only(certificates: Certificates):
-    """Another certificate of the same authority, stolen from a client, is no worker's."""
+async def test_a_router_refuses_a_server_without_the_certificate_of_a_worker(certificates: Certificates):
+    """A server with a client's certificate of the same authority, and a server without TLS."""
     files = TlsFiles(*certificates.client, certificates.ca)
     for tls in (files, None):
         async with serving(tls) as address:
@@ -85,7 +87,7 @@ async def test_a_router_talks_to_workers_only(certificates: Certificates):
             assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def test_what_is_missing_or_broken_is_named(
+def test_an_error_names_the_missing_or_broken_file(
     certificates: Certificates, strange_certificates: Certificates, tmp_path: Path
 ):
     chain, key = certificates.server
@@ -94,7 +96,7 @@ def test_what_is_missing_or_broken_is_named(
     assert TlsFiles.of("cluster", chain, key, certificates.ca, mutual=True) is not None
     broken = tmp_path / "broken"
     broken.write_text("nothing")
-    for given, said in (
+    for given, message in (
         ((chain, None, None), "--ssl-certfile and --ssl-keyfile: some are missing"),
         ((None, None, certificates.ca), "some are missing"),
         ((chain, strange_certificates.server[1], None), "cannot be used"),
@@ -105,6 +107,6 @@ def test_what_is_missing_or_broken_is_named(
     ):
         with pytest.raises(ValueError) as error:
             TlsFiles.of("ssl", *given)
-        assert said in str(error.value)
+        assert message in str(error.value)
     with pytest.raises(ValueError, match="--cluster-ca-certs: some are missing"):
         TlsFiles.of("cluster", chain, key, None, mutual=True)

@@ -1,4 +1,4 @@
-"""Tracing that is off costs nothing and breaks nothing; what is missing is named."""
+"""Tracers: off, with a wrong endpoint, without OpenTelemetry, and with a receiver that does not answer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rpc.tracing import open_tracer, valid_traceparent
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_off_it_passes_on_what_came() -> None:
+def test_a_tracer_that_is_off_passes_the_traceparent_on() -> None:
     tracer = open_tracer(None, "baton", {})
     span = tracer.begin("request", PARENT, {})
     assert not tracer.on
     assert span.child("attempt", {}).traceparent == PARENT
-    span.end("never seen")
+    span.end("error")
     tracer.close()
 
 
@@ -26,19 +26,19 @@ def test_off_it_passes_on_what_came() -> None:
     "sent",
     [None, "", "x", PARENT + "0", PARENT.upper(), "01" + PARENT[2:], PARENT[:-2] + "\n1", "0" * 10_000],
 )
-def test_what_is_no_traceparent_is_none(sent: str | None) -> None:
+def test_a_malformed_traceparent_is_dropped(sent: str | None) -> None:
     assert valid_traceparent(sent) == ""
     assert valid_traceparent(PARENT) == PARENT
 
 
-def test_an_endpoint_that_is_none() -> None:
+def test_an_endpoint_without_http_is_refused() -> None:
     with pytest.raises(ValueError, match="--otlp-endpoint must be http://HOST:PORT"):
         open_tracer("127.0.0.1:4317", "baton", {})
 
 
 @pytest.mark.parametrize("endpoint", [None, "http://127.0.0.1:1"])
-def test_without_opentelemetry(endpoint: str | None) -> None:
-    """Off, it is not even looked for; on, the error says what to install."""
+def test_opentelemetry_is_needed_only_for_an_endpoint(endpoint: str | None) -> None:
+    """Without an endpoint it is never imported. With one, the error says how to install it."""
     script = f"""
 import sys
 class Missing:
@@ -59,10 +59,9 @@ open_tracer({endpoint!r}, "baton", {{}})
         assert "pip install -e '.[otel]'" in done.stderr
 
 
-def test_a_receiver_that_is_gone_ends_nothing_but_spans(
+def test_close_waits_at_most_export_seconds_for_a_receiver_that_does_not_answer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever closes waits for `EXPORT_SECONDS`, however much is left."""
     monkeypatch.setattr(tracing, "EXPORT_SECONDS", 0.5)
     tracer = open_tracer("http://127.0.0.1:1", "baton", {})
     for _ in range(2000):
