@@ -20,7 +20,7 @@ ID_BYTES = 16
 MAX_LISTED = 1024
 """Entries of logit_bias and of stop_token_ids."""
 MAX_ADDRESS = 256
-MAX_SALT_BYTES = 64
+MAX_LABEL_BYTES = 64
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")  # nothing that could look like another line of a log
 _ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # it is logged, too
 
@@ -58,8 +58,9 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
         raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(asked.request_id)}")
     if asked.timeout_ms == 0:
         raise _invalid("timeout_ms is 0: the request's deadline has passed")
-    if len(asked.cache_salt) > MAX_SALT_BYTES:
-        raise _invalid(f"cache_salt has {len(asked.cache_salt)} bytes, more than {MAX_SALT_BYTES}")
+    for name, value in (("cache_salt", asked.cache_salt), ("tenant", asked.tenant)):
+        if len(value) > MAX_LABEL_BYTES:
+            raise _invalid(f"{name} has {len(value)} bytes, more than {MAX_LABEL_BYTES}")
     sampling, emitted = asked.sampling, len(asked.output_ids)
     length = len(asked.prompt_ids) + max(sampling.max_tokens, emitted + 1)
     if length > limits.max_model_len:
@@ -116,6 +117,7 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
         alone=asked.alone,
         retried=asked.retried,
         cache_salt=asked.cache_salt,
+        tenant=asked.tenant,
     )
 
 

@@ -25,6 +25,8 @@ class EngineRequest:
     """The request was interrupted on another worker, so its client has waited already."""
     cache_salt: bytes = b""
     """Only requests with the same salt share prefixes in the prefix cache."""
+    tenant: bytes = b""
+    """Tenants get equal shares of the prompt tokens that the engine computes."""
 
 
 def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None:

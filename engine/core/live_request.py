@@ -63,6 +63,8 @@ class LiveRequest:
     phase: Phase
     arrival: int
     """Serial number of the request in this engine."""
+    tag: int = 0
+    """Virtual time, set by the scheduler, that orders the requests of several tenants."""
     handover: bool = False
     id: bytes = field(init=False)
     hand_back: bool = False
@@ -112,9 +114,10 @@ class LiveRequest:
         self.draw = np.array((seed, p.temperature, p.top_k, p.top_p, p.min_p), DRAW).tobytes()
 
     @property
-    def order(self) -> tuple[int, bool, int]:
-        """Sort key; the least is served first: by priority, then retried before new, then by arrival."""
-        return self.request.priority, not self.request.retried, self.arrival
+    def order(self) -> tuple[int, bool, int, int]:
+        """Sort key; the least is served first: by priority, then retried before new, then by tag. Requests of
+        one tenant have tags in order of arrival."""
+        return self.request.priority, not self.request.retried, self.tag, self.arrival
 
     @property
     def num_left(self) -> int:

@@ -5,6 +5,10 @@ every decoding request, and fills the rest of its token budget with chunks of pr
 the order of `LiveRequest.order`. A request gets blocks for its whole prompt when it is first scheduled, so a
 prefill never stops for lack of blocks. Only a decode needs more blocks. If the pool is empty then, the
 request that is last in order is preempted.
+
+Of one priority, tenants get equal shares of the prompt tokens. A request's tag is the virtual time at which its
+prompt would be done if the tenants shared every step (self-clocked fair queueing, Golestani 1994, here for each
+chunk). So a short prompt of one tenant waits for a step of another tenant's long prompt, not for all of it.
 """
 
 from array import array
@@ -31,7 +35,7 @@ class Schedule:
     """The plan of one step, and the requests that it admitted or preempted."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    """Running requests, decodes before prefills; then the admitted requests."""
+    """Decodes before prefills."""
     started: list[LiveRequest] = field(default_factory=list)
     """Requests that this step admitted from the queue."""
     handed_back: list[LiveRequest] = field(default_factory=list)
@@ -82,6 +86,10 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._arrivals = 0
+        self._clock = 0  # virtual time, in prompt tokens
+        self._tags: dict[
+            bytes, int
+        ] = {}  # by tenant, the tag of its newest request; only tags after `_clock`
         self._was_alone = False  # whether the last step was for a request that shares no step
 
     # Coming in
@@ -133,12 +141,17 @@ class Scheduler:
         self.reserved.remove(live)
         live.num_computed = len(live.token_ids)
         live.phase = Phase.RUNNING
+        self._clock = max(self._clock, live.tag)
         insort(self.running, live, key=lambda r: r.order)
 
     def _register(self, request: EngineRequest, phase: Phase) -> LiveRequest:
         assert request.id not in self.requests, "ids are unique"
         self._arrivals += 1
         live = self.requests[request.id] = LiveRequest(request, phase, self._arrivals)
+        # A tenant without requests under way has no claim for the time before.
+        self._tags = {tenant: tag for tenant, tag in self._tags.items() if tag > self._clock}
+        live.tag = self._tags.get(request.tenant, self._clock) + live.num_left
+        self._tags[request.tenant] = live.tag
         return live
 
     # The step
@@ -161,17 +174,36 @@ class Scheduler:
         if started and chunk_limit is not None and (plan.chunks or self.reserved):
             budget = min(budget, chunk_limit)
         for live in prefills:
+            budget -= self._admit(budget, alone, plan, before=live)
             budget -= self._go_on(live, budget, plan)
-        while budget and not plan.recomputed and not plan.handed_back and self.can_admit:
-            if self.waiting[0] is not alone and (alone is not None or self.waiting[0].alone):
-                break
-            live = self._admit()
-            count = min(live.num_computable, budget)
-            plan.started.append(live)
-            if count:
-                plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
-            budget -= count
+        self._admit(budget, alone, plan)
         return plan
+
+    def _admit(
+        self, budget: int, alone: LiveRequest | None, plan: Schedule, before: LiveRequest | None = None
+    ) -> int:
+        """Starts waiting requests while there is budget, with `before` only those that come before it in
+        order. Returns the number of their tokens in the plan."""
+        used = 0
+        while budget > used and not plan.recomputed and not plan.handed_back and self.can_admit:
+            live = self.waiting[0]
+            if live is not alone and (alone is not None or live.alone):
+                break
+            if before is not None and before.order < live.order:
+                break
+            self.waiting.pop(0)
+            self._begin(live)
+            plan.started.append(live)
+            used += self._add_chunk(live, budget - used, plan)
+        return used
+
+    def _add_chunk(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
+        """Adds the next chunk of a request to the plan. Returns its number of tokens."""
+        count = min(live.num_computable, budget)
+        if count:
+            plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
+            self._clock = max(self._clock, live.tag - live.num_left + count)
+        return count
 
     def _go_on(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
         """Adds the next chunk of a running request to the plan. Returns its number of tokens."""
@@ -180,8 +212,7 @@ class Scheduler:
             return 0
         if self._grows(live) and not self._grow(live, plan):
             return 0
-        plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
-        return count
+        return self._add_chunk(live, budget, plan)
 
     def _next_alone(self) -> LiveRequest | None:
         """The request that has this step to itself, if any. Such requests get every second step while other
@@ -283,11 +314,6 @@ class Scheduler:
         need = self._blocks_for(len(live.token_ids)) - len(hits) + self.pool.unreferenced(hits)
         # A handover needs no headroom: the request leaves the batch before it grows.
         return need + (0 if live.handover else self._headroom) <= self.pool.free
-
-    def _admit(self) -> LiveRequest:
-        live = self.waiting.pop(0)
-        self._begin(live)
-        return live
 
     def _begin(self, live: LiveRequest) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch."""

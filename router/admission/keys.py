@@ -37,6 +37,11 @@ class ApiKey:
     cache_salt: bytes = b""
     """At most 32 bytes."""
 
+    @property
+    def tenant(self) -> bytes:
+        """What workers know the key by. They give tenants equal shares of their prefill steps."""
+        return hashlib.blake2b(self.name.encode(), digest_size=8).digest()
+
     @classmethod
     def of(cls, name: str, key: str, **limits: Any) -> "ApiKey":
         """Raises ValueError for an empty key."""

@@ -41,6 +41,7 @@ class Job:
     """Hashes of the prompt's full 64-token chunks."""
     priority: int = 0
     cache_salt: bytes = b""
+    tenant: bytes = b""
 
     def request(
         self,
@@ -63,6 +64,7 @@ class Job:
             alone=alone,
             retried=retried,
             cache_salt=self.cache_salt,
+            tenant=self.tenant,
             name=name,
         )
 
@@ -75,6 +77,7 @@ def make_jobs(
     vocab_size: int,
     session: str | None,
     cache_salt: bytes,
+    tenant: bytes,
     structure: Structure | None,
 ) -> list[Job]:
     """`n` jobs for each prompt, in the order of the answer's choices.
@@ -100,7 +103,7 @@ def make_jobs(
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         for i in range(body.n):
             seeded = pb.SamplingParams(**sampling, max_tokens=max_tokens, seed=(seed + i) & _SEED_MASK)
-            jobs.append(Job(prompt_ids, seeded, key, chunks, body.priority, cache_salt))
+            jobs.append(Job(prompt_ids, seeded, key, chunks, body.priority, cache_salt, tenant))
     return jobs
 
 

@@ -121,6 +121,7 @@ class Intake:
                 vocab_size=self._services.tokenizer.vocab_size,
                 session=session,
                 cache_salt=entry.key.cache_salt,
+                tenant=entry.key.tenant,
                 structure=await self._structure(body, entry.key.name),
             )
         deadline = began + min(limit, math.inf if body.timeout is None else body.timeout)

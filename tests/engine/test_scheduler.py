@@ -34,8 +34,11 @@ def add(
     handover: bool = False,
     priority: int = 0,
     alone: bool = False,
+    tenant: bytes = b"",
 ) -> LiveRequest:
-    request = EngineRequest(bytes([number]), list(range(prompt)), priority=priority, alone=alone)
+    request = EngineRequest(
+        bytes([number]), list(range(prompt)), priority=priority, alone=alone, tenant=tenant
+    )
     scheduler.add(request, handover=handover)
     return scheduler.requests[request.id]
 
@@ -73,7 +76,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def request(self, length: int, family: int, priority: int = 0, alone: bool = False) -> EngineRequest:
         prompt = [family * 1000 + i for i in range(length)]  # requests of one family share prefixes
         sampling = SamplingParams(max_tokens=9 * BLOCK)
-        return EngineRequest(next(self.numbers).to_bytes(4), prompt, [], sampling, priority, alone)
+        number = next(self.numbers)
+        return EngineRequest(
+            number.to_bytes(4), prompt, [], sampling, priority, alone, tenant=bytes([number % 3])
+        )
 
     @rule(
         target=ids,
@@ -458,3 +464,56 @@ def test_a_step_is_scheduled_ahead_if_all_growing_requests_have_room() -> None:
     assert scheduler.may_look_ahead, "three requests run, but one grows, and one block is free"
     scheduler.pool.allocate(1)
     assert not scheduler.may_look_ahead
+
+
+def test_a_short_prompt_waits_for_a_step_of_another_tenant_s_long_prompt() -> None:
+    scheduler = make(num_blocks=200, budget=16)
+    add(scheduler, 1, 100, handover=True, tenant=b"flood")
+    assert tokens(step(scheduler)) == [(1, 0, 16)]
+    add(scheduler, 2, 100, handover=True, tenant=b"flood")
+    add(scheduler, 3, 20, handover=True, tenant=b"other")
+    assert tokens(step(scheduler)) == [(3, 0, 16)]
+    assert tokens(step(scheduler)) == [(3, 16, 20), (1, 16, 28)]
+    assert tokens(step(scheduler)) == [(1, 28, 44)]
+
+
+def test_tenants_get_equal_shares_of_the_prompt_tokens() -> None:
+    scheduler = make(num_blocks=2000, seqs=64, budget=64)
+    for number in range(40):
+        add(scheduler, number, 50, handover=True, tenant=b"flood")
+    for number in range(40, 50):
+        add(scheduler, number, 50, handover=True, tenant=b"other")
+    done = {b"flood": 0, b"other": 0}
+    while done[b"other"] < 500:
+        for live, start, stop in step(scheduler).chunks:
+            done[live.request.tenant] += stop - start
+        assert abs(done[b"flood"] - done[b"other"]) <= 64 + 50
+
+
+def test_a_pause_earns_a_tenant_nothing() -> None:
+    scheduler = make(num_blocks=2000, seqs=50, budget=50)
+    for number in range(10):
+        add(scheduler, number, 50, handover=True, tenant=b"busy")
+    for _ in range(5):
+        step(scheduler)
+    for number in range(10, 14):
+        add(scheduler, number, 50, handover=True, tenant=b"late")
+    served = [step(scheduler).chunks[0].live.request.tenant for _ in range(8)]
+    assert served.count(b"late") == 4
+    assert served != [b"late"] * 4 + [b"busy"] * 4, "they take turns"
+
+
+def test_of_one_tenant_prompts_are_served_in_order_of_arrival() -> None:
+    scheduler = make(num_blocks=200, budget=16)
+    for number, length in enumerate((40, 8, 24)):
+        add(scheduler, number, length, handover=True)
+    order = [number for _ in range(6) for number, _, _ in tokens(step(scheduler))]
+    assert order == sorted(order)
+
+
+def test_a_waiting_request_of_higher_priority_goes_before_the_rest_of_a_prompt() -> None:
+    scheduler = make(num_blocks=200, budget=16)
+    add(scheduler, 1, 100, handover=True)
+    step(scheduler)
+    add(scheduler, 2, 10, handover=True, priority=-1)
+    assert tokens(step(scheduler)) == [(2, 0, 10), (1, 16, 22)]
