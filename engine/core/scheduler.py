@@ -6,9 +6,9 @@ the order of `LiveRequest.order`. A request gets blocks for its whole prompt whe
 prefill never stops for lack of blocks. Only a decode needs more blocks. If the pool is empty then, the
 request that is last in order is preempted.
 
-Of one priority, tenants get equal shares of the prompt tokens. A request's tag is the virtual time at which its
-prompt would be done if the tenants shared every step (self-clocked fair queueing, Golestani 1994, here for each
-chunk). So a short prompt of one tenant waits for a step of another tenant's long prompt, not for all of it.
+Of one priority, tenants get equal shares of the prompt tokens. A request's tag is the virtual time at which
+its prompt would be done if the tenants shared every step (self-clocked fair queueing, Golestani 1994, here
+for each chunk). So a short prompt waits for one step of another tenant's long prompt, not for all of it.
 """
 
 from array import array

@@ -1,9 +1,9 @@
 """Which requests are let in, and when they are served.
 
 Requests are refused beyond what one key may use (`Account`) and beyond a bounded number of waiting prompt
-tokens. All others go through one queue (`fairness`), since a worker's own queue knows no keys. The first of
-the queue goes to the workers when three things hold: they have less than a window of prompts ahead of them,
-a decode worker has room, and its key leaves a part of the decode pool to other keys. A request that was
+tokens. All others go through one queue (`fairness`), in which keys take turns. The first of
+the queue goes to the workers when three things hold: they have less than a window of its key's prompts, a
+decode worker has room, and its key leaves a part of the decode pool to other keys. A request that was
 interrupted waits in the same queue, before those that never ran.
 
 What waits for what: a request that waits here holds no seat and no share. Each request with a seat ends, or
@@ -263,8 +263,9 @@ def _no_limit() -> FreeRoom:
 class Admission:
     """The bounded queue in front of the workers.
 
-    `window` is how many prompt tokens may be at the workers without a first token, `room` is what is free on
-    decode workers. `shared`: there are several keys, and none may take all. One has half of the window.
+    `window` is how many prompt tokens of one key may be at the workers without a first token, `room` is what
+    is free on decode workers. `shared`: there are several keys, and none may take all. Each has half of the
+    window, and prompts that fit into it.
 
     Attributes:
         waiting_tokens: prompt tokens of generations without a first token, here and at the workers. Never
@@ -362,16 +363,15 @@ class Admission:
             self._dispatching = False
 
     def _next(self) -> Turn | None:
-        window = self._window()
-        key_window = window / 2 if self._shared else math.inf
+        window = self._window() / 2 if self._shared else self._window()
         room = self._room() if self._shared else _no_limit()
         self._window_holds = False
 
         def may_go(account: Account, turn: Turn) -> bool:
-            # The prompts of other keys must not keep a key from having one at the workers.
+            # Workers give keys equal shares of their steps, so each key has a window of its own.
             if turn.is_new and account.sent_tokens:
-                ahead = account.sent_tokens + turn.tokens
-                if self._sent_tokens >= window or ahead > key_window:
+                ahead = account.sent_tokens + (turn.tokens if self._shared else 1)
+                if ahead > window:
                     self._window_holds = True
                     return False
             limit = KEY_SHARE * account.share
