@@ -125,7 +125,7 @@ def may_grow(title: str) -> int:
 @pytest.mark.parametrize(
     ("warm_up", "seconds", "longest_pause"),
     [
-        (2.0, 6.0, 10.0),  # for machines that others use, too
+        (2.0, 6.0, 4.0),  # the bound is for a machine that is busy with other work, too
         pytest.param(60.0, 600.0, 2.0, marks=[pytest.mark.long, pytest.mark.timeout(1000)]),
     ],
 )
@@ -146,9 +146,7 @@ async def test_known_streams_go_on(
         cluster.secret, " ".join(golden.get("prompt", "") for golden in goldens),
     )  # fmt: skip
     quiet = await served(cluster, right, 0.1)
-    # Bodies of 16 MiB take seconds of CPU each: too much for the short form.
-    blows = {blow for blow in BLOWS if blow != "huge_bodies" or seconds > 60}
-    with attack(target, *blows) as told:
+    with attack(target) as told:
         await served(cluster, right, warm_up)
         before = memory(cluster)
         longest = await served(cluster, right, seconds)
@@ -156,7 +154,7 @@ async def test_known_streams_go_on(
     [report] = told
     print(f"longest pause {longest:.2f} s, without an attack {quiet:.2f} s;", report)
     assert report["believed"] == {}
-    assert report["struck"].keys() == blows
+    assert report["struck"].keys() == BLOWS.keys()
     places = [*cluster.workers, *cluster.of("router")]
     assert [(len(place.lives), place.exits) for place in places] == [(1, [])] * 3, "none was started again"
     assert await asyncio.to_thread(leaks_when_idle, cluster.url, KEY) == {}
