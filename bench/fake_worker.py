@@ -52,6 +52,7 @@ class FakeWorker(WorkerServicer):
         holds_kv: leave it to the test when a transfer succeeds or fails.
         transfer: of prefill: awaited with its id after its token, before its KV is there.
         duplicate, late: send each token twice; say old ones again in between.
+        change: called with each token before it is sent.
         before_status: awaited before it answers how it is.
         described: how often it was asked what it is.
         cache: None, or the chunks that it tells routers of when they attach.
@@ -83,6 +84,7 @@ class FakeWorker(WorkerServicer):
         self.holds_kv = False
         self.transfer: Callable[[bytes], Awaitable[None]] = _at_once
         self.duplicate = self.late = False
+        self.change: Callable[[pb.TokenEvent], None] = lambda event: None
         self.before_status: Callable[[], Awaitable[None]] = _nothing
         self.described = 0
         self.step_seconds = 0.0
@@ -289,6 +291,7 @@ class FakeWorker(WorkerServicer):
             event.logprobs.logprob = -0.5 * (index + 1)
             event.logprobs.top_ids.extend(range(100, 100 + sampling.logprobs))
             event.logprobs.top_logprobs.extend(-float(i) for i in range(sampling.logprobs))
+        self.change(event)
         events = [event, event] if self.duplicate else [event]
         if self.late and index > len(request.output_ids):
             old = pb.TokenEvent(

@@ -22,6 +22,7 @@ from router.workers.breaker import Breaker
 from router.workers.cache_sequence import CacheSequence, Verdict
 from router.workers.outgoing import Outgoing
 from router.workers.refusal import OWN_LOG, Refused, cause
+from router.workers.reports import forget_wrong_rates, wrong_token
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
 from rpc.tracing import Span
@@ -113,6 +114,7 @@ class WorkerConnection:
         self.accepted = False
         self.description = pb.WorkerDescription()
         self.status = pb.WorkerStatus()
+        self._wrong_rates = False  # in `status`
         self.started_tokens = 0
         self.decode_load: DecodeLoad | None = None
         self.breaker = Breaker()
@@ -162,7 +164,9 @@ class WorkerConnection:
         if self._stub is None:
             return self.status
         try:
-            return await self._stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT)
+            status = await self._stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT)
+            forget_wrong_rates(status)
+            return status
         except grpc.aio.AioRpcError:
             return self.status
         except asyncio.CancelledError:
@@ -347,9 +351,15 @@ class WorkerConnection:
             case "step":
                 for event in message.step.tokens:
                     attempt = self._attempts.get(event.attempt_id)
-                    if attempt is not None:
-                        self._prefill_ended(attempt, computed=True)
-                        attempt.owner.on_token(event)
+                    if attempt is None:
+                        continue
+                    if wrong := wrong_token(event, self.description.vocab_size):
+                        self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=event.attempt_id)))
+                        failure = pb.AttemptFailed(attempt_id=event.attempt_id, message=f"{self}: {wrong}")
+                        self._receive_failure(failure)
+                        continue
+                    self._prefill_ended(attempt, computed=True)
+                    attempt.owner.on_token(event)
             case "reserved":
                 attempt = self._attempts.get(message.reserved.decode_id)
                 if attempt is not None:
@@ -394,7 +404,10 @@ class WorkerConnection:
 
     def _report(self, status: pb.WorkerStatus) -> bool:
         """Takes a status in. Returns whether the worker's health changed with it."""
-        self.status = status
+        wrong = forget_wrong_rates(status)
+        if wrong and not self._wrong_rates:  # not with each report
+            log.warning("%s reports impossible figures, which count as unknown: %s", self, ", ".join(wrong))
+        self.status, self._wrong_rates = status, bool(wrong)
         self.started_tokens = 0
         if self.decode_load is not None:
             running = status.requests_running + status.reservations

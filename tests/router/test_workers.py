@@ -1,6 +1,7 @@
 """Which workers there are: the file that names them, who is refused, who comes back."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import cast
 
@@ -195,6 +196,45 @@ async def test_an_unknown_finish_reason_ends_the_request(cluster: Cluster):
     answer = await request
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("role", [pb.ROLE_PREFILL, pb.ROLE_DECODE])
+async def test_a_token_that_makes_no_sense_fails_its_attempt_alone(
+    cluster: Cluster, role: "pb.Role", caplog: pytest.LogCaptureFixture
+):
+    [worker] = cluster.prefills if role == pb.ROLE_PREFILL else cluster.decodes
+    other = asyncio.create_task(cluster.complete(prompt="Other", logprobs=2))
+    wrong = [pb.TokenLogprobs(logprob=math.nan), pb.TokenLogprobs(top_ids=[1, 2], top_logprobs=[-0.5])]
+
+    def break_it(event: pb.TokenEvent) -> None:
+        if wrong and event.output_index in (0, 3) and (event.output_index == 3) is (role == pb.ROLE_DECODE):
+            event.logprobs.CopyFrom(wrong.pop())
+
+    worker.change = break_it
+    for answer in await asyncio.gather(cluster.complete(logprobs=2), other):
+        assert answer["choices"][0]["text"] == TEXT
+        assert all(logprob <= 0 for logprob in answer["choices"][0]["logprobs"]["token_logprobs"])
+    assert not wrong
+    assert len(worker.cancelled) >= 2
+    assert "defect" not in caplog.text
+
+
+async def test_rates_that_are_no_numbers_count_as_unknown(cluster: Cluster, caplog: pytest.LogCaptureFixture):
+    decode, [prefill] = cluster.decodes[0], cluster.prefills
+    for worker in (prefill, decode):
+        worker.status.prefill_tokens_per_s, worker.status.step_seconds = math.inf, -1.0
+        worker.status.chunk_seconds, worker.status.chunk_tokens = math.nan, 100
+        worker.report()
+        worker.report()
+    pool = cluster.router.services.pool
+    await cluster.until(lambda: all(c.status.chunk_tokens for c in pool.connections))
+    for made in pool.connections:
+        status = made.status
+        assert (status.prefill_tokens_per_s, status.step_seconds, status.chunk_seconds) == (0, 0, 0)
+        assert (await made.current_status()).chunk_seconds == 0
+    assert pool.window() < math.inf
+    assert (await cluster.complete())["choices"][0]["text"] == TEXT
+    assert sum("impossible figures" in record.message for record in caplog.records) == 2
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
