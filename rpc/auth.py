@@ -17,7 +17,6 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -31,7 +30,6 @@ _HEADER = "x-baton-auth"
 _SERVER_ID = "/baton.v1.Auth/ServerId"  # the server answers with its id, and reads no message
 _CHECK = "/grpc.health.v1.Health/Check"
 _UNSIGNED = (_SERVER_ID, _CHECK)
-_CHECK_SECONDS = 5.0  # within which the message of an unsigned health check must arrive
 
 
 def load_secret(path: str | os.PathLike[str] | None = None) -> bytes:
@@ -200,7 +198,7 @@ class ServerAuth(grpc.aio.ServerInterceptor):
         if method == _SERVER_ID:
             return _server_id_handler(self._server_id)
         if method == _CHECK:
-            return _check_handler(await continuation(handler_call_details))
+            return await continuation(handler_call_details)
         header = next(
             (value for key, value in handler_call_details.invocation_metadata if key == _HEADER), None
         )
@@ -220,22 +218,6 @@ def _server_id_handler(server_id: bytes) -> grpc.RpcMethodHandler:
         yield server_id
 
     return grpc.stream_stream_rpc_method_handler(tell)
-
-
-def _check_handler(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """Wraps the unary `handler`, and ends a call whose message does not arrive within `_CHECK_SECONDS`."""
-    answer: Any = handler.unary_unary
-
-    async def check(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        try:
-            request = await asyncio.wait_for(anext(requests), _CHECK_SECONDS)
-        except (TimeoutError, StopAsyncIteration):
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no message came")
-        yield await answer(request, context)
-
-    return grpc.stream_stream_rpc_method_handler(
-        check, handler.request_deserializer, handler.response_serializer
-    )
 
 
 def _refusal_handler(reason: str) -> grpc.RpcMethodHandler:

@@ -8,9 +8,11 @@ from grpc_reflection.v1alpha import reflection
 
 from rpc.auth import ServerAuth, Signer
 from rpc.health import HealthServicer
+from rpc.patience import MessageDeadline
 from rpc.tls import WORKER_NAME, TlsFiles
 
 MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million tokens is 3 MiB
+_MESSAGE_SECONDS = 5.0  # within which the message of a call to a worker must arrive
 
 # gRPC pings after 2 s of silence and waits 3 s for the answer. So calls to a stalled peer end within 5 s.
 _KEEPALIVE = [
@@ -70,12 +72,18 @@ async def check_health(channel: grpc.aio.Channel, timeout: float) -> None:
 
 
 def create_public_server(
-    max_request_bytes: int, health_servicer: HealthServicer, services: Sequence[str], *, share: bool
+    max_request_bytes: int,
+    health_servicer: HealthServicer,
+    services: Sequence[str],
+    *,
+    message_timeout: float,
+    share: bool,
 ) -> grpc.aio.Server:
     """Makes a server for clients: calls need no signature.
 
-    The server has the health service, and reflection of `services` (full names). With `share` other processes
-    of the same router may listen on the same port. The caller adds services and port, starts and stops it.
+    The server has the health service, and reflection of `services` (full names). A call ends if its message
+    does not arrive within `message_timeout` seconds. With `share` other processes of the same router may
+    listen on the same port. The caller adds services and port, starts and stops it.
     """
     options = [
         *_KEEPALIVE,
@@ -85,7 +93,7 @@ def create_public_server(
         ("grpc.max_concurrent_streams", 1_000),  # per connection
         ("grpc.so_reuseport", int(share)),
     ]
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(interceptors=[MessageDeadline(message_timeout)], options=options)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     shown = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(shown, server)
@@ -106,6 +114,7 @@ def create_server(secret: bytes, health_servicer: HealthServicer | None = None) 
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
-    server = grpc.aio.server(interceptors=[ServerAuth(secret)], options=options)
+    interceptors = [ServerAuth(secret), MessageDeadline(_MESSAGE_SECONDS)]
+    server = grpc.aio.server(interceptors=interceptors, options=options)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer or HealthServicer(), server)
     return server

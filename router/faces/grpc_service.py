@@ -52,7 +52,13 @@ class GrpcFace:
         self._pool = pool
         self._health = HealthServicer()
         self._tls = config.tls
-        self._server = create_public_server(config.max_body_bytes, self._health, [SERVICE], share=share)
+        self._server = create_public_server(
+            config.max_body_bytes,
+            self._health,
+            [SERVICE],
+            message_timeout=config.client_timeout,
+            share=share,
+        )
         # Not by the generated function: it would parse a message before the handler sees the client's key.
         generate = grpc.unary_stream_rpc_method_handler(
             self._generate, response_serializer=pb.GenerateResponse.SerializeToString

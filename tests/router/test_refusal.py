@@ -54,7 +54,7 @@ async def kv_port() -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def router_port() -> AsyncIterator[str]:
-    server = rpc.create_public_server(1 << 20, rpc.HealthServicer(), [], share=False)
+    server = rpc.create_public_server(1 << 20, rpc.HealthServicer(), [], message_timeout=5.0, share=False)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"

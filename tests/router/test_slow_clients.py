@@ -56,6 +56,26 @@ async def test_headers_that_do_not_come(tokenizer: ModelTokenizer, tmp_path: Pat
         assert (await cluster.complete())["choices"][0]["text"] == TEXT
 
 
+async def silence() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["baton.v1.Inference/Generate", "grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"],
+)
+async def test_a_grpc_message_that_does_not_come(
+    tokenizer: ModelTokenizer, tmp_path: Path, method: str
+) -> None:
+    async with make_cluster(tokenizer, tmp_path, client_timeout=0.1) as cluster:
+        assert cluster.router.grpc_address is not None
+        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+            call = channel.stream_stream(f"/{method}", bytes, bytes)(silence(), timeout=20)
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "did not come within 0.1 s" in (await call.details() or "")
+
+
 async def test_a_body_that_does_not_come(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, client_timeout=0.3) as cluster:
         async with connected(cluster) as (reader, writer), asyncio.timeout(10):

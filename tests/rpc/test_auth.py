@@ -9,7 +9,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc import HealthServicer, auth, connect, create_server, load_secret
+from rpc import HealthServicer, connect, create_server, load_secret
+from rpc import channel as rpc_channel
 from rpc.auth import WINDOW_SECONDS, Verifier, ask_server_id, sign
 from rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage
 from rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
@@ -106,7 +107,7 @@ async def test_a_channel_signs_for_a_restarted_server_after_one_refusal():
 
 async def test_an_unsigned_call_cannot_stay_open(monkeypatch: pytest.MonkeyPatch):
     """Health/Watch needs a signature, and a Health/Check ends if its message does not arrive."""
-    monkeypatch.setattr(auth, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(rpc_channel, "_MESSAGE_SECONDS", 0.05)
     async with serving() as address, grpc.aio.insecure_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch  # pyrefly: ignore[missing-attribute]
         assert await watch(health_pb2.HealthCheckRequest()).code() is grpc.StatusCode.UNAUTHENTICATED
