@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from kv_transfer.arena import Arena
 from kv_transfer.channel import (
@@ -27,7 +28,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.stats import Counters
-from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header
 from kv_transfer.protocol.held import Effect, HeldPrefills, Release, Send, Start, Stop, Waiting
 from kv_transfer.protocol.messages import (
     Abort,
@@ -43,6 +44,7 @@ from kv_transfer.protocol.messages import (
 # Slots on their way per lane (of four at least): one being written, the next, and what is not yet known to be
 # sent.
 _WINDOW_PER_LANE, _WINDOW_LANES = 3, 4
+_MOST_UNREAD = 4 << 20  # bytes of messages that a session may send while the channel is full
 
 
 class PrefillSide:
@@ -57,6 +59,7 @@ class PrefillSide:
         self._channel = channel
         self._counters = counters
         self._sessions: dict[int, SessionToDecode] = {}  # by number
+        self._unread: Counter[int] = Counter()  # bytes of messages since the channel is full, by session
 
     @property
     def transfers_open(self) -> int:
@@ -120,6 +123,7 @@ class PrefillSide:
         self._channel.post(SessionGone(session.number))
 
     def control(self, session: SessionToDecode, header: Header, message: Control) -> None:
+        self._bound_unread(session, header)
         now = time.monotonic()
         match message:
             case Fetch():
@@ -139,8 +143,17 @@ class PrefillSide:
                 else:
                     self._apply(self.table.abort(header.transfer_id, message.reason, now))
 
+    def _bound_unread(self, session: SessionToDecode, header: Header) -> None:
+        """Ends a session whose messages pile up here because the engine reads none."""
+        if not self._channel.full:
+            self._unread.clear()
+            return
+        self._unread[session.number] += HEADER_BYTES + header.length
+        if self._unread[session.number] > _MOST_UNREAD:
+            raise ProtocolError("flood", f"{_MOST_UNREAD >> 20} MiB of messages while the engine reads none")
+
     def session_over(self, session: SessionToDecode) -> None:
-        pass  # `frame_dropped` gave back each slot that the lanes held
+        pass  # what its lanes held came back one by one
 
     def frame_begins(self, frame: OutgoingFrame) -> bool:
         if self.table.begin_send(frame.header.transfer_id, time.monotonic()):

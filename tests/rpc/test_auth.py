@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc import HealthServicer, connect, create_server, load_secret
+from rpc import HealthServicer, auth, connect, create_server, load_secret
 from rpc import channel as rpc_channel
 from rpc.auth import WINDOW_SECONDS, Verifier, ask_server_id, sign
 from rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage

@@ -1,0 +1,67 @@
+"""The sending side of a transfer process, beside an engine that reads nothing."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+import kv_transfer as kv
+from kv_transfer.channel import Channel, FromSender
+from kv_transfer.process import prefill_side
+from kv_transfer.process.connector import ProtocolError
+from kv_transfer.process.prefill_side import PrefillSide
+from kv_transfer.process.stats import Counters
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from kv_transfer.protocol.messages import Credit, encode
+
+
+class Peer:
+    slot_bytes, lane_count, peer, kv_moved = 1 << 20, 1, None, 0.0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+CONFIG = kv.TransferConfig(
+    role="prefill",
+    name="prefill 0",
+    incarnation=1,
+    model_fingerprint="m",
+    layout=kv.KVLayout(1, 1, 16, "float32"),
+    num_slots=4,
+    slot_bytes=4096,
+)
+
+
+def test_a_peer_that_floods_the_engine_loses_its_session_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_side, "_MOST_UNREAD", 64 << 10)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        channel = Channel(ours, FromSender)
+        arena: Any = None
+        side = PrefillSide(CONFIG, arena, channel, Counters())
+        flooding, quiet = Peer(1), Peer(2)
+
+        message = Credit(7)
+        header = Header(FrameType.CREDIT, NO_TRANSFER, length=len(encode(message)))
+
+        def credit(peer: Any, times: int = 1) -> None:
+            for _ in range(times):
+                side.control(peer, header, message)
+
+        while not channel.full:
+            credit(flooding)
+            channel.flush()
+        before = len(channel.pending)
+        with pytest.raises(ProtocolError, match="while the engine reads none") as error:
+            credit(flooding, 100_000)
+        assert error.value.kind == "flood"
+        credit(quiet)
+        assert len(channel.pending) - before < 1000
+
+        while channel.pending:
+            theirs.recv(1 << 20)
+            channel.flush()
+        credit(flooding)
