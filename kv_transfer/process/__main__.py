@@ -30,6 +30,7 @@ from kv_transfer.channel import Channel, ChannelClosed, FromReceiver, FromSender
 from kv_transfer.config import TransferConfig
 from kv_transfer.parent import die_with_parent
 from kv_transfer.process import movers
+from kv_transfer.process.connector import Session
 from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.prefill_side import PrefillSide
@@ -69,14 +70,12 @@ class TransferProcess:
             self._side = PrefillSide(config, arena, self._channel, self._counters)
             make_session: MakeSession = partial(SendingSession, self._side)
         else:
-            self._side = DecodeSide(config, slots, self._channel, self._counters)
+            self._side = DecodeSide(config, slots, self._channel, self._counters, self._connect)
             make_session = partial(ReceivingSession, self._side, arena, slots)
         self._connector = TcpConnector(
             config, secret, make_session, self._counters, self._trace, self._tick_age, self._loop,
             self._movers,
         )  # fmt: skip
-        if isinstance(self._side, DecodeSide):
-            self._side.connector = self._connector
         self._listener = _listen(config.host, config.port) if prefill else None
         self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
         self._next_tick = 0.0
@@ -113,6 +112,9 @@ class TransferProcess:
         finally:
             self._trace.close()
         return 0
+
+    def _connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
+        return self._connector.connect(address, incarnation, lanes)
 
     def _from_engine(self, _: int) -> None:
         self._channel.flush()

@@ -1,11 +1,12 @@
 """The seam between the lifecycle of transfers and the connector that carries them.
 
-`prefill_side` implements `FrameSender`, and `decode_side` implements `FrameReceiver`. Both know the connector
-only by `Session` and `Connector`, which `tcp` and `tcp_session` implement.
+`prefill_side` implements `FrameSender`, and `decode_side` implements `FrameReceiver`. Both know sessions
+only as `Session`, which `tcp_session` implements.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from kv_transfer.process.lane import OutgoingFrame
@@ -84,14 +85,9 @@ class FrameSender(SessionHandler[SessionToDecode], Protocol):
         ...
 
 
-class Connector(Protocol):
-    """Opens sessions for the decode side."""
-
-    def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
-        """Start a session with that incarnation. `session_up` or `session_down` follows.
-
-        OSError: the session cannot start."""
-        ...
+# (address, incarnation, number of lanes): starts a session with that prefill worker. `session_up` or
+# `session_down` follows. OSError: the session cannot start.
+Connect = Callable[[tuple[str, int], int, int], Session]
 
 
 class ProtocolError(Exception):

@@ -28,8 +28,9 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.stats import Counters
+from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header
-from kv_transfer.protocol.held import Effect, HeldPrefills, Release, Send, Start, Stop, Waiting
+from kv_transfer.protocol.held import Effect, HeldPrefills, Release, Start, Stop, Waiting
 from kv_transfer.protocol.messages import (
     Abort,
     Aborted,
@@ -153,7 +154,7 @@ class PrefillSide:
             raise ProtocolError("flood", f"{_MOST_UNREAD >> 20} MiB of messages while the engine reads none")
 
     def session_over(self, session: SessionToDecode) -> None:
-        pass  # what its lanes held came back one by one
+        pass  # `frame_dropped` gave back each slot that the lanes held
 
     def frame_begins(self, frame: OutgoingFrame) -> bool:
         if self.table.begin_send(frame.header.transfer_id, time.monotonic()):
@@ -177,11 +178,8 @@ class PrefillSide:
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        expired = self.table.expire(now, {s.number: s.kv_moved for s in self._sessions.values()})
-        for name, effect in expired:
-            if name:
-                self._counters.expire(name, repr(effect))
-        self._apply([effect for _, effect in expired])
+        flow = {session.number: session.kv_moved for session in self._sessions.values()}
+        self._apply(self.table.expire(now, flow))
 
     def slots_free(self) -> int:
         return self._config.num_slots - self.slots_out
@@ -211,3 +209,5 @@ class PrefillSide:
                         self._counters.transfers[reply.reason] += 1
                     if number in self._sessions:
                         self._sessions[number].send(reply, transfer_id)
+                case Expired(name, detail):
+                    self._counters.expire(name, detail)

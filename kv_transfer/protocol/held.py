@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kv_transfer.config import Deadlines
+from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.messages import Aborted, Commit, Fetch, Reason
 from kv_transfer.protocol.tombstones import Tombstones
 
@@ -58,16 +59,7 @@ class Waiting:
     gone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """To the peer, on its session."""
-
-    session: int
-    transfer_id: bytes
-    message: Aborted | Commit
-
-
-Effect = Start | Stop | Release | Waiting | Send
+Effect = Start | Stop | Release | Waiting | Send | Expired
 
 
 @dataclass(slots=True, eq=False)
@@ -222,30 +214,29 @@ class HeldPrefills:
         if held is not None:
             held.moved = now
 
-    def expire(self, now: float, kv_moved: Mapping[int, float] | None = None) -> list[tuple[str, Effect]]:
-        """What the passing of time ends, with the name of the deadline.
+    def expire(self, now: float, flow: Mapping[int, float]) -> list[Effect]:
+        """`flow`: for each session that is up, when a byte of any frame last moved over it.
 
-        `kv_moved`: when bytes of any transfer's frames last moved, by session. No transfer of that session is
-        without progress then: its own frames may stand behind them."""
+        Such a byte is progress of all transfers of the session: their frames may stand behind that frame."""
         limits = self._deadlines
-        flow = kv_moved or {}
-        out: list[tuple[str, Effect]] = []
+        effects: list[Effect] = []
         for prefill_id, w in [(p, w) for p, w in self.waiting.items() if now >= w.deadline]:
             del self.waiting[prefill_id]
-            out.append(("fetch_wait", Send(w.session, w.transfer_id, Aborted("deadline", 0))))
-            out.append(("", Waiting(prefill_id, gone=True)))
+            effects.append(Expired("fetch_wait", f"prefill {prefill_id.hex()} was not offered"))
+            effects.append(Send(w.session, w.transfer_id, Aborted("deadline", 0)))
+            effects.append(Waiting(prefill_id, gone=True))
         for held in list(self.held.values()):
             if not held.finished:
-                continue  # how long it computes is the router's business
+                continue  # the router bounds how long a prefill computes
             moved = max(held.moved, held.since, flow.get(held.session, 0.0))
             if held.state is not State.READY and now >= moved + limits.progress:
-                effects = self._end_transfer(held, "deadline", now)
-                out += [("progress", effects[0]), *[("", e) for e in effects[1:]]]
+                effects.append(Expired("progress", f"{held.sent} frames left"))
+                effects += self._end_transfer(held, "deadline", now)
             if held.state is State.READY and now >= held.since + limits.hold:
-                effects = self._release(held, "deadline", now)
-                out += [("hold", effects[0]), *[("", e) for e in effects[1:]]]
+                effects.append(Expired("hold", f"no FETCH for prefill {held.prefill_id.hex()}"))
+                effects += self._release(held, "deadline", now)
         self._tombstones.expire(now)
-        return out
+        return effects
 
     # ------------------------------------------------------------ transitions
 

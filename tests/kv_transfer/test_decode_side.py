@@ -69,8 +69,8 @@ class Side:
         self.engine = ch.Channel(ours, ch.ToReceiver)
         self.channel = ch.Channel(theirs, ch.FromReceiver)
         self.slots = Slots(4)
-        self.side = DecodeSide(config, self.slots, self.channel, Counters())
-        self.side.connector = self.network = network
+        self.network = network
+        self.side = DecodeSide(config, self.slots, self.channel, Counters(), network.connect)
 
     def fetch(self, transfer_id: bytes, address: str = "[::1]:7000") -> None:
         self.side.engine(ch.FetchIn(transfer_id, b"p" * 16, address, 9, ((0, 4),), 0, 1))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kv_transfer.config import Deadlines
-from kv_transfer.protocol.held import HeldPrefills, Release, Send, Start, State, Stop, Waiting
+from kv_transfer.protocol.effects import Expired, Send
+from kv_transfer.protocol.held import HeldPrefills, Release, Start, State, Stop, Waiting
 from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FirstToken, Reason
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
@@ -27,6 +30,12 @@ def streaming() -> HeldPrefills:
 
 def aborted(reason: str, frames: int = 0, session: int = A, transfer: bytes = T1) -> Send:
     return Send(session, transfer, Aborted(reason, frames))  # type: ignore[arg-type]
+
+
+def expire(held: HeldPrefills, now: float, flow: dict[int, float] | None = None) -> list[Any]:
+    """The effects; a deadline by its name alone."""
+    effects = held.expire(now, flow or {})
+    return [e.deadline if isinstance(e, Expired) else e for e in effects]
 
 
 def test_the_good_way() -> None:
@@ -67,8 +76,8 @@ def test_waiting_ends_by_abort_deadline_or_session() -> None:
         elif event == "session":
             assert held.session_down(A, 1) == [Waiting(P, gone=True)]
         else:
-            assert held.expire(29.9) == []
-            assert held.expire(30) == [("fetch_wait", aborted("deadline")), ("", Waiting(P, gone=True))]
+            assert expire(held, 29.9) == []
+            assert expire(held, 30) == ["fetch_wait", aborted("deadline"), Waiting(P, gone=True)]
         assert not held.waiting
 
 
@@ -100,7 +109,7 @@ def test_the_engines_own_end() -> None:
     assert held.close(P, "cancelled", 2) == []
     assert held.ack(T1, 3) == []
     assert held.fetch(T2, A, FETCH, 3) == [aborted("cancelled", transfer=T2)]
-    held.expire(63)
+    expire(held, 63)
     assert held.fetch(T2, A, FETCH, 63) == [Waiting(P)], "tombstones do not last"
 
 
@@ -111,7 +120,7 @@ def test_an_id_that_is_used_again_is_released_at_once() -> None:
     held.close(P, "cancelled", 1)
     assert held.offer(P, 2) == [Release(P, "reused")]
     assert not held.held
-    held.expire(62)
+    expire(held, 62)
     assert held.offer(P, 62) == []
     assert P in held.held
 
@@ -131,7 +140,7 @@ def test_an_ack_that_crosses_the_deadline_counts(committed: bool) -> None:
     if committed:
         held.commit(T1, COMMIT, 1)
     held.finish(P, 1)
-    assert held.expire(11) == [("progress", aborted("deadline")), ("", Stop(P, T1))]
+    assert expire(held, 11) == ["progress", aborted("deadline"), Stop(P, T1)]
     assert held.ack(T1, 12) == ([Release(P, "acked")] if committed else [])
     assert held.ack(T1, 13) == []
 
@@ -169,7 +178,7 @@ def test_a_peer_that_uses_a_transfer_id_again_ends_nothing(end: str) -> None:
     if end == "close":
         held.close(P, "cancelled", 3)
     else:
-        held.expire(1000)
+        expire(held, 1000)
     assert list(held.held) == [Q]
     assert held.close(Q, "cancelled", 1001) == [aborted("cancelled", session=B)]
     assert not held.open
@@ -186,18 +195,18 @@ def test_the_second_commit_of_a_transfer_id_means_nothing() -> None:
 
 def test_deadlines_run_only_once_it_is_computed() -> None:
     held = streaming()
-    assert held.expire(1000) == []
+    assert expire(held, 1000) == []
     held.finish(P, 1000)
     held.begin_send(T1, 1005)
-    assert held.expire(1014) == []
-    assert held.expire(1015) == [("progress", aborted("deadline", 1)), ("", Stop(P, T1))]
-    assert held.expire(1044) == []
-    assert held.expire(1045) == [("hold", Release(P, "deadline"))]
-    assert held.expire(2000) == []
+    assert expire(held, 1014) == []
+    assert expire(held, 1015) == ["progress", aborted("deadline", 1), Stop(P, T1)]
+    assert expire(held, 1044) == []
+    assert expire(held, 1045) == ["hold", Release(P, "deadline")]
+    assert expire(held, 2000) == []
     idle = table()
     idle.offer(Q, 0)
     idle.finish(Q, 5)
-    assert idle.expire(35) == [("hold", Release(Q, "deadline"))]
+    assert expire(idle, 35) == ["hold", Release(Q, "deadline")]
 
 
 @pytest.mark.parametrize("last", ["fetched", "finished", "begun", "sent", "committed", "flowed"])
@@ -219,8 +228,8 @@ def test_a_transfer_ends_so_long_after_whatever_moved_it_last(last: str) -> None
     if last != "flowed":
         events[last](100)
     flow = {B: 100.0 if last == "flowed" else 50.0, A: 1e9}
-    assert held.expire(109.9, flow) == []
-    assert [name for name, _ in held.expire(110, flow)] == ["progress", ""]
+    assert expire(held, 109.9, flow) == []
+    assert expire(held, 110, flow)[0] == "progress"
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -232,12 +241,12 @@ def test_neither_deadline_hits_what_still_flows(committed: bool) -> None:
     if committed:
         held.commit(T1, COMMIT, 0)
     for now in range(0, 3600, 9):
-        assert held.expire(now + 9, {A: now}) == []
+        assert expire(held, now + 9, {A: now}) == []
     flow = {A: 3600.0}
-    assert held.expire(3609.9, flow) == []
-    assert held.expire(3610, flow) == [("progress", aborted("deadline", 1)), ("", Stop(P, T1))]
-    assert held.expire(3639.9, {A: 3639.0}) == []
-    assert held.expire(3640, {A: 3640.0}) == [("hold", Release(P, "deadline"))], "nobody FETCHed it again"
+    assert expire(held, 3609.9, flow) == []
+    assert expire(held, 3610, flow) == ["progress", aborted("deadline", 1), Stop(P, T1)]
+    assert expire(held, 3639.9, {A: 3639.0}) == []
+    assert expire(held, 3640, {A: 3640.0}) == ["hold", Release(P, "deadline")], "nobody FETCHed it again"
 
 
 def test_the_engines_end_ends_what_still_flows() -> None:
@@ -245,7 +254,7 @@ def test_the_engines_end_ends_what_still_flows() -> None:
     held = streaming()
     held.finish(P, 0)
     held.begin_send(T1, 0)
-    assert held.expire(100, {A: 100.0}) == []
+    assert expire(held, 100, {A: 100.0}) == []
     assert held.close(P, "cancelled", 100) == [aborted("cancelled", 1)]
     assert not held.held
     assert not held.open

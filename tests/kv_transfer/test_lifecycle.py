@@ -1,9 +1,8 @@
-"""Both lifecycles and the network between them: every order of events to a small depth, then random long
-ones.
+"""Both lifecycles and the network between them: every order of events, then random long ones.
 
 The network may delay anything, lets frames overtake each other and COMMIT, keeps control messages of one
-direction in order, and may lose a session at any time. The worlds here are the real machines with nothing
-else.
+direction in order, and may lose a session at any time. A world here is the state machines of both sides, as
+the transfer processes have them, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,13 +17,26 @@ import pytest
 from kv_transfer.config import Deadlines
 from kv_transfer.layout import KVLayout
 from kv_transfer.protocol.acks import Acks
+from kv_transfer.protocol.effects import Send
+from kv_transfer.protocol.fetches import (
+    Acknowledge,
+    Completed,
+    EndSession,
+    Fail,
+    Fetches,
+    FrameRefused,
+    Refuse,
+    Transfer,
+)
 from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.held import HeldPrefills, Release, Send, Start
-from kv_transfer.protocol.incoming import Incoming, State
-from kv_transfer.protocol.messages import Abort, Aborted, Ack, Commit, Fetch, FirstToken
+from kv_transfer.protocol.held import HeldPrefills, Release, Start
+from kv_transfer.protocol.incoming import State
+from kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToken
 
+DEADLINES = Deadlines()
 LAYOUT = KVLayout(2, 1, 8, "float32")
 P = b"p" * 16
+PEER = ("127.0.0.1:7000", 1)
 RANGES = ((0, 4),)
 FRAME_BYTES = 4 * LAYOUT.bytes_per_token_layer
 
@@ -33,7 +45,8 @@ class World:
     """One prefill id, up to two transfers of it, two frames each; decode works one transfer at a time."""
 
     def __init__(self) -> None:
-        self.held = HeldPrefills(Deadlines(), 4)
+        self.held = HeldPrefills(DEADLINES, 4)
+        self.fetches = Fetches(DEADLINES, LAYOUT, 4096)
         self.session = 1
         self.up = True
         self.offered = self.finished = self.closed = False
@@ -42,13 +55,19 @@ class World:
         self.flying: list[tuple[int, bytes, int]] = []  # (session, transfer, seq)
         self.to_decode: list[tuple[int, bytes, Any]] = []
         self.to_prefill: list[tuple[int, bytes, Any]] = []
-        self.transfers: dict[bytes, Incoming] = {}  # at decode, live or complete
-        self.used = 0
+        self.used = 0  # transfer ids
+        self.complete: list[bytes] = []
         self.injected: list[bytes] = []
-        self.acks = Acks(Deadlines())
+        self.acks = Acks(DEADLINES)
         self.released: list[str] = []
         self.left: dict[bytes, int] = {}  # frames that really left, by transfer
         self.now = 0.0
+        self.kv_moved = 0.0
+        self.fetches.session_up(PEER, self.session)
+
+    @property
+    def live(self) -> list[Transfer]:
+        return [t for t in self.fetches.open.values() if t.incoming.live]
 
     # ------------------------------------------------------------ what may happen next
 
@@ -60,7 +79,7 @@ class World:
             out.append(("finish",))
         if self.offered and not self.closed and not self.released:
             out.append(("close",))
-        if self.used < 2 and not any(t.live for t in self.transfers.values()):
+        if self.used < 2 and not self.live:
             out.append(("fetch",))
         out += [("begin", i) for i in range(len(self.queued))]
         out += [("frame", i) for i in range(len(self.flying))]
@@ -68,14 +87,14 @@ class World:
             out.append(("to_decode",))
         if self.to_prefill:
             out.append(("to_prefill",))
-        for transfer_id, t in self.transfers.items():
-            if t.live:
+        for transfer_id, t in self.fetches.open.items():
+            if t.incoming.live:
                 out.append(("abort", transfer_id))
-            if t.state is State.COMPLETE:
+            if t.incoming.state is State.COMPLETE:
                 out.append(("inject", transfer_id))
         if not self.up:
             out.append(("session_up",))
-        elif self.session == 1 and (self.transfers or self.flying or self.to_prefill):
+        elif self.session == 1 and (self.fetches.open or self.flying or self.to_prefill):
             out.append(("lose_session",))
         return out
 
@@ -125,6 +144,7 @@ class World:
     def do_begin(self, i: int) -> None:
         transfer_id, seq = self.queued.pop(i)
         if self.held.begin_send(transfer_id, self.now):
+            self.kv_moved = self.now
             self.left[transfer_id] = self.left.get(transfer_id, 0) + 1
             self.flying.append((self.held.open[transfer_id].session, transfer_id, seq))
 
@@ -141,54 +161,78 @@ class World:
 
     # ------------------------------------------------------------ decode
 
-    def say(self, transfer_id: bytes, message: Any) -> None:
-        assert self.up
-        self.to_prefill.append((self.session, transfer_id, message))
+    def apply_decode(self, effects: list[Any]) -> None:
+        for e in effects:
+            match e:
+                case Send(session, transfer_id, message):
+                    assert self.up
+                    assert session == self.session, "said in a session that has ended"
+                    self.to_prefill.append((session, transfer_id, message))
+                case Fail(transfer_id, reason, retry):
+                    assert transfer_id not in self.complete, "failed after it was complete"
+                    assert retry or reason != "lost"
+                    assert not retry or reason in ("lost", "deadline")
+                case Completed(transfer):
+                    assert transfer.id not in self.complete, "complete twice"
+                    self.complete.append(transfer.id)
+                case Acknowledge(_, transfer_id):
+                    self.acks.injected(transfer_id, self.now)
+                    self.acknowledge()
+                case EndSession(session):
+                    assert self.up
+                    assert session == self.session
+                    self.do_lose_session()
+                case Refuse(kind, why):  # this prefill keeps to the protocol
+                    assert kind == "transfer_id", why
+                    assert self.now >= DEADLINES.tombstone, why
 
     def acknowledge(self) -> None:
         if self.up:
             for transfer_id in self.acks.say(self.now):
-                self.say(transfer_id, Ack())
+                self.to_prefill.append((self.session, transfer_id, Ack()))
 
     def do_fetch(self) -> None:
         self.used += 1
         transfer_id = bytes([self.used]) * 16
-        self.transfers[transfer_id] = Incoming(LAYOUT, RANGES, (0, 1), slot_bytes=4096)
-        if self.up:
-            self.say(transfer_id, Fetch(P, RANGES, 0, 0, 1))
+        self.apply_decode(self.fetches.fetch(transfer_id, PEER, P, RANGES, (0, 1), self.now))
 
     def do_frame(self, i: int) -> None:
-        _, transfer_id, seq = self.flying.pop(i)
-        t = self.transfers.get(transfer_id)
-        if t is not None and t.live:
-            h = Header(
-                FrameType.KV, transfer_id, layer=seq, head_count=1, token_count=4, seq=seq, length=FRAME_BYTES
-            )
-            t.begin(h)
-            t.verified(h)
+        session, transfer_id, seq = self.flying.pop(i)
+        self.kv_moved = self.now
+        h = Header(
+            FrameType.KV, transfer_id, layer=seq, head_count=1, token_count=4, seq=seq, length=FRAME_BYTES
+        )
+        try:
+            transfer = self.fetches.begin(session, h, self.now)
+            if self.fetches.verified(transfer, h, self.now):
+                self.apply_decode([Completed(transfer)])
+        except FrameRefused as refused:
+            self.apply_decode(refused.effects)
 
     def do_to_decode(self) -> None:
-        _, transfer_id, message = self.to_decode.pop(0)
-        t = self.transfers.get(transfer_id)
-        if t is None or not t.live:
-            return
+        session, transfer_id, message = self.to_decode.pop(0)
         if isinstance(message, Commit):
-            t.commit(0, message)
+            effects = self.fetches.commit(session, transfer_id, 0, message, self.now)
         else:
-            del self.transfers[transfer_id]
+            effects = self.fetches.aborted(session, transfer_id, message, self.kv_moved, self.now)
+        self.apply_decode(effects)
 
     def do_abort(self, transfer_id: bytes) -> None:
-        del self.transfers[transfer_id]
-        if self.up:
-            self.say(transfer_id, Abort("cancelled"))
+        effects = self.fetches.cancel(transfer_id, self.now)
+        assert effects is not None
+        self.apply_decode(effects)
 
     def do_inject(self, transfer_id: bytes) -> None:
-        t = self.transfers.pop(transfer_id)
-        assert (t.frames, t.bytes) == (2, 2 * FRAME_BYTES)
-        t.injected()
+        incoming = self.fetches.open[transfer_id].incoming
+        assert (incoming.frames, incoming.bytes) == (2, 2 * FRAME_BYTES)
         self.injected.append(transfer_id)
-        self.acks.injected(transfer_id, self.now)
-        self.acknowledge()
+        self.apply_decode(self.fetches.injected(transfer_id, self.now))
+
+    def expire(self) -> None:
+        """What the passing of time ends, on both sides."""
+        self.apply(self.held.expire(self.now, {self.session: self.kv_moved}))
+        self.apply_decode(self.fetches.expire(self.now, {self.session: self.kv_moved}))
+        self.acks.expire(self.now)
 
     # ------------------------------------------------------------ the network
 
@@ -200,22 +244,22 @@ class World:
         self.to_decode.clear()
         self.to_prefill.clear()
         self.apply(self.held.session_down(self.session - 1, self.now))
-        for transfer_id in [t for t, x in self.transfers.items() if x.live]:
-            del self.transfers[transfer_id]
         self.acks.lost(self.now)
+        self.apply_decode(self.fetches.session_down(PEER, "lost", self.now))
 
     def do_session_up(self) -> None:
         """ACKs that may be lost are said again, those that came, too; then what was asked for meanwhile."""
         self.up = True
         self.acknowledge()
-        for transfer_id in [t for t, x in self.transfers.items() if x.live]:
-            self.say(transfer_id, Fetch(P, RANGES, 0, 0, 1))
+        self.apply_decode(self.fetches.session_up(PEER, self.session))
 
     # ------------------------------------------------------------ what must hold
 
     def check(self) -> None:
         assert len(self.released) <= 1, "released twice"
         assert len(set(self.injected)) == len(self.injected)
+        assert set(self.injected) <= set(self.complete)
+        assert len(self.live) <= 1
         if self.released == ["acked"]:
             assert self.injected, "released, but nobody has the KV"
         if self.closed or self.released:
@@ -239,7 +283,9 @@ class World:
             tuple(self.released), tuple(sorted(self.left.items())),
             held and (held.state, held.transfer_id, held.session, held.sent, held.finished),
             tuple((t, w.transfer_id, w.session) for t, w in self.held.waiting.items()),
-            tuple((t, x.state, x.frames, x.committed) for t, x in self.transfers.items()),
+            tuple((t.id, t.incoming.state, t.incoming.frames, t.incoming.committed, t.source.session)
+                  for t in self.fetches.open.values()),
+            tuple(self.acks.waiting),
         )  # fmt: skip
 
 

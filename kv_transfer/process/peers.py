@@ -1,0 +1,137 @@
+"""The prefill workers that decode fetches from: connecting, backing off, and saying ACKs again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kv_transfer.config import MAX_LANES, TransferConfig
+from kv_transfer.process.connector import Connect, Session
+from kv_transfer.process.stats import printable
+from kv_transfer.protocol.acks import Acks
+from kv_transfer.protocol.fetches import MENDABLE, PeerKey
+from kv_transfer.protocol.messages import Ack
+
+log = logging.getLogger("baton.kv")
+
+_BACKOFF = (0.05, 1.0)  # seconds before lanes reopen: first and longest
+# This side ended the session, and all that was sent will arrive. Any other end may have lost messages. So may
+# the peer's end: a peer closes in the same way when it drains and when it has heard nothing for too long.
+_CLEAN = {"idle", "drained", "stopped"}
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One incarnation of a prefill worker, whether or not a session with it is up."""
+
+    key: PeerKey
+    acks: Acks
+    session: Session | None = None  # up, or coming up
+    up: bool = False
+    retry_at: float = 0.0
+    backoff: float = _BACKOFF[0]
+    used: float = 0.0  # when it last had a transfer
+
+
+class Peers:
+    """Those that have a transfer, an ACK to be said, or a session."""
+
+    def __init__(self, config: TransferConfig, connect: Connect) -> None:
+        self._config = config
+        self._open_session = connect
+        self._peers: dict[PeerKey, Peer] = {}
+        self._by_session: dict[int, Peer] = {}  # up, or coming up
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def of(self, session: int) -> Peer | None:
+        """None: the session has ended."""
+        return self._by_session.get(session)
+
+    def up(self) -> Iterator[tuple[Peer, Session]]:
+        return ((p, p.session) for p in self._by_session.values() if p.up and p.session is not None)
+
+    # ------------------------------------------------------------ what the decode side wants
+
+    def want(self, key: PeerKey, now: float) -> None:
+        """There is a transfer of this peer: connect, unless a session is there or it is too early."""
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = Peer(key, Acks(self._config.deadlines))
+        peer.used = now
+        self._connect(peer, now)
+
+    def acknowledge(self, key: PeerKey, transfer_id: bytes, now: float) -> None:
+        """In the session that is up, or in the next one."""
+        peer = self._peers[key]
+        peer.acks.injected(transfer_id, now)
+        self._say_acks(peer, now)
+
+    def tick(self, now: float, has_transfers: Callable[[PeerKey], bool]) -> None:
+        """Connect again, close idle sessions, and forget peers that nothing needs."""
+        for peer in list(self._peers.values()):
+            transfers = has_transfers(peer.key)
+            if transfers:
+                peer.used = now
+            peer.acks.expire(now)
+            wanted = transfers or bool(peer.acks.waiting)
+            if peer.session is None and wanted:
+                self._connect(peer, now)
+            elif peer.session is None:
+                del self._peers[peer.key]
+            elif not wanted and now >= peer.used + self._config.deadlines.idle_close:
+                peer.session.end("idle", "no transfer for a while")
+
+    # ------------------------------------------------------------ what the connector reports
+
+    def session_up(self, session: Session, now: float) -> Peer:
+        """ACKs come first: what was sent over the session before may be lost."""
+        peer = self._by_session[session.number]
+        peer.up = True
+        peer.backoff = _BACKOFF[0]
+        self._say_acks(peer, now)
+        return peer
+
+    def session_down(self, session: Session, reason: str, now: float) -> Peer:
+        peer = self._by_session.pop(session.number)
+        peer.session = None
+        if peer.up:
+            peer.up = False
+            if reason in _CLEAN:
+                peer.acks.clear()
+            else:
+                peer.acks.lost(now)
+            peer.retry_at = now  # streams wait: the first attempt is due at once
+        else:
+            if reason not in MENDABLE:
+                peer.acks.clear()
+            self._back_off(peer, now)
+        return peer
+
+    # ------------------------------------------------------------ inside
+
+    def _say_acks(self, peer: Peer, now: float) -> None:
+        if peer.session is not None and peer.up:
+            for transfer_id in peer.acks.say(now):
+                peer.session.send(Ack(), transfer_id)
+
+    def _connect(self, peer: Peer, now: float) -> None:
+        if peer.session is not None or now < peer.retry_at:
+            return
+        address, incarnation = peer.key
+        wanted = self._config.lanes + bool(self._config.lane_processes)  # lane 0 carries no KV then
+        lanes = max(1, min(wanted, MAX_LANES, self._config.max_lanes // len(self._peers)))
+        try:
+            host, port = address.rsplit(":", 1)
+            peer.session = self._open_session((host.strip("[]"), int(port)), incarnation, lanes)
+        except (OSError, ValueError) as e:
+            log.warning("cannot connect to %s: %s", printable(address), e)
+            self._back_off(peer, now)
+        else:
+            self._by_session[peer.session.number] = peer
+
+    def _back_off(self, peer: Peer, now: float) -> None:
+        peer.retry_at = now + peer.backoff
+        peer.backoff = min(2 * peer.backoff, _BACKOFF[1])

@@ -1,0 +1,319 @@
+"""Transfers as decode sees them, from FETCH to ACK or failure. Pure: events in, effects out.
+
+`Incoming` says what a transfer still misses. `Fetches` owns all open transfers of a worker, their deadlines
+and the decision whether a failed transfer is worth a new FETCH. A transfer is open from `fetch` until the
+engine has injected or cancelled it, or until it failed. FETCH goes out over the session with its prefill
+worker, at once or when that session is up. If the session ends, the transfer fails unless it is COMPLETE. Ids
+of transfers that ended leave a tombstone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kv_transfer.config import Deadlines
+from kv_transfer.layout import KVLayout, Range
+from kv_transfer.protocol.effects import Expired, Send
+from kv_transfer.protocol.frame import Header
+from kv_transfer.protocol.incoming import Fault, Incoming
+from kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, Reason
+from kv_transfer.protocol.tombstones import Tombstones
+
+PeerKey = tuple[str, int]  # address and incarnation of a prefill worker
+
+# A session that did not come up for one of these reasons may come up at the next attempt.
+MENDABLE = frozenset({"lost", "dead", "unreachable", "idle", "busy", "by_peer", "hello"})
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """A prefill worker that transfers come from."""
+
+    peer: PeerKey
+    session: int | None = None  # the one that is up
+    moved: float = 0.0  # when a frame of any of its transfers last came
+    transfers: dict[bytes, Transfer] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    id: bytes
+    prefill_id: bytes
+    source: _Source
+    incoming: Incoming
+    opened: float
+    moved: float
+    first_frame_at: float = 0.0
+    last_frame_at: float = 0.0
+    commit_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """To the engine: the transfer has failed. `retry`: a new FETCH of the same prefill may succeed."""
+
+    transfer_id: bytes
+    reason: str
+    retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """To the engine: every frame of the transfer came, verified."""
+
+    transfer: Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """To the peer: ACK, over the session that is up or over the next one."""
+
+    peer: PeerKey
+    transfer_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """The frames that both sides count as under way are lost. Only a new session has their credits."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """To the log and the metrics: a frame or message was refused."""
+
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """To the metrics: a frame or message came for a transfer that is COMPLETE or has ended."""
+
+
+Effect = Send | Fail | Completed | Acknowledge | EndSession | Refuse | Late | Expired
+
+
+class FrameRefused(Exception):
+    """The frame is no part of a live transfer. `effects` follow from it."""
+
+    def __init__(self, effects: list[Effect]) -> None:
+        super().__init__(effects)
+        self.effects = effects
+
+
+class Fetches:
+    """All open transfers of one decode worker."""
+
+    def __init__(self, deadlines: Deadlines, layout: KVLayout, slot_bytes: int) -> None:
+        self.open: dict[bytes, Transfer] = {}  # by transfer id, until ACK or failure
+        self._sources: dict[PeerKey, _Source] = {}  # those with a transfer or a session
+        self._tombstones: Tombstones[str] = Tombstones(deadlines.tombstone)
+        self._deadlines = deadlines
+        self._layout = layout
+        self._slot_bytes = slot_bytes
+
+    def has_transfers(self, peer: PeerKey) -> bool:
+        source = self._sources.get(peer)
+        return source is not None and bool(source.transfers)
+
+    def missing_frames(self, peer: PeerKey) -> int | None:
+        """The fewest frames that the peer's live transfers still need; None: it has no live transfer."""
+        source = self._sources.get(peer)
+        live = [t.incoming for t in source.transfers.values() if t.incoming.live] if source else []
+        return sum(incoming.missing_frames for incoming in live) if live else None
+
+    # ------------------------------------------------------------ from the engine
+
+    def fetch(
+        self, transfer_id: bytes, peer: PeerKey, prefill_id: bytes, ranges: Sequence[Range], heads: Range,
+        now: float,
+    ) -> list[Effect]:  # fmt: skip
+        source = self._source(peer)
+        incoming = Incoming(self._layout, ranges, heads, slot_bytes=self._slot_bytes)
+        transfer = Transfer(transfer_id, prefill_id, source, incoming, now, now)
+        self.open[transfer_id] = source.transfers[transfer_id] = transfer
+        return self._ask(source, transfer)
+
+    def injected(self, transfer_id: bytes, now: float) -> list[Effect]:
+        """The last write into the pool is over."""
+        transfer = self.open.get(transfer_id)
+        assert transfer is not None, "the engine injected a transfer that is not open"
+        transfer.incoming.injected()
+        self._close(transfer, "injected", now)
+        return [Acknowledge(transfer.source.peer, transfer_id)]
+
+    def cancel(self, transfer_id: bytes, now: float) -> list[Effect] | None:
+        """None: the transfer has failed, and the engine will read that next."""
+        transfer = self.open.get(transfer_id)
+        if transfer is None:
+            return None
+        self._close(transfer, "cancelled", now)
+        return self._abort(transfer, "cancelled")
+
+    # ------------------------------------------------------------ from sessions
+
+    def session_up(self, peer: PeerKey, session: int) -> list[Effect]:
+        source = self._source(peer)
+        source.session = session
+        return [e for t in source.transfers.values() if t.incoming.live for e in self._ask(source, t)]
+
+    def session_down(self, peer: PeerKey, reason: str, now: float) -> list[Effect]:
+        """The peer's session ended, or never came up. The engine still injects what is COMPLETE."""
+        source = self._sources.get(peer)
+        if source is None:
+            return []
+        was_up, source.session = source.session is not None, None
+        effects: list[Effect] = []
+        if was_up or reason not in MENDABLE:
+            for transfer in [t for t in source.transfers.values() if t.incoming.live]:
+                effects += self._fail(transfer, "lost" if was_up else reason, now, retry=was_up)
+        self._drop_unused(source)
+        return effects
+
+    def commit(
+        self, session: int, transfer_id: bytes, sender_rank: int, commit: Commit, now: float
+    ) -> list[Effect]:
+        transfer = self._live(session, transfer_id)
+        if transfer is None:
+            return [self._stale(session, transfer_id, "COMMIT")]
+        transfer.commit_at = transfer.moved = now
+        try:
+            complete = transfer.incoming.commit(sender_rank, commit)
+        except Fault as e:
+            return self._broken(transfer, e.kind, str(e), now)
+        return [Completed(transfer)] if complete else []
+
+    def aborted(
+        self, session: int, transfer_id: bytes, message: Aborted, kv_moved: float, now: float
+    ) -> list[Effect]:
+        """`kv_moved`: when a byte of any frame last came over the session."""
+        transfer = self._live(session, transfer_id)
+        if transfer is None:  # it crossed our ABORT, or prefill ended it after everything came
+            return [self._stale(session, transfer_id, "ABORTED")]
+        if message.reason == "deadline" and self._dry(transfer, kv_moved, now):
+            return [EndSession(session)]
+        # A deadline with no frame sent: the prefill never showed up, and will not for a second FETCH.
+        retry = message.reason == "integrity" or (message.reason == "deadline" and message.frames > 0)
+        return self._fail(transfer, message.reason, now, retry=retry)
+
+    # ------------------------------------------------------------ frames
+
+    def begin(self, session: int, header: Header, now: float) -> Transfer:
+        """A frame's header came. Returns the transfer that the frame is part of; raises FrameRefused."""
+        transfer = self._live(session, header.transfer_id)
+        if transfer is None:
+            raise FrameRefused([self._stale(session, header.transfer_id, "KV")])
+        try:
+            transfer.incoming.begin(header)
+        except Fault as e:
+            raise FrameRefused(self._broken(transfer, e.kind, str(e), now)) from None
+        if transfer.first_frame_at == 0:
+            transfer.first_frame_at = now
+        return transfer
+
+    def verified(self, transfer: Transfer, header: Header, now: float) -> bool:
+        """A frame of this live transfer is whole. True: the transfer is complete. Raises FrameRefused."""
+        transfer.moved = transfer.last_frame_at = transfer.source.moved = now
+        try:
+            return transfer.incoming.verified(header)
+        except Fault as e:
+            raise FrameRefused(self._broken(transfer, e.kind, str(e), now)) from None
+
+    def damaged(self, transfer: Transfer, now: float) -> list[Effect]:
+        """The checksum of a frame of this live transfer does not match."""
+        return self._broken(transfer, "payload", "payload checksum does not match", now)
+
+    # ------------------------------------------------------------ time
+
+    def expire(self, now: float, flow: Mapping[int, float]) -> list[Effect]:
+        """`flow`: for each session that is up, when a byte of any frame last came over it."""
+        limits = self._deadlines
+        effects: list[Effect] = []
+        dry: set[int] = set()
+        for transfer in list(self.open.values()):
+            incoming, session = transfer.incoming, transfer.source.session
+            if not incoming.live or session in dry:
+                continue
+            if session is None:
+                if now >= transfer.opened + limits.unreachable:
+                    effects.append(Expired("unreachable", transfer.source.peer[0]))
+                    effects += self._fail(transfer, "unreachable", now, retry=False)
+                continue
+            if not incoming.committed:
+                continue  # the router bounds how long a prefill computes
+            if now >= max(transfer.moved, flow[session]) + limits.progress:
+                effects.append(Expired("progress", f"{incoming.frames} frames came"))
+                if self._dry(transfer, flow[session], now):
+                    dry.add(session)
+                    effects.append(EndSession(session))
+                else:
+                    effects += self._abort(transfer, "deadline")
+                    effects += self._fail(transfer, "deadline", now, retry=True)
+        self._tombstones.expire(now)
+        return effects
+
+    def _dry(self, transfer: Transfer, kv_moved: float, now: float) -> bool:
+        """The transfer is committed, no byte of a frame comes, and no other transfer's frame came since this
+        transfer last moved.
+
+        Then the frames that both sides count as under way are lost, and their credits with them. Half of the
+        deadline is enough, since prefill's may end a little before ours."""
+        if now < kv_moved + self._deadlines.progress / 2:
+            return False
+        return transfer.incoming.committed and transfer.source.moved <= transfer.moved
+
+    # ------------------------------------------------------------ transitions
+
+    def _source(self, peer: PeerKey) -> _Source:
+        source = self._sources.get(peer)
+        if source is None:
+            source = self._sources[peer] = _Source(peer)
+        return source
+
+    def _drop_unused(self, source: _Source) -> None:
+        if not source.transfers and source.session is None:
+            self._sources.pop(source.peer, None)
+
+    def _live(self, session: int, transfer_id: bytes) -> Transfer | None:
+        transfer = self.open.get(transfer_id)
+        if transfer is None or transfer.source.session != session or not transfer.incoming.live:
+            return None
+        return transfer
+
+    def _ask(self, source: _Source, transfer: Transfer) -> list[Effect]:
+        if source.session is None:
+            return []
+        incoming = transfer.incoming
+        first, last = incoming.heads
+        fetch = Fetch(transfer.prefill_id, incoming.ranges, 0, first, last - first)
+        return [Send(source.session, transfer.id, fetch)]
+
+    def _abort(self, transfer: Transfer, reason: Reason) -> list[Effect]:
+        session = transfer.source.session
+        return [] if session is None else [Send(session, transfer.id, Abort(reason))]
+
+    def _broken(self, transfer: Transfer, kind: str, why: str, now: float) -> list[Effect]:
+        abort = self._abort(transfer, "integrity")
+        return [Refuse(kind, why), *abort, *self._fail(transfer, "integrity", now, retry=True)]
+
+    def _fail(self, transfer: Transfer, reason: str, now: float, *, retry: bool) -> list[Effect]:
+        self._close(transfer, reason, now)
+        return [Fail(transfer.id, reason, retry)]
+
+    def _close(self, transfer: Transfer, reason: str, now: float) -> None:
+        """Frames that still come for the transfer are read away."""
+        transfer.incoming.end()
+        del self.open[transfer.id]
+        del transfer.source.transfers[transfer.id]
+        self._drop_unused(transfer.source)
+        self._tombstones.bury(transfer.id, reason, now)
+
+    def _stale(self, session: int, transfer_id: bytes, what: str) -> Effect:
+        transfer = self.open.get(transfer_id)
+        complete = transfer is not None and transfer.source.session == session
+        if complete or self._tombstones.get(transfer_id) is not None:
+            return Late()
+        return Refuse("transfer_id", f"{what} of a transfer that never was")
