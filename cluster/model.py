@@ -95,7 +95,7 @@ def reach_hub(location: str) -> None:
     if answered:
         raise ValueError(
             f"--model {location}: it is no file or directory here, and {constants.ENDPOINT} has no such "
-            f"model or does not show it ({refusal}); correct the name, or set HF_TOKEN if the model is private"
+            f"model or does not show it ({refusal}); correct the name, or set HF_TOKEN for a private model"
         )
     raise ValueError(
         f"--model {location}: it is no file or directory here, {constants.ENDPOINT} gives no answer "
