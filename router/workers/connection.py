@@ -269,7 +269,7 @@ class WorkerConnection:
         backoff = FIRST_BACKOFF
         logged = ""
         while not self.retired:
-            was_ready = False
+            was_ready, began = False, time.monotonic()
             try:
                 try:
                     await self._attached()
@@ -294,7 +294,7 @@ class WorkerConnection:
             if was_ready or self.reason != logged:  # not with each try
                 logged = self.reason
                 log.warning("%s is %s: %s. %s", self, self.state, self.reason, self.remedy)
-            if was_ready:
+            if was_ready and time.monotonic() - began > LAST_BACKOFF:
                 backoff = FIRST_BACKOFF
             await asyncio.sleep(backoff * random.uniform(0.5, 1))
             backoff = min(2 * backoff, LAST_BACKOFF)

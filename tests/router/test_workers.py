@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,7 @@ from router.generation.generation import Generation
 from router.text.tokenizer import ModelTokenizer
 from router.workers import connection
 from router.workers.connection import State, WorkerConnection
+from router.workers.outgoing import Outgoing
 from rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster
@@ -256,6 +258,28 @@ async def test_a_connection_that_meets_a_defect_is_opened_again(
     assert (await cluster.complete(timeout=5))["choices"][0]["text"] == TEXT
     assert "the test wants it" in caplog.text
     await cluster.until(lambda: cluster.router.services.pool.complete)
+
+
+async def test_a_connection_that_ends_soon_each_time_is_opened_less_often(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    opened: list[float] = []
+    often = asyncio.Event()
+
+    async def ends(connection: WorkerConnection) -> None:
+        connection._outgoing = Outgoing()
+        opened.append(time.monotonic())
+        if len(opened) == 6:
+            often.set()
+        raise RuntimeError("the test wants it")
+
+    monkeypatch.setattr(WorkerConnection, "_attached", ends)
+    monkeypatch.setattr(connection, "FIRST_BACKOFF", 0.01)
+    made = WorkerConnection("127.0.0.1:1", b"x" * 16, b"", cluster.router.services.pool)
+    async with asyncio.timeout(10):
+        await often.wait()
+    await made.close()
+    assert opened[5] - opened[0] >= 0.005 * (1 + 2 + 4 + 8 + 16)
 
 
 async def test_a_defect_in_one_request_does_not_keep_a_loss_from_the_others(
