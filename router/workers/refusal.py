@@ -9,11 +9,13 @@ TLS = "Give --cluster-certfile, --cluster-keyfile and --cluster-ca-certs to the 
 CERTIFICATE = (
     "Issue the worker's certificate for the DNS name baton-worker, by an authority of --cluster-ca-certs."
 )
+UPGRADE = "Run the same version of Baton on the router and all workers."
 START = "Start the worker, or correct its address: host and --port."
 
 _CAUSES = (
     # What gRPC says, in lower case; what it means; the remedy.
     ("clock is", "the clocks differ", "Set the clocks of both machines, for example by NTP."),
+    ("call is not signed", "the worker is of an older version, which this router cannot call", UPGRADE),
     ("unimplemented", "another service answers at this address", PORT),
     ("wrong_version_number", "the router uses TLS, this port does not", f"{TLS} {PORT}"),
     ("certificate_verify_failed", "the worker's certificate is not trusted", CERTIFICATE),

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import grpc
 import grpc.aio
 import pytest
 from aiohttp import web
@@ -61,6 +62,25 @@ async def router_port() -> AsyncIterator[str]:
     await server.stop(None)
 
 
+class _RefusesUnsigned(grpc.aio.ServerInterceptor):
+    async def intercept_service(self, continuation, handler_call_details):
+        async def abort(_requests: object, context: grpc.aio.ServicerContext) -> None:
+            text = "the call is not signed with the cluster secret"
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+        return grpc.stream_stream_rpc_method_handler(abort)
+
+
+@contextlib.asynccontextmanager
+async def older_worker() -> AsyncIterator[str]:
+    """One that knows no server ids: it refuses the question as it refuses every unsigned call."""
+    server = grpc.aio.server(interceptors=[_RefusesUnsigned()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
 @contextlib.asynccontextmanager
 async def free_port() -> AsyncIterator[str]:
     async with worker() as address:
@@ -90,6 +110,7 @@ async def test_another_secret() -> None:
 @pytest.mark.parametrize(
     ("place", "reason", "remedy"),
     [
+        (older_worker, "the worker is of an older version", refusal.UPGRADE),
         (free_port, "nothing listens at this address", refusal.START),
         (no_name, "the host name is unknown", refusal.START),
         (metrics_port, "another service answers", refusal.PORT),
