@@ -6,8 +6,9 @@ the queue goes to the workers when three things hold: they have less than a wind
 decode worker has room, and its key leaves a part of the decode pool to other keys. A request that was
 interrupted waits in the same queue, before those that never ran.
 
-What waits for what: a request that waits here holds no seat and no share. Each request with a seat ends, or
-comes back here, without waiting for another one; so the first of the queue always gets its turn.
+What waits for what: a request that waits here holds no seat and no share. Neither does a request that waits
+for a worker to come; it comes back here with the worker. Each request with a seat ends, or comes back here,
+without waiting for another one; so the first of the queue always gets its turn.
 """
 
 import math
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Protocol
 
 from router.admission.fairness import FairQueue
@@ -119,11 +121,19 @@ class DrainRate:
             self._total -= self._gone.popleft()[1]
 
 
+class Taken(Enum):
+    """What a generation made of its turn."""
+
+    SERVED = auto()  # workers have it
+    NO_ROOM = auto()  # decode workers have no room now: it stays the first of the queue
+    LATER = auto()  # it waits for something else than room, and joins the queue again after that
+
+
 class Taker(Protocol):
     """A generation, as the queue sees it."""
 
-    def on_turn(self) -> bool:
-        """Its turn: it asks workers. False: no decode worker has room, and it stays the first."""
+    def on_turn(self) -> Taken:
+        """Its turn: it asks workers."""
         ...
 
 
@@ -138,7 +148,7 @@ class Turn:
         self._priority = priority
         self._ticket: int | None = None  # in the queue, from the first wait on
         self._positions = tokens
-        self._sent = False  # it had its turn once
+        self._sent = False  # workers had it once
         self._answered = False  # it has its first token
         self._seated = False
         self._ended = False
@@ -147,7 +157,7 @@ class Turn:
     def wait(self, taker: Taker) -> None:
         """Its `on_turn` is called when the turn comes, now or later. Harmless while it waits."""
         admission = self._admission
-        if self._ended or self._waits:
+        if self._ended or self.waits:
             return
         self._stand_up()
         self._taker = taker
@@ -159,10 +169,11 @@ class Turn:
         queue, account = self._admission.queue, self._account
         assert self._taker is not None, "it waited"
         assert self._ticket is not None
-        if not self._taker.on_turn():
+        taken = self._taker.on_turn()
+        if taken is Taken.NO_ROOM:
             queue.put_back(account, self._rank, self, self._ticket)
             return False
-        if self._ended or self._waits:
+        if taken is Taken.LATER or self._ended or self.waits:
             return True
         self._seated = True
         account.seats += 1
@@ -184,10 +195,15 @@ class Turn:
         self._account.spend(1)
 
     def end(self) -> None:
-        """It waits for nothing, and holds nothing. Idempotent."""
+        """It waits for nothing, and holds nothing. Idempotent.
+
+        A prompt that no worker had costs its key nothing.
+        """
         if self._ended:
             return
         self._ended = True
+        if not self._sent:
+            self._account.spend(-self.tokens)
         if self._ticket is not None:
             self._admission.queue.remove(self._ticket)
         self._stand_up()
@@ -196,7 +212,7 @@ class Turn:
 
     @property
     def is_new(self) -> bool:
-        """It never had its turn."""
+        """No worker ever had it."""
         return not self._sent
 
     @property
@@ -205,7 +221,8 @@ class Turn:
         return 2 * self._priority + self.is_new
 
     @property
-    def _waits(self) -> bool:
+    def waits(self) -> bool:
+        """In the queue."""
         return self._ticket is not None and self._ticket in self._admission.queue
 
     def _stand_up(self) -> None:

@@ -14,7 +14,7 @@ again and never lost: a new prefill is of prompt + output.
 import logging
 import os
 
-from router.admission.gate import Turn
+from router.admission.gate import Taken, Turn
 from router.api.jobs import Job
 from router.errors import ApiError, Failed, InvalidRequest
 from router.generation.attempt import Decode, Prefill
@@ -123,10 +123,9 @@ class Generation:
         elif prefill is None:
             self._retarget(decode)
 
-    def on_turn(self) -> bool:
+    def on_turn(self) -> Taken:
         if self._prefill is None and self._one_left:
-            self._prefill_last()
-            return True
+            return self._prefill_last()
         return self._reserve()
 
     @property
@@ -134,12 +133,14 @@ class Generation:
         """A prefill yields the last token, and decode has nothing to do."""
         return self._job.sampling.max_tokens - len(self.output_ids) == 1
 
-    def _prefill_last(self) -> None:
-        if self._may_prefill() and self._plan_prefill(self._choose_prefill(), handover=False):
-            self._send_prefill()
+    def _prefill_last(self) -> Taken:
+        if not self._may_prefill() or not self._plan_prefill(self._choose_prefill(), handover=False):
+            return Taken.LATER
+        self._send_prefill()
+        return Taken.SERVED
 
-    def _reserve(self) -> bool:
-        """Asks a decode worker for room, and at first a prefill worker too. False: there is no room."""
+    def _reserve(self) -> Taken:
+        """Asks a decode worker for room, and at first a prefill worker too."""
         output_ids = self.output_ids
         if self._prefill is not None:
             # Held: the new decode worker takes over the KV, and repeats prefill's token.
@@ -148,22 +149,27 @@ class Generation:
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
         worker = self._pool.choose_decode(tokens, self._strikes.avoid)
         if worker is None:
-            if self._pool.has_decode:
+            if self._pool.can_hold(tokens):
                 self._waiting.worker_found()
-                return False
+                return Taken.NO_ROOM
             self._waiting.for_worker("decode")
-        elif self._prefill is not None:
+            return Taken.LATER
+        if self._prefill is not None:
             self._submit_decode(worker, output_ids, self._prefill.source)
-        elif self._may_prefill():
-            choice = self._choose_prefill()
-            if (overflow := self._overflow(worker, choice)) is not None:
-                self._prefill_on_decode(overflow)
-            elif self._plan_prefill(choice):
-                assert self._prefill is not None
-                if not self._retrying:
-                    self._send_prefill()  # first: the client waits for its token
-                self._submit_decode(worker, output_ids, self._prefill.source)
-        return True
+            return Taken.SERVED
+        if not self._may_prefill():
+            return Taken.LATER
+        choice = self._choose_prefill()
+        if (overflow := self._overflow(worker, choice)) is not None:
+            self._prefill_on_decode(overflow)
+        elif self._plan_prefill(choice):
+            assert self._prefill is not None
+            if not self._retrying:
+                self._send_prefill()  # first: the client waits for its token
+            self._submit_decode(worker, output_ids, self._prefill.source)
+        else:
+            return Taken.LATER
+        return Taken.SERVED
 
     def _submit_decode(
         self, worker: WorkerConnection, output_ids: list[int], source: pb.PrefillSource | None, own: int = 0
@@ -243,6 +249,8 @@ class Generation:
 
     def on_workers(self) -> None:
         self._advance()
+        if self._turn.waits:  # for its turn, and no longer for a worker
+            self._waiting.worker_found()
 
     def on_retry(self) -> None:
         self._may_retry = True

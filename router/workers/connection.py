@@ -276,8 +276,8 @@ class WorkerConnection:
                     self.reason, self.remedy = "the worker ended the stream", OWN_LOG
                 except grpc.aio.AioRpcError as error:
                     self.reason, self.remedy = cause(error, tls=self._tls is not None)
-                    if self.state is State.REFUSED:
-                        self.state = State.CONNECTING
+                    if self.state is State.REFUSED:  # another worker may come in its place
+                        self.state, self.description = State.CONNECTING, pb.WorkerDescription()
                 except Refused as error:
                     self.state, self.reason, self.remedy = State.REFUSED, str(error), error.remedy
                     backoff = LAST_BACKOFF

@@ -79,8 +79,9 @@ class WorkerPool:
         self.waiters: dict[WorkerWaiter, None] = {}
         self.changed = asyncio.Event()
         self.on_change: Callable[[], None] = lambda: None
-        self._window = math.inf  # of the prefill workers alone
-        self._spare = 0.0  # what decode workers prefill beside their own work, as a share of that
+        self._step_tokens = 0  # of all prefill workers: prompt tokens in one step of each
+        self._chunk_tokens = 0  # the same of decode workers, beside their own work
+        self._spare = 0.0  # what decode workers prefill beside their own work, as a share of prefill's speed
         self._spare_at = 0.0  # time.monotonic()
         self._overflow = overflow
         self._model = model
@@ -132,6 +133,10 @@ class WorkerPool:
     def has_decode(self) -> bool:
         return bool(self._members.decodes)
 
+    def can_hold(self, tokens: int) -> bool:
+        """Whether a decode worker has room for so many positions when it is idle."""
+        return any(load.blocks_total * load.block_size >= tokens for load in self._members.decodes)
+
     @property
     def complete(self) -> bool:
         """Whether there is a worker of each role."""
@@ -172,16 +177,22 @@ class WorkerPool:
         return free_room(self._members.decodes) if self.has_decode else FreeRoom(math.inf, math.inf)
 
     def window(self) -> float:
-        """Prompt tokens that keep all workers busy: more would only wait there. Infinite while a role has no
-        worker: that wait is the generation's own, and bounded in time."""
+        """Prompt tokens that keep all workers busy: more would only wait there. Infinite while there is no
+        worker to prefill or none to decode: a request waits for one by itself, and that wait is bounded in
+        time."""
+        if not self.has_decode or not (self._step_tokens or self._overflow):
+            return math.inf
         now = time.monotonic()
         if self._overflow and now > self._spare_at + SPARE_EVERY:
             offers = [c.status for c in self.ready(pb.ROLE_DECODE) if c.status.chunk_tokens]
             spare = sum(offer.chunk_tokens / offer.chunk_seconds for offer in offers if offer.chunk_seconds)
             speed = self._members.prefill_tokens_per_s()
             self._spare = spare / speed if speed else 0.0
+            self._chunk_tokens = sum(offer.chunk_tokens for offer in offers)
             self._spare_at = now
-        return self._window * (1 + self._spare)
+        if not self._step_tokens:
+            return WINDOW_STEPS * self._chunk_tokens
+        return WINDOW_STEPS * self._step_tokens * (1 + self._spare)
 
     def overflow(
         self,
@@ -216,11 +227,10 @@ class WorkerPool:
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._capacity = min(sizes, default=None)
         self._sliding_window = any(d.sliding_window == self._capacity for d in described)
-        self._use(connection.description.role)
         budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.ROLE_PREFILL))
-        self._window = WINDOW_STEPS * sum(budgets) if self.complete else math.inf
+        self._step_tokens = sum(budgets)  # before `_use`, which lets the queue go on
+        self._use(connection.description.role)
         self.changed.set()
-        self.on_change()
         if connection.ready:
             waiters, self.waiters = self.waiters, {}
             for waiter in waiters:

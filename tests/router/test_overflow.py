@@ -2,6 +2,7 @@
 when there are none."""
 
 import asyncio
+import math
 import random
 from pathlib import Path
 
@@ -213,6 +214,18 @@ async def test_decode_serves_alone_while_there_is_no_prefill_worker(cluster: Clu
     await cluster.until(lambda: not cluster.router.services.pool.complete)
     await answered_whole(cluster)
     assert await counted(cluster, "no_prefill") == 1
+
+
+async def test_without_a_prefill_worker_the_window_is_of_the_decode_workers(cluster: Cluster) -> None:
+    """Or else one key could put all of its prompts before those of the others."""
+    pool = cluster.router.services.pool
+    await offering(cluster)
+    await cluster.prefills[0].kill()
+    await cluster.until(lambda: not pool.complete)
+    pool._spare_at = 0.0
+    assert pool.window() == 2 * 64
+    pool._overflow = False
+    assert pool.window() == math.inf, "each request waits for a prefill worker by itself"
 
 
 async def test_a_reservation_that_lost_the_last_prefill_worker_is_prefilled_where_it_is(

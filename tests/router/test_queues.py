@@ -2,14 +2,14 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.gate import MAX_RETRY_AFTER, Account, Admission, DrainRate, Turn
+from router.admission.gate import MAX_RETRY_AFTER, Account, Admission, DrainRate, Taken, Turn
 from router.admission.keys import ANYBODY, ApiKey
 from router.errors import Overloaded, RateLimited
 from router.policy import FreeRoom
@@ -23,13 +23,16 @@ class Asker:
     name: str
     started: list[str]
     slots: list[float] = field(default_factory=lambda: [math.inf])
+    away: Callable[[], bool] = lambda: False
 
-    def on_turn(self) -> bool:
+    def on_turn(self) -> Taken:
+        if self.away():
+            return Taken.LATER
         if not self.slots[0]:
-            return False
+            return Taken.NO_ROOM
         self.slots[0] -= 1
         self.started.append(self.name)
-        return True
+        return Taken.SERVED
 
 
 class Clock:
@@ -88,8 +91,8 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
                 other.turns([80])
             assert admission.waiting_tokens == 930
     with admission.enter(account, 800):
-        assert account._left == 170
-    assert account._left == 970, "a request without turns costs nothing"
+        assert account._left == 200, "no worker had the prompts of the first request"
+    assert account._left == 1000, "a request without turns costs nothing"
     assert (admission.waiting_tokens, account.waiting_tokens, account.requests) == (0, 0, 0)
 
 
@@ -124,6 +127,7 @@ class Gate:
         self.window = math.inf
         self.room = FreeRoom(math.inf, math.inf)
         self.slots = [math.inf]
+        self.away = False
         self.started: list[str] = []
         self.admission = Admission(10**6, lambda: self.window, lambda: self.room, shared=shared)
         self._stack = contextlib.ExitStack()
@@ -138,7 +142,7 @@ class Gate:
 
     def ask(self, account: Account, name: str, *, tokens: int = 100, priority: int = 0) -> Asker:
         [turn] = self._stack.enter_context(admitted(self.admission, account, [tokens], priority))
-        asker = Asker(turn, name, self.started, self.slots)
+        asker = Asker(turn, name, self.started, self.slots, lambda: self.away)
         turn.wait(asker)
         return asker
 
@@ -251,6 +255,34 @@ def test_each_of_several_keys_has_half_of_the_window():
         assert gate.new() == ["o1"]
 
 
+def test_a_request_that_waits_for_a_worker_has_no_share_of_the_workers():
+    """So the requests that waited for a worker go through the window when it comes, as new ones do."""
+    flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
+    with Gate(shared=True) as gate:
+        gate.away = True
+        waiting = [gate.ask(flood, f"f{i}") for i in range(10)] + [gate.ask(other, "o")]
+        assert gate.new() == []
+        assert flood.seats == flood.sent_tokens == len(gate.admission.queue) == 0
+        gate.window, gate.away = 400.0, False
+        for asker in waiting:
+            asker.turn.wait(asker)
+        assert gate.new() == ["f0", "f1", "o"]
+        assert (flood.seats, flood.sent_tokens) == (2, 200)
+
+
+def test_a_prompt_that_no_worker_had_costs_its_key_nothing():
+    account = Account(ApiKey.of("a", "1", tokens_per_minute=1000), clock=Clock())
+    with Gate() as gate:
+        gate.slots[0] = 0
+        asker = gate.ask(account, "a")
+        assert account._left == 900
+        asker.turn.end()
+        assert account._left == 1000
+        gate.slots[0] = 1
+        gate.ask(account, "b").turn.end()
+        assert account._left == 900
+
+
 def test_a_key_may_always_have_one_request():
     with Gate(shared=True) as gate:
         gate.room = FreeRoom(0, 0)
@@ -286,7 +318,7 @@ def test_a_turn_that_ends_others_does_not_start_them():
     with admitted(admission, no_limit(), [10, 10, 10]) as turns:
 
         class Ends(Asker):
-            def on_turn(self) -> bool:
+            def on_turn(self) -> Taken:
                 for turn in turns:
                     turn.end()
                 return super().on_turn()

@@ -73,10 +73,33 @@ async def test_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Pat
         assert "is not that of" in refused.reason
         pool.membership_changed(pool.ready(pb.ROLE_DECODE)[0])
         assert pool.capacity == 8192, "that of the workers that serve"
+        await stranger.kill()
+        await cluster.until(lambda: refused.state is State.CONNECTING)
+        pool.membership_changed(pool.ready(pb.ROLE_DECODE)[0])
+        assert pool.capacity == 8192, "a refused worker that went away does not count either"
         for _ in range(4):
             await cluster.complete()
         assert not stranger.submitted
-        await stranger.kill()
+
+
+async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(cluster: Cluster):
+    """It was taken before the worker that could hold it went away. Then it waits for such a worker."""
+    pool, [decode] = cluster.router.services.pool, cluster.decodes
+    [load] = pool._members.decodes
+    load.full = True  # as after a refusal
+    long = asyncio.create_task(cluster.complete(prompt=[5] * 3000))
+    await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
+    load.blocks_total = 100
+    decode.status.blocks_free = 100
+    decode.report()
+    assert (await cluster.complete(prompt=[5] * 30, timeout=5))["choices"][0]["finish_reason"] == "stop"
+    assert len(pool.waiters) == 1
+    load.blocks_total = 512
+    decode.status.blocks_free = 512
+    decode.report()
+    await cluster.until(lambda: load.blocks_free == 512)
+    pool.membership_changed(pool.ready(pb.ROLE_DECODE)[0])
+    assert (await long)["choices"][0]["finish_reason"] == "stop"
 
 
 async def test_another_tokenizer_is_refused(
