@@ -168,6 +168,6 @@ class Checker:
         try:
             return json.loads(await self._children.ask(key, question))
         except ChildDied as died:
-            if not died.started:
-                raise ApiError("the router could not start its grammar compiler") from died
+            if died.blameless:
+                raise ApiError(f"the router has no process to compile this grammar: {died}") from died
             return "too much to compile", ""

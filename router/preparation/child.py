@@ -49,6 +49,8 @@ def answered(question: bytes, tokenizer: ModelTokenizer) -> bytes:
         return answer_of(prepare(kind, raw, tokenizer, served))
     except ApiError as error:
         return refusal_of(error)
+    except MemoryError:
+        sys.exit(1)  # the limit: the router refuses the body
     except Exception as error:  # noqa: BLE001  (a defect of ours: the router logs it)
         return failure_of(error)
 

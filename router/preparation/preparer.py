@@ -32,8 +32,8 @@ class Preparer:
         try:
             return read_answer(await self._children.ask(key, question_head(kind, served), raw))
         except ChildDied as died:
-            if not died.started:
-                raise ApiError("the router could not start a process to prepare requests") from died
+            if died.blameless:
+                raise ApiError(f"the router has no process to prepare this request: {died}") from died
             limits = f"{child.CPU_SECONDS} s or {child.MEMORY_BYTES >> 30} GiB"
             raise InvalidRequest(f"it takes more than {limits} to prepare this request") from died
 

@@ -11,6 +11,7 @@ Life of a child: started with the first question → asked → … → dead, and
 import asyncio
 import contextlib
 import os
+import signal
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ _SLICE_BYTES = 256 << 10
 
 
 class ChildDied(Exception):
-    """The child died, or it could not start. `started` is False where the question did not reach it."""
+    """The child died, or it could not start. `blameless`: the question is not the reason."""
 
     def __init__(self, code: int, *, started: bool) -> None:
         super().__init__(f"exit code {code}")
-        self.started = started
+        # A person or the kernel kills with these. A limit, or a crash of a library, ends by other signals.
+        self.killed = code in (-signal.SIGKILL, -signal.SIGTERM)
+        self.blameless = self.killed or not started
 
 
 class Child:
@@ -48,13 +51,15 @@ class Child:
         if self._process is not None and self._is_dead(self._process):
             await self.end()
         if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                # The secrets of the router are no concern of a process that reads what clients wrote.
-                env={name: value for name, value in os.environ.items() if not name.startswith("BATON_")},
-            )
+            # The secrets of the router are no concern of a process that reads what clients wrote.
+            env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+            pipe = asyncio.subprocess.PIPE
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=pipe, stdout=pipe, env=env
+                )
+            except OSError as error:  # of memory or processes there are no more
+                raise ChildDied(error.errno or 0, started=False) from error
             await self._exchange(self._process, [self._greeting] if self._greeting else None, started=False)
         return self._process
 
@@ -115,8 +120,16 @@ class Children:
     async def ask(self, key: str, *parts: Frame) -> bytes:
         """For the client with this key. A question that is given up is answered all the same, but to nobody.
 
-        Raises ChildDied.
+        Where the child is killed from outside, another one is asked, once. Raises ChildDied.
         """
+        try:
+            return await self._ask(key, parts)
+        except ChildDied as died:
+            if not died.killed:
+                raise
+        return await self._ask(key, parts)
+
+    async def _ask(self, key: str, parts: Sequence[Frame]) -> bytes:
         child = await self._turn(key, sum(map(len, parts)))
         asked = asyncio.create_task(child.ask(parts))
         self._asked.add(asked)
@@ -127,10 +140,13 @@ class Children:
         """Starts all, so that no question waits for it. Raises ChildDied."""
         children = [await self._turn("", 0) for _ in range(self._count)]
         try:
-            await asyncio.gather(*(child.started() for child in children))
+            found = await asyncio.gather(*(child.started() for child in children), return_exceptions=True)
         finally:
             for child in children:
                 self._free(child)
+        for failure in found:
+            if isinstance(failure, BaseException):
+                raise failure
 
     async def close(self) -> None:
         """Ends all of them. Nothing may be asked from now on."""

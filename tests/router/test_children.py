@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,7 +14,8 @@ import uvloop
 
 from router.processes.children import ChildDied, Children
 
-# Answers with its pid, its greeting and the question; dies of the question "die", and waits at "wait".
+# Answers with its pid, its greeting and the question; dies of the question "die", and waits at "wait". At
+# "kill PATH" it is killed, as long as the file has fewer than two lines, and adds one.
 SCRIPT = """
 import os, struct, sys, time
 length = struct.Struct("<I")
@@ -31,6 +33,12 @@ while True:
     question = read()
     if question == b"die":
         sys.exit(4)
+    if question[:5] == b"kill ":
+        with open(question[5:], "a+") as file:
+            file.seek(0)
+            if len(file.readlines()) < 2:
+                print(file=file, flush=True)
+                os.kill(os.getpid(), 9)
     if question == b"wait":
         time.sleep(0.2)
     write(b"%d %b %b %b" % (os.getpid(), greeting, question, os.environ.get("BATON_API_KEY", "").encode()))
@@ -85,7 +93,7 @@ async def test_a_child_that_died_of_a_question_is_replaced(make: Make):
     children = make()
     with pytest.raises(ChildDied) as died:
         await asked(children, b"die")
-    assert died.value.started
+    assert not died.value.blameless
     assert (await asked(children, b"a"))[1] == b"hello a "
 
 
@@ -94,7 +102,20 @@ async def test_a_child_that_never_starts_is_told_from_one_that_died_of_its_quest
     for _ in range(2):
         with pytest.raises(ChildDied) as died:
             await asked(children, b"a")
-        assert not died.value.started
+        assert died.value.blameless
+
+
+async def test_a_question_whose_child_is_killed_is_asked_once_more(make: Make, tmp_path: Path):
+    children = make()
+    for lines, killed in (("\n", False), ("", True)):
+        (tmp_path / "kills").write_text(lines)
+        question = b"kill " + bytes(tmp_path / "kills")
+        if killed:
+            with pytest.raises(ChildDied, match="exit code -9") as died:
+                await asked(children, question)
+            assert died.value.blameless
+        else:
+            assert (await asked(children, question))[1] == b"hello " + question + b" "
 
 
 async def test_a_question_that_is_given_up_leaves_the_child_in_order(make: Make):
