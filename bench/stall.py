@@ -19,11 +19,12 @@ _PAUSE_S = 0.0005
 _ASK = b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n"
 _BYTES = (16 << 20) - 1024
 """Below what a router takes by default (`--max-body-bytes`)."""
+_LONG_ANSWER = {"n": 16, "max_tokens": 1000}
 _SENTENCE = "The router chooses a worker, and sends it what to read. "
 
 
 def large_requests() -> dict[str, tuple[str, bytes]]:
-    """Paths and bodies: 300,000 messages, and 16 MB of each of the things that can be long."""
+    """Paths and bodies: 300,000 messages, 16 MB of each of the things that can be long, and a long answer."""
     text = _SENTENCE * (_BYTES // len(_SENTENCE))
     ids = [100] * (_BYTES // len("100, "))
     chat, short = "/v1/chat/completions", {"role": "user", "content": "Hi"}
@@ -35,6 +36,7 @@ def large_requests() -> dict[str, tuple[str, bytes]]:
         "token_ids": ("/v1/completions", {"prompt": ids}),
         "tokenize": ("/tokenize", {"prompt": text[: 1 << 20]}),  # 16 MB would take half a minute
         "detokenize": ("/detokenize", {"tokens": ids}),
+        "answer": ("/v1/completions", {"prompt": [100], "logprobs": 20, "ignore_eos": True} | _LONG_ANSWER),
     }
     return {name: (path, json.dumps(body).encode()) for name, (path, body) in requests.items()}
 

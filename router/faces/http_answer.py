@@ -10,7 +10,6 @@ from aiohttp import web
 from router.api.answers import Format
 from router.errors import ApiError
 from router.faces.serving import Answer
-from router.generation.choice import Delta
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +35,10 @@ async def respond(
     with answer.generating():
         if answer.body.stream:
             return await _stream(request, answer, answer_format, headers, client_timeout)
-        whole: list[list[Delta]] = [[] for _ in answer.choices]
         while not answer.finished:
             for index, delta in await answer.take(KEEPALIVE_SECONDS):
-                whole[index].append(delta)
-        body = _encode(answer_format.whole(whole))
+                answer_format.add(index, delta)
+        body = _encode(answer_format.whole())
     response = web.Response(body=body, content_type="application/json", headers=headers)
     try:
         async with asyncio.timeout(client_timeout):

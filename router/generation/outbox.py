@@ -4,11 +4,17 @@ A client that reads slowly holds up nobody else: what waits for it is bounded.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.errors import ApiError
 from rpc import worker_pb2 as pb
+
+
+MAX_TAKEN = 128
+"""Items that are taken at once: to write them takes some milliseconds, in which the event loop does nothing
+else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class Outbox:
     def __init__(self, limit: int, on_full: Callable[[], None]) -> None:
         self._limit = limit
         self._on_full = on_full
-        self._items: list[tuple[int, Token | ApiError]] = []
+        self._items: deque[tuple[int, Token | ApiError]] = deque()
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, index: int, item: Token | ApiError) -> None:
@@ -40,7 +46,9 @@ class Outbox:
         self._wake()
 
     async def take(self, timeout: float) -> list[tuple[int, Token | ApiError]]:
-        """All that is there, waiting for the first; nothing after `timeout` seconds."""
+        """At most `MAX_TAKEN` of what is there, waiting for the first; nothing after `timeout` seconds."""
+        if len(self._items) > MAX_TAKEN:
+            await asyncio.sleep(0)  # a client that reads again may have thousands left
         if not self._items:
             loop = asyncio.get_running_loop()
             self._reader = loop.create_future()
@@ -50,8 +58,7 @@ class Outbox:
             finally:
                 timer.cancel()
                 self._reader = None
-        items, self._items = self._items, []
-        return items
+        return [self._items.popleft() for _ in range(min(len(self._items), MAX_TAKEN))]
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

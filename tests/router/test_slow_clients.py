@@ -15,7 +15,7 @@ import pytest
 from router.errors import ApiError
 from router.faces import serving
 from router.generation.choice import Delta
-from router.generation.outbox import Outbox, Token
+from router.generation.outbox import MAX_TAKEN, Outbox, Token
 from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub
@@ -171,6 +171,42 @@ async def test_the_prompts_of_a_slow_reader_do_not_hold_up_others(
     await cluster.until(lambda: cluster.router.services.admission.waiting_tokens == 0)
     reads.set()
     assert len((await slow)["choices"]) == 3
+
+
+async def test_a_long_backlog_is_taken_in_pieces():
+    """Or else a client that reads again would stop the event loop while thousands of tokens are written."""
+    outbox, others = Outbox(10_000, lambda: None), 0
+    for i in range(1000):
+        outbox.put(i, Token(i, None, ""))
+
+    async def count() -> None:
+        nonlocal others
+        while True:
+            await asyncio.sleep(0)
+            others += 1
+
+    counting = asyncio.create_task(count())
+    taken: list[int] = []
+    while len(taken) < 1000:
+        before, items = others, await outbox.take(1.0)
+        assert len(items) <= MAX_TAKEN
+        assert others > before or not taken or len(taken) + len(items) == 1000
+        taken += [index for index, _ in items]
+    counting.cancel()
+    assert taken == list(range(1000))
+
+
+async def test_a_whole_answer_is_written_as_it_comes(cluster: Cluster):
+    decode = cluster.decodes[0]
+    decode.steps = asyncio.Semaphore(50)
+    before = deltas_alive()
+    asked = asyncio.create_task(cluster.complete(**(LONG | {"stream": False})))
+    active = cluster.router.services.active
+    await cluster.until(lambda: any(answer.usage().completion_tokens >= 50 for answer in active._answers))
+    assert deltas_alive() - before < 25, "of 50"
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    decode.steps = None
 
 
 @pytest.mark.parametrize("face", ["http", "grpc"])
