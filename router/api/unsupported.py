@@ -1,6 +1,8 @@
 """The fields of OpenAI, vLLM and SGLang that Baton knows and does not have. It refuses them by name.
 
-To ignore one of them would give another answer than the client asked for.
+To ignore one of them would give another answer than the client asked for. Not refused are fields that change
+no answer: `stream_interval` only says how large the chunks are, `session_id` which requests belong together,
+`spaces_between_special_tokens` has no effect on byte-exact text.
 """
 
 from typing import Any
@@ -14,7 +16,7 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (), "custom_params": ({},), "documents": ([],), "ebnf": (),
     "ec_transfer_params": ({},), "extra_key": (), "function_call": ("none",), "functions": ([],),
     "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
-    "include_stop_str_in_output": (False,),
+    "include_reasoning": (True,), "include_stop_str_in_output": (False,),
     "input_ids": (), "json_schema": (), "kv_transfer_params": ({},), "length_penalty": (1,),
     "logits_processors": ([],), "logprob_token_ids": (), "lora_path": (), "lora_request": (),
     "modalities": (["text"],), "moderation": (), "no_stop_trim": (False,), "prediction": (),
@@ -23,7 +25,8 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "return_prompt_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "rid": (), "session_params": ({},), "stop_regex": ([],),
     "suffix": ("",), "thinking_token_budget": (-1,), "truncate_prompt_tokens": (),
-    "use_beam_search": (False,), "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
+    "use_beam_search": (False,), "verbosity": ("medium",), "vllm_xargs": ({},),
+    "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip
 COMPLETION: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "max_completion_tokens": (),
@@ -46,6 +49,7 @@ _REMEDIES = {
     "guided_grammar": "use structured_outputs.grammar",
     "guided_json": "use structured_outputs.json",
     "guided_regex": "use structured_outputs.regex",
+    "include_reasoning": "use reasoning_effort, which may turn thinking off",
     "input_ids": "send the token ids as prompt to /v1/completions",
     "json_schema": "use structured_outputs.json",
     "kv_transfer_params": _ROUTED,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from router.errors import ApiError
 from rpc import worker_pb2 as pb
 
-
 MAX_TAKEN = 128
 """Items that are taken at once: to write them takes some milliseconds, in which the event loop does nothing
 else."""

@@ -180,6 +180,7 @@ def test_a_wrong_chat(body, param, reason):
         ("allowed_token_ids", [5]),
         ("cache_salt", "x"),
         ("return_hidden_states", True),
+        ("verbosity", "low"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(field, value):
@@ -204,6 +205,7 @@ def test_what_is_not_supported_is_refused_by_name(field, value):
         ("json_schema", "{}", "structured_outputs.json"),
         ("stop_regex", "a+", "stop"),
         ("bootstrap_room", 5, "leave it out"),
+        ("include_reasoning", False, "reasoning_effort"),
     ],
 )
 def test_fields_of_other_servers_are_refused_with_what_to_do_instead(field, value, remedy):
@@ -236,6 +238,8 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse():
         "kv_transfer_params": None, "top_logprobs": 0,
         "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "suffix": None,
         "logit_bias": None, "stop": None, "seed": None, "parallel_tool_calls": True, "store": False,
+        "verbosity": "medium", "include_reasoning": True, "stream_interval": 4, "session_id": "s",
+        "spaces_between_special_tokens": False,
     }  # fmt: skip
 
     assert parse(ChatBody, json.dumps({"messages": HELLO, **harmless}).encode()).stop == []
