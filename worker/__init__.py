@@ -1,23 +1,23 @@
-"""What prefill and decode workers are both made of: process tree, local messages, gRPC service, health,
-drain.
+"""The common part of prefill and decode workers: process tree, local messages, gRPC service, health, drain.
 
-The life of a worker, `worker.service.run`, one process tree from start to end:
+The life of a worker, which `worker.service.run` implements:
 
 1. The *service process* (asyncio: gRPC, health, metrics) makes the staging arena and the sockets that its
-   children inherit, and starts the *engine process*: a fresh interpreter that ties its life to the
-   service, loads the model and answers what it is.
-2. Knowing the KV layout it starts the *transfer process*, which listens for KV lanes (prefill) or opens
-   them (decode).
-3. Ready: the gRPC port opens, whoever started us is told (`worker.ready`), routers attach. What they
-   submit is validated here, computed in the engine process, and goes back as one message per engine step
-   and router.
-4. A child that dies or falls silent ends the whole tree with a non-zero exit; the supervisor starts the
-   next incarnation. All children die with the service process, however that dies.
-5. SIGTERM drains (nothing new is taken, what runs ends, bounded); SIGINT cancels. Then engine, transfer
-   process and server stop in this order, and nothing is left: no process, no socket file, no memory.
+   children inherit. It starts the *engine process*, a fresh interpreter, which loads the model and reports
+   the KV layout.
+2. The service process starts the *transfer process*, which needs that layout. On a prefill worker it listens
+   for KV lanes, on a decode worker it opens them.
+3. The gRPC server starts, the ready line goes to the parent process (`worker.ready`), and routers attach.
+4. The service process validates each request of a router. The engine process computes it. The tokens of one
+   engine step go to each router in one message.
+5. If a child dies or hangs, the whole tree ends with a non-zero exit code. The supervisor starts the next
+   incarnation. All children die with the service process, even if SIGKILL ends it.
+6. SIGTERM drains: the worker refuses new requests and waits, up to a deadline, until the accepted ones have
+   ended. SIGINT skips this wait. Then the remaining attempts fail, and the transfer process, the engine
+   process and the gRPC server stop in this order.
 
-`worker.engine_loop` is the loop that the engine processes of both roles run; a role (`prefill_worker`,
-`decode_worker`) is what it does with messages, KV and the outputs of a step.
+The engine processes of both roles run the same loop, `worker.engine_loop`. A role (`prefill_worker`,
+`decode_worker`) handles its messages, its KV and the outputs of a step.
 """
 
 from worker.config import Deadlines, WorkerConfig

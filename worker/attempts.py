@@ -1,7 +1,7 @@
-"""Which router owns which attempt in the engine process, and what goes back to it.
+"""The table of attempts in the engine process: which router owns each, and the messages that go back.
 
-An attempt is in the table from its submission to its one end. What the engine still yields for an attempt
-that was cancelled in between finds no owner and goes nowhere.
+An attempt is in the table from its submission to its end. Tokens of an attempt that is no longer in the table
+are dropped, for example after a cancel.
 """
 
 from collections import defaultdict
@@ -13,8 +13,10 @@ from worker.messages import Code, FromEngine
 
 
 class Attempts:
-    """`send` takes messages for the service process. Tokens are gathered until `flush`, once per engine
-    step."""
+    """Owners of attempts. `send` takes messages for the service process.
+
+    Tokens are collected until `flush`, which the loop calls once per engine step.
+    """
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         self._send = send
@@ -25,26 +27,26 @@ class Attempts:
         return len(self._streams)
 
     def open(self, stream: int, attempt_id: bytes) -> None:
-        assert attempt_id not in self._streams, "ids are checked by the role, which knows them for longer"
+        assert attempt_id not in self._streams, "the role refuses ids that are in use"
         self._streams[attempt_id] = stream
 
     def refuse_reused(self, stream: int, attempt_id: bytes) -> None:
-        """For a submission under an id that is in use; what uses it goes on."""
+        """Refuses a submission whose id is in use. The attempt that uses the id goes on."""
         self._fail(stream, attempt_id, Code.INVALID, "this id is in use")
 
     def owned(self, stream: int, attempt_id: bytes) -> bool:
-        """Only the router that submitted an attempt may change it."""
+        """Returns whether the router of `stream` submitted the attempt. Only that router may change it."""
         return self._streams.get(attempt_id) == stream
 
     def of(self, stream: int) -> list[bytes]:
         return [attempt_id for attempt_id, owner in self._streams.items() if owner == stream]
 
     def end(self, attempt_id: bytes) -> None:
-        """It ended without a word to its router (which ended it, or knows from the last token)."""
+        """Removes the attempt without a message: its router cancelled it, or got its last token."""
         self._streams.pop(attempt_id, None)
 
     def fail(self, attempt_id: bytes, code: Code, message: str) -> None:
-        """Ends it and tells its router why."""
+        """Removes the attempt and tells its router why. Does nothing if the attempt is not in the table."""
         stream = self._streams.pop(attempt_id, None)
         if stream is not None:
             self._fail(stream, attempt_id, code, message)
@@ -54,7 +56,7 @@ class Attempts:
             self.fail(attempt_id, code, message)
 
     def kv_failed(self, attempt_id: bytes, prefill_id: bytes, message: str) -> None:
-        """Tells its router; the attempt goes on, and with it the reservation."""
+        """Tells the router that the KV did not arrive. The attempt and its reservation stay."""
         stream = self._streams.get(attempt_id)
         if stream is not None:
             self._send(messages.Failed(stream, attempt_id, Code.KV_FAILED, message, prefill_id))
@@ -69,11 +71,11 @@ class Attempts:
         self._tokens[stream].append(output)
 
     def flush(self) -> None:
-        """One message per router with all tokens since the last flush."""
+        """Sends each router one message with all its tokens since the last flush."""
         for stream, tokens in self._tokens.items():
             self._send(messages.Tokens(stream, tokens))
         self._tokens.clear()
 
     def _fail(self, stream: int, attempt_id: bytes, code: Code, message: str) -> None:
-        self.flush()  # what was sampled before travels before
+        self.flush()  # the router must get earlier tokens before the failure
         self._send(messages.Failed(stream, attempt_id, code, message))

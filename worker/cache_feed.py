@@ -1,5 +1,7 @@
-"""What routers are told about the prefix cache: numbered changes, and snapshots for those who come or missed
-one."""
+"""Messages to routers about the prefix cache: numbered changes and snapshots.
+
+A router gets a snapshot when it attaches, and when it missed a change and asks for one.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -10,18 +12,18 @@ from rpc import worker_pb2 as pb
 T = TypeVar("T")
 
 MAX_CHUNKS = 4096
-"""In one message."""
+"""The most chunks in one message."""
 
 
 class CacheFeed:
-    """The cached chunks of one incarnation, and the number of the last change."""
+    """The cached chunks of one incarnation, and the sequence number of the last change."""
 
     def __init__(self) -> None:
         self._chunks: set[int] = set()
         self._sequence = 0
 
     def changed(self, added: Sequence[int], evicted: Sequence[int]) -> list[pb.WorkerMessage]:
-        """Messages for all routers."""
+        """Applies a change. Returns the messages for all routers."""
         self._chunks.update(added)
         self._chunks.difference_update(evicted)
         messages = []
@@ -37,7 +39,7 @@ class CacheFeed:
         return messages
 
     def snapshot(self) -> list[pb.WorkerMessage]:
-        """For one router. Changes that are made from now on follow it."""
+        """Returns the snapshot for one router. It includes every change up to now."""
         batches = list(_batches(iter(self._chunks))) or [[]]
         return [
             pb.WorkerMessage(cache=pb.CacheEvents(sequence=self._sequence, reset=i == 0, added=batch))

@@ -1,17 +1,17 @@
-"""What the engine's prefix cache has, in the words that routers use: 64-token chunks instead of blocks.
+"""Converts changes of the engine's prefix cache from blocks to the 64-token chunks that routers use.
 
-A chunk counts as cached while the block that holds its last token is. Blocks before it are then cached as
-well: the cache gives up the end of a prefix before its beginning. (Except where two requests computed the
-same prefix at the same time, of which one published the beginning and the other the end: until the end is
-given up too, routers believe in more than there is.) So with blocks of b tokens, a prompt of which routers
-see c chunks has
+A chunk counts as cached while the block that holds its last token is cached. The blocks before that one are
+then cached, too, because the cache evicts the end of a prefix before its beginning. There is one exception.
+Two requests may compute the same prefix at the same time, and one publishes its beginning and the other its
+end. If the beginning is evicted first, routers overestimate the prefix until its end is evicted, too.
 
-    b divides 64:     from 64c to 64c + 64 - b tokens cached
-    64 divides b:     64c, rounded down to a multiple of b: of a block that does not fit a prompt to its end,
-    the
-                      prompt may share chunks
+Let b be the block size and c the number of leading chunks of a prompt that routers see as cached:
 
-and the engine uses full blocks of that before the last position.
+- If b divides 64, then 64c to 64c + 64 - b tokens of the prompt are cached.
+- If 64 divides b, then 64c tokens, rounded down to a multiple of b, are cached. The prompt may share only the
+  first chunks of a cached block.
+
+The engine uses the full blocks of these tokens that end before the last position of the prompt.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,14 @@ from worker.messages import CacheChanged
 
 
 class CachedChunks:
-    """The engine's `CacheObserver`. Gathers changes until `take`, once per step."""
+    """The engine's `CacheObserver`. Collects changes until `take`, which the loop calls once per step."""
 
     def __init__(self) -> None:
-        self.block_size = 0  # known once the engine is there
-        self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it; no empty ones
-        self._blocks: dict[int, int] = {}  # chunk → cached blocks in which it ends, differing
+        self.block_size = 0  # set when the engine has been built
+        self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
+        self._blocks: dict[
+            int, int
+        ] = {}  # chunk → number of cached blocks, with different hashes, that end it
         self._changes: dict[int, bool] = {}  # chunk → whether it is cached now
 
     def cached(
@@ -55,7 +57,7 @@ class CachedChunks:
                 self._changes[chunk] = False
 
     def take(self) -> CacheChanged | None:
-        """What changed since the last time; None: nothing."""
+        """Returns the changes since the last call, or None if there are none."""
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}

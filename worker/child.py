@@ -1,5 +1,4 @@
-"""What a child of the service process does before anything else: it names itself and ties its life to the
-parent's."""
+"""The first actions of a child of the service process: set its title and tie its life to the parent."""
 
 import signal
 
@@ -9,12 +8,12 @@ from kv_transfer.parent import die_with_parent
 
 
 def begin(title: str, parent_pid: int) -> None:
-    """Die with the parent, leave signals to it, carry a name. To be called before slow imports.
+    """Makes this process die with its parent and ignore SIGINT and SIGTERM, and sets its title.
 
-    SIGKILL, because an engine deep in a kernel would not notice anything milder. The signal follows the
-    thread that spawned us, so the service spawns from its main thread. A parent that died before the call
-    is noticed by its pid. A Ctrl-C reaches the whole foreground group and `kill -- -PGID` all of it, but
-    how a worker stops is ordered by its service process alone; children hear of it by message.
+    Must be called before slow imports. The kernel sends SIGKILL when the parent's spawning thread ends, so
+    the service spawns in its main thread. A milder signal would not end an engine inside a kernel launch. A
+    parent that died before the call is detected by `parent_pid`. Ctrl-C and `kill -- -PGID` reach the whole
+    process group, but only the service process orders the stop, by messages.
     """
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

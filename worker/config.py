@@ -1,7 +1,7 @@
-"""Everything one worker is told at its start, typed and checked once.
+"""The configuration of one worker, typed and checked once.
 
-Built by the command line (flags over environment over file) and handed to `prefill_worker.main` or
-`decode_worker.main`. Errors are `ValueError`s that name the flag as a user types it.
+The command line builds it (flags over environment over file) and passes it to `prefill_worker.main` or
+`decode_worker.main`. A wrong value raises a ValueError that names the flag as the user types it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ Role = Literal["prefill", "decode"]
 
 _SIOCGIFADDR = 0x8915
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
-# sun_path holds 108 bytes with its terminating zero; what is added to run_dir is "/baton-XXXXXXXX/engine".
+# A socket path (sun_path) has 108 bytes with its terminating zero. `worker.ipc` appends this suffix to
+# run_dir.
 _MAX_RUN_DIR = 107 - len("/baton-XXXXXXXX/engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """How long each wait of a worker may last, in seconds. Each has one owner; none is ever a time of day."""
+    """The longest time of each wait of a worker, in seconds. Clocks are monotonic."""
 
     hold: float = 30.0
-    """A prefill held without FETCH or ACK; a FETCH that waits for its prefill id."""
+    """A finished prefill waits this long for FETCH or ACK. A FETCH waits this long for its prefill id."""
     transfer: float = 10.0
-    """A transfer without progress."""
+    """A transfer may go this long without progress."""
     tombstone: float = 60.0
-    """How long a closed transfer's id is remembered."""
+    """The id of an ended transfer is remembered this long."""
     peer: float = 5.0
-    """Silence after which the other end of the lanes counts as dead."""
+    """A silent peer of the KV lanes counts as dead after this time."""
     engine: float = 10.0
-    """An engine (or a transfer process) without a sign of life."""
+    """An engine or transfer process that shows no sign of life for this long counts as hung."""
     drain: float = 60.0
-    """From SIGTERM to the exit."""
+    """A drain after SIGTERM lasts at most this long."""
 
     def __post_init__(self) -> None:
         for name in ("hold", "transfer", "tombstone", "peer", "engine", "drain"):
@@ -54,48 +55,55 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """One worker: its place in the cluster, its engine, its ports and its deadlines."""
+    """One worker: its role and index, its engine, its ports and its deadlines."""
 
     role: Role
     engine: EngineConfig
     secret: bytes = field(repr=False)
-    """The cluster secret, 16 bytes or more: authenticates routers (gRPC) and peers (KV lanes)."""
+    """The cluster secret, at least 16 bytes. It authenticates routers (gRPC) and peers (KV lanes)."""
     tls: TlsFiles | None = None
-    """Of the gRPC face; routers must show a certificate, too. None: no TLS."""
+    """Files for the gRPC port. Routers must show a certificate, too. None: no TLS."""
     index: int = 0
-    """Its place in its role, for people: process names, logs, `baton status`."""
+    """The number of the worker within its role, in process titles, logs and `baton status`."""
     title: str = "baton"
-    """What the titles of its processes begin with."""
+    """The prefix of the titles of its processes."""
     served_model_name: str | None = None
-    """Label `model_name` of its metrics; None: the model as given to the engine."""
+    """The label `model_name` of its metrics. None: the model as given to the engine."""
     host: str = "127.0.0.1"
     port: int = 0
-    """gRPC; 0 chooses a free port, which `ready_fd` tells."""
+    """The gRPC port. 0 chooses a free port, which the ready line on `ready_fd` names."""
     kv_host: str | None = None
-    """The address of the KV lanes, told to decode workers, or the network interface that has it.
-    None: `host`, or where that is a wildcard this machine's own address."""
+    """The address of the KV lanes that decode workers connect to, or the network interface that has it.
+
+    None: `host`, or this machine's own address if `host` is a wildcard.
+    """
     kv_port: int = 0
     metrics_port: int = 0
     kv_bind: tuple[str, ...] = ()
-    """Decode: interfaces, or addresses of this machine, that KV lanes take in turn. Empty: by route."""
+    """Decode: interfaces or addresses of this machine that KV lanes use in turn.
+
+    Empty: the kernel's route.
+    """
     kv_lanes: int = 4
-    """TCP connections to each prefill worker."""
+    """Decode: TCP connections to each prefill worker."""
     kv_slot_bytes: int = 2 << 20
-    """One slice of KV on the wire and one slot of the staging arena; a few MiB at most."""
+    """Bytes of one arena slot, which carries one KV frame."""
     kv_slots: int = 64
-    """Slots of the arena: it takes kv_slots × kv_slot_bytes of host memory."""
+    """Slots of the staging arena, which takes kv_slots × kv_slot_bytes of host memory."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     run_dir: str | None = None
-    """Where the directory of the local sockets is made (mode 0700, gone once the worker is up).
-    None: the system's temporary directory."""
+    """The parent of the directory of the local socket (mode 0700), which is removed when the worker is up.
+
+    None: the system's temporary directory.
+    """
     trace_dir: str | None = None
-    """Where every process writes its trace (Chrome trace events, a line each). None: no trace."""
+    """Directory in which every process writes its trace (one Chrome trace event per line). None: no trace."""
     log_format: logs.Format = "text"
     log_level: logs.Level = "info"
     otlp_endpoint: str | None = None
-    """http://HOST:PORT of an OTLP/gRPC receiver of traces; None: no traces."""
+    """http://HOST:PORT or https://HOST:PORT of an OTLP/gRPC receiver of traces. None: no traces."""
     ready_fd: int | None = None
-    """An inherited descriptor that gets progress, then the ready line or the error; see `worker.ready`."""
+    """An inherited descriptor for progress and then the ready line or the error (`worker.ready`)."""
 
     def __post_init__(self) -> None:
         if self.role not in ("prefill", "decode"):
@@ -122,7 +130,7 @@ class WorkerConfig:
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
                 "lanes, at most 65536)"
             )
-        from kv_transfer.arena import MAX_STEP_IDS  # late: the command line imports this module for its help
+        from kv_transfer.arena import MAX_STEP_IDS  # late: `baton --help` imports this module
 
         most = MAX_STEP_IDS // 2  # two steps may be under way
         if self.engine.max_num_seqs > most:
@@ -131,10 +139,10 @@ class WorkerConfig:
             _check_source(source)
         if self.kv_host in _WILDCARDS:
             raise ValueError(
-                f"--kv-host: {self.kv_host!r} cannot be told to decode workers; give the address of the "
-                "network that carries KV"
+                f"--kv-host: {self.kv_host!r} is not an address that decode workers can connect to; give the "
+                "address of the network that carries KV"
             )
-        self.kv_address()  # a ValueError now, not once the weights are loaded
+        self.kv_address()  # a wrong --kv-host must fail before the weights are loaded
         if self.run_dir is not None and len(str(Path(self.run_dir).absolute()).encode()) > _MAX_RUN_DIR:
             raise ValueError(
                 f"--run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at most)"
@@ -142,7 +150,7 @@ class WorkerConfig:
 
     @property
     def name(self) -> str:
-        """What processes and logs call it: `prefill 0`."""
+        """The name of the worker in process titles and logs, such as `prefill 0`."""
         return f"{self.role} {self.index}"
 
     @property
@@ -150,8 +158,10 @@ class WorkerConfig:
         return self.served_model_name or self.engine.model
 
     def reachable_host(self) -> str:
-        """`host`, or where that is a wildcard this machine's own address. Raises ValueError if it has
-        none."""
+        """Returns the address that routers connect to: `host`, or this machine's own if `host` is a wildcard.
+
+        Raises ValueError if this machine has no address that others can reach.
+        """
         if self.host not in _WILDCARDS:
             return self.host
         name = socket.gethostname()
@@ -159,14 +169,20 @@ class WorkerConfig:
             own = socket.gethostbyname(name)
         except OSError as error:
             raise ValueError(
-                f"--host {self.host}: give an address, since {name} has none ({error})"
+                f"--host {self.host}: the host name {name} has no address ({error}); give an address"
             ) from error
         if own.startswith("127."):
-            raise ValueError(f"--host {self.host}: give an address, since {name} is only known as {own}")
+            raise ValueError(
+                f"--host {self.host}: the host name {name} has only the loopback address {own}; "
+                "give an address"
+            )
         return own
 
     def kv_address(self) -> str | None:
-        """`kv_host`, or the IPv4 address of the interface of that name. Raises ValueError if it has none."""
+        """Returns `kv_host`, or the IPv4 address of the interface of that name.
+
+        Raises ValueError if the interface has no IPv4 address.
+        """
         if self.kv_host is None or self.kv_host not in (name for _, name in socket.if_nameindex()):
             return self.kv_host
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -181,26 +197,26 @@ class WorkerConfig:
         return socket.inet_ntoa(answer[20:24])
 
     def reachable_kv_host(self) -> str:
-        """Where decode workers connect to."""
+        """Returns the address that decode workers connect to. Raises ValueError if there is none."""
         return self.kv_address() or self.reachable_host()
 
     def logging(self, incarnation: int, process: str = "") -> dict[str, Any]:
-        """The logging configuration of the service process, or of one of its children."""
-        speaker: dict[str, str | int] = {"role": self.role, "index": self.index}
+        """Returns the logging configuration of the child `process`, or of the service process if it is ""."""
+        description: dict[str, str | int] = {"role": self.role, "index": self.index}
         if process:
-            speaker["process"] = process
-        speaker["incarnation"] = f"{incarnation:016x}"
-        return logs.log_config(self.log_format, self.log_level, speaker)
+            description["process"] = process
+        description["incarnation"] = f"{incarnation:016x}"
+        return logs.log_config(self.log_format, self.log_level, description)
 
     def trace_path(self, process: str) -> str | None:
-        """The trace file of one of its processes ("engine", "transfer")."""
+        """Returns the trace file of a process ("engine", "transfer"), or None if there is no `trace_dir`."""
         if self.trace_dir is None:
             return None
         return str(Path(self.trace_dir) / f"{self.role}-{self.index}-{process}.trace")
 
 
 def _check_source(source: str) -> None:
-    """ValueError unless `source` is an interface or an address of this machine."""
+    """Raises ValueError if `source` is neither an interface nor an address of this machine."""
     interfaces = [name for _, name in socket.if_nameindex()]
     if source in interfaces:
         return
@@ -210,6 +226,6 @@ def _check_source(source: str) -> None:
             probe.bind((source, 0))
     except OSError as error:
         raise ValueError(
-            f"--kv-bind: {source!r} is no address of this machine ({error}); its interfaces are "
-            + ", ".join(interfaces)
+            f"--kv-bind: {source!r} is neither an interface nor an address of this machine ({error}); "
+            f"its interfaces are {', '.join(interfaces)}"
         ) from error

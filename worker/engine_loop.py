@@ -1,12 +1,14 @@
-"""The engine process of either role: start-up, then one loop until the service says stop.
+"""The engine process of both roles: start-up, then one loop until the service process sends Stop.
 
     wait for work, messages or KV → take messages → move KV → step the engine → send tokens → tick
 
-The loop waits while the engine has nothing to do, also for a GPU that computes: so nothing spins when idle,
-and messages and KV that come while a step is under way are in the next one. The arena's tick counter says
-that this process is alive: once a layer, a step and a start-up stage, and `IDLE_TICK` seconds apart when
-idle; never while a GPU computes that may hang. The service reads it, and so does the transfer process, which
-tells its peers.
+The loop sleeps while the engine has nothing to do, also while a GPU computes. Messages and KV that arrive
+during a step are handled before the next step.
+
+The arena's tick counter shows that this process is alive. The engine ticks once per layer, the loop once per
+iteration, and start-up once per stage. When idle, an iteration lasts at most `IDLE_TICK` seconds. The loop
+does not tick while the device computes a step, because the device may hang. The service process reads the
+counter, and so does the transfer process, which tells its peers.
 """
 
 import gc
@@ -38,45 +40,50 @@ from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
 from worker.ipc import ServiceLink
 from worker.messages import Code, RequestCounts, ToEngine
 
-IDLE_TICK = 0.5
+IDLE_TICK = 0.5  # seconds
 
 
 class Role(Protocol):
-    """What makes an engine process a prefill or a decode one. Everything runs in the loop's thread."""
+    """The part of the engine process that differs between prefill and decode. The loop's thread calls it."""
 
     engine: Engine
 
     @property
     def kv_fd(self) -> int:
-        """Readable when `move_kv` has something to do."""
+        """A descriptor that is readable when `move_kv` has something to do."""
 
     @property
     def poll_within(self) -> float | None:
-        """Seconds after which `move_kv` is due although `kv_fd` stays silent; None: no need."""
+        """Seconds after which `move_kv` must be called even if `kv_fd` is not readable. None: no limit."""
 
     @property
     def empty(self) -> bool:
-        """No attempt is known, and nothing of the pool is being read or written by the lanes."""
+        """Whether there is no attempt, and no transfer reads or writes the KV pool."""
 
     def handle(self, message: ToEngine) -> None:
-        """What only this role is told: everything but Stop, AskStatus and the two cancels."""
+        """Handles a message of this role.
+
+        The loop handles Stop, AskStatus, Cancel and CancelStream itself.
+        """
 
     def cancel(self, attempt_id: bytes, /) -> None:
-        """Ends an attempt, which its router has given up."""
+        """Ends an attempt that its router has cancelled."""
 
     def move_kv(self, spare: float) -> None:
-        """Takes what the KV channel reported. Never waits; what may take more than `spare` seconds is left
-        for the next call."""
+        """Handles the reports of the transfer process. Never waits.
+
+        Work that may take longer than `spare` seconds is left for the next call.
+        """
 
     def after_step(self, result: StepResult) -> None: ...
 
     def shutdown(self) -> None:
-        """Ends the KV half; the transfer process is gone."""
+        """Closes the KV sender or receiver. The transfer process has closed its lanes."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """What a role is built from. Everything in it lives as long as the process."""
+    """The objects that a role is built from. All of them live as long as the process."""
 
     config: EngineProcessConfig
     link: ServiceLink
@@ -88,7 +95,7 @@ class Parts:
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
 
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
-        """Raises ValueError for what the user got wrong."""
+        """Builds the engine. Raises ValueError if the user's configuration is wrong."""
         config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
         engine = build_engine(
             config,
@@ -107,7 +114,7 @@ def device(engine: Engine) -> str:
 
 
 def kv_layout(engine: Engine) -> KVLayout:
-    """All layers cache alike; the wire has one layout for them."""
+    """Returns the layout of the KV on the wire. It requires that all layers cache alike."""
     layer = engine.cache_spec[0]
     assert all(other == layer for other in engine.cache_spec), "the wire has one layout for all layers"
     dtype = str(layer.dtype).removeprefix("torch.")
@@ -115,7 +122,10 @@ def kv_layout(engine: Engine) -> KVLayout:
 
 
 def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
-    """Exit code of the engine process. An exception of a step is not caught: the worker starts anew."""
+    """Runs the engine process. Returns its exit code.
+
+    `build` makes the role. An exception of a step ends the process, and the supervisor starts a new worker.
+    """
     link = ServiceLink(config.address)
     parts = Parts(
         config,
@@ -135,7 +145,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
         return EXIT_START_FAILED
     gc.collect()
     gc.enable()
-    gc.freeze()  # what was built lives as long as the process: no step shall wait while it is looked through
+    gc.freeze()  # these objects live as long as the process; scanning them would delay a step
     link.send(ready)
     loop(role, parts)
     parts.trace.close()
@@ -176,7 +186,7 @@ def loop(role: Role, parts: Parts) -> None:
         role.move_kv(engine.rest if engine.waits_for_device else math.inf)
         result = engine.step() if engine.has_work and not engine.rest else None
         if (changed := parts.cached_chunks.take()) is not None:
-            link.send(changed)  # before the token: who continues from it finds its prefix here
+            link.send(changed)  # before the tokens: the router of a follow-up request must know the prefix
         if result is not None:
             if result.seconds:
                 now = time.monotonic()
@@ -188,7 +198,7 @@ def loop(role: Role, parts: Parts) -> None:
 
 
 def _ready(engine: Engine) -> messages.EngineReady:
-    """Raises ValueError for a tokenizer that cannot be read."""
+    """Describes the engine for the service process. Raises ValueError if the tokenizer cannot be read."""
     model = engine.model_config
     return messages.EngineReady(
         model_fingerprint=engine.model_fingerprint,

@@ -1,5 +1,9 @@
-"""How an engine process begins: its configuration from stdin, its tie to the parent, only then the slow
-imports."""
+"""The start of an engine process, before the slow imports.
+
+1. Read the configuration from stdin.
+2. Tie the process to its parent (`worker.child`).
+3. Run the role, which imports torch.
+"""
 
 import gc
 import logging.config
@@ -12,18 +16,20 @@ import msgspec
 from worker.child import begin
 
 EXIT_START_FAILED = 2
-"""Exit code of an engine process that has said why in a StartFailed."""
+"""Exit code of an engine process that has sent a StartFailed with the reason."""
 
 
 class EngineProcessConfig(msgspec.Struct, frozen=True):
-    """One JSON line on stdin. `engine` stays encoded until the engine package, and torch with it, is
-    imported."""
+    """The configuration of an engine process: one JSON line on stdin.
+
+    `engine` stays encoded, because decoding needs the engine package, which imports torch.
+    """
 
     name: str  # "prefill 0 engine"
-    title: str  # what the process title begins with
+    title: str  # prefix of the process title
     parent_pid: int
     address: str  # of the service's socket
-    channel_fd: int  # inherited; the engine's end of the KV channel
+    channel_fd: int  # inherited: the engine's end of the KV channel
     arena_fd: int  # inherited
     kv_slots: int
     kv_slot_bytes: int
@@ -33,9 +39,9 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
 
 
 def start(run: Callable[[EngineProcessConfig], int]) -> int:
-    """`run` may import torch; it returns the exit code."""
+    """Runs an engine process. Returns its exit code, which is that of `run`. `run` may import torch."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
     begin(f"{config.title}: {config.name}", config.parent_pid)
     logging.config.dictConfig(config.logging)
-    gc.disable()  # until all is built: imports make no garbage, and looking for it costs them a fifth
+    gc.disable()  # until the engine is built: imports make no garbage, and collection slows them by a fifth
     return run(config)

@@ -1,14 +1,16 @@
-"""How a worker's life can end other than by being told to."""
+"""The errors that end a worker."""
 
 
 class StartError(Exception):
-    """It never came up because of something the user can change; the message says what."""
+    """The worker cannot start because of a mistake that the user can correct. The message names it."""
 
 
 class TreeError(Exception):
-    """One of its processes died, fell silent or broke a rule: the whole tree ends, the supervisor starts
-    the next."""
+    """A process of the worker died, hung or sent a wrong message.
+
+    The whole tree ends, and the supervisor starts the next incarnation.
+    """
 
 
 class EngineError(TreeError):
-    """The engine process died or hung: what it was computing may be why."""
+    """The engine process died or hung. An attempt of its last step may be the cause."""

@@ -1,8 +1,13 @@
-"""The gRPC face of a worker: Attach, Describe, GetStatus.
+"""The gRPC service of a worker: Attach, Describe, GetStatus.
 
-A router's stream owns what is submitted on it. It ends when the router ends it, when gRPC's keepalive finds
-the router gone, when the router breaks the protocol, or when it leaves too much unread; each way the engine
-is told to cancel all of it.
+The stream of a router owns the attempts that are submitted on it. The stream ends when:
+
+- the router ends it,
+- gRPC's keepalive finds that the router is gone,
+- the router breaks the protocol,
+- the router leaves too many bytes unread.
+
+In each case the engine cancels all attempts of the stream.
 """
 
 import asyncio
@@ -22,26 +27,26 @@ from worker.validation import Limits, ProtocolError, Refused
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT = 5.0
+HELLO_TIMEOUT = 5.0  # seconds
 
 
 class Backend(Protocol):
-    """What the servicer needs of the rest of the service process."""
+    """The part of the service process that the gRPC service needs."""
 
     draining: bool
 
     async def send(self, message: ToEngine) -> None:
-        """To the engine, in order; waits when the engine is behind."""
+        """Sends to the engine, in order. Waits while the engine reads too slowly."""
 
     async def status(self) -> pb.WorkerStatus:
-        """Read from the engine and transfer processes now."""
+        """Asks the engine and transfer processes for their status."""
 
     def cache_snapshot(self) -> list[pb.WorkerMessage]:
-        """What is in the prefix cache; empty where there is none."""
+        """Returns the contents of the prefix cache as messages; empty if the cache is off."""
 
 
 class AttachService(WorkerServicer):
-    """Serves routers; owns their streams. `backend` owns the engine."""
+    """Serves routers and owns their streams. `backend` owns the engine."""
 
     def __init__(
         self, backend: Backend, role: Role, limits: Limits, description: pb.WorkerDescription
@@ -63,7 +68,7 @@ class AttachService(WorkerServicer):
 
     # ------------------------------------------------------------ the calls
 
-    # Writes instead of yielding: a generator that waits for a slow router cannot be cut.
+    # It writes and does not yield, because a generator that waits for a slow router cannot be ended.
     async def Attach(  # pyrefly: ignore[bad-override]
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
     ) -> None:
@@ -83,8 +88,8 @@ class AttachService(WorkerServicer):
             await asyncio.wait({reading, writing, overflow}, return_when=asyncio.FIRST_COMPLETED)
             self._detach(stream)
             reading.cancel()
-            # gRPC cannot end a call while a write is pending: a router that does not read learns of its end
-            # when it reads again, or is gone.
+            # gRPC cannot end a call while a write is pending. A router that does not read learns of the end
+            # only when it reads again.
             stream.discard()
             await asyncio.wait({reading, writing})
         finally:
@@ -94,8 +99,8 @@ class AttachService(WorkerServicer):
             await asyncio.gather(reading, writing, overflow, return_exceptions=True)
             log.info("router %s detached", router)
         if stream.overflow.is_set():
-            log.warning("router %s left more than 8 MiB unread and was cut", router)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "more than 8 MiB was left unread")
+            log.warning("the stream of router %s ends: it left more than 8 MiB unread", router)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router left more than 8 MiB unread")
         if not reading.cancelled() and (broken := reading.exception()) is not None:
             log.warning("router %s broke the protocol: %s", router, broken)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(broken))
@@ -113,7 +118,7 @@ class AttachService(WorkerServicer):
     # ------------------------------------------------------------ worker to router
 
     def deliver(self, stream_number: int, message: pb.WorkerMessage) -> None:
-        """To one router, if it is still there."""
+        """Queues a message for one router. Drops the message if the router has detached."""
         stream = self._streams.get(stream_number)
         if stream is not None:
             stream.put(message)
@@ -131,7 +136,7 @@ class AttachService(WorkerServicer):
             stream.put(message)
 
     def finish(self) -> None:
-        """Ends every stream once what is queued for its router is written."""
+        """Ends every stream after its queued messages are written."""
         for stream in self._streams.values():
             stream.finish()
 
@@ -142,14 +147,14 @@ class AttachService(WorkerServicer):
             kind = message.WhichOneof("kind")
             handler = self._handlers.get(kind or "")
             if handler is None:
-                raise ProtocolError(f"a message of kind {kind} is out of place here")
+                raise ProtocolError(f"a message of kind {kind} is not allowed here")
             await handler(stream, message)
 
     async def _prefill(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         submit = message.prefill
         prefill_id = validation.attempt_id(submit.prefill_id, "prefill_id")
         try:
-            self._accepts("prefill")
+            self._require_accepting("prefill")
             work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
         except Refused as refusal:
             stream.put(_refused(prefill_id, refusal))
@@ -160,7 +165,7 @@ class AttachService(WorkerServicer):
         submit = message.decode
         decode_id = validation.attempt_id(submit.decode_id, "decode_id")
         try:
-            self._accepts("decode")
+            self._require_accepting("decode")
             work = validation.work(decode_id, submit.request, self._limits)
             source = validation.source(submit.source) if submit.HasField("source") else None
         except Refused as refusal:
@@ -172,7 +177,7 @@ class AttachService(WorkerServicer):
         retarget = message.retarget
         decode_id = validation.attempt_id(retarget.decode_id, "decode_id")
         try:
-            self._is_for("decode")
+            self._require_role("decode")
             source = validation.source(retarget.source)
             output_ids = validation.output_tokens(retarget.output_ids, self._limits)
         except Refused as refusal:
@@ -188,27 +193,27 @@ class AttachService(WorkerServicer):
     async def _cache_resync(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         self._put_snapshot(stream)
 
-    def _is_for(self, role: Role) -> None:
+    def _require_role(self, role: Role) -> None:
         if role != self._role:
             raise Refused(Code.INVALID, f"this is a {self._role} worker")
 
-    def _accepts(self, role: Role) -> None:
-        self._is_for(role)
+    def _require_accepting(self, role: Role) -> None:
+        self._require_role(role)
         if self._backend.draining:
             raise Refused(Code.DRAINING, "the worker is shutting down")
 
     def _detach(self, stream: RouterStream) -> None:
-        """Nothing reaches it any more, and what was submitted on it is cancelled. Idempotent."""
+        """Removes the stream and makes the engine cancel its attempts. Idempotent."""
         if self._streams.pop(stream.number, None) is None:
             return
-        # In a task of its own: the call that ends may be cancelled while the engine is behind.
+        # A separate task, because gRPC may cancel the ending call while the engine reads too slowly.
         task = asyncio.create_task(self._backend.send(messages.CancelStream(stream.number)))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
 
 async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> str:
-    """Takes the message that every stream begins with; returns the router's name for logs."""
+    """Reads the RouterHello that every stream begins with. Returns the router's name for logs."""
     try:
         first = await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT)
     except (TimeoutError, StopAsyncIteration) as error:

@@ -1,9 +1,9 @@
 """The socket between the service process and its engine process: ZMQ PAIR over a Unix socket, typed messages.
 
-The socket lives in a directory of mode 0700 for as long as it takes the engine to connect; then both are
-removed, so that not even `kill -9` leaves a file. Both directions are bounded. A service that sends faster
-than the engine reads waits, and with it the routers; an engine whose service does not read for
-`SEND_TIMEOUT` gives up.
+The socket file is in a directory of mode 0700. Both are removed when the engine has connected, so that even
+`kill -9` leaves no file. Both directions are bounded. If the engine reads too slowly, the service process
+waits, and the routers with it. If the service process does not read for `SEND_TIMEOUT`, the engine process
+ends.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from worker.messages import Exit, FromEngine, ToEngine
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_QUEUED = 4096
-SEND_TIMEOUT = 10.0
+SEND_TIMEOUT = 10.0  # seconds
 
 
 def _bound(socket: zmq.Socket | zmq.asyncio.Socket) -> None:
@@ -28,7 +28,10 @@ def _bound(socket: zmq.Socket | zmq.asyncio.Socket) -> None:
 
 
 class EngineLink:
-    """The service's end. Owns the directory, made in `run_dir`, and the listening socket."""
+    """The service's end. Owns the listening socket and its directory, which it makes in `run_dir`.
+
+    Raises StartError if the directory cannot be made.
+    """
 
     def __init__(self, run_dir: str | None) -> None:
         try:
@@ -48,7 +51,10 @@ class EngineLink:
         return messages.decode_from_engine(await self._socket.recv())
 
     def remove_directory(self) -> None:
-        """Once the engine has connected, which its first message proves. Idempotent."""
+        """Removes the socket file and its directory. Idempotent.
+
+        The engine must have connected, which its first message proves.
+        """
         if self._directory is not None:
             shutil.rmtree(self._directory)
             self._directory = None
@@ -59,7 +65,7 @@ class EngineLink:
 
 
 class ServiceLink:
-    """The engine's end: never waits to receive, and to send only when the service is far behind."""
+    """The engine's end. It never waits to receive, and waits to send only if the queue is full."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -69,7 +75,10 @@ class ServiceLink:
         self._socket.connect(address)
 
     def fileno(self) -> int:
-        """Becomes readable when `has_messages` may have changed: to be looked at before each wait."""
+        """Returns a descriptor that becomes readable when `has_messages` may have changed.
+
+        The caller must check `has_messages` before each wait, because ZMQ signals are edge-triggered.
+        """
         return self._socket.fileno()
 
     @property
@@ -77,12 +86,14 @@ class ServiceLink:
         return bool(self._socket.poll(0))
 
     def send(self, message: FromEngine) -> None:
-        """Raises zmq.Again when the service has not read for SEND_TIMEOUT."""
+        """Raises zmq.Again if the service process has not read for SEND_TIMEOUT."""
         self._socket.send(messages.encode(message))
 
     def receive_all(self) -> list[ToEngine]:
-        """What has arrived, in order; at most MAX_QUEUED, so that a flood cannot keep the engine from its
-        steps."""
+        """Returns the messages that have arrived, in order.
+
+        Returns at most MAX_QUEUED messages, so that a flood cannot delay the engine's steps for long.
+        """
         arrived: list[ToEngine] = []
         while len(arrived) < MAX_QUEUED:
             try:
@@ -92,11 +103,14 @@ class ServiceLink:
         return arrived
 
     def wait_for_exit(self) -> None:
-        """Drops what comes before Exit. Should the service die in between, so does this process."""
+        """Waits for Exit and drops all other messages.
+
+        If the service process dies, this process dies, too.
+        """
         while not isinstance(messages.decode_to_engine(self._socket.recv()), Exit):
             pass
 
     def close(self) -> None:
-        """Waits a second for what is queued to leave."""
+        """Closes the socket. Waits at most a second until the queued messages are sent."""
         self._socket.close(linger=1000)
         self._context.term()

@@ -1,9 +1,8 @@
 """The typed messages between a service process and its engine process (msgpack over the local socket).
 
-They embed the types of `engine` and `kv_transfer`, which msgspec encodes as they are.
-
-A *stream* is the service's number for one attached router: it never comes back, so what is late for a router
-that went away reaches nobody. Attempt ids are a prefill id or a decode id.
+They embed types of `engine` and `kv_transfer`, which msgspec encodes directly. A *stream* is the number that
+the service process gives to one attached router. Numbers are never used again, so a late message for a
+detached router reaches no other router. An attempt id is a prefill id or a decode id.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from kv_transfer import InjectStats, KVLayout
 
 
 class Code(IntEnum):
-    """Why an attempt ended without a finish; the numbers are those of `FailureCode` in proto/worker.proto."""
+    """Why an attempt failed. The numbers are those of `FailureCode` in proto/worker.proto."""
 
     NO_ROOM = 1
     KV_FAILED = 2
@@ -36,14 +35,14 @@ class _Message(Struct, tag=True, array_like=True):
 class Work(_Message, tag=False):
     """A request as a router sent it. The service process has checked it (`worker.validation`)."""
 
-    request: EngineRequest  # its id is the attempt's
-    timeout: float  # seconds that remain of the request's deadline
-    name: str  # what logs call the request
-    traceparent: str  # of the attempt; empty: it is not traced
+    request: EngineRequest  # its id is the attempt id
+    timeout: float  # seconds until the request's deadline
+    name: str  # the name of the request in logs
+    traceparent: str  # of the attempt; empty if the attempt is not traced
 
 
 class Source(_Message, tag=False):
-    """Where the KV of a request comes from."""
+    """The prefill that sends the KV of a request."""
 
     prefill_id: bytes
     kv_address: str
@@ -62,7 +61,7 @@ class Prefill(_Message):
 class Decode(_Message):
     stream: int
     work: Work
-    source: Source | None  # None: prefill it here
+    source: Source | None  # None: the decode worker prefills the prompt
 
 
 class Retarget(_Message):
@@ -78,21 +77,21 @@ class Cancel(_Message):
 
 
 class CancelStream(_Message):
-    """The router's stream ended: cancel all that was submitted on it."""
+    """The stream of a router ended: cancel every attempt that was submitted on it."""
 
     stream: int
 
 
 class AskStatus(_Message):
-    question: int  # comes back in the answer
+    question: int  # the EngineStatus that answers repeats it
 
 
 class Stop(_Message):
-    """Give up what is left: each attempt fails as DRAINING. Answered by Stopped."""
+    """Fail every attempt with DRAINING, then answer with Stopped."""
 
 
 class Exit(_Message):
-    """After Stopped, once the transfer process has closed its lanes: release everything, exit with 0."""
+    """Free everything and exit with 0. Sent after Stopped, when the transfer process has closed its lanes."""
 
 
 ToEngine = Prefill | Decode | Retarget | Cancel | CancelStream | AskStatus | Stop | Exit
@@ -106,14 +105,16 @@ class Progress(_Message):
 
 
 class StartFailed(_Message):
-    """The user's mistake (model, device, sizes), in words for the user. The engine process then exits."""
+    """The user's configuration is wrong (model, device, sizes). The engine process then exits.
+
+    `message` is for the user.
+    """
 
     message: str
 
 
 class EngineReady(_Message):
-    """What the engine turned out to be; the service needs it for Describe and to start the transfer
-    process."""
+    """The properties of the loaded engine, for Describe and for the start of the transfer process."""
 
     model_fingerprint: str
     layout: KVLayout
@@ -121,8 +122,8 @@ class EngineReady(_Message):
     max_model_len: int
     block_size: int
     num_blocks: int
-    vocabulary_fingerprint: str  # empty: the model comes without a tokenizer
-    sliding_window: int  # that ends the context at max_model_len; 0: none does
+    vocabulary_fingerprint: str  # empty if the model has no tokenizer
+    sliding_window: int  # max_model_len if the model's window is what limits it, else 0
 
 
 class Tokens(_Message):
@@ -142,7 +143,7 @@ class Failed(_Message):
     attempt_id: bytes
     code: Code
     message: str
-    prefill_id: bytes = b""  # with KV_FAILED: whose KV did not come
+    prefill_id: bytes = b""  # with KV_FAILED: the prefill whose KV did not arrive
 
 
 @dataclass(slots=True)
@@ -150,12 +151,12 @@ class RequestCounts:
     """Counts since the start of an engine process."""
 
     prompt_tokens: int = 0
-    """Prefilled here."""
+    """Prompt tokens that this worker prefilled."""
     generation_tokens: int = 0
     finished_stop: int = 0
     finished_length: int = 0
     no_room: int = 0
-    """Reservations refused."""
+    """Refused reservations."""
 
     def count(self, output: Output) -> None:
         self.generation_tokens += 1
@@ -169,49 +170,49 @@ class EngineStatus(_Message):
     question: int
     stats: EngineStats
     counts: RequestCounts
-    idle: bool  # no request in any phase, and the lanes read or write no block: a drain may end
+    idle: bool  # there is no request in any phase, and no transfer reads or writes a block
 
 
 class CacheChanged(_Message):
-    """Chunks that entered and left the prefix cache: one message for a step, before its tokens."""
+    """Chunks that entered and left the prefix cache. One message per step, before the tokens of the step."""
 
     added: list[int]
     evicted: list[int]
 
 
 class Stopped(_Message):
-    """Answers Stop. The engine's last message: from here on it only waits for Exit."""
+    """Answers Stop. It is the engine's last message; the engine then waits for Exit."""
 
 
 class Injected(_Message):
-    """One transfer, as the decode engine saw it."""
+    """The KV of a request is complete in the decode engine's blocks."""
 
     decode_id: bytes
     stats: InjectStats
 
 
 class Prefilled(_Message):
-    """A prefill has its token. Times are time.monotonic(), which all processes of a host share."""
+    """A prefill has sampled its token. Times are time.monotonic(), which all processes of a host share."""
 
     attempt_id: bytes
     accepted_at: float
-    began_at: float  # the first step that computed some of it
+    began_at: float  # start of the first step that computed a part of the prompt
     token_at: float
     prompt_tokens: int
     cached_tokens: int
 
 
 class Decoded(_Message):
-    """A request ended with its last token; times as in Prefilled."""
+    """A request ended with its last token. Times are as in Prefilled."""
 
     decode_id: bytes
-    joined_at: float  # the batch
+    joined_at: float  # when the request joined the batch
     ended_at: float
-    output_tokens: int  # sampled here
+    output_tokens: int  # tokens that this worker sampled
 
 
 class SecondToken(_Message):
-    """The gap between prefill's first token and decode's second, in seconds."""
+    """The time from prefill's first token to decode's second token, in seconds."""
 
     handover: float
 

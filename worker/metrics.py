@@ -1,8 +1,7 @@
-"""What a worker exports on its metrics port. Names and meanings are vLLM's where vLLM has them, else
-`baton:*`.
+"""The Prometheus metrics of a worker. Metrics that vLLM has keep vLLM's names; all others are `baton:*`.
 
-Counters and pools are kept by the processes that own them; here the last report of each is turned into
-metrics when somebody scrapes. Only the distributions of the KV handover live here.
+The engine and transfer processes keep the counters and report them. A scrape converts their last reports to
+metrics. Only the histograms are kept here.
 """
 
 import socket
@@ -23,11 +22,11 @@ from worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse
 
-disable_created_metrics()  # one more series for each, which nobody reads
+disable_created_metrics()  # each counter and histogram would get one more series
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
-# What is known to happen counts from 0, so that rates and alerts see the first time too.
+# These label values are exported from the start with 0, so that rates and alerts see the first event.
 _CHECKSUMS = ("header", "payload", "control")
 _REFUSED = ("hello", "secret", "role", "limits", "transfer_id")
 _DEADLINES = {
@@ -42,8 +41,10 @@ _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
 class Metrics(Collector):
-    """Owns the registry and, once `listen` was called, the HTTP server (a thread of its own, off the event
-    loop)."""
+    """The metrics of a worker. Owns the registry and, after `listen`, an HTTP server with its own thread.
+
+    The owner sets `engine_status` and `transfer_stats` to the last reports.
+    """
 
     def __init__(self, role: str, model_name: str) -> None:
         self._labels = {"model_name": model_name, "role": role}
@@ -55,50 +56,62 @@ class Metrics(Collector):
         self._server: tuple[WSGIServer, Thread] | None = None
         self._closing = False
         self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "Accepted until its prefill begins.", _SECONDS
+            "vllm:request_queue_time_seconds", "Time from acceptance to the start of the prefill.", _SECONDS
         )
         self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds", "Beginning of the prefill to the first token.", _SECONDS
+            "vllm:request_prefill_time_seconds",
+            "Time from the start of the prefill to the first token.",
+            _SECONDS,
         )
         if role == "decode":
             self._decode = self._histogram(
-                "vllm:request_decode_time_seconds", "KV injected to the last token.", _LONG_SECONDS
+                "vllm:request_decode_time_seconds",
+                "Time from the end of KV injection to the last token.",
+                _LONG_SECONDS,
             )
-            self._transfer = self._histogram("baton:kv_transfer_seconds", "First KV frame to last.", _SECONDS)
+            self._transfer = self._histogram(
+                "baton:kv_transfer_seconds", "Time from the first KV frame to the last.", _SECONDS
+            )
             self._injection = self._histogram(
-                "baton:kv_injection_seconds", "First copy into the blocks to the end of the last.", _SECONDS
+                "baton:kv_injection_seconds",
+                "Time from the start of the first copy into the blocks to the end of the last.",
+                _SECONDS,
             )
             self._exposed = self._histogram(
-                "baton:kv_exposed_seconds", "Prefill's first token to the last injection.", _SECONDS
+                "baton:kv_exposed_seconds",
+                "Time from prefill's first token to the end of KV injection.",
+                _SECONDS,
             )
-            self._fetch = self._histogram("baton:kv_fetch_seconds", "FETCH to the last injection.", _SECONDS)
+            self._fetch = self._histogram(
+                "baton:kv_fetch_seconds", "Time from FETCH to the end of KV injection.", _SECONDS
+            )
             self._hidden = self._histogram(
                 "baton:kv_hidden_share", "1 - exposed / transfer seconds, for each transfer.", _SHARES
             )
             self._handover = self._histogram(
-                "baton:handover_seconds", "Prefill's first token to decode's second.", _SECONDS
+                "baton:handover_seconds", "Time from prefill's first token to decode's second.", _SECONDS
             )
 
     def listen(self, host: str, port: int) -> int:
-        """Returns the port. Raises OSError when it is taken."""
+        """Starts the HTTP server. Returns the port. Raises OSError if the port is in use."""
         answer = make_wsgi_app(self.registry)
 
         def plain(environ: dict[str, Any], start_response: "StartResponse") -> Iterable[bytes]:
-            # Prometheus would rather have OpenMetrics, but prometheus_client writes vllm_x for vllm:x there.
+            # Prometheus prefers OpenMetrics, but there prometheus_client writes vllm_x instead of vllm:x.
             environ["HTTP_ACCEPT"] = "text/plain; version=0.0.4"
             return answer(environ, start_response)
 
         class Server(ThreadingWSGIServer):
             address_family = family(host)
 
-        server = make_server(host, port, plain, Server, handler_class=_Quiet)
+        server = make_server(host, port, plain, Server, handler_class=_NoAccessLog)
         thread = Thread(target=self._serve, args=(server,), name="metrics", daemon=True)
         thread.start()
         self._server = (server, thread)
         return server.server_port
 
     def _serve(self, server: WSGIServer) -> None:
-        """As `serve_forever`, which however wakes twice a second to see whether it should end."""
+        """Serves until `close`. `serve_forever` would wake up twice a second to check for the end."""
         while not self._closing:
             server.handle_request()
 
@@ -155,8 +168,8 @@ class Metrics(Collector):
     def _of_engine(self, status: EngineStatus) -> Iterator[Metric]:
         stats, counts = status.stats, status.counts
         used = 1.0 - stats.blocks_free / stats.blocks_total
-        yield self._gauge("vllm:num_requests_running", "In the running batch.", stats.running)
-        yield self._gauge("vllm:num_requests_waiting", "Waiting to be scheduled.", stats.waiting)
+        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.", stats.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
         yield self._gauge(
             "baton:prefix_cache_usage_perc",
@@ -169,19 +182,29 @@ class Metrics(Collector):
         yield self._gauge(
             "baton:held_prefills", "Finished prefills whose KV is not acknowledged.", stats.held
         )
-        yield self._gauge("baton:reservations", "Requests that wait for their KV.", stats.reservations)
+        yield self._gauge(
+            "baton:reservations", "Reserved requests that wait for their KV.", stats.reservations
+        )
         yield self._gauge(
             "baton:prefill_tokens_per_second", "Recent prefill speed.", stats.prefill_tokens_per_s
         )
         yield self._gauge("baton:step_seconds", "Mean of recent engine steps.", stats.step_seconds)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens prefilled here.", counts.prompt_tokens)
+        yield self._counter(
+            "vllm:prompt_tokens", "Prompt tokens that this worker prefilled.", counts.prompt_tokens
+        )
         yield self._counter("vllm:generation_tokens", "Tokens sampled.", counts.generation_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests that had to make room.", stats.preemptions)
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_cache_queries)
-        yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_cache_hits)
+        yield self._counter("vllm:num_preemptions", "Requests that were preempted.", stats.preemptions)
+        yield self._counter(
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            stats.prefix_cache_queries,
+        )
+        yield self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits
+        )
         yield self._by_label(
             "vllm:request_success",
-            "Requests that ended with their last token here.",
+            "Requests that ended with their last token on this worker.",
             "finished_reason",
             {"stop": counts.finished_stop, "length": counts.finished_length},
         )
@@ -189,7 +212,9 @@ class Metrics(Collector):
     def _of_transfer(self, stats: TransferStats) -> Iterator[Metric]:
         yield self._gauge("baton:kv_transfers_open", "Transfers under way.", stats.transfers_open)
         yield self._gauge(
-            "baton:kv_fetches_waiting", "FETCHes for a prefill not seen yet.", stats.fetches_waiting
+            "baton:kv_fetches_waiting",
+            "FETCHes for a prefill id that is not known yet.",
+            stats.fetches_waiting,
         )
         yield self._gauge("baton:kv_sessions", "Peers with open lanes.", stats.sessions)
         yield self._gauge("baton:kv_lanes", "Open lanes.", stats.lanes)
@@ -198,14 +223,20 @@ class Metrics(Collector):
         yield self._by_label("baton:kv_bytes", "KV moved.", "connector", {"tcp": stats.kv_bytes})
         yield self._counter("baton:kv_frames", "KV frames moved.", stats.kv_frames)
         yield self._counter(
-            "baton:kv_late_frames", "Frames of transfers that had ended, read away.", stats.late_frames
+            "baton:kv_late_frames", "Frames that arrived for a transfer that had ended.", stats.late_frames
         )
         role = self._labels["role"]
         for name, text, label, values, known in (
             ("baton:kv_transfers", "Transfers ended.", "reason", stats.transfers, _TRANSFERS[role]),
             ("baton:kv_checksum_failures", "Bad frames.", "kind", stats.checksum_failures, _CHECKSUMS),
             ("baton:kv_refused", "Peers and frames refused.", "reason", stats.refused, _REFUSED),
-            ("baton:deadlines_expired", "Waits given up.", "deadline", stats.deadlines, _DEADLINES[role]),
+            (
+                "baton:deadlines_expired",
+                "Deadlines that expired.",
+                "deadline",
+                stats.deadlines,
+                _DEADLINES[role],
+            ),
         ):
             yield self._by_label(name, text, label, dict.fromkeys(known, 0) | values)
 
@@ -226,6 +257,6 @@ class Metrics(Collector):
         return family
 
 
-class _Quiet(WSGIRequestHandler):
+class _NoAccessLog(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape is no event."""
+        """Scrapes are not logged."""

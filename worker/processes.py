@@ -1,4 +1,4 @@
-"""A child process of the service: a fresh interpreter, watched through a pidfd."""
+"""Child processes of the service process: each is a fresh interpreter, watched through a pidfd."""
 
 import asyncio
 import contextlib
@@ -12,25 +12,25 @@ from kv_transfer.spawn import SECRET_VARIABLE
 
 
 def spawn(module: str, config: bytes, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Runs `module` with `-m` in a fresh interpreter (never a fork of a process with threads), with its
-    configuration on stdin, and without the cluster secret in its environment.
+    """Runs `module` with `-m` in a fresh interpreter, with `config` as one line on stdin.
 
-    To be called in the main thread: the child's life hangs on the thread that spawned it (see
-    `worker.child`).
+    A fork would be unsafe, because this process has threads. The child's environment does not have the
+    cluster secret. Must be called in the main thread: the child dies with the thread that spawned it
+    (`worker.child`).
     """
     environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
     popen = subprocess.Popen(
         [sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=pass_fds, env=environment
     )
     assert popen.stdin is not None
-    # Where it is dead already, whoever waits for it will see.
+    # If the child is already dead, `ChildProcess.wait` reports its exit.
     with contextlib.suppress(BrokenPipeError), popen.stdin:
         popen.stdin.write(config + b"\n")
     return popen
 
 
 class ChildProcess:
-    """A child, watched by the running event loop."""
+    """A child process that the running event loop watches."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
         self.name = name
@@ -48,19 +48,19 @@ class ChildProcess:
         return not self._ended.is_set()
 
     async def wait(self) -> int:
-        """Its exit code; negative: the signal that killed it. Any number of tasks may wait."""
+        """Returns the exit code, or minus the number of the signal that killed it. Many tasks may wait."""
         await self._ended.wait()
         code = self._popen.returncode
         assert code is not None
         return code
 
     def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process. Nothing if it has ended."""
+        """Sends SIGKILL, which also ends a stopped process. Does nothing if the process has ended."""
         if self.running:
             self._popen.kill()
 
     async def end(self, timeout: float) -> int:
-        """Waits for it to end by itself, and kills it when it does not."""
+        """Waits `timeout` seconds for the process to exit, then kills it. Returns the exit code."""
         try:
             return await asyncio.wait_for(self.wait(), timeout)
         except TimeoutError:
@@ -75,7 +75,7 @@ class ChildProcess:
 
 
 def describe_exit(code: int) -> str:
-    """For logs: "exited with 3", "was killed by SIGKILL"."""
+    """Returns the text for logs, such as "exited with 3" or "was killed by SIGKILL"."""
     if code >= 0:
         return f"exited with {code}"
     return f"was killed by {signal.Signals(-code).name}"

@@ -1,7 +1,9 @@
-"""How a worker tells whoever started it that it came up: JSON lines on an inherited descriptor.
+"""Reports the start-up of a worker to its parent process, as JSON lines on an inherited descriptor.
 
-Any number of `{"stage": "loading weights", "fraction": 0.4}`, then exactly one `{"ready": {...}}` or,
-before a non-zero exit, one `{"error": "message for the user"}`; after either the descriptor is closed.
+1. Any number of `{"stage": "loading weights", "fraction": 0.4}`.
+2. Exactly one `{"ready": {...}}`, or one `{"error": "message for the user"}` before a non-zero exit. A worker
+   that a signal stops during its start writes neither.
+3. The worker closes the descriptor.
 """
 
 import json
@@ -12,17 +14,17 @@ log = logging.getLogger(__name__)
 
 
 class ReadyPipe:
-    """Owns `fd` (None: only logs). A reader that went away is no reason to stop."""
+    """Writes the JSON lines. Owns `fd`; with None it writes nothing. A reader that has gone is ignored."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
-        self._told = ("", 0.0)
+        self._last = ("", 0.0)
 
     def stage(self, stage: str, fraction: float) -> None:
-        """Tells new stages and every twentieth of one; a loader reports each tensor."""
-        told, before = self._told
-        if stage != told or fraction - before >= 0.05 or fraction == 1.0:
-            self._told = (stage, fraction)
+        """Writes a stage when it begins, every 5 % of it, and its end. A loader reports every tensor."""
+        last_stage, last_fraction = self._last
+        if stage != last_stage or fraction - last_fraction >= 0.05 or fraction == 1.0:
+            self._last = (stage, fraction)
             self._write({"stage": stage, "fraction": round(fraction, 3)})
 
     def ready(self, **about: str | int) -> None:
@@ -44,5 +46,5 @@ class ReadyPipe:
         try:
             os.write(self._fd, json.dumps(line).encode() + b"\n")
         except BrokenPipeError:
-            log.warning("nobody reads the ready descriptor any more")
+            log.warning("the reader of the ready descriptor has closed it")
             self.close()

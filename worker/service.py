@@ -1,5 +1,4 @@
-"""The service process of a worker: brings the tree up, serves routers, drains, takes the tree down. `run`
-is its life."""
+"""The service process of a worker: starts the process tree, serves routers, drains, and stops the tree."""
 
 import asyncio
 import logging.config
@@ -29,20 +28,23 @@ from worker.validation import Limits
 
 log = logging.getLogger(__name__)
 
-STATUS_INTERVAL = 1.0
+STATUS_INTERVAL = 1.0  # seconds, as the two below
 DRAIN_CHECK = 0.05
 SERVER_STOP = 1.0
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 
 def run(config: WorkerConfig, engine_module: str) -> int:
-    """Runs a worker to its end. 0: it was told to stop; 1: it could not start, or one of its processes
-    ended."""
+    """Runs a worker to its end.
+
+    Returns 0 after SIGTERM or SIGINT. Returns 1 if the worker could not start or if one of its processes
+    died.
+    """
     setproctitle.setproctitle(f"{config.title}: {config.name}")
     incarnation = int.from_bytes(os.urandom(8))
     logging.config.dictConfig(config.logging(incarnation))
 
-    async def life() -> int:
+    async def run_service() -> int:
         try:
             service = Service(config, engine_module, incarnation)
         except (StartError, ValueError) as error:
@@ -51,16 +53,18 @@ def run(config: WorkerConfig, engine_module: str) -> int:
             return 1
         return await service.run()
 
-    return asyncio.run(life())
+    return asyncio.run(run_service())
 
 
 class Interrupted(Exception):
-    """Told to stop at once."""
+    """SIGINT, or SIGTERM before the worker was ready."""
 
 
 class Service:
-    """Everything of the service process; `Backend` of the gRPC service. Made and used inside the event
-    loop."""
+    """The service process, and the `Backend` of its gRPC service. It is made and used inside the event loop.
+
+    Raises StartError or ValueError if the user's configuration is wrong.
+    """
 
     def __init__(self, config: WorkerConfig, engine_module: str, incarnation: int) -> None:
         self._config = config
@@ -80,16 +84,16 @@ class Service:
         self._reporting: asyncio.Task[None] | None = None
         self._last_status = pb.WorkerStatus()
         self._questions = count()
-        self._asked: dict[int, asyncio.Future[EngineStatus]] = {}
+        self._status_answers: dict[int, asyncio.Future[EngineStatus]] = {}  # by question
 
     async def run(self) -> int:
-        """The whole life; returns the exit code."""
+        """Runs until a signal or a failure ends the worker. Returns the exit code."""
         loop = asyncio.get_running_loop()
-        # Explicitly, since a program started with & has SIGINT ignored.
+        # A shell starts background programs with SIGINT ignored, so the handler must be set explicitly.
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         try:
-            await self._unless_it_ends(self._live())
+            await self._run_until_failure(self._serve())
             await self._stop()
         except Interrupted:
             log.info("interrupted: stopping")
@@ -98,20 +102,20 @@ class Service:
             log.error("%s", error)
             self._ready.error(str(error))
             if self._serving and isinstance(error, EngineError):
-                self._tell_whom_it_is_about(str(error))
+                self._fail_crashed_step(str(error))
             return 1
         finally:
             await self._tree.kill()
-            await self._leave()
+            await self._close()
         log.info("stopped")
         return 0
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ life cycle
 
-    async def _live(self) -> None:
+    async def _serve(self) -> None:
         config = self._config
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        # Ports first: who has the wrong one wants to know before a model is loaded.
+        # The ports come first, so that a wrong port fails before the model is loaded.
         port, metrics_port, host = self._open_ports()
         self._ready.stage("starting the engine process", 0.0)
         engine = await self._tree.start_engine(self._ready.stage)
@@ -165,18 +169,18 @@ class Service:
         return port, metrics_port, host
 
     async def _drain(self) -> None:
-        """Takes nothing new; returns when all that runs has ended, or when its time is up."""
+        """Refuses new attempts. Returns when all accepted ones have ended, or after the drain deadline."""
         timeout = self._config.deadlines.drain
         log.info("draining, for %.0f s at most", timeout)
         self.draining = True
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         end = time.monotonic() + timeout
-        # At once: the engine may be deep in a step.
+        # Routers get the last status at once, because a new one must wait for the engine's step.
         self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
         self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
         while not (await self._engine_status()).idle:
             if time.monotonic() > end:
-                log.warning("still busy after %.0f s: what is left is handed back", timeout)
+                log.warning("still busy after %.0f s: the remaining requests are handed back", timeout)
                 return
             await asyncio.sleep(DRAIN_CHECK)
 
@@ -185,15 +189,18 @@ class Service:
             self._reporting.cancel()
         await self._tree.stop()
 
-    def _tell_whom_it_is_about(self, error: str) -> None:
-        """Attempts in the crashed step may be why it crashed, and routers count that; all others are lost
-        with their stream, and innocent. Whose they are only the engine knew: every router is told."""
+    def _fail_crashed_step(self, error: str) -> None:
+        """Tells the routers which attempts were in the crashed step.
+
+        One of these attempts may have caused the crash, and routers count that. All other attempts end with
+        their stream. Only the engine knew which router owns an attempt, so every router is told.
+        """
         for attempt_id in self._tree.crashed_step:
             failure = messages.Failed(0, attempt_id, Code.ENGINE, f"it was being computed when {error}")
             self._routers.broadcast(streams.failed(failure))
 
-    async def _leave(self) -> None:
-        """After the processes: the last words reach the routers, then everything is closed."""
+    async def _close(self) -> None:
+        """Writes the queued messages to the routers, then closes everything. The processes have ended."""
         if self._serving:
             self._routers.finish()
         await self._server.stop(SERVER_STOP)
@@ -202,8 +209,8 @@ class Service:
         await self._tree.close()
         self._ready.close()
 
-    async def _unless_it_ends(self, work: Coroutine[None, None, None]) -> None:
-        """Runs `work` until it is done, a process of the tree ends, or somebody interrupts."""
+    async def _run_until_failure(self, work: Coroutine[None, None, None]) -> None:
+        """Runs `work` to its end. Raises the tree's failure or Interrupted if one of them comes first."""
         task = asyncio.create_task(work)
         await asyncio.wait({task, self._tree.failure, self._interrupted}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -261,15 +268,15 @@ class Service:
 
     async def _engine_status(self) -> EngineStatus:
         question = next(self._questions)
-        asked = self._asked[question] = asyncio.get_running_loop().create_future()
+        answer = self._status_answers[question] = asyncio.get_running_loop().create_future()
         try:
             await self.send(messages.AskStatus(question))
-            return await asked
+            return await answer
         finally:
-            del self._asked[question]
+            del self._status_answers[question]
 
     async def _report(self) -> None:
-        """About once a second, to every router."""
+        """Sends the status to every router about once a second."""
         while True:
             await asyncio.sleep(STATUS_INTERVAL)
             self._routers.broadcast(pb.WorkerMessage(status=await self.status()))
@@ -286,9 +293,9 @@ class Service:
                 self._journal.failed(message)
                 self._routers.deliver(message.stream, streams.failed(message))
             case EngineStatus():
-                asked = self._asked.get(message.question)
-                if asked is not None and not asked.done():
-                    asked.set_result(message)
+                answer = self._status_answers.get(message.question)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
             case messages.Injected(_, stats):
                 self._metrics.injected(stats)
                 self._journal.injected(message)
@@ -305,7 +312,7 @@ class Service:
                 for changes in self._cache.changed(added, evicted):
                     self._routers.broadcast_cache_events(changes)
             case _:
-                raise AssertionError(f"out of place: {message}")
+                raise AssertionError(f"unexpected message of the engine: {message}")
 
     def _description(
         self, engine: EngineReady, kv_address: str, metrics_address: str
@@ -337,7 +344,7 @@ class Service:
 
 
 def _try_port(host: str, port: int) -> None:
-    """The transfer process, which will listen there, starts only once the model is loaded."""
+    """Fails early: the transfer process, which will listen on this port, starts after the model is loaded."""
     try:
         rpc.try_port(host, port)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One attached router: what waits to be written to it, bounded, and the messages it is written as."""
+"""The output of one attached router: its bounded queue, and the conversion to protobuf messages."""
 
 import asyncio
 from collections import deque
@@ -11,7 +11,7 @@ from worker import messages
 
 MAX_UNREAD_BYTES = 8 << 20
 MAX_UNREAD_CACHE_BYTES = 1 << 20
-"""Beyond it a router is told no more of what the cache does: what it has to read is tokens."""
+"""A router with more unread bytes gets no further cache events, so that it can read its tokens first."""
 
 _FINISH = {
     "": pb.FINISH_REASON_NONE,
@@ -21,7 +21,7 @@ _FINISH = {
 
 
 class RouterStream:
-    """Output queue of one Attach call. `put` never waits: the engine must not be held up by a slow router."""
+    """The output queue of one Attach call. `put` never waits, so a slow router cannot delay the engine."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -30,8 +30,7 @@ class RouterStream:
         self._changed = asyncio.Event()
         self._finishing = False
         self.overflow = asyncio.Event()
-        """Set once the router has left more than MAX_UNREAD_BYTES unread; nothing is kept for it from then
-        on."""
+        """Set when the router leaves more than MAX_UNREAD_BYTES unread. From then on `put` drops messages."""
 
     def put(self, message: pb.WorkerMessage) -> None:
         if self.overflow.is_set():
@@ -44,18 +43,20 @@ class RouterStream:
         self._changed.set()
 
     def put_cache_events(self, message: pb.WorkerMessage) -> None:
-        """Drops it where the router is behind, which then misses a number, and asks for a snapshot when it
-        gets there."""
+        """Queues cache events, or drops them if the router has too much unread.
+
+        The router then sees a gap in the sequence numbers, and asks for a snapshot.
+        """
         if self.unread_bytes <= MAX_UNREAD_CACHE_BYTES:
             self.put(message)
 
     def finish(self) -> None:
-        """What is queued is still written, then `write_to` returns."""
+        """Makes `write_to` return after it has written all queued messages."""
         self._finishing = True
         self._changed.set()
 
     def discard(self) -> None:
-        """`write_to` returns after the message that it is writing."""
+        """Drops the queue. `write_to` returns after the message that it is writing."""
         self._queue.clear()
         self.finish()
 
@@ -70,7 +71,7 @@ class RouterStream:
 
 
 def step_output(tokens: list[Output]) -> pb.WorkerMessage:
-    """One message for all tokens of an engine step that belong to one router."""
+    """Converts the tokens of one engine step for one router to one message."""
     return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
 
 

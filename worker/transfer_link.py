@@ -1,4 +1,4 @@
-"""The service's end of the socket to its transfer process: its port, its statistics, its drain."""
+"""The service's end of the socket to the transfer process: readiness, statistics and drain."""
 
 import asyncio
 import contextlib
@@ -11,54 +11,56 @@ from worker.failure import TreeError
 
 _MAX_MESSAGE = 1 << 16
 _EXIT_SOON = 5.0
-"""Seconds in which a process that closed its socket should be gone: how it ended says more."""
+"""Seconds for the transfer process to exit after it closed its socket. Its exit code is the better error."""
 
 
 class TransferLink:
-    """Owns `end`. One task calls `ready`, then `receive` until the worker ends; any may ask for
-    statistics."""
+    """The connection to the transfer process. Owns `end`.
+
+    One task calls `ready` and then `receive` until the worker ends. Any task may call `stats`.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._end = end
-        self._asked: deque[asyncio.Future[TransferStats]] = deque()
+        self._stats_answers: deque[asyncio.Future[TransferStats]] = deque()
         self._drained = asyncio.Event()
         self.reports = 0
-        """Messages so far: it reports every second, so a standstill is a hung process."""
+        """Number of messages received. The process sends one every second, so a standstill means it hangs."""
 
     async def ready(self) -> int:
-        """Waits until it serves; the port of its lanes, 0 where it listens for none."""
+        """Waits until the process is ready. Returns the port of its KV lanes, or 0 on a decode worker."""
         message = await self._receive()
-        assert isinstance(message, Ready), f"too early: {message}"
+        assert isinstance(message, Ready), f"unexpected message before Ready: {message}"
         return message.port
 
     async def receive(self) -> None:
-        """Takes what it sends. Raises TreeError when it closes its end."""
+        """Handles the messages of the process. Raises TreeError when it closes its end."""
         while True:
             message = await self._receive()
             if isinstance(message, TransferStats):
-                while self._asked:
-                    asked = self._asked.popleft()
-                    if not asked.done():
-                        asked.set_result(message)
+                while self._stats_answers:
+                    answer = self._stats_answers.popleft()
+                    if not answer.done():
+                        answer.set_result(message)
             elif isinstance(message, Drained):
                 self._drained.set()
 
     async def stats(self) -> TransferStats:
-        """What it answers from now on."""
-        asked: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
-        self._asked.append(asked)
+        """Asks for the statistics. Returns the next report."""
+        answer: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
+        self._stats_answers.append(answer)
         await self._send(StatsRequest())
-        return await asked
+        return await answer
 
     async def drain(self, timeout: float) -> None:
-        """Lets open transfers end, for as long as `timeout` seconds, and closes the lanes."""
+        """Waits up to `timeout` seconds for open transfers to end, then closes the lanes."""
         with contextlib.suppress(TimeoutError, OSError):
             await self._send(Drain(timeout))
             await asyncio.wait_for(self._drained.wait(), timeout + 1.0)
 
     def close(self) -> None:
-        """The transfer process ends when this end is closed."""
+        """Closes the socket, which makes the transfer process exit."""
         self._end.close()
 
     async def _send(self, message: StatsRequest | Drain) -> None:
@@ -71,6 +73,6 @@ class TransferLink:
             data = b""
         if not data:
             await asyncio.sleep(_EXIT_SOON)
-            raise TreeError("the transfer process closed its socket, and lives")
+            raise TreeError("the transfer process closed its socket but did not exit")
         self.reports += 1
         return kv_transfer.decode_from_transfer(data)

@@ -1,10 +1,10 @@
-"""The process tree of one worker: what its processes share, their start in order, their watch, their end in
-order.
+"""The process tree of one worker: shared resources, ordered start, supervision, ordered stop.
 
-    arena, socket pairs, local socket → engine process (loads the model) → transfer process (needs the KV
-    layout)
-
-`failure` completes with a TreeError as soon as a process dies or falls silent.
+1. Make the shared resources: arena, socket pairs, local socket.
+2. Start the engine process, which loads the model.
+3. Start the transfer process, which needs the KV layout of the engine.
+4. Watch both. `WorkerTree.failure` completes with a TreeError as soon as a process dies or hangs.
+5. Stop the engine's requests, then the transfer process, then the engine process.
 """
 
 import asyncio
@@ -29,16 +29,21 @@ from worker.transfer_link import TransferLink
 from worker.watchdog import START_SILENCE, Watchdog
 
 MIN_TRANSFER_SILENCE = 3.0
-"""Seconds: the transfer process reports once in one."""
+"""Seconds. The transfer process reports once a second."""
 CAUSE_SOON = 5.0
-"""Seconds within which the death of an engine process is seen that took the transfer process along: with a
-GPU it is there until all of that memory is given back."""
+"""Seconds to wait for the exit of the engine process after the transfer process exited because of it.
+
+A killed engine process with a GPU exits only after the driver has freed its memory.
+"""
 STOP_TIMEOUT = 5.0
-"""For a process that was told to stop, before it is killed."""
+"""Seconds that a process has to stop before it is killed."""
 
 
 class WorkerTree:
-    """Owned by the service process; to be used in its main thread."""
+    """Starts, watches and stops the child processes.
+
+    The service process owns it and uses it in its main thread.
+    """
 
     def __init__(self, config: WorkerConfig, engine_module: str, incarnation: int) -> None:
         self._config = config
@@ -62,7 +67,11 @@ class WorkerTree:
     # ------------------------------------------------------------ start
 
     async def start_engine(self, progress: Callable[[str, float], None]) -> EngineReady:
-        """Raises StartError for what the user can change."""
+        """Starts the engine process and waits until it is ready.
+
+        `progress` gets each start-up stage and the fraction of it that is done. Raises StartError if the
+        user's configuration is the cause.
+        """
         config = self._config
         name = f"{config.name} engine"
         start = EngineProcessConfig(
@@ -99,10 +108,10 @@ class WorkerTree:
                     self._started = True
                     return message
                 case _:
-                    raise AssertionError(f"too early: {message}")
+                    raise AssertionError(f"unexpected message before EngineReady: {message}")
 
     async def start_transfer(self, engine: EngineReady) -> str:
-        """Returns the address of the KV lanes; empty where this role listens for none."""
+        """Starts the transfer process. Returns the address of the KV lanes, or "" on a decode worker."""
         config = self._config
         name = f"{config.name} transfer"
         try:
@@ -158,8 +167,10 @@ class WorkerTree:
         return self._arena.step
 
     def follow(self, deliver: Callable[[FromEngine], None]) -> None:
-        """Gives every further message of the engine to `deliver`, and takes the reports of the transfer
-        process."""
+        """Starts the tasks that receive from the children.
+
+        `deliver` gets each message of the engine process.
+        """
 
         async def receive() -> None:
             while True:
@@ -175,7 +186,7 @@ class WorkerTree:
     # ------------------------------------------------------------ watch
 
     def watch(self, watcher: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """What ends it unasked ends the tree."""
+        """Runs `watcher` as a task. An exception of the task becomes the tree's `failure`."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and not self.failure.done():
@@ -193,9 +204,9 @@ class WorkerTree:
         if self._stopping:
             return
         if code == EXIT_START_FAILED and not self._started:
-            return  # its StartFailed is on the way
+            return  # the receiver of messages will raise StartError for its StartFailed
         if child is self._transfer and code == EXIT_ENGINE_GONE and self._engine is not None:
-            # Then that is the cause, and tells more.
+            # The engine's end is the cause. If it is seen in time, its own watcher reports it first.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._engine.wait(), CAUSE_SOON)
                 await asyncio.sleep(0)
@@ -205,8 +216,11 @@ class WorkerTree:
     # ------------------------------------------------------------ end
 
     async def stop(self) -> None:
-        """The engine gives up what is left, the transfer process closes its lanes, then both end. What does
-        not obey is killed later. Nothing for a process that does not run yet."""
+        """Asks the processes to stop, in order, and waits for each with a time limit.
+
+        The engine fails its remaining attempts, the transfer process closes its lanes, then both exit. Does
+        nothing before the engine is ready. `kill` must follow.
+        """
         self._stopping = True
         if not self._started or self._engine is None:
             return
@@ -225,7 +239,7 @@ class WorkerTree:
         await self._engine_stopped.wait()
 
     async def kill(self) -> None:
-        """At once, whatever they are doing. Nothing if they have ended."""
+        """Kills the processes that still run, and waits for their exit."""
         self._stopping = True
         for child in (self._engine, self._transfer):
             if child is not None:
@@ -233,12 +247,12 @@ class WorkerTree:
                 await child.wait()
 
     async def close(self) -> None:
-        """After the processes: gives back everything they shared."""
+        """Frees the shared resources. Must be called after the processes have ended."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         if self.failure.done():
-            self.failure.exception()  # retrieved: it was raised where it was waited for
+            self.failure.exception()  # else asyncio logs it as never retrieved
         self.engine_link.close()
         self.transfer_link.close()
         for end in (self._engine_end, self._transfer_end, self._transfer_service_end):

@@ -1,9 +1,9 @@
-"""What a router sent, checked and turned into messages for the engine process.
+"""Checks the messages of a router and converts them to messages for the engine process.
 
-Routers are authenticated, but nothing from the network is trusted: sizes are bounded, ids have their length,
-tokens lie in the vocabulary. A mistake in one request refuses that attempt (`Refused`). A malformed id, which
-leaves no attempt to answer, ends the stream (`ProtocolError`). `engine.SamplingParams` and
-`engine.check_request` say what a request may ask for; they are applied here, once.
+Routers are authenticated, but nothing from the network is trusted. Sizes are bounded, ids have 16 bytes,
+tokens are in the vocabulary. A mistake in a request refuses that attempt (`Refused`). A malformed id names no
+attempt to answer, so it ends the stream (`ProtocolError`). `engine.SamplingParams` and `engine.check_request`
+define the valid requests. They are applied here, once.
 """
 
 import re
@@ -18,19 +18,19 @@ from worker.messages import Code
 
 ID_BYTES = 16
 MAX_LISTED = 1024
-"""Entries of logit_bias and of stop_token_ids."""
+"""The most entries of logit_bias and of stop_token_ids."""
 MAX_ADDRESS = 256
 MAX_LABEL_BYTES = 64
-_NAME = re.compile(r"[\x21-\x7e]{1,128}")  # nothing that could look like another line of a log
-_ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # it is logged, too
+_NAME = re.compile(r"[\x21-\x7e]{1,128}")  # printable, so that it cannot forge a line of the log
+_ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # printable for the same reason
 
 
 class ProtocolError(Exception):
-    """The stream cannot go on."""
+    """The router broke the protocol, and its stream must end."""
 
 
 class Refused(Exception):
-    """This attempt cannot be served here."""
+    """This worker refuses the attempt. `code` and the text go to the router."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -39,21 +39,25 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this worker's model allows."""
+    """The limits of this worker's model, in token ids and positions."""
 
     vocab_size: int
     max_model_len: int
 
 
 def attempt_id(value: bytes, name: str) -> bytes:
+    """Returns `value` if it has the length of an id. Raises ProtocolError naming the field `name`."""
     if len(value) != ID_BYTES:
         raise ProtocolError(f"{name} must have {ID_BYTES} bytes, not {len(value)}")
     return value
 
 
 def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool = True) -> messages.Work:
-    """The request of an attempt, checked; nothing behind this point checks it again. Without `handover` its
-    next token must be its last: no worker would continue it. Raises Refused(INVALID) naming the field."""
+    """Checks the request of an attempt and converts it. No later code checks it again.
+
+    Without `handover` the next token must be the last, because no worker continues the request. Raises
+    Refused(INVALID), which names the field.
+    """
     if len(asked.request_id) != ID_BYTES:
         raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(asked.request_id)}")
     if asked.timeout_ms == 0:
@@ -90,7 +94,7 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
 
 
 def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
-    """Raises ValueError naming the sampling parameter that is out of its range."""
+    """Raises ValueError, which names the sampling parameter that is out of range."""
     sampling = asked.sampling
     return EngineRequest(
         attempt_id,
@@ -126,17 +130,23 @@ def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
         return None
     kind = sampling.structured_output.WhichOneof("kind")
     if kind is None:
-        raise ValueError("structured_output names no kind")
+        raise ValueError("structured_output has no kind")
     return StructuredOutput(kind, getattr(sampling.structured_output, kind))
 
 
 def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:
+    """Checks the output ids of a Retarget. Raises Refused(INVALID)."""
     if len(output_ids) >= limits.max_model_len:
         raise _invalid(f"{len(output_ids)} output_ids fill the context of {limits.max_model_len}")
-    return _tokens("output_ids", output_ids, limits)
+    if output_ids and max(output_ids) >= limits.vocab_size:
+        raise _invalid(
+            f"output_ids has token {max(output_ids)}, beyond the vocabulary of {limits.vocab_size}"
+        )
+    return list(output_ids)
 
 
 def source(value: pb.PrefillSource) -> messages.Source:
+    """Checks the source of a request's KV. Raises Refused(INVALID), or ProtocolError for a malformed id."""
     address = value.kv_address
     match = _ADDRESS.fullmatch(address) if len(address) <= MAX_ADDRESS else None
     if match is None:
@@ -144,13 +154,6 @@ def source(value: pb.PrefillSource) -> messages.Source:
     if not 1 <= int(match[2]) <= 65_535:
         raise _invalid(f"kv_address names port {match[2]}, which is not 1 to 65535")
     return messages.Source(attempt_id(value.prefill_id, "prefill_id"), address, value.incarnation)
-
-
-def _tokens(name: str, ids: Sequence[int], limits: Limits) -> list[int]:
-    tokens = list(ids)
-    if tokens and max(tokens) >= limits.vocab_size:
-        raise _invalid(f"{name} has token {max(tokens)}, beyond the vocabulary of {limits.vocab_size}")
-    return tokens
 
 
 def _invalid(message: str) -> Refused:

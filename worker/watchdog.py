@@ -1,4 +1,4 @@
-"""Who moves a counter is alive."""
+"""A watchdog that detects a hung process by a counter that stands still."""
 
 import asyncio
 import time
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from worker.failure import TreeError
 
 START_SILENCE = 600.0
-"""Seconds allowed between two start-up stages: one may be a download, a compilation or a graph capture."""
+"""Seconds allowed between two ticks during start-up, which may download, compile or capture graphs."""
 
 
 class Watchdog:
-    """Raises `error`, a TreeError, from `watch` when `ticks` stays the same for longer than `limit` seconds.
+    """Raises `error` from `watch` when the value of `ticks` stays the same for longer than `limit` seconds.
 
-    Only time in which this process itself ran is counted: after a pause of the whole machine (or a
-    debugger) the engine gets its chance to tick first.
+    Counts only time in which this process itself ran. After a pause of the whole machine, the watched process
+    can tick before the limit is reached.
     """
 
     def __init__(

@@ -1,3 +1,5 @@
+"""The table of attempts in the engine process."""
+
 from engine import Logprobs, Output
 from worker import messages
 from worker.attempts import Attempts
@@ -26,10 +28,10 @@ def test_tokens_of_a_step_are_one_message_per_router() -> None:
         (2, [C]),
     ]
     table.flush()
-    assert len(sent) == 2, "nothing is sent twice, and nothing empty"
+    assert len(sent) == 2, "no token is sent twice, and no message is empty"
 
 
-def test_what_is_late_for_an_ended_attempt_goes_nowhere() -> None:
+def test_an_ended_attempt_sends_no_messages() -> None:
     table, sent = attempts()
     table.end(A)
     table.token(Output(A, 0, 7))
@@ -40,7 +42,7 @@ def test_what_is_late_for_an_ended_attempt_goes_nowhere() -> None:
     table.end(A)
 
 
-def test_a_failure_ends_an_attempt_and_follows_its_tokens() -> None:
+def test_a_failure_ends_an_attempt_and_is_sent_after_its_tokens() -> None:
     table, sent = attempts()
     table.token(Output(A, 0, 7, Logprobs(-1.0, (7,), (-1.0,))))
     table.fail(A, Code.HANDED_BACK, "why")
@@ -50,14 +52,14 @@ def test_a_failure_ends_an_attempt_and_follows_its_tokens() -> None:
     assert table.of(1) == [B]
 
 
-def test_missing_kv_leaves_the_attempt_to_a_retarget() -> None:
+def test_an_attempt_stays_open_when_its_kv_failed() -> None:
     table, sent = attempts()
     table.kv_failed(A, C, "gone")
     assert sent == [messages.Failed(1, A, Code.KV_FAILED, "gone", C)]
     assert table.owned(1, A)
 
 
-def test_only_the_owner_may_change_an_attempt() -> None:
+def test_an_attempt_is_owned_by_the_stream_that_submitted_it() -> None:
     table, _ = attempts()
     assert table.owned(1, A)
     assert not table.owned(2, A)

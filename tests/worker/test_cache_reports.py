@@ -1,4 +1,4 @@
-"""A real prefill worker tells routers what is in its prefix cache."""
+"""A real prefill worker reports the contents of its prefix cache to routers."""
 
 import asyncio
 from pathlib import Path
@@ -13,16 +13,16 @@ ONE = sampling(max_tokens=1)
 
 
 async def compute(stream: WorkerStream, prompt: list[int]) -> tuple[pb.CacheEvents, int]:
-    """What was said of the cache before the token came, and how much of the prompt had been cached."""
+    """Returns the cache events before the token, merged, and the number of cached tokens of the prompt."""
     prefill_id = await stream.submit_prefill(request(prompt, ONE), handover=False)
     [(token, _)] = await stream.tokens(prefill_id)
-    said = pb.CacheEvents()
+    merged = pb.CacheEvents()
     while not stream.caches.empty():
         events = stream.caches.get_nowait()
-        said.sequence = events.sequence
-        said.added.extend(events.added)
-        said.evicted.extend(events.evicted)
-    return said, token.cached_tokens
+        merged.sequence = events.sequence
+        merged.added.extend(events.added)
+        merged.evicted.extend(events.evicted)
+    return merged, token.cached_tokens
 
 
 @pytest.fixture
@@ -33,22 +33,22 @@ def worker(tmp_path: Path):
     assert started.stop() == 0
 
 
-async def test_what_enters_and_leaves_the_cache_is_reported_in_order(worker):
+async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_asks(worker):
     first, second = [1] * 200, [2] * 600
     async with attached(worker) as stream, attached(worker) as other:
         assert await asyncio.wait_for(stream.caches.get(), 10) == pb.CacheEvents(reset=True)
-        said, _ = await compute(stream, first)
-        assert (said.sequence, [*said.added], [*said.evicted]) == (1, chunk_hashes(first), [])
+        events, _ = await compute(stream, first)
+        assert (events.sequence, [*events.added], [*events.evicted]) == (1, chunk_hashes(first), [])
         assert await compute(stream, first) == (pb.CacheEvents(), 192)
-        said, _ = await compute(stream, second)  # 38 of 40 blocks: the first prompt has to go
-        assert said.sequence == 2
-        assert {*said.added} == {*chunk_hashes(second)}
-        assert {*said.evicted} == {*chunk_hashes(first)}
+        events, _ = await compute(stream, second)  # needs 38 of 40 blocks, which evicts the first prompt
+        assert events.sequence == 2
+        assert {*events.added} == {*chunk_hashes(second)}
+        assert {*events.evicted} == {*chunk_hashes(first)}
         await other.send(cache_resync=pb.CacheResync())
         async with asyncio.timeout(10):
-            heard = [await other.caches.get() for _ in range(4)]
-        assert [(e.sequence, e.reset) for e in heard] == [(0, True), (1, False), (2, False), (2, True)]
-        assert {*heard[-1].added} == {*chunk_hashes(second)}
+            received = [await other.caches.get() for _ in range(4)]
+        assert [(e.sequence, e.reset) for e in received] == [(0, True), (1, False), (2, False), (2, True)]
+        assert {*received[-1].added} == {*chunk_hashes(second)}
     async with attached(worker) as late:
         snapshot = await asyncio.wait_for(late.caches.get(), 10)
         assert (snapshot.sequence, {*snapshot.added}) == (2, {*chunk_hashes(second)})

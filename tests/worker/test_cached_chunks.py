@@ -1,4 +1,4 @@
-"""Which 64-token chunks count as cached: what routers are told, against what the engine would find."""
+"""The chunks that routers see as cached, compared with the blocks that the engine finds in its cache."""
 
 import random
 
@@ -12,7 +12,7 @@ from worker.cached_chunks import CachedChunks
 
 
 class Worker:
-    """The scheduler of a prefill engine without a model, and a router that hears all of it."""
+    """The scheduler of a prefill engine without a model, and a router that gets all its cache events."""
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.observer = CachedChunks()
@@ -29,7 +29,7 @@ class Worker:
         self._ids = iter(range(1 << 30))
 
     def prefill(self, *prompts: list[int], salt: bytes = b"") -> list[int]:
-        """All at the same time; how much of each was cached."""
+        """Prefills all prompts at the same time. Returns the number of cached tokens of each."""
         lives = []
         for prompt in prompts:
             request = EngineRequest(next(self._ids).to_bytes(4), prompt, cache_salt=salt)
@@ -45,17 +45,17 @@ class Worker:
         for live in lives:
             self.scheduler.hold(live)
             self.scheduler.drop(live)
-        self.hear()
+        self.receive_changes()
         return [live.num_cached for live in lives]
 
-    def hear(self) -> None:
+    def receive_changes(self) -> None:
         if (changed := self.observer.take()) is not None:
             assert not {*changed.added} & {*changed.evicted}
             self.known |= {*changed.added}
             self.known -= {*changed.evicted}
 
     def estimate(self, prompt: list[int]) -> int:
-        """Chunks of its beginning."""
+        """Returns the number of leading chunks of `prompt` that the router sees as cached."""
         found = [chunk in self.known for chunk in chunk_hashes(prompt)]
         return (*found, False).index(False)
 
@@ -86,7 +86,7 @@ def test_a_chunk_counts_while_the_full_block_with_its_last_token_is_cached(block
     assert worker.known == {*chunk_hashes(text(prompt))[:chunks]}
 
 
-def test_a_chunk_in_two_blocks_that_differ_behind_it_goes_with_the_last_of_them():
+def test_a_chunk_that_two_different_blocks_share_stays_until_both_are_evicted():
     worker = Worker(128, 3)
     one, other = [text(64) + text(64, seed) for seed in (1, 2)]
     worker.prefill(one)
@@ -98,7 +98,7 @@ def test_a_chunk_in_two_blocks_that_differ_behind_it_goes_with_the_last_of_them(
     assert chunk_hashes(one)[0] not in worker.known
 
 
-def test_chunks_of_other_salts_are_others():
+def test_chunks_with_different_salts_differ():
     worker = Worker(16, 64)
     for salt in (b"", b"a", b"b"):
         assert worker.prefill(text(200), salt=salt) == [0]
@@ -107,8 +107,8 @@ def test_chunks_of_other_salts_are_others():
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128])
-def test_the_estimate_is_what_the_engine_finds(block_size: int):
-    """Conversations that grow and branch, one prefill after the other, in a pool that is far too small."""
+def test_the_estimate_of_a_router_matches_the_tokens_that_the_engine_finds(block_size: int):
+    """Conversations grow and branch, one prefill after the other, in a pool that is far too small."""
     rng = random.Random(block_size)
     worker = Worker(block_size, 4096 // block_size)
     conversations = [text(rng.randrange(20, 400), seed) for seed in range(6)]
@@ -122,7 +122,7 @@ def test_the_estimate_is_what_the_engine_finds(block_size: int):
         estimate = worker.estimate(prompt) * CHUNK_TOKENS
         [cached] = worker.prefill(prompt)
         hits += cached > 0
-        # What a router makes of it (`ChunkIndex.overlap`), against the truth.
+        # The estimate of a router (`ChunkIndex.overlap`), rounded to the blocks of this worker.
         usable = min(estimate, len(prompt) - 1) // block_size * block_size
         assert usable <= cached < usable + max(CHUNK_TOKENS, block_size)
         if block_size % CHUNK_TOKENS == 0:
@@ -130,8 +130,8 @@ def test_the_estimate_is_what_the_engine_finds(block_size: int):
     assert hits > 100
 
 
-def test_after_everything_was_evicted_nothing_is_known():
-    """Also after prefixes that were computed at the same time, of which one block is published."""
+def test_after_every_block_is_evicted_no_chunk_counts_as_cached():
+    """This includes prefixes that were computed at the same time, of which only one block was published."""
     rng = random.Random(1)
     worker = Worker(16, 200)
     for _ in range(60):
@@ -140,7 +140,7 @@ def test_after_everything_was_evicted_nothing_is_known():
     assert worker.known
     pool = worker.scheduler.pool
     pool.release(pool.allocate(pool.num_blocks))
-    worker.hear()
+    worker.receive_changes()
     assert not worker.known
     assert not worker.observer._chunks_of
     assert not worker.observer._blocks

@@ -1,3 +1,5 @@
+"""Wrong values of a worker's configuration, and the addresses that it derives."""
+
 from typing import Any
 
 import pytest
@@ -36,27 +38,27 @@ def test_an_error_names_the_flag_and_the_value(fields: dict[str, Any], flag: str
         config(**fields)
 
 
-def test_a_deadline_must_be_a_time() -> None:
+def test_a_deadline_must_be_above_zero() -> None:
     with pytest.raises(ValueError, match="--engine-timeout: 0"):
         Deadlines(engine=0)
 
 
-def test_the_secret_is_never_shown() -> None:
+def test_the_representation_hides_the_secret() -> None:
     assert "xxxx" not in repr(config())
 
 
-def test_lanes_are_told_under_an_address_that_others_can_reach() -> None:
+def test_decode_workers_get_kv_host_or_else_host() -> None:
     assert config(host="10.0.0.7").reachable_kv_host() == "10.0.0.7"
     assert config(host="0.0.0.0", kv_host="10.0.0.8").reachable_kv_host() == "10.0.0.8"
 
 
-def test_the_network_for_kv_may_be_named_by_its_interface() -> None:
+def test_kv_host_may_name_an_interface() -> None:
     assert config(kv_host="lo").reachable_kv_host() == "127.0.0.1"
     assert config(kv_host="10.1.2.3").reachable_kv_host() == "10.1.2.3"
     assert config(host="10.0.0.1").reachable_kv_host() == "10.0.0.1"
 
 
-def test_an_interface_without_an_address_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_host_may_not_name_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.if_nameindex", lambda: [(9, "net9")])
     with pytest.raises(ValueError, match="--kv-host: the interface net9 has no IPv4 address"):
         config(kv_host="net9")

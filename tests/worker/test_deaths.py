@@ -1,5 +1,7 @@
-"""When one process of a worker dies or hangs, all of them end, and the routers learn which attempts the
-engine was computing: only these may be why."""
+"""When one process of a worker dies or hangs, all its processes end.
+
+If the engine process died, routers learn the attempts of its last step, because one may be the cause.
+"""
 
 import asyncio
 import signal
@@ -19,7 +21,7 @@ from tests.cluster_helpers import (
     side_by_side,
 )
 
-# One prompt is one step, so long that a signal hits a step and not the moment between two.
+# One prompt is one step. The step is so long that a signal arrives during it, not between two steps.
 ENGINE = {"load_format": "dummy", "num_blocks": 5000, "max_num_batched_tokens": 3900}
 PROMPT = [7] * 3900
 
@@ -28,12 +30,12 @@ PROMPT = [7] * 3900
 class Death:
     role: str
     kind: str
-    """Whose death it is: "service", "engine" or "transfer"."""
+    """The process that dies: "service", "engine" or "transfer"."""
     how: signal.Signals
     log: str = ""
-    """What the worker says of it, but for the process's name; empty: it cannot."""
+    """The log line without the name of the process. Empty: the worker cannot log the death."""
     failures: int = 0
-    """How many attempts it is about."""
+    """The number of attempts that routers learn about."""
 
 
 KILLED, HUNG = "(pid {pid}) was killed by SIGKILL", "gave no sign of life"
@@ -49,7 +51,7 @@ DEATHS = [
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, WorkerProcess]]:
-    """One for each death."""
+    """One worker for each death."""
     patience = {signal.SIGSTOP: {"engine": 4.0}}
     settings = {
         death: {"role": death.role, "engine": ENGINE, "deadlines": patience.get(death.how, {})}
@@ -60,9 +62,9 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, Wo
 
 
 async def queued(stream: WorkerStream, role: str) -> list[bytes]:
-    """More prompts than it can compute soon; the first is being computed."""
+    """Submits several prompts. Returns their ids when the engine computes the first one."""
     ids: list[bytes] = []
-    for _ in range(12 if role == "prefill" else 6):  # a decode worker refuses those that it has no room for
+    for _ in range(12 if role == "prefill" else 6):  # a decode worker has room for fewer
         asked = request(PROMPT, sampling())
         if role == "prefill":
             ids.append(await stream.submit_prefill(asked, handover=True))
@@ -71,7 +73,7 @@ async def queued(stream: WorkerStream, role: str) -> list[bytes]:
             await stream.send(decode=pb.SubmitDecode(decode_id=ids[-1], request=asked))
     while (await stream.stub.GetStatus(pb.StatusRequest())).tokens_waiting == 0:
         pass
-    await asyncio.sleep(0.02)  # it answers between two steps
+    await asyncio.sleep(0.02)  # the status came between two steps; now a step runs
     return ids
 
 
@@ -82,7 +84,9 @@ def failures(stream: WorkerStream, ids: list[bytes]) -> list[pb.AttemptFailed]:
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda d: f"{d.role}-{d.kind}-{d.how.name}")
-async def test_the_whole_tree_ends(workers: dict[Death, WorkerProcess], death: Death) -> None:
+async def test_all_processes_end_and_routers_learn_the_attempts_of_the_crashed_step(
+    workers: dict[Death, WorkerProcess], death: Death
+) -> None:
     worker = workers[death].wait_ready()
     service, *others = worker.tree()
     victim = worker.child(death.kind) if death.kind != "service" else service
@@ -97,8 +101,8 @@ async def test_the_whole_tree_ends(workers: dict[Death, WorkerProcess], death: D
     assert alive == []
     assert list(worker.run_dir.iterdir()) == []
     if death.log:
-        said = f"{death.role} 0 {death.kind} {death.log.format(pid=victim.pid)}"
-        assert said in worker.log.read_text()
+        line = f"{death.role} 0 {death.kind} {death.log.format(pid=victim.pid)}"
+        assert line in worker.log.read_text()
     assert [failure.code for failure in failed] == [pb.FAILURE_CODE_ENGINE] * death.failures
     for failure in failed:
         assert f"it was being computed when {death.role} 0 engine" in failure.message

@@ -1,3 +1,5 @@
+"""The local socket between service and engine process."""
+
 import os
 import select
 import stat
@@ -12,7 +14,7 @@ from worker.failure import StartError
 from worker.ipc import EngineLink, ServiceLink
 
 
-async def test_messages_go_both_ways_and_no_file_stays(tmp_path: Path) -> None:
+async def test_messages_travel_both_ways_and_the_socket_file_is_removed(tmp_path: Path) -> None:
     service = EngineLink(str(tmp_path))
     try:
         (directory,) = tmp_path.iterdir()
@@ -27,9 +29,11 @@ async def test_messages_go_both_ways_and_no_file_stays(tmp_path: Path) -> None:
             await service.send(message)
         arrived: list[messages.ToEngine] = []
         while len(arrived) < len(work):
-            # A message that came while another is sent, too: its signal is gone with that.
+            # Sending clears the signal of a message that arrived meanwhile, so `has_messages` must find it.
             engine.send(messages.Progress("loading", 0.5))
-            assert engine.has_messages or select.select([engine], [], [], 5)[0], "nothing tells of a message"
+            assert engine.has_messages or select.select([engine], [], [], 5)[0], (
+                "neither signal nor has_messages"
+            )
             arrived += engine.receive_all()
         assert arrived == work
         assert engine.receive_all() == []
@@ -58,7 +62,7 @@ async def test_an_engine_whose_service_does_not_read_gives_up(
     service.close()
 
 
-async def test_a_run_directory_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+async def test_a_missing_run_directory_is_a_start_error(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"--run-dir .*missing: No such file"):
         EngineLink(str(tmp_path / "missing"))
 
@@ -67,6 +71,6 @@ async def test_a_run_directory_that_is_not_there_is_the_users_mistake(tmp_path: 
     "data",
     [b"", b"\xc1", messages.encode(messages.Progress("stage", 0.5)), msgspec.msgpack.encode(["Cancel", 1])],
 )
-def test_only_messages_for_the_engine_are_decoded(data: bytes) -> None:
+def test_the_engine_decodes_only_messages_to_the_engine(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         messages.decode_to_engine(data)

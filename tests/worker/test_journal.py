@@ -1,4 +1,4 @@
-"""What a worker tells traces and logs about its attempts, from the messages of its engine."""
+"""The logs and traces of attempts, which the journal makes from the messages of the engine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def receiver() -> Iterator[Receiver]:
 
 
 class Worker:
-    """A journal, and one request that it is told about."""
+    """A journal and one attempt."""
 
     def __init__(self, role: Role, receiver: Receiver) -> None:
         config = WorkerConfig(
             role=role, index=2, engine=EngineConfig(model="none"), secret=b"s" * 16,
             otlp_endpoint=receiver.endpoint,
         )  # fmt: skip
+        self.role = role
         self.journal = Journal(config, 7)
         self.attempt, self.trace_id, self.parent = os.urandom(16), os.urandom(16).hex(), os.urandom(8).hex()
         self.receiver = receiver
@@ -45,7 +46,7 @@ class Worker:
         source = messages.Source(b"", "", 0)
         self.journal.sent(
             messages.Prefill(stream, work, handover=True)
-            if self.journal._only_prefills
+            if self.role == "prefill"
             else messages.Decode(stream, work, source)
         )
 
@@ -54,7 +55,7 @@ class Worker:
         return {span.name: span for span in self.receiver.trace(self.trace_id, count)}
 
 
-def test_a_prefill(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prefill_makes_spans_and_log_lines(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "worker")
     worker, now = Worker("prefill", receiver), time.monotonic()
     worker.submit()
@@ -68,12 +69,12 @@ def test_a_prefill(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None
     assert prefill.attributes["gen_ai.usage.prompt_tokens"] == 11
     assert prefill.attributes["baton.cached_tokens"] == 4
     assert prefill.attributes["gen_ai.request.id"] == "mine"
-    told = [(record.request_id, record.attempt_id) for record in caplog.records]  # pyrefly: ignore[missing-attribute]
-    assert told == [("mine", worker.attempt.hex())] * 2
+    logged = [(record.request_id, record.attempt_id) for record in caplog.records]  # pyrefly: ignore[missing-attribute]
+    assert logged == [("mine", worker.attempt.hex())] * 2
     assert "prefilled 11 tokens, 4 of them cached, in 2.0000 s after 1.0000 s" in caplog.text
 
 
-def test_a_decode(receiver: Receiver) -> None:
+def test_a_decode_makes_spans(receiver: Receiver) -> None:
     worker, now = Worker("decode", receiver), time.monotonic()
     worker.submit()
     stats = InjectStats(1000, 3, now, now + 1, now + 3, now + 2, now + 3, now + 4)
@@ -84,10 +85,10 @@ def test_a_decode(receiver: Receiver) -> None:
     assert seconds == pytest.approx({"transfer": 2.0, "injection": 2.0, "decode": 5.0}, abs=1e-3)
     assert spans["transfer"].attributes["baton.kv.bytes"] == 1000
     assert spans["decode"].attributes["gen_ai.usage.completion_tokens"] == 6
-    assert worker.journal._known == {}
+    assert worker.journal._open == {}
 
 
-def test_a_prompt_that_decode_computes_itself(receiver: Receiver) -> None:
+def test_a_prompt_that_the_decode_worker_prefills_makes_spans_of_both_phases(receiver: Receiver) -> None:
     worker, now = Worker("decode", receiver), time.monotonic()
     worker.submit()
     worker.journal.prefilled(messages.Prefilled(worker.attempt, now, now + 1, now + 2, 11, 0))
@@ -95,27 +96,28 @@ def test_a_prompt_that_decode_computes_itself(receiver: Receiver) -> None:
     assert worker.spans(3).keys() == {"queue", "prefill", "decode"}
 
 
-def test_every_end_is_an_end(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is kept of an attempt that is over, and only failures are told above debug."""
+def test_every_end_removes_the_attempt_and_only_failures_are_logged_at_info(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "worker")
     worker, now = Worker("decode", receiver), time.monotonic()
     journal, attempt = worker.journal, worker.attempt
     worker.submit(stream=1)
     journal.sent(messages.Cancel(2, attempt))  # of another router
-    journal.failed(messages.Failed(1, attempt, Code.KV_FAILED, "lost"))  # it keeps its reservation
-    assert len(journal._known) == 1
+    journal.failed(messages.Failed(1, attempt, Code.KV_FAILED, "lost"))  # the attempt keeps its reservation
+    assert len(journal._open) == 1
     journal.sent(messages.Cancel(1, attempt))
-    assert journal._known == {}
+    assert journal._open == {}
     worker.submit(stream=1)
     journal.sent(messages.CancelStream(1))
-    assert journal._known == {}
+    assert journal._open == {}
     worker.submit()
     journal.failed(messages.Failed(1, attempt, Code.NO_ROOM, "full"))
-    assert journal._known == {}
+    assert journal._open == {}
     worker.submit()
     journal.failed(messages.Failed(1, attempt, Code.ENGINE, "not finite"))
-    journal.decoded(messages.Decoded(attempt, now, now, 1))  # crossed its end
-    assert journal._known == {}
+    journal.decoded(messages.Decoded(attempt, now, now, 1))  # arrives after the end
+    assert journal._open == {}
     journal.close()
     assert [record.getMessage() for record in caplog.records if record.name == "worker.journal"] == [
         f"request mine, attempt {attempt.hex()}: kv_failed: lost",

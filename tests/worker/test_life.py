@@ -1,4 +1,4 @@
-"""Start, death and end of whole process trees, as a supervisor and a router see them. Tiny model."""
+"""Start and end of whole process trees, as a supervisor and a router see them. Tiny model."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]
 # ---------------------------------------------------------------- start
 
 
-async def test_a_worker_tells_how_it_comes_up_and_what_it_is(prefill: WorkerProcess) -> None:
+async def test_a_worker_reports_its_start_and_describes_itself(prefill: WorkerProcess) -> None:
     worker = prefill
     assert all(0 <= told["fraction"] <= 1 for told in worker.told[:-1])
     assert worker.told[0]["stage"] == "starting the engine process"
@@ -69,7 +69,7 @@ async def test_a_worker_tells_how_it_comes_up_and_what_it_is(prefill: WorkerProc
     titles = [" ".join(p.cmdline()).strip() for p in worker.tree()]
     titles = [title for title in titles if ", lanes " not in title]  # on many cores
     assert sorted(titles) == ["baton: prefill 3", "baton: prefill 3 engine", "baton: prefill 3 transfer"]
-    assert list(worker.run_dir.iterdir()) == [], "once it is up there is no socket file"
+    assert list(worker.run_dir.iterdir()) == [], "the socket file is removed when the worker is ready"
     async with rpc.connect(worker.address, SECRET) as channel:
         described = await WorkerStub(channel).Describe(pb.DescribeRequest())
         assert await health(channel) == "SERVING"
@@ -82,16 +82,14 @@ async def test_a_worker_tells_how_it_comes_up_and_what_it_is(prefill: WorkerProc
     assert (described.block_size, described.num_blocks, described.max_model_len) == (16, 300, 4096)
     assert described.layout_fingerprint
     assert described.model_fingerprint
-    assert (described.vocab_size, described.vocabulary_fingerprint) == (512, ""), (
-        "it comes without a tokenizer"
-    )
+    assert (described.vocab_size, described.vocabulary_fingerprint) == (512, ""), "the model has no tokenizer"
     assert described.served_model_name == described.model
     await assert_whole(worker)
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": Path("/nonexistent/model")}, "--model /nonexistent/model"),
-    # No mistake where there is one.
+    # This is no mistake on a machine that has a GPU.
     *([({"engine": TINY | {"device": "cuda"}}, "--device cuda")] if DEVICE == "cpu" else []),
     ({"host": "192.0.2.1"}, "--port 0: cannot listen on 192.0.2.1:0: no network interface of this machine"),
     *[
@@ -103,7 +101,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[int, WorkerProcess], int]]:
-    """A worker for each mistake, and the port that is taken."""
+    """One worker for each mistake, and the port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         workers = {
@@ -116,7 +114,7 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[in
 
 
 @pytest.mark.parametrize(("number", "reason"), [(i, reason) for i, (_, reason) in enumerate(MISTAKES)])
-def test_the_users_mistake_is_told_in_words(
+def test_a_wrong_setting_ends_the_start_with_a_message_and_no_traceback(
     mistaken: tuple[dict[int, WorkerProcess], int], number: int, reason: str
 ) -> None:
     worker, taken = mistaken[0][number], mistaken[1]
@@ -143,7 +141,7 @@ def test_sigterm_during_the_start_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
-    """Workers that tests end."""
+    """Workers that the tests end."""
     workers = {
         "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"hold": 1.0}},
         "drains decode": {"role": "decode", "engine": TINY},
@@ -154,7 +152,9 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worke
         yield started
 
 
-async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(ending: dict[str, WorkerProcess]) -> None:
+async def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
+    ending: dict[str, WorkerProcess],
+) -> None:
     started = [ending["drains prefill"], ending["drains decode"]]
     prefill, decode = (worker.wait_ready() for worker in started)
     trees = [worker.tree() for worker in started]
@@ -172,7 +172,7 @@ async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(ending: dict[str
         late = await pair.decode.submit_decode(request([1], running), pair.source(os.urandom(16)))
         assert (await pair.decode.failure(late)).code == pb.FAILURE_CODE_DRAINING
         assert len(await pair.decode.tokens(decode_id)) == 299
-        # Nobody fetches it: the prefill worker waits no longer than for its deadline.
+        # No decode worker fetches this prefill, so the drain waits for the hold deadline.
         failure = await pair.prefill.failure(held)
         assert (failure.code, failure.message) == (
             pb.FAILURE_CODE_DROPPED,
@@ -184,7 +184,7 @@ async def test_sigterm_lets_what_runs_end_and_takes_nothing_new(ending: dict[str
         assert_nothing_left(worker, tree)
 
 
-async def test_a_drain_is_bounded(ending: dict[str, WorkerProcess]) -> None:
+async def test_a_drain_ends_at_its_deadline(ending: dict[str, WorkerProcess]) -> None:
     worker = ending["hurried"].wait_ready()
     async with attached(worker) as stream:
         held = await stream.submit_prefill(request(range(10), ENDLESS), handover=True)
@@ -194,7 +194,7 @@ async def test_a_drain_is_bounded(ending: dict[str, WorkerProcess]) -> None:
         assert await exit_code(worker) == 0
 
 
-async def test_ctrl_c_cancels_and_exits(ending: dict[str, WorkerProcess]) -> None:
+async def test_ctrl_c_ends_the_worker_without_a_drain(ending: dict[str, WorkerProcess]) -> None:
     worker = ending["interrupted"].wait_ready()
     tree = worker.tree()
     async with attached(worker) as stream:
@@ -212,7 +212,7 @@ async def test_ctrl_c_cancels_and_exits(ending: dict[str, WorkerProcess]) -> Non
 # ---------------------------------------------------------------- routers that misbehave
 
 
-async def test_only_who_knows_the_secret_is_served(prefill: WorkerProcess) -> None:
+async def test_a_router_with_another_secret_gets_only_health_checks(prefill: WorkerProcess) -> None:
     async with rpc.connect(prefill.address, b"another secret, long enough") as channel:
         stub = WorkerStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -259,12 +259,12 @@ async def test_a_broken_protocol_ends_that_stream_alone(
         await other.token(prefill_id)
 
 
-async def test_a_router_that_does_not_read_is_cut(prefill: WorkerProcess) -> None:
+async def test_the_stream_of_a_router_that_does_not_read_is_ended(prefill: WorkerProcess) -> None:
     async with attached(prefill) as stream:
         held = await stream.submit_prefill(request(range(100), sampling()), handover=True)
         await stream.token(held)
         stream.may_read.clear()
-        # Each is refused in a line that repeats all of its biases.
+        # Each refusal repeats all biases of the request, so it is long.
         biased = request([1], sampling(logit_bias=dict.fromkeys(range(512), 1e7)))
 
         async def flood() -> None:

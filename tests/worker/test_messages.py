@@ -1,4 +1,4 @@
-"""Every type that a message embeds comes out of msgpack as it went in."""
+"""Encoding and decoding keeps every type that a message embeds."""
 
 import pytest
 
@@ -28,7 +28,7 @@ WORK = messages.Work(REQUEST, 1.5, "name", "")
         messages.Exit(),
     ],
 )
-def test_messages_to_the_engine(message: ToEngine) -> None:
+def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
     assert messages.decode_to_engine(messages.encode(message)) == message
 
 
@@ -54,5 +54,5 @@ def test_messages_to_the_engine(message: ToEngine) -> None:
         ),
     ],
 )
-def test_messages_from_the_engine(message: FromEngine) -> None:
+def test_messages_from_the_engine_survive_encoding(message: FromEngine) -> None:
     assert messages.decode_from_engine(messages.encode(message)) == message

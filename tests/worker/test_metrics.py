@@ -1,4 +1,4 @@
-"""What a scrape of a worker's metrics port gets."""
+"""The metrics port of a worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kv_transfer import TransferStats
 from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics
 
-# As Prometheus 2.42 and 3.5 send it.
+# The Accept headers of Prometheus 2.42 and 3.5.
 ACCEPTED = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
@@ -24,7 +24,7 @@ ACCEPTED = (
 
 @pytest.mark.parametrize("accept", ACCEPTED)
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_names_have_their_colons_whatever_is_asked_for(accept: str, host: str) -> None:
+def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
     metrics = Metrics("prefill", "m")
     fours = [4] * len(dataclasses.fields(EngineStats))
     metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
@@ -42,14 +42,14 @@ def test_names_have_their_colons_whatever_is_asked_for(accept: str, host: str) -
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
         f'baton:kv_bytes_total{{connector="tcp",{labels}}} 1000.0',
         'baton:kv_transfers_total{model_name="m",reason="acked",role="prefill"} 1.0',
-        f'baton:kv_checksum_failures_total{{kind="payload",{labels}}} 0.0',  # before the first one, too
+        f'baton:kv_checksum_failures_total{{kind="payload",{labels}}} 0.0',  # before any failure
         f"vllm:request_queue_time_seconds_count{{{labels}}} 0.0",
     ):
         assert f"\n{line}\n" in page
     assert "_created" not in page
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     first, second = Metrics("decode", "m"), Metrics("decode", "m")
     port = first.listen("127.0.0.1", 0)
     try:

@@ -1,3 +1,5 @@
+"""Child processes: their tie to the parent, their environment and their exit."""
+
 import asyncio
 import os
 import signal
@@ -9,7 +11,7 @@ import pytest
 
 from worker.processes import ChildProcess, describe_exit, spawn
 
-# A parent that spawns a child, which ties itself to it, and tells the child's pid.
+# A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """
 import os, sys, time
 from worker.processes import spawn
@@ -19,15 +21,13 @@ time.sleep(60)
 """
 
 
-def start_parent(told_parent: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", _PARENT % told_parent], stdout=subprocess.PIPE, text=True
-    )
+def start_parent(parent_pid: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT % parent_pid], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     return parent, psutil.Process(int(parent.stdout.readline()))
 
 
-def test_a_child_dies_with_its_parent_even_when_that_is_killed() -> None:
+def test_a_child_dies_when_its_parent_is_killed() -> None:
     parent, child = start_parent("os.getpid()")
     assert parent.stdout is not None
     assert parent.stdout.readline() == "tied\n"
@@ -37,7 +37,7 @@ def test_a_child_dies_with_its_parent_even_when_that_is_killed() -> None:
     child.wait(5)
 
 
-def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
+def test_a_child_whose_parent_is_already_dead_does_not_start() -> None:
     parent, child = start_parent("os.getpid() + 1")
     assert parent.stdout is not None
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
@@ -47,7 +47,7 @@ def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     parent.wait()
 
 
-def test_a_child_leaves_ctrl_c_and_sigterm_to_the_service() -> None:
+def test_a_child_ignores_sigint_and_sigterm() -> None:
     parent, child = start_parent("os.getpid()")
     assert parent.stdout is not None
     assert parent.stdout.readline() == "tied\n"
@@ -64,7 +64,7 @@ def _ignored(pid: int, number: signal.Signals) -> bool:
     return bool(mask >> (number - 1) & 1)
 
 
-def test_a_child_never_sees_the_cluster_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_child_has_no_cluster_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "secret")
     child = spawn("tests.worker.tied_child", str(os.getpid()).encode(), pass_fds=())
     process = psutil.Process(child.pid)
@@ -77,7 +77,7 @@ def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sleep", "60"])
 
 
-async def test_the_end_of_a_child_is_seen_by_all_who_wait() -> None:
+async def test_every_waiting_task_gets_the_exit_code() -> None:
     child = ChildProcess("sleeper", sleeper())
     waiting = [asyncio.create_task(child.wait()) for _ in range(2)]
     await asyncio.sleep(0)
@@ -96,5 +96,5 @@ async def test_a_child_that_does_not_end_in_time_is_killed_even_when_stopped() -
 
 
 @pytest.mark.parametrize(("code", "text"), [(3, "exited with 3"), (-9, "was killed by SIGKILL")])
-def test_exit_codes_read_well(code: int, text: str) -> None:
+def test_an_exit_code_is_described_in_words(code: int, text: str) -> None:
     assert describe_exit(code) == text

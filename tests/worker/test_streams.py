@@ -1,3 +1,5 @@
+"""The output queue of a router, and the conversion of tokens and failures."""
+
 import asyncio
 from typing import Any, cast
 
@@ -11,7 +13,7 @@ from worker.streams import MAX_UNREAD_BYTES, RouterStream
 
 
 class SlowContext:
-    """Takes a message only when `gate` allows."""
+    """A router that reads a message only when `gate` is released."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Semaphore(0)
@@ -33,7 +35,7 @@ def big(nbytes: int) -> pb.WorkerMessage:
     return pb.WorkerMessage(failed=pb.AttemptFailed(message="x" * nbytes))
 
 
-async def test_a_router_that_leaves_8_mib_unread_is_cut() -> None:
+async def test_more_than_8_mib_unread_sets_overflow() -> None:
     stream = RouterStream(1)
     context, as_context = slow()
     writing = asyncio.create_task(stream.write_to(as_context))
@@ -48,7 +50,7 @@ async def test_a_router_that_leaves_8_mib_unread_is_cut() -> None:
     assert context.written == []
 
 
-async def test_what_was_read_makes_room() -> None:
+async def test_messages_that_were_read_do_not_count_as_unread() -> None:
     stream = RouterStream(1)
     context, as_context = slow()
     writing = asyncio.create_task(stream.write_to(as_context))
@@ -61,7 +63,7 @@ async def test_what_was_read_makes_room() -> None:
     writing.cancel()
 
 
-async def test_finish_writes_what_is_queued() -> None:
+async def test_finish_writes_the_queued_messages() -> None:
     stream = RouterStream(1)
     context, as_context = slow()
     for _ in range(3):

@@ -1,3 +1,5 @@
+"""Checks of a router's messages."""
+
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ LIMITS = Limits(vocab_size=100, max_model_len=32)
 ID = b"a" * 16
 
 
-def test_a_request_is_taken_over_field_by_field() -> None:
+def test_a_request_keeps_every_field() -> None:
     params = sampling(
         temperature=0.5, top_k=3, seed=2**64 - 1, stop_token_ids=[7], logit_bias={5: -1.0}, logprobs=0
     )
@@ -25,7 +27,7 @@ def test_a_request_is_taken_over_field_by_field() -> None:
     assert params.seed == 2**64 - 1
     assert params.stop_token_ids == (7,)
     assert params.logit_bias == {5: -1.0}
-    assert params.logprobs == 0, "no alternatives is not the same as no log probabilities"
+    assert params.logprobs == 0, "logprobs=0 asks for the log probability of the token alone"
     assert work(ID, request([1], sampling()), LIMITS).request.sampling.logprobs is None
 
 
@@ -33,19 +35,19 @@ def no_prompt(r: pb.Request) -> None:
     del r.prompt_ids[:]
 
 
-def strange_token(r: pb.Request) -> None:
+def prompt_beyond_vocabulary(r: pb.Request) -> None:
     r.prompt_ids[0] = 100
 
 
-def strange_output(r: pb.Request) -> None:
+def output_beyond_vocabulary(r: pb.Request) -> None:
     r.output_ids.append(100)
 
 
-def strange_stop(r: pb.Request) -> None:
+def stop_beyond_vocabulary(r: pb.Request) -> None:
     r.sampling.stop_token_ids.append(2**31)
 
 
-def strange_bias(r: pb.Request) -> None:
+def bias_beyond_vocabulary(r: pb.Request) -> None:
     r.sampling.logit_bias[100] = 1.0
 
 
@@ -61,7 +63,7 @@ def output_too_long(r: pb.Request) -> None:
     r.output_ids.extend([1] * 40)
 
 
-def nothing_left(r: pb.Request) -> None:
+def no_token_left(r: pb.Request) -> None:
     r.output_ids.extend([1] * 16)
 
 
@@ -81,20 +83,20 @@ def short_id(r: pb.Request) -> None:
     ("spoil", "reason"),
     [
         (no_prompt, "prompt_ids is empty"),
-        (strange_token, "prompt_ids has token 100"),
-        (strange_output, "output_ids has token 100"),
-        (strange_stop, "stop_token_ids has token"),
-        (strange_bias, "logit_bias has token 100"),
+        (prompt_beyond_vocabulary, "prompt_ids has token 100"),
+        (output_beyond_vocabulary, "output_ids has token 100"),
+        (stop_beyond_vocabulary, "stop_token_ids has token"),
+        (bias_beyond_vocabulary, "logit_bias has token 100"),
         (many_stops, "stop_token_ids has 1025 entries"),
         (too_long, "more than the context of 32"),
         (output_too_long, "more than the context of 32"),
-        (nothing_left, "max_tokens is 16, but output_ids has 16 already"),
+        (no_token_left, "max_tokens is 16, but output_ids has 16 already"),
         (too_late, "timeout_ms is 0"),
         (long_salt, "cache_salt has 65 bytes"),
         (short_id, "request_id must have 16 bytes"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_its_reason(
+def test_an_invalid_request_is_refused_with_its_reason(
     spoil: Callable[[pb.Request], None], reason: str
 ) -> None:
     good = request([1, 2], sampling())
@@ -119,17 +121,17 @@ def test_the_last_position_of_the_context_can_be_used() -> None:
     "address",
     ["", "host", "host:", ":1", "host:0", "host:65536", "host:1x", "h" * 256 + ":1", "\n:1", "ü:1", "h: 1"],
 )
-def test_a_kv_address_is_host_and_port(address: str) -> None:
+def test_a_kv_address_must_be_host_and_port(address: str) -> None:
     with pytest.raises(Refused, match="kv_address"):
         source(pb.PrefillSource(prefill_id=b"x" * 16, kv_address=address, incarnation=1))
 
 
-def test_a_source_is_taken_over() -> None:
+def test_a_source_keeps_every_field() -> None:
     given = source(pb.PrefillSource(prefill_id=b"x" * 16, kv_address="[::1]:80", incarnation=2**64 - 1))
     assert (given.prefill_id, given.kv_address, given.incarnation) == (b"x" * 16, "[::1]:80", 2**64 - 1)
 
 
-def test_ids_without_16_bytes_cannot_be_answered() -> None:
+def test_an_id_without_16_bytes_breaks_the_protocol() -> None:
     with pytest.raises(ProtocolError, match="decode_id must have 16 bytes, not 15"):
         attempt_id(b"x" * 15, "decode_id")
     with pytest.raises(ProtocolError, match="prefill_id"):

@@ -1,4 +1,4 @@
-"""Run by test_processes: ties itself to the parent whose pid comes on stdin, then waits."""
+"""A child for test_processes: it ties itself to the parent with the pid on stdin, then waits."""
 
 import signal
 import sys
