@@ -1,19 +1,27 @@
-"""The decode worker: takes the KV of a prompt from a prefill worker while it is being computed, then decodes.
+"""The decode worker: fetches the KV of a prompt while a prefill worker computes it, then decodes.
 
-The life of a request here: submitted by a router → blocks for prompt and first token reserved (or *no
-room*) → KV fetched, injected layer by layer as it arrives → complete and verified → joins the running
-batch, repeating prefill's first token → a token a step until it finishes. KV that does not come leaves the
-reservation to a Retarget or a Cancel; a request without a source is prefilled here, in chunks
-that hardly delay those that decode; a request that must make room for others is handed back to its
-router.
+The life of a request:
+
+1. A router submits it. The engine reserves blocks for the prompt and the first token, or the worker answers
+   *no room*.
+2. The KV receiver fetches the KV and injects it layer by layer as it arrives.
+3. When the KV is complete and verified, the request joins the running batch, and the worker repeats prefill's
+   first token.
+4. The request gets one token per step until it finishes.
+
+If the KV does not arrive, the reservation waits for a Retarget, a Cancel or the deadline of the request. A
+request without a source is prefilled on this worker, in chunks that hardly delay the running batch. A
+preempted request is handed back to its router.
 """
 
 from worker.config import WorkerConfig
 
 
 def main(config: WorkerConfig) -> int:
-    """Runs the worker until SIGTERM (drains) or SIGINT; returns its exit code, non-zero if one of its
-    processes died."""
+    """Runs the worker until SIGTERM (drains) or SIGINT.
+
+    Returns the exit code, which is not 0 if the worker could not start or a process of it died.
+    """
     from worker.service import run
 
     return run(config, "decode_worker.engine_process")

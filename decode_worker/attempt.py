@@ -8,20 +8,20 @@ from worker.messages import Source
 
 
 class Phase(Enum):
-    FETCHING = auto()  # the receiver may be writing into its blocks
-    FAILED = auto()  # the KV did not come: the blocks wait for a Retarget, a Cancel or the deadline
-    CLOSING = auto()  # ended; its blocks go once the receiver is through with them
-    RUNNING = auto()  # in the engine's hands: decoding, or prefilled here
+    FETCHING = auto()  # the receiver may write into the blocks
+    FAILED = auto()  # the KV did not arrive; the blocks wait for a Retarget, a Cancel or the deadline
+    CLOSING = auto()  # ended; the blocks are freed when the receiver no longer writes into them
+    RUNNING = auto()  # in the engine's batch: the request decodes, or its prompt is prefilled on this worker
 
 
 @dataclass(slots=True)
 class Attempt:
     prompt_tokens: int
-    output_tokens: int  # emitted before this attempt
+    output_tokens: int  # number of tokens emitted before this attempt
     block_ids: Sequence[int]
-    source: Source | None  # None: prefilled here
-    deadline: float  # time.monotonic(); until then its KV must have come
+    source: Source | None  # None: the prompt is prefilled on this worker
+    deadline: float  # time.monotonic(), before which the KV must arrive
     phase: Phase = Phase.FETCHING
-    joined_at: float = 0.0  # time.monotonic(); once its prompt is computed
-    first_token_at: float | None = None  # when prefill's token was known here; None once decode's followed
-    tokens: int = 0  # sampled here
+    joined_at: float = 0.0  # time.monotonic() at which the request joined the batch with its prompt computed
+    first_token_at: float | None = None  # when COMMIT named the first token; None after the second token
+    tokens: int = 0  # number of tokens that this worker sampled

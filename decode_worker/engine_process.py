@@ -1,4 +1,4 @@
-"""The engine process of a decode worker: `python -m decode_worker.engine_process`, started by its service."""
+"""The engine process of a decode worker. Its service runs `python -m decode_worker.engine_process`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from worker.engine_start import EngineProcessConfig, start
 
 
 def run(config: EngineProcessConfig) -> int:
-    # Late, because these import torch and the process must be tied to its parent before.
+    # These imports load torch, which is slow. The process must be tied to its parent before.
     from decode_worker.role import DecodeRole
     from worker import engine_loop
 

@@ -1,4 +1,4 @@
-"""What the engine process of a decode worker does with messages, KV reports and the outputs of a step."""
+"""The decode role: handles messages, reports of the KV receiver, and the outputs of engine steps."""
 
 import time
 
@@ -11,8 +11,10 @@ from worker.messages import Code, ToEngine
 
 
 class DecodeRole:
-    """Owns the engine and the KV receiver. Reserved blocks go back only when the receiver, which may be
-    writing into them, has reported that it is through with them."""
+    """The role of a decode worker. Owns the engine and the KV receiver.
+
+    The receiver may write into reserved blocks. They are freed only after the receiver has reported Closed.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self._attempts = parts.attempts
@@ -65,8 +67,8 @@ class DecodeRole:
             self._attempts.refuse_reused(message.stream, decode_id)
             return
         self._attempts.open(message.stream, decode_id)
-        here = message.source is None
-        block_ids = self.engine.start(request) if here else self.engine.reserve(request)
+        prefill_locally = message.source is None
+        block_ids = self.engine.start(request) if prefill_locally else self.engine.reserve(request)
         if block_ids is None:
             self._attempts.fail(decode_id, Code.NO_ROOM, self._no_room())
             return
@@ -78,13 +80,13 @@ class DecodeRole:
             source=message.source,
             deadline=time.monotonic() + message.work.timeout,
         )
-        if here:
+        if prefill_locally:
             self._table[decode_id].phase = Phase.RUNNING
         else:
             self._fetch(decode_id)
 
     def _retarget(self, message: messages.Retarget) -> None:
-        """Only before it joined: a request that runs has its KV, whatever became of its prefill worker."""
+        """Fetches the KV from another prefill. A running request already has its KV, so nothing changes."""
         attempt = self._table[message.decode_id]
         if attempt.phase is Phase.RUNNING:
             return
@@ -106,7 +108,7 @@ class DecodeRole:
         return f"{self.engine.blocks_free} of {self.engine.num_blocks} blocks are free"
 
     def _fetch(self, decode_id: bytes) -> None:
-        """A fetch that is under way for it is replaced."""
+        """Starts a fetch, which replaces an earlier fetch of the same attempt."""
         attempt = self._table[decode_id]
         source = attempt.source
         assert source is not None
@@ -123,7 +125,7 @@ class DecodeRole:
     # ------------------------------------------------------------ ends
 
     def _end(self, decode_id: bytes, code: Code, message: str) -> None:
-        """From this side, with word to the router."""
+        """Ends an attempt and tells its router why."""
         self._attempts.fail(decode_id, code, message)
         self.cancel(decode_id)
 
@@ -137,7 +139,7 @@ class DecodeRole:
             self._forget(decode_id)
 
     def _forget(self, decode_id: bytes) -> None:
-        """Nothing writes into its blocks any more."""
+        """Removes an attempt whose blocks the receiver no longer writes."""
         del self._table[decode_id]
         self.engine.cancel(decode_id)
 
@@ -168,7 +170,7 @@ class DecodeRole:
             if attempt.phase in (Phase.FETCHING, Phase.FAILED) and attempt.deadline < now
         ]
         for decode_id in late:
-            self._end(decode_id, Code.HANDED_BACK, "its KV did not come within the request's time")
+            self._end(decode_id, Code.HANDED_BACK, "the KV did not arrive before the request's deadline")
 
     def _join(self, event: Injected) -> None:
         attempt = self._table[event.decode_id]
@@ -183,7 +185,7 @@ class DecodeRole:
         )
         self._link.send(messages.Injected(event.decode_id, event.stats))
         first, vocabulary = event.first_token, self.engine.model_config.vocab_size
-        # A peer named these tokens, and an id that is out of range would crash the engine or the router.
+        # These token ids come from a peer. An out-of-range id would crash the engine or the router.
         if (largest := max((first.token_id, *first.top_ids))) >= vocabulary:
             text = f"COMMIT names token {largest}, beyond the vocabulary of {vocabulary}"
             self._end(event.decode_id, Code.ENGINE, text)
@@ -192,7 +194,7 @@ class DecodeRole:
         if first.logprob is not None:
             logprobs = Logprobs(first.logprob, first.top_ids, first.top_logprobs)
         output = self.engine.join(event.decode_id, first.token_id, logprobs)
-        # Prefill's token again: the router takes each index from whoever brings it first.
+        # This repeats prefill's token. The router emits each index once, from the worker that sends it first.
         self._attempts.token(output)
         if output.finish_reason:
             self._finished(event.decode_id)
@@ -213,7 +215,7 @@ class DecodeRole:
             if output.finish_reason:
                 self._finished(output.id)
         for decode_id in result.preempted:
-            self._attempts.fail(decode_id, Code.HANDED_BACK, "its blocks were needed")
+            self._attempts.fail(decode_id, Code.HANDED_BACK, "preempted: other requests needed its blocks")
             del self._table[decode_id]
         for decode_id, message in result.failed:
             self._attempts.fail(decode_id, Code.ENGINE, message)
@@ -223,7 +225,7 @@ class DecodeRole:
             del self._table[decode_id]
 
     def _prefilled(self, attempt: Attempt, output: Output) -> None:
-        """Its prompt was computed here."""
+        """Reports the prefill of a prompt that this worker computed."""
         attempt.joined_at = now = time.monotonic()
         tokens = attempt.prompt_tokens + attempt.output_tokens
         self._counts.prompt_tokens += tokens
@@ -235,7 +237,7 @@ class DecodeRole:
         )
 
     def _finished(self, decode_id: bytes) -> None:
-        """The engine has freed its blocks with its last token."""
+        """Removes an attempt that got its last token. The engine has already freed its blocks."""
         self._attempts.end(decode_id)
         attempt = self._table.pop(decode_id)
         self._link.send(messages.Decoded(decode_id, attempt.joined_at, time.monotonic(), attempt.tokens))

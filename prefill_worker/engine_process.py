@@ -1,5 +1,4 @@
-"""The engine process of a prefill worker: `python -m prefill_worker.engine_process`, started by its
-service."""
+"""The engine process of a prefill worker. Its service runs `python -m prefill_worker.engine_process`."""
 
 import sys
 
@@ -7,7 +6,7 @@ from worker.engine_start import EngineProcessConfig, start
 
 
 def run(config: EngineProcessConfig) -> int:
-    # Late, because these import torch and the process must be tied to its parent before.
+    # These imports load torch, which is slow. The process must be tied to its parent before.
     from prefill_worker.role import PrefillRole
     from worker import engine_loop
 

@@ -1,4 +1,4 @@
-"""What the engine process of a prefill worker does with messages, KV reports and the outputs of a step."""
+"""The prefill role: handles messages, reports of the KV sender, and the outputs of engine steps."""
 
 import logging
 import time
@@ -17,17 +17,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Prefill:
-    """One prefill, from its submission until nobody needs its blocks. In the table in order of arrival."""
+    """One prefill, from its submission to the release of its blocks."""
 
-    tokens: int  # prompt and output so far
+    tokens: int  # number of tokens of the prompt and of the output so far
     handover: bool
-    held: bool = False  # computed, first token out: blocks stay for the decode worker
-    closed: bool = False  # it ended here: its blocks go as soon as the lanes have let go of them
+    held: bool = False  # computed and its first token sent; the blocks stay for the decode worker
+    closed: bool = False  # ended; the blocks are released when no transfer reads them
 
 
 class PrefillRole:
-    """Owns the engine and the KV sender. The engine releases a prefill's blocks only when the sender, which
-    may be reading them, has reported it released."""
+    """The role of a prefill worker. Owns the engine and the KV sender.
+
+    The sender may read the blocks of an opened prefill. The engine gets them back only after the sender has
+    reported the prefill as released.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self._attempts = parts.attempts
@@ -45,7 +48,7 @@ class PrefillRole:
             device(self.engine),
             parts.trace,
         )
-        self._prefills: dict[bytes, Prefill] = {}
+        self._prefills: dict[bytes, Prefill] = {}  # by prefill id, in order of arrival
 
     @property
     def kv_fd(self) -> int:
@@ -84,19 +87,19 @@ class PrefillRole:
         self._sender.shutdown()
 
     def _close(self, prefill_id: bytes, reason: Literal["cancelled", "finished", "gone"]) -> None:
-        """It ends here. Where the lanes know it, blocks follow with their report."""
+        """Ends a prefill on this worker. If the sender has opened it, its blocks stay until `_released`."""
         prefill = self._prefills[prefill_id]
         if prefill.closed:
             return
         prefill.closed = True
         if prefill.handover:
-            # Also where it was not offered yet: a FETCH may be waiting.
+            # This includes a prefill that is not opened yet, because a FETCH may wait for it.
             self._sender.close(prefill_id, reason)
         if prefill_id not in self._sink.opened:
             self._forget(prefill_id)
 
     def _forget(self, prefill_id: bytes) -> None:
-        """Nothing reads its blocks any more."""
+        """Removes a prefill whose blocks no transfer reads."""
         if self._prefills.pop(prefill_id).held:
             self.engine.release(prefill_id)
         else:
@@ -107,8 +110,8 @@ class PrefillRole:
     def move_kv(self, spare: float) -> None:
         for released in self._sender.poll():
             self._released(released)
-        # A request that holds room on a decode worker must always be prefilled, or prefill and decode would
-        # wait for each other. So prefills that no decode worker has asked for make room, oldest first.
+        # A request with blocks on a decode worker must always be prefilled, or prefill and decode would wait
+        # for each other. So prefills that no decode worker fetches are dropped when blocks are needed.
         has_fetch = self._sender.has_fetch
         closing = (prefill_id for prefill_id, prefill in self._prefills.items() if prefill.closed)
         unfetched = (
@@ -117,7 +120,10 @@ class PrefillRole:
             if prefill.held and not prefill.closed and not has_fetch(prefill_id)
         )
         for prefill_id in self.engine.to_drop(has_fetch, closing, unfetched):
-            log.warning("prefill %s is dropped unfetched: its blocks are needed", prefill_id.hex()[:8])
+            log.warning(
+                "prefill %s is dropped: no decode worker has fetched it, and its blocks are needed",
+                prefill_id.hex()[:8],
+            )
             self._attempts.fail(prefill_id, Code.DROPPED, "not fetched, and its blocks were needed")
             self._close(prefill_id, "gone")
 
@@ -135,7 +141,7 @@ class PrefillRole:
     def after_step(self, result: StepResult) -> None:
         for output in result.outputs:
             self._first_token(output)
-        self._attempts.flush()  # before the pump has anything to do, which it would do at the same time
+        self._attempts.flush()  # before `_hand_over` wakes the pump, whose thread would compete for the GIL
         for output in result.outputs:
             self._hand_over(output)
         for prefill_id, message in result.failed:

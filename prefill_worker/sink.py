@@ -1,5 +1,4 @@
-"""Between the layer loop and the lanes: what the engine reports becomes ready for the pump, and nothing
-waits."""
+"""Passes the engine's reports of computed layers to the KV sender, and never waits."""
 
 from collections.abc import Sequence
 
@@ -8,14 +7,14 @@ from kv_transfer import KVSender, TraceWriter
 
 
 class SenderSink:
-    """The engine's KVSink. `sender` is set once the engine, whose cache it reads, exists."""
+    """The engine's KVSink. `sender` is set after the engine is built, because it reads the engine's cache."""
 
     sender: KVSender
 
     def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace
         self.opened: set[bytes] = set()
-        """Prefills whose blocks the lanes may be reading: until the sender reports them released."""
+        """Prefills whose blocks the sender may read, until it reports them released."""
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int

@@ -1,4 +1,4 @@
-"""Two workers with the tiny model, for all tests that do not end them; and what these ask of them."""
+"""A prefill and a decode worker with the tiny model, which the tests of this package share, and helpers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import Pair, WorkerProcess, WorkerStream, sampling, started_pair, tiny_model
 
-BLOCKS = 300  # of 16 positions, on every device
+BLOCKS = 300  # of 16 positions
 TINY = {"load_format": "dummy", "num_blocks": BLOCKS, "block_size": 16, "max_num_batched_tokens": 64}
 ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 Workers = tuple[WorkerProcess, WorkerProcess]

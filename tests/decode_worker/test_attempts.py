@@ -1,4 +1,4 @@
-"""Every way an attempt can go on a pair of workers, and that nothing is left of any. Tiny model."""
+"""Every way an attempt can end on a pair of workers. Afterwards all pools are whole. Tiny model."""
 
 import asyncio
 import os
@@ -42,11 +42,13 @@ async def test_a_prefill_under_an_id_that_ended_is_refused(workers: Workers) -> 
         prefill_id = await pair.prefill.submit_prefill(request(prompt(10), ENDLESS), handover=True)
         await pair.prefill.token(prefill_id)
         await pair.prefill.cancel(prefill_id)
-        await assert_whole(*workers)  # until then the id is in use
+        await assert_whole(*workers)  # the id is in use until then
         again = pb.SubmitPrefill(prefill_id=prefill_id, request=request(prompt(20), ENDLESS), handover=True)
         await pair.prefill.send(prefill=again)
         message = (await pair.prefill.next(prefill_id)).message
-        if isinstance(message, pb.TokenEvent):  # computed before the transfer process was heard
+        if isinstance(
+            message, pb.TokenEvent
+        ):  # computed before the transfer process reported the id as reused
             message = (await pair.prefill.next(prefill_id)).message
         assert isinstance(message, pb.AttemptFailed)
         assert message.code == pb.FAILURE_CODE_INVALID
@@ -79,7 +81,7 @@ async def test_cancel_before_anything_is_computed(workers: Workers) -> None:
 
 
 async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> None:
-    """Of 62: one that is cancelled early never counts as prefilled. (Late on a busy machine: once more.)"""
+    """A cancelled prefill of 62 chunks does not count as prefilled. A cancel that is too late is retried."""
 
     def prefilled() -> float:
         return metrics(workers[0])["vllm:prompt_tokens_total"]
@@ -94,14 +96,14 @@ async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> No
             await assert_whole(*workers)
             if prefilled() == before:
                 return
-    raise AssertionError("every one was computed to its end")
+    raise AssertionError("every prefill was computed to its end")
 
 
 async def test_cancel_while_kv_is_streaming(workers: Workers) -> None:
-    """As soon as there is room, once some of it has come, and once all of it is computed."""
+    """The cancel comes after the reservation, after the first frames, or after the whole prefill."""
 
     async def frames() -> float:
-        await status(pair.decode)  # a scrape shows the last report, and this makes one
+        await status(pair.decode)  # makes the report that the scrape shows
         return metrics(workers[1])["baton:kv_frames_total"]
 
     async with paired(*workers) as pair:
@@ -153,17 +155,17 @@ async def test_cancel_while_decoding(workers: Workers) -> None:
             await pair.decode.token(decode_id)
         await pair.decode.cancel(decode_id)
         await assert_whole(*workers)
-        assert metrics(workers[1])[generated] - before < 1900, "of 2000 that were asked for"
+        assert metrics(workers[1])[generated] - before < 1900, "the request asked for 2000"
 
 
-async def test_cancel_of_an_unknown_attempt_is_nothing(workers: Workers) -> None:
+async def test_cancel_of_an_unknown_attempt_is_ignored(workers: Workers) -> None:
     async with paired(*workers) as pair:
         await pair.prefill.cancel(os.urandom(16))
         await pair.decode.cancel(os.urandom(16))
         await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
 
 
-async def test_nobody_cancels_for_another_router(workers: Workers) -> None:
+async def test_a_router_cannot_cancel_an_attempt_of_another_router(workers: Workers) -> None:
     async with paired(*workers) as pair, paired(*workers) as other:
         _, decode_id = await pair.submit(request(prompt(10), sampling(max_tokens=200, ignore_eos=True)))
         await pair.decode.reserved(decode_id)
@@ -192,20 +194,20 @@ async def test_a_retarget_takes_the_kv_from_another_prefill(workers: Workers) ->
     async with paired(*workers) as pair:
         params = sampling(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
         whole = await pair.generate(prompt(100), params)
-        # Two tokens are out when its prefill worker is lost.
-        out = whole.tokens[:2]
+        # The prefill is lost after the router has emitted two tokens.
+        emitted = whole.tokens[:2]
         prefill_id = await pair.prefill.submit_prefill(request(prompt(100), params), handover=True)
         await pair.prefill.token(prefill_id)
         await pair.prefill.cancel(prefill_id)
-        await assert_whole(workers[0])  # it was held, and is no more
+        await assert_whole(workers[0])  # the held prefill is released
         decode_id = await pair.decode.submit_decode(request(prompt(100), params), pair.source(prefill_id))
         await pair.decode.reserved(decode_id)
         assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
-        again = await pair.prefill.submit_prefill(request(prompt(100), params, out), handover=True)
-        await retarget(pair, decode_id, again, out)
+        again = await pair.prefill.submit_prefill(request(prompt(100), params, emitted), handover=True)
+        await retarget(pair, decode_id, again, emitted)
         tokens = [token for token, _ in await pair.decode.tokens(decode_id)]
         assert [t.output_index for t in tokens] == list(range(2, 8))
-        assert [*out, *(t.token_id for t in tokens)] == whole.tokens
+        assert [*emitted, *(t.token_id for t in tokens)] == whole.tokens
         await assert_whole(*workers)
 
 
@@ -222,7 +224,7 @@ async def test_a_retarget_replaces_a_fetch_under_way(workers: Workers) -> None:
         await assert_whole(*workers)
 
 
-async def test_a_retarget_that_takes_back_tokens_is_refused(workers: Workers) -> None:
+async def test_a_retarget_with_fewer_output_tokens_is_refused(workers: Workers) -> None:
     async with paired(*workers) as pair:
         params = sampling(max_tokens=8)
         prefill_id = await pair.prefill.submit_prefill(request(prompt(9), params, [1, 2]), handover=True)
@@ -236,7 +238,7 @@ async def test_a_retarget_that_takes_back_tokens_is_refused(workers: Workers) ->
         await assert_whole(*workers)
 
 
-async def test_no_room_is_told_before_any_kv_is_asked_for(workers: Workers) -> None:
+async def test_without_room_a_request_is_refused_and_counted(workers: Workers) -> None:
     async with paired(*workers) as pair:
         nowhere = pair.source(os.urandom(16))
         big = request(prompt(BLOCKS // 2 * 16), sampling(max_tokens=2))
@@ -245,12 +247,12 @@ async def test_no_room_is_told_before_any_kv_is_asked_for(workers: Workers) -> N
         before = (await status(pair.decode)).no_room
         second = await pair.decode.submit_decode(big, nowhere)
         assert (await pair.decode.failure(second)).code == pb.FAILURE_CODE_NO_ROOM
-        assert (await status(pair.decode)).no_room == before + 1, "an autoscaler counts them"
+        assert (await status(pair.decode)).no_room == before + 1, "the status counts refusals"
         await pair.decode.cancel(first)
         await assert_whole(*workers)
 
 
-async def test_a_reservation_whose_kv_never_comes_goes_back_in_time(workers: Workers) -> None:
+async def test_a_reservation_without_kv_is_handed_back_at_the_deadline(workers: Workers) -> None:
     async with paired(*workers) as pair:
         late = request(prompt(10), sampling(), timeout_ms=300)
         decode_id = await pair.decode.submit_decode(late, pair.source(os.urandom(16)))
@@ -259,7 +261,7 @@ async def test_a_reservation_whose_kv_never_comes_goes_back_in_time(workers: Wor
         await assert_whole(*workers)
 
 
-@pytest.mark.long  # for five seconds its lanes are tried again; tests/kv_transfer has it with less patience
+@pytest.mark.long  # the lanes retry for five seconds; tests/kv_transfer has a shorter variant
 async def test_a_dead_prefill_worker_fails_the_kv(workers: Workers) -> None:
     async with paired(*workers) as pair:
         source = pair.source(os.urandom(16))
@@ -271,9 +273,9 @@ async def test_a_dead_prefill_worker_fails_the_kv(workers: Workers) -> None:
         await assert_whole(*workers)
 
 
-async def test_the_youngest_is_handed_back_when_growth_needs_its_blocks(workers: Workers) -> None:
+async def test_the_youngest_request_is_handed_back_when_another_needs_its_blocks(workers: Workers) -> None:
     async with paired(*workers) as pair:
-        # Together they end at 2 × 2800 positions; the pool holds 4800.
+        # Both requests need 2 × 2800 positions; the pool has 4800.
         grow = sampling(max_tokens=800, ignore_eos=True)
         ids = [await pair.submit(request(prompt(2000), grow)) for _ in range(2)]
         for _, decode_id in ids:
@@ -288,7 +290,7 @@ async def test_the_youngest_is_handed_back_when_growth_needs_its_blocks(workers:
         await assert_whole(*workers)
 
 
-async def test_an_unfetched_prefill_is_dropped_for_a_fetched_one(workers: Workers) -> None:
+async def test_an_unfetched_prefill_is_dropped_when_a_fetched_one_needs_its_blocks(workers: Workers) -> None:
     async with paired(*workers) as pair:
         forgotten = await pair.prefill.submit_prefill(request(prompt(3000), sampling()), handover=True)
         await pair.prefill.token(forgotten)
@@ -298,7 +300,7 @@ async def test_an_unfetched_prefill_is_dropped_for_a_fetched_one(workers: Worker
         await assert_whole(*workers)
 
 
-async def test_bad_requests_are_refused_one_by_one(workers: Workers) -> None:
+async def test_an_invalid_request_is_refused_and_its_stream_goes_on(workers: Workers) -> None:
     async with paired(*workers) as pair:
         source = pair.source(os.urandom(16))
         for req, reason in (
@@ -323,7 +325,7 @@ async def test_bad_requests_are_refused_one_by_one(workers: Workers) -> None:
         await assert_whole(*workers)
 
 
-async def test_an_attempt_id_is_used_once_at_a_time(workers: Workers) -> None:
+async def test_an_attempt_id_in_use_is_refused(workers: Workers) -> None:
     async with paired(*workers) as pair:
         prefill_id, decode_id = await pair.submit(
             request(prompt(10), sampling(max_tokens=50, ignore_eos=True))
@@ -341,7 +343,7 @@ async def test_an_attempt_id_is_used_once_at_a_time(workers: Workers) -> None:
         await assert_whole(*workers)
 
 
-async def test_metrics_tell_what_happened(workers: Workers) -> None:
+async def test_metrics_count_a_handover(workers: Workers) -> None:
     before = [metrics(worker) for worker in workers]
     async with paired(*workers) as pair:
         started = time.monotonic()
@@ -382,6 +384,6 @@ async def test_metrics_tell_what_happened(workers: Workers) -> None:
     ]
     stages.append(decode["vllm:request_decode_time_seconds_sum"])
     assert all(0 < seconds < took for seconds in stages)
-    assert sum(stages) <= took, "the stages follow each other"
+    assert sum(stages) <= took, "the stages do not overlap"
     assert after[0]["vllm:kv_cache_usage_perc"] == 0
     assert after[0]["baton:kv_arena_slots_free"] == after[0]["baton:kv_arena_slots"]

@@ -1,4 +1,4 @@
-"""Bytes damaged between prefill's checksum and decode's: caught, sent again, and the answer is right."""
+"""Bytes that the network corrupts: decode detects them, fetches again, and the tokens are right."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ async def right_answer(pair: Pair) -> list[int]:
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("corrupt", "payload"), ("header", "header")])
-async def test_damage_is_caught_and_mended(
+async def test_corrupt_bytes_are_detected_and_fetched_again(
     workers: Workers, network: BadNetwork, fault: str, kind: str
 ) -> None:
-    """A damaged payload costs the transfer, a damaged header the session: decode asks again, unasked."""
+    """A corrupt payload ends the transfer, a corrupt header the session. Decode fetches again by itself."""
     counter = f'baton:kv_checksum_failures_total{{kind="{kind}"}}'
     decode = workers[1]
     async with over(network, workers) as pair:
@@ -59,7 +59,7 @@ async def test_damage_is_caught_and_mended(
 async def test_a_first_token_beyond_the_vocabulary_fails_its_request_alone(
     workers: Workers, network: BadNetwork, first: list[object], named: int
 ) -> None:
-    """The checksums are right: the prefill worker itself names a token that the model does not have."""
+    """The checksums are right, but COMMIT names a token that the model does not have."""
     async with over(network, workers) as pair:
         right = await right_answer(pair)
         network.first_token = first
@@ -74,10 +74,10 @@ async def test_a_first_token_beyond_the_vocabulary_fails_its_request_alone(
         assert await right_answer(pair) == right
 
 
-async def test_damage_without_end_fails_the_kv_and_not_the_request(
+async def test_repeated_corruption_fails_the_kv_and_keeps_the_reservation(
     workers: Workers, network: BadNetwork
 ) -> None:
-    """After two more FETCHes the router decides; the reservation is kept for its next prefill."""
+    """After two more FETCHes the worker reports KV_FAILED. A Retarget then uses the same reservation."""
     async with over(network, workers) as pair:
         right = await right_answer(pair)
         network.fault, network.hits = "corrupt", 10_000

@@ -1,5 +1,7 @@
-"""Signed messages that no router should send, of every kind and in every state of an attempt: each is refused
-by itself or ends its stream, and both workers serve on."""
+"""Random signed messages of every kind, in every state of an attempt.
+
+A worker refuses an invalid message or ends its stream. Both workers keep serving.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ ADDRESSES = (
 
 @dataclass
 class Forger:
-    """Makes messages, and remembers the attempts in them so that later messages are about the same ones."""
+    """Makes random messages. It remembers their attempts, so that later messages name the same attempts."""
 
     rng: random.Random
     kv_address: str
@@ -114,7 +116,7 @@ class Forger:
         return pb.RouterMessage(prefill=submit)
 
     def decode(self) -> pb.RouterMessage:
-        """Mostly of a prefill that was asked for."""
+        """Makes a SubmitDecode, mostly for a submitted prefill."""
         prefill_id, asked = self.known()
         if self.rng.random() < 0.2:
             asked = self.request()
@@ -140,7 +142,7 @@ class Forger:
         return self.rng.choice((pb.RouterMessage(), pb.RouterMessage(hello=hello)))
 
     def message(self) -> tuple[str, pb.RouterMessage]:
-        """With the role of the worker that it is mostly sent to."""
+        """Returns a message and the role of the worker that it is for."""
         made = self.rng.choices(
             (self.prefill, self.decode, self.retarget, self.cancel, self.rare), (30, 30, 20, 20, 5)
         )[0]()
@@ -149,10 +151,10 @@ class Forger:
 
 
 class Routers:
-    """Two of each worker. A stream that ended is opened again."""
+    """Two streams to each worker. An ended stream is opened again."""
 
     def __init__(self, workers: Workers) -> None:
-        self.seen: Counter[str] = Counter()  # what became of messages
+        self.seen: Counter[str] = Counter()  # counts of the answers, by kind
         self._workers = workers
         self._streams: dict[tuple[str, int], tuple[AsyncExitStack, WorkerStream]] = {}
 
@@ -169,8 +171,8 @@ class Routers:
             self.seen["stream ended"] += 1
             await self.close(*key)
 
-    async def answered(self) -> None:
-        """The workers have looked at what was sent, or at some of it."""
+    async def ask_status(self) -> None:
+        """Waits until each worker answers, so that it has read a part of the messages."""
         for _, stream in self._streams.values():
             await status(stream)
 
@@ -204,10 +206,10 @@ async def test_no_signed_message_stops_a_worker(workers: Workers, count: int) ->
                 role = rng.choice(("prefill", "decode"))
             await routers.write(role, rng.randrange(2), message)
             if rng.random() < 0.05:
-                await routers.answered()
+                await routers.ask_status()
             if rng.random() < 0.003:
                 await routers.close_all()
-        await routers.answered()
+        await routers.ask_status()
         await routers.close_all()
         assert (await pair.generate(prompt(100), params)).tokens == right
         await assert_whole(*workers, within=30.0)

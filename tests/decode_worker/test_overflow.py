@@ -1,4 +1,4 @@
-"""A decode worker prefills what comes without a source: the same tokens, nothing left behind. Tiny model."""
+"""A decode worker prefills requests without a source, with the same tokens. Tiny model."""
 
 import asyncio
 from collections.abc import Iterator
@@ -45,12 +45,12 @@ PARAMS = [
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("length", [1, 16, 33, 500])
-async def test_the_tokens_are_those_of_prefill_and_decode(
+async def test_a_local_prefill_gives_the_tokens_of_a_handover(
     workers: Workers, length: int, params: pb.SamplingParams
 ) -> None:
     async with paired(*workers) as pair:
         right = await pair.generate(prompt(length), params)
-        for output_ids in ([], right.tokens[:3]):  # at first, and going on after a failure
+        for output_ids in ([], right.tokens[:3]):  # a new request, and one that continues after a failure
             decode_id = await submit_here(pair.decode, request(prompt(length), params, output_ids))
             await pair.decode.reserved(decode_id)
             tokens = [token for token, _ in await pair.decode.tokens(decode_id)]
@@ -61,7 +61,7 @@ async def test_the_tokens_are_those_of_prefill_and_decode(
         await assert_whole(*workers)
 
 
-async def test_beside_those_that_decode_it_takes_small_chunks_and_both_are_right(workers: Workers) -> None:
+async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(workers: Workers) -> None:
     params = sampling(max_tokens=120, ignore_eos=True)
     async with paired(*workers) as pair:
         right = (await pair.generate(prompt(40), params)).tokens
@@ -78,25 +78,25 @@ async def test_beside_those_that_decode_it_takes_small_chunks_and_both_are_right
         await assert_whole(*workers)
 
 
-async def test_what_it_decoded_is_cached_for_the_next_turn(workers: Workers) -> None:
+async def test_decoded_tokens_are_cached_for_the_next_turn(workers: Workers) -> None:
     async with attached(workers[1]) as decode:
         turn = await submit_here(decode, request(prompt(64), sampling(max_tokens=40, ignore_eos=True)))
         await decode.reserved(turn)
-        said = [token.token_id for token, _ in await decode.tokens(turn)]
-        longer = [*prompt(64), *said, 1, 2, 3]
+        answer = [token.token_id for token, _ in await decode.tokens(turn)]
+        longer = [*prompt(64), *answer, 1, 2, 3]
         turn = await submit_here(decode, request(longer, sampling(max_tokens=2, ignore_eos=True)))
         await decode.reserved(turn)
         first, _ = await decode.token(turn)
         assert first.cached_tokens == 96  # 103 are known, in blocks of 16
 
 
-async def test_kv_that_came_over_the_lanes_is_cached_and_reported(workers: Workers) -> None:
-    """The first turn is prefilled elsewhere; of the second only the end is left to compute."""
+async def test_fetched_kv_is_cached_and_reported(workers: Workers) -> None:
+    """A prefill worker computes the first turn. The decode worker computes the end of the second turn."""
     async with paired(*workers) as pair:
         turn = prompt(200)
-        said = (await pair.generate(turn, sampling(max_tokens=60, ignore_eos=True))).tokens
-        second = [*turn, *said, 1, 2, 3]
-        computed = [*turn, *said[:-1]]
+        answer = (await pair.generate(turn, sampling(max_tokens=60, ignore_eos=True))).tokens
+        second = [*turn, *answer, 1, 2, 3]
+        computed = [*turn, *answer[:-1]]
         reported: set[int] = set()
         while not reported.issuperset(chunk_hashes(computed)):
             reported.update((await asyncio.wait_for(pair.decode.caches.get(), 30)).added)
@@ -109,7 +109,7 @@ async def test_kv_that_came_over_the_lanes_is_cached_and_reported(workers: Worke
         await assert_whole(*workers)
 
 
-async def test_cancelled_while_it_prefills_and_with_its_stream(workers: Workers) -> None:
+async def test_a_cancel_and_the_end_of_the_stream_stop_local_prefills(workers: Workers) -> None:
     async with attached(workers[1]) as decode:
         ids = [await submit_here(decode, request(prompt(2000 + i), ENDLESS)) for i in range(2)]
         for decode_id in ids:
@@ -118,7 +118,7 @@ async def test_cancelled_while_it_prefills_and_with_its_stream(workers: Workers)
     await assert_whole(*workers)
 
 
-async def test_a_retarget_of_it_changes_nothing(workers: Workers) -> None:
+async def test_a_retarget_of_a_local_prefill_changes_nothing(workers: Workers) -> None:
     async with paired(*workers) as pair:
         params = sampling(max_tokens=5, ignore_eos=True)
         right = (await pair.generate(prompt(200), params)).tokens
@@ -129,7 +129,9 @@ async def test_a_retarget_of_it_changes_nothing(workers: Workers) -> None:
         await assert_whole(*workers)
 
 
-async def test_without_room_it_says_so_and_the_youngest_is_handed_back(workers: Workers) -> None:
+async def test_a_local_prefill_without_room_is_refused_and_the_youngest_is_preempted(
+    workers: Workers,
+) -> None:
     async with attached(workers[1]) as decode:
         grow = sampling(max_tokens=800, ignore_eos=True)
         old, young = [await submit_here(decode, request(prompt(2000 + i), grow)) for i in range(2)]
@@ -145,7 +147,7 @@ async def test_without_room_it_says_so_and_the_youngest_is_handed_back(workers: 
     await assert_whole(*workers)
 
 
-async def test_metrics_count_its_prompt(workers: Workers) -> None:
+async def test_metrics_count_a_local_prefill(workers: Workers) -> None:
     worker: WorkerProcess = workers[1]
     before = metrics(worker)
     async with attached(worker) as decode:

@@ -1,4 +1,4 @@
-"""The embedded model through a prefill worker, lanes and a decode worker yields a single engine's tokens."""
+"""A prefill and a decode worker with the embedded model give the same tokens as a single engine."""
 
 import asyncio
 import json
@@ -51,14 +51,14 @@ def engine(embedded_model_path: Path) -> Engine:
 
 
 def alone(engine: Engine, requests: list[pb.Request]) -> list[list[int]]:
-    """What one engine, prefill and decode in one, makes of these requests."""
+    """Returns the tokens of one engine that prefills and decodes these requests."""
     tokens: dict[bytes, list[int]] = {}
     for r in requests:
         fields = {name.name: getattr(r.sampling, name.name) for name in r.sampling.DESCRIPTOR.fields}
         fields["stop_token_ids"] = tuple(r.sampling.stop_token_ids)
         fields["logit_bias"] = dict(r.sampling.logit_bias)
         fields["logprobs"] = r.sampling.logprobs if r.sampling.HasField("logprobs") else None
-        fields["structured_output"] = None  # none of them asks for it
+        fields["structured_output"] = None  # no request of this test asks for it
         tokens[r.request_id] = []
         engine.add(
             EngineRequest(r.request_id, list(r.prompt_ids), list(r.output_ids), SamplingParams(**fields))
@@ -101,18 +101,18 @@ async def test_concurrent_mixed_requests_yield_the_tokens_of_one_engine(
         assert [t.output_index for t in answer.decoded] == list(range(start, r.sampling.max_tokens))
         assert not any(t.finish_reason for t in answer.decoded[:-1])
         assert answer.finish_reason == pb.FINISH_REASON_LENGTH
-        # Prefill's token comes again from decode, with all that belongs to it.
+        # The decode worker repeats prefill's token with its log probabilities.
         repeated = answer.decoded[0]
         assert (answer.first.output_index, answer.first.token_id) == (start, repeated.token_id)
         assert answer.first.logprobs == repeated.logprobs
         if r.sampling.HasField("logprobs"):
             assert len(repeated.logprobs.top_ids) == 2
             assert repeated.logprobs.logprob < 0
-    assert max(len(step.tokens) for step in steps) > 1, "tokens of one step travel in one message"
+    assert max(len(step.tokens) for step in steps) > 1, "the tokens of one step are in one message"
     await assert_whole(*workers)
 
 
-async def test_layers_leave_while_later_ones_are_computed(
+async def test_the_first_layer_is_sent_before_the_last_layer_is_computed(
     workers: tuple[WorkerProcess, WorkerProcess], directory: Path
 ) -> None:
     began = time.monotonic() * 1e6
@@ -123,26 +123,28 @@ async def test_layers_leave_while_later_ones_are_computed(
     after = metrics(workers[1])
     assert after["baton:kv_hidden_share_count"] == before["baton:kv_hidden_share_count"] + 1
     hidden = after["baton:kv_hidden_share_sum"] - before["baton:kv_hidden_share_sum"]
-    assert 0 < hidden <= 1.0, "some of the transfer is over before prefill's token is there"
+    assert 0 < hidden <= 1.0, "a part of the transfer is over before prefill samples its token"
 
     layers = [
         (event["args"]["layer"], event["args"]["start"], event["ts"])
         for event in events(directory / "traces" / "prefill-0-engine.trace", "layer", began, 4 * LAYERS)
     ]
-    left = [
+    sent = [
         event["ts"] + event["dur"]
         for event in events(directory / "traces" / "prefill-0-transfer.trace", "send", began, 4 * LAYERS)
         if event["args"]["layer"] == 0
     ]
     computed = {start: at for layer, start, at in layers if layer == LAYERS - 1}
     assert sorted(computed) == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
-    # Of most chunks: on a busy machine one thread or another may be kept waiting for a while.
-    early = [gone < at for gone, at in zip(sorted(left), sorted(computed.values()), strict=True)]
-    assert sum(early) > len(early) / 2, "layer 0 of a chunk is gone before the chunk's last layer is computed"
+    # This holds for most chunks. On a busy machine a thread may be delayed.
+    early = [gone < at for gone, at in zip(sorted(sent), sorted(computed.values()), strict=True)]
+    assert sum(early) > len(early) / 2, (
+        "layer 0 of a chunk is sent before the last layer of the chunk is computed"
+    )
 
 
 def events(path: Path, name: str, since: float, count: int) -> list[dict[str, Any]]:
-    """Trace events of this name; waits for as many, since processes write their traces in batches."""
+    """Returns the trace events of this name. Waits for `count` events: processes write traces in batches."""
     deadline = time.monotonic() + 10
     while True:
         lines = path.read_text().rpartition("\n")[0].splitlines()[1:]
