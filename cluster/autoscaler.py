@@ -1,7 +1,7 @@
-"""Looks at every worker once a second and makes the pools as large as `scaling` says.
+"""Polls the load of every worker once a second and resizes the pools as `scaling` decides.
 
-It runs beside the supervisor, wherever that is. On a Ray with an autoscaler of its own nothing else is
-needed: a worker without a place asks Ray for its resources, and Ray adds machines.
+It runs in the process of the supervisor. On Ray, a new worker requests its resources, and Ray's own
+autoscaler adds a machine if none has them free.
 """
 
 from __future__ import annotations
@@ -20,23 +20,20 @@ from rpc import TlsFiles
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 
-INTERVAL = 1.0  # seconds
-PATIENCE = 2.0  # seconds that a worker has to tell its load
+INTERVAL = 1.0  # seconds between two polls
+PATIENCE = 2.0  # seconds for a worker to answer
+TTIT_TARGET = 100.0  # milliseconds, if the user sets no target
 
 ScaledRole = Literal["prefill", "decode"]
 
 
-TTIT_TARGET = 100.0
-"""Milliseconds, where the user has none."""
-
-
 @dataclass(frozen=True)
 class Sample:
-    """What one worker told; the numbers are since the last time it was asked.
+    """The answer of one worker to a poll.
 
     Attributes:
-        done: prompt tokens it prefilled.
-        refused: reservations for which it had no room.
+        done: prompt tokens that it prefilled since the last poll.
+        refused: reservations that it refused for want of room since the last poll.
     """
 
     status: pb.WorkerStatus
@@ -45,7 +42,7 @@ class Sample:
 
 
 class Autoscaler:
-    """Owns its connections to workers, and what it remembers of their loads."""
+    """Owns the connections to the workers and the history of their loads."""
 
     def __init__(
         self, supervisor: Supervisor, pools: PoolOptions, secret: bytes, tls: TlsFiles | None = None
@@ -66,18 +63,18 @@ class Autoscaler:
         self._last: dict[str, pb.WorkerStatus] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Polls until it is cancelled."""
         if not self._scalers:
             await asyncio.Event().wait()
         try:
             while True:
                 await asyncio.sleep(INTERVAL)
-                await self._look(time.monotonic())
+                await self._poll(time.monotonic())
         finally:
             for channel in self._channels.values():
                 await channel.close(None)
 
-    async def _look(self, now: float) -> None:
+    async def _poll(self, now: float) -> None:
         addresses = {role: self._ready(role) for role in self._scalers}
         await self._forget_all_but({address for ready in addresses.values() for address in ready})
         held = await self._supervisor.tokens_held() if "prefill" in self._scalers else 0
@@ -86,7 +83,7 @@ class Autoscaler:
             answers = await asyncio.gather(*map(self._ask, addresses[role]))
             samples = [sample for sample in answers if sample is not None]
             if len(samples) < len(answers) or (role == "prefill" and held is None):
-                continue  # a part of the load would look like less of it: not now
+                continue  # without every answer the load would look smaller than it is
             needed = self._needed(role, now, samples, held or 0)
             states = self._supervisor.pool(role)
             starting = any(state.phase != "ready" and not state.crash_loop for state in states)
@@ -127,7 +124,7 @@ class Autoscaler:
         try:
             status = await answer
         except rpc.RpcError:
-            return None  # its own supervision says what is wrong with it
+            return None  # health checks and /status report what is wrong with the worker
         before = self._last.get(address, pb.WorkerStatus())
         self._last[address] = status
         return Sample(
@@ -143,7 +140,7 @@ class Autoscaler:
 
 
 def prefill_load(statuses: list[pb.WorkerStatus], done: int, held: int) -> PrefillLoad:
-    """`held`: tokens that routers keep until workers have fewer before them."""
+    """The load of a prefill pool. `done`: tokens computed since the start; `held`: tokens in the routers."""
     speeds = [status.prefill_tokens_per_s for status in statuses if status.prefill_tokens_per_s]
     return PrefillLoad(
         done=done,
@@ -161,7 +158,10 @@ def prefill_load(statuses: list[pb.WorkerStatus], done: int, held: int) -> Prefi
 
 
 def decode_load(samples: list[Sample]) -> DecodeLoad:
-    """A worker that had to refuse is full, whatever is left of its blocks: the next request is longer."""
+    """The load of a decode pool.
+
+    A worker that refused a reservation counts as full, even if it has free blocks: they do not suffice.
+    """
     statuses = [sample.status for sample in samples]
     return DecodeLoad(
         kv_used=tuple(

@@ -1,4 +1,4 @@
-"""`baton chat`: a chat in the terminal with anything that speaks OpenAI's API."""
+"""`baton chat`: a chat in the terminal with any server of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(endpoint: EndpointOptions, options: ChatOptions) -> int:
 
 
 class Chat:
-    """One conversation: its messages so far."""
+    """One conversation. Owns its messages."""
 
     def __init__(self, endpoint: EndpointOptions, options: ChatOptions, model: str) -> None:
         self._endpoint = endpoint
@@ -49,7 +49,7 @@ class Chat:
             self._messages.append({"role": "system", "content": options.system})
 
     def turn(self, question: str) -> None:
-        """One question and its streamed answer. An interrupted answer stays as far as it got."""
+        """Asks one question and prints the streamed answer. Keeps the received part of an interrupted one."""
         answer = Answer()
         asked = {"role": "user", "content": question}
         with contextlib.suppress(KeyboardInterrupt):
@@ -72,17 +72,17 @@ class Chat:
 
 
 class Answer:
-    """A streamed answer: its text, and when its tokens came."""
+    """A streamed answer: its text and the times of its tokens."""
 
     def __init__(self) -> None:
         self.text = ""
         self._asked = time.perf_counter()
         self._first: float | None = None
         self._last = self._asked
-        self._tokens: int | None = None  # as the server counts, once it said
+        self._tokens: int | None = None  # the server's count, from the usage of the last event
 
     async def stream(self, endpoint: EndpointOptions, request: dict[str, Any]) -> None:
-        """Prints the answer as it comes. Raises ValueError when there is none."""
+        """Prints the answer as it arrives. Raises ValueError if the server reports an error."""
         async with (
             session(endpoint, TIMEOUT) as client,
             client.post("v1/chat/completions", json=request) as response,

@@ -1,6 +1,6 @@
-"""Whether a model's files are whole and supported, told before anything is started.
+"""Checks whether a model's files are complete and supported, before any role starts.
 
-`faults` asks a process of its own, which imports torch: the caller stays small.
+`faults` runs this module as a child process, because the check imports torch, which takes time and memory.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from cluster.model import EMBEDDED_NAME, ResolvedModel
 
 @dataclass(frozen=True)
 class Fault:
-    """Something is wrong with the `what` of a model, for a worker or for a router."""
+    """One problem of a model's files. `what` is "weights" (needed by workers) or "tokenizer" (by routers)."""
 
     what: str
-    """ "weights" or "tokenizer"."""
     message: str
 
 
 def faults(found: ResolvedModel, *, load_format: str = "auto") -> list[Fault]:
-    """What workers and routers would refuse of a model on this machine. Empty also where nothing can be told:
-    for a name on the hub, and without torch. The embedded model was verified as a whole when it was found."""
+    """The problems for which workers or routers would refuse a model on this machine.
+
+    A name on the hub is not checked, and weights are not checked without torch. The embedded model is not
+    checked, because `model.resolve` has verified its digest.
+    """
     if found.name == EMBEDDED_NAME or not Path(found.location).exists():
         return []
     command = [sys.executable, "-m", "cluster.check_model", found.location, load_format]

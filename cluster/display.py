@@ -1,4 +1,4 @@
-"""What `baton serve` shows while it starts and runs: live rows in a terminal, plain lines elsewhere."""
+"""The output of `baton serve`: live progress rows in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class Display:
-    """A context manager around the start; `line` works before, within and after it."""
+    """Shows progress while it is entered as a context manager. `line` and `error` work at any time."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._started = time.monotonic() - own_age()  # what the user waited
+        self._started = time.monotonic() - own_age()  # includes the time before this object was made
         self._stages: dict[str, str] = {}
-        self._begins: list[tuple[float, str, str]] = []  # of stages: when, whose, which
+        self._begins: list[tuple[float, str, str]] = []  # (time, name, stage) for each stage that began
         self._rows: dict[str, TaskID] = {}
         self._begins.append((self._started, "command", "imports, options, the model's digest"))
         self._begins.append((time.monotonic(), "command", "ready"))
@@ -50,24 +50,24 @@ class Display:
             self._progress.stop()
 
     def stage(self, name: str, stage: str, fraction: float) -> None:
-        """`name` is in `stage`; "ready" is the last one. A line for each stage, a bar for each name."""
+        """Shows that `name` has reached `stage` and `fraction` (0 to 1). The last stage is "ready"."""
         if self._stages.get(name) != stage:
             self._begins.append((time.monotonic(), name, stage))
         if self._progress is not None:
             if name not in self._rows:
                 self._rows[name] = self._progress.add_task(stage, name=name, total=1.0)
-            done = 1.0 if stage == "ready" else min(fraction, 0.99)  # a stage at its end is not the end
+            done = 1.0 if stage == "ready" else min(fraction, 0.99)  # only "ready" completes the bar
             self._progress.update(self._rows[name], description=stage, completed=done)
         elif self._stages.get(name) != stage:
             self.line(f"{time.monotonic() - self._started:6.1f} s  {name}: {stage}")
         self._stages[name] = stage
 
     def timings(self) -> None:
-        """How long every stage took, in order; what runs at the same time shares the cores."""
+        """Prints begin and duration of every stage. Stages that overlap share the cores."""
         self.line(f"\n{'begin':>7} {'took':>7}")
         for number, (begin, name, stage) in enumerate(self._begins):
             later = [at for at, other, _ in self._begins[number + 1 :] if other == name]
-            if later:  # else it is the last one, "ready"
+            if later:  # the last stage, "ready", has no end
                 self.line(f"{begin - self._started:6.2f}s {later[0] - begin:6.2f}s  {name}: {stage}")
 
     def line(self, text: str) -> None:
@@ -77,8 +77,7 @@ class Display:
         self._console.print(f"Error: {text}", style="red", markup=False)
 
     def ready(self, plan: Plan, admin_url: str, logs: Path) -> None:
-        """The endpoint, and a command that shows that it works; `admin_url` is where the router tells of the
-        workers."""
+        """Prints the endpoint and example commands. `admin_url` is the URL for `baton status`."""
         model = plan.served_name()
         body = {
             "model": model,

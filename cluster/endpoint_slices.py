@@ -1,8 +1,7 @@
-"""Which workers the EndpointSlices of some Services name. A list and then the events of a watch go in, the
-addresses of ready workers come out; no I/O.
+"""Computes the addresses of ready workers from EndpointSlices. Takes lists and watch events; does no I/O.
 
-A Service's endpoints are spread over several slices, may be in two of them while they are moved, and on a
-dual-stack Service are there once for each address family.
+The endpoints of a Service are spread over several slices. While Kubernetes moves an endpoint, two slices
+contain it. A dual-stack Service has an endpoint for each address family.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-PORT_NAME = "grpc"
-"""Of the Service port at which workers serve gRPC."""
+PORT_NAME = "grpc"  # name of the Service port on which workers serve gRPC
 
 
 class Metadata(msgspec.Struct, rename="camel"):
@@ -40,7 +38,7 @@ class Port(msgspec.Struct):
 
 
 class EndpointSlice(msgspec.Struct, rename="camel"):
-    """What we read of a `discovery.k8s.io/v1` EndpointSlice."""
+    """The fields of a `discovery.k8s.io/v1` EndpointSlice that this module reads."""
 
     metadata: Metadata
     address_type: str
@@ -49,13 +47,13 @@ class EndpointSlice(msgspec.Struct, rename="camel"):
 
 
 class EndpointSlices:
-    """The slices that there are now."""
+    """The table of present slices, by name."""
 
     def __init__(self) -> None:
         self._slices: dict[str, EndpointSlice] = {}
 
     def replace(self, slices: Iterable[EndpointSlice]) -> None:
-        """Takes a list in: what is not in it is gone, also when nobody said so."""
+        """Replaces the table by a list. A slice that is missing in the list was deleted."""
         self._slices = {each.metadata.name: each for each in slices}
 
     def put(self, changed: EndpointSlice) -> None:
@@ -65,7 +63,7 @@ class EndpointSlices:
         self._slices.pop(name, None)
 
     def addresses(self) -> frozenset[str]:
-        """ "HOST:PORT" of every ready endpoint; a pod that has several addresses counts once."""
+        """The "HOST:PORT" of every ready endpoint, once for a pod with several addresses."""
         of_pod: dict[str, tuple[str, str]] = {}
         for family, pod, address in self._ready():
             pod = pod or address
@@ -73,7 +71,7 @@ class EndpointSlices:
         return frozenset(address for _, address in of_pod.values())
 
     def _ready(self) -> Iterator[tuple[str, str, str]]:
-        """Address family, pod and address. "IPv4" sorts before "IPv6": where there are both, it is taken."""
+        """Family, pod uid and address of ready endpoints. "IPv4" sorts first, so `addresses` prefers it."""
         for each in self._slices.values():
             port = next((p.port for p in each.ports or () if p.name == PORT_NAME), None)
             for endpoint in each.endpoints or ():

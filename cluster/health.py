@@ -1,4 +1,4 @@
-"""Whether a ready role still answers. A process can hang without dying; then nothing else would end it."""
+"""Detects a ready role that no longer answers. Without this check a hung process would stay forever."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from urllib.parse import SplitResult, urlsplit
 if TYPE_CHECKING:
     from rpc import TlsFiles
 
-INTERVAL = 2.0  # seconds between questions
-PATIENCE = (
-    10.0  # seconds without an answer after which a role counts as dead, as an engine without a tick does
-)
+INTERVAL = 2.0  # seconds between two health checks
+PATIENCE = 10.0  # seconds without an answer after which a role counts as dead; as --engine-timeout
 
 Check = Callable[[], Awaitable[None]]
 
@@ -27,7 +25,10 @@ async def until_silent(
     interval: float = INTERVAL,
     patience: float = PATIENCE,
 ) -> str:
-    """Returns when the role that reported `ready` has been silent for too long: in which words to say so."""
+    """Checks the role that reported `ready` until it gives no answer for `patience` seconds.
+
+    Then returns the reason, for people.
+    """
     async with contextlib.AsyncExitStack() as open_:
         check = await _check_of(ready, secret, tls, open_)
         answered = time.monotonic()
@@ -44,9 +45,12 @@ async def until_silent(
 async def _check_of(
     ready: Mapping[str, Any], secret: bytes, tls: TlsFiles | None, open_: contextlib.AsyncExitStack
 ) -> Check:
-    """Workers have gRPC's own health service; any answer is one, also "not serving" while it drains."""
+    """The check for a worker (gRPC health) or a router (GET /health). Raises OSError without an answer.
+
+    Any answer will do: a draining worker answers "not serving".
+    """
     if "address" not in ready:
-        # The admin port, where there is one: it knows all processes, and asks for no certificate.
+        # The admin port, if there is one, covers all processes of the router and needs no certificate.
         return lambda: _get_health(urlsplit(ready.get("admin_url", ready["url"])))
     import rpc
 

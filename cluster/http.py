@@ -1,4 +1,4 @@
-"""What the client commands share: one aiohttp session with the key, and errors a user understands."""
+"""The HTTP session of the client commands: adds the API key and turns failures into clear errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from cluster.options import EndpointOptions
 async def session(
     endpoint: EndpointOptions, timeout: aiohttp.ClientTimeout, flag: str = "--url"
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session at the URL, which came by `flag`. Inside it, what goes wrong on the way becomes a ValueError
-    that names both."""
+    """A session for the URL of `endpoint`, which the user gave as `flag`.
+
+    Inside the context, a connection error becomes a ValueError that names the flag, the URL and the remedy.
+    """
     headers = {"Authorization": f"Bearer {endpoint.api_key[0]}"} if endpoint.api_key else {}
     base = endpoint.url.rstrip("/") + "/"
     try:
@@ -29,24 +31,24 @@ async def session(
         ) from error
     except aiohttp.ClientConnectorSSLError as error:
         raise ValueError(
-            f"{flag} {endpoint.url}: no TLS connection ({error}); is it http://, or are clients asked for "
-            "certificates?"
+            f"{flag} {endpoint.url}: TLS failed ({error}); use http:// if the port has no TLS; a port that "
+            "requires client certificates does not work with this command"
         ) from error
     except (aiohttp.InvalidURL, aiohttp.ClientConnectorError) as error:
         raise ValueError(
-            f"{flag} {endpoint.url}: nothing answers there; is `baton serve` running?"
+            f"{flag} {endpoint.url}: no server answers; start `baton serve`, or correct {flag}"
         ) from error
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
         raise ValueError(
-            f"{flag} {endpoint.url}: the connection was closed; a port with TLS needs https://, and one that "
-            "asks clients for certificates takes no command of Baton"
+            f"{flag} {endpoint.url}: the connection was closed; use https:// if the port has TLS; a port "
+            "that requires client certificates does not work with this command"
         ) from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ValueError(f"{flag} {endpoint.url}: {error or 'no answer in time'}") from error
 
 
-async def told(response: aiohttp.ClientResponse) -> str:
-    """The server's own words for an error status."""
+async def error_message(response: aiohttp.ClientResponse) -> str:
+    """The error message in the body of a response, or its HTTP reason."""
     try:
         body: Any = await response.json()
         return str(body["error"]["message"])
@@ -55,8 +57,8 @@ async def told(response: aiohttp.ClientResponse) -> str:
 
 
 async def checked(response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-    """Raises ValueError with the server's own words for an error status."""
+    """Returns `response`. Raises ValueError with the server's message for an error status."""
     if response.status < 400:
         return response
     hint = " Give a key with --api-key." if response.status == 401 else ""
-    raise ValueError(f"{response.url}: {response.status} {await told(response)}{hint}")
+    raise ValueError(f"{response.url}: {response.status} {await error_message(response)}{hint}")

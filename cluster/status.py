@@ -1,4 +1,4 @@
-"""`baton status`: the router's own view of its workers, as a table or as it came."""
+"""`baton status`: prints the router's report on its workers, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 def run(endpoint: EndpointOptions, output: StatusOptions) -> int:
-    """Prints the status; exit code 1 when a role has no ready worker."""
+    """Prints the status. Returns exit code 1 if a role has no ready worker."""
     report = asyncio.run(fetch(endpoint))
     if output.json:
         print(json.dumps(report, indent=2))
@@ -45,7 +45,7 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # In a pipe nothing is cut off.
+    # Without a terminal the table must not be cut to the default width of 80.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
     table = Table(*COLUMNS, header_style="bold", box=None, pad_edge=False)
     workers = merged(report)
@@ -60,10 +60,10 @@ def show(report: dict[str, Any]) -> None:
 
 
 def merged(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the router knows of each worker, with what its supervisor does; also those that only one knows.
+    """One entry per worker, with the data of the router and of the supervisor, if each knows the worker.
 
-    Workers are told apart by address: by hand, several may have been started with the same index, and one
-    that never described itself has none.
+    The address identifies a worker. An index does not: workers started by hand may share one, and a worker
+    that the router has not reached yet has none.
     """
     workers = [dict(worker) for worker in report["workers"]]
     for role in (report.get("cluster") or {}).get("roles", ()):
@@ -71,7 +71,7 @@ def merged(report: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         name = {"role": role["role"], "index": role["index"]}
         for worker in workers:
-            if role["address"] is None:  # while it starts
+            if role["address"] is None:  # the worker is still starting
                 same = (worker.get("role"), worker.get("index")) == (role["role"], role["index"])
             else:
                 same = worker.get("address") == role["address"]
@@ -88,7 +88,7 @@ def _order(worker: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def name_of(worker: dict[str, Any]) -> str:
-    """For people; a worker that never described itself has no role and no number."""
+    """The name of a worker for people; "?" for a worker that the router has not reached yet."""
     role = worker.get("role")
     return f"{role} {worker.get('index')}" if role in ORDER else "?"
 
@@ -99,7 +99,7 @@ def place_of(worker: dict[str, Any]) -> str:
 
 
 def trouble(worker: dict[str, Any]) -> str:
-    """Why the router does not use a worker, and the remedy. Empty if it does, or if the worker starts."""
+    """Why the router does not use a worker, and the remedy; "" if it does, or if the worker is starting."""
     starts = (worker.get("supervised") or {}).get("phase", "ready") != "ready"
     if ready(worker) or starts or not worker.get("reason"):
         return ""
@@ -109,7 +109,7 @@ def trouble(worker: dict[str, Any]) -> str:
 
 
 def row(worker: dict[str, Any]) -> list[str]:
-    """One line of the table; what nobody knows yet is a dash."""
+    """One row of the table. A dash stands for an unknown value."""
     load, role = worker.get("status") or {}, worker.get("supervised") or {}
     total = load.get("blocks_total")
     used = f"{(total - load['blocks_free']) / total:.0%}" if total else "–"
@@ -128,7 +128,7 @@ def row(worker: dict[str, Any]) -> list[str]:
 
 
 def state(worker: dict[str, Any], role: dict[str, Any]) -> str:
-    """The router's word, where it has one; a crash loop is told in any case. The reason follows the table."""
+    """The state of a worker for the table: the router's, or the supervisor's if the worker is not ready."""
     if role.get("leaving"):
         words = ["leaving"]
     elif role.get("phase", "ready") == "ready":

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from cluster.doctor.finding import Finding, bad, good, warning
-from cluster.http import checked, session, told
+from cluster.http import checked, error_message, session
 from cluster.options import DoctorOptions, EndpointOptions
 from cluster.status import place_of
 
@@ -32,7 +32,7 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
     try:
         async with session(admin, TIMEOUT, flag) as client, client.get("status") as response:
             if response.status == HTTPStatus.NOT_FOUND:
-                yield warning("status", f"{flag} {admin.url}: {await told(response)}", ADMIN)
+                yield warning("status", f"{flag} {admin.url}: {await error_message(response)}", ADMIN)
             else:
                 report = await (await checked(response)).json()
                 for finding in workers(report["workers"]):

@@ -156,7 +156,7 @@ async def test_a_queue_that_routers_keep_from_the_workers_counts(pools: Pools) -
     await eventually(lambda: bool(pools.supervisor.pools))
     pools.router.held = 9000
     await eventually(lambda: pools.names() == ["decode 0", "prefill 0", "prefill 1", "prefill 2"])
-    assert "9000 queue" in pools.supervisor.pools["prefill"]["why"]
+    assert "9000 are queued" in pools.supervisor.pools["prefill"]["why"]
     pools.router.held = None
     pools.load("decode", blocks_free=10)
     await eventually(lambda: "decode 1" in pools.names())

@@ -132,9 +132,9 @@ def test_variables_that_no_option_has_are_reported(served: list[Plan]) -> None:
     assert result.exit_code == 0
     assert len(served) == 1, "they are no error: another program may use them"
     assert [line.split(": ")[1] for line in result.stderr.splitlines()] == [
-        "BATON_ENABLE_LORA in the environment has no effect",
-        "BATON_MAX_MODEL_LENGTH in the environment has no effect",
-        "BATON_TIMEOUT in the environment has no effect",
+        "environment variable BATON_ENABLE_LORA has no effect",
+        "environment variable BATON_MAX_MODEL_LENGTH has no effect",
+        "environment variable BATON_TIMEOUT has no effect",
     ]
     assert "Did you mean BATON_MAX_MODEL_LEN?" in result.stderr
     assert "Merge the adapter" in result.stderr

@@ -52,7 +52,7 @@ def test_a_file_of_the_wrong_size_or_content_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="5 bytes instead of 6"):
         model.verified(file, 6, digest)
     file.write_bytes(b"wrong")
-    with pytest.raises(ValueError, match="not the model it says"):
+    with pytest.raises(ValueError, match="it is not the embedded model"):
         model.verified(file, 5, digest)
 
 

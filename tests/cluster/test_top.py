@@ -201,4 +201,4 @@ def test_no_router() -> None:
         port = taken.getsockname()[1]
     printed = CliRunner().invoke(app, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
     assert printed.exit_code == 2
-    assert "nothing answers there" in printed.output
+    assert "no server answers" in printed.output
