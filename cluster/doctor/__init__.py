@@ -1,6 +1,8 @@
-"""`baton doctor`: what is wrong, or will be, on this node, between two nodes, or in a running cluster.
+"""`baton doctor`: finds problems on this machine, between two machines, or in a running cluster.
 
-Each check (`node`, `network`, `running`) is a function that yields `Finding`s; it never raises for what it
-looks for. A finding that is not good names its remedy. `command` runs the checks, prints them and makes the
-exit code.
+Life of a check:
+
+1. `command` selects the checks: `node`, `network` or `running`.
+2. A check yields `Finding`s. It reports a problem as a finding with a remedy and never as an exception.
+3. `command` prints the findings and returns the exit code.
 """

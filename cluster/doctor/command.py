@@ -1,4 +1,4 @@
-"""Runs the checks that were asked for, and prints what they found."""
+"""Runs the selected checks and prints their findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS = {
 
 
 def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: StatusOptions) -> int:
-    """The exit code: 1 when something does not work."""
+    """Runs and prints the checks. Returns exit code 1 if a finding is bad."""
     findings: list[Finding] = []
     for finding in _findings(doctor, endpoint):
         findings.append(finding)

@@ -1,4 +1,4 @@
-"""One thing that was looked at, and what there is to do about it."""
+"""The result of one check, and its remedy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["good", "note", "warning", "bad"]
-"""`note` tells something; a `warning` costs speed or safety; `bad`: it does not work."""
+"""`note`: for information. `warning`: works, but slowly or unsafely. `bad`: does not work."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy` is there exactly where something is to be done."""
+    """The result of one check. Only a warning and a bad finding have a `remedy`."""
 
     check: str
     level: Level
@@ -40,5 +40,5 @@ def bad(check: str, found: str, remedy: str) -> Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """1 when something does not work, else 0: a warning is no reason to stop a deployment."""
+    """1 if a finding is bad, else 0: a warning must not stop a deployment."""
     return int(any(finding.level == "bad" for finding in findings))

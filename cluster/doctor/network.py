@@ -1,8 +1,10 @@
-"""Between two nodes: `baton doctor --listen PORT` on one, `baton doctor --peer HOST:PORT` on the other.
+"""Measures the network between two nodes.
 
-As many TCP connections as there are lanes, from the peer to the listener; each proves with an HMAC of the
-other's nonce that it knows the cluster secret before a byte counts. What is measured is sockets alone: KV
-lanes add checksums and copies (docs/benchmarks.md).
+One node runs `baton doctor --listen PORT`, the other `baton doctor --peer HOST:PORT`. The peer opens
+`--kv-lanes` TCP connections. On each, both ends prove with an HMAC of the other's nonce that they know the
+cluster secret. Then the peer sends for `SECONDS`.
+
+The result is the bandwidth of plain sockets. Real KV lanes add checksums and copies (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 from cluster.doctor.finding import Finding, bad, good, warning
 from cluster.options import DoctorOptions
 
-NONCE = MAC = 32
-PIECE = 1 << 20
-SECONDS = 3.0
-MIN_GBIT = 8.0
+NONCE = MAC = 32  # bytes
+PIECE = 1 << 20  # bytes of one write
+SECONDS = 3.0  # for which the peer sends
+MIN_GBIT = 8.0  # Gbit/s, below which the finding is a warning
 TIMEOUT_S = 10.0
 
 
 class Stranger(Exception):
-    """The other end does not know this cluster's secret."""
+    """The other end did not prove that it knows the cluster secret."""
 
 
 def listen(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
-    """Receives from one peer, then ends."""
+    """Receives from one peer and yields the bandwidth."""
     assert options.listen is not None
     with socket.create_server((options.host, options.listen), backlog=options.kv_lanes) as server:
         lanes = [server.accept()[0] for _ in range(options.kv_lanes)]
@@ -56,7 +58,7 @@ def listen(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
 
 
 def send(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
-    """Sends for some seconds to a listening doctor."""
+    """Sends to a listening doctor and yields the bandwidth."""
     assert options.peer is not None
     host, _, port = options.peer.rpartition(":")
     if not host or not port.isdecimal():
@@ -95,7 +97,10 @@ def send(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
 
 
 def _prove(lane: socket.socket, secret: bytes, me: bytes, other: bytes) -> None:
-    """Both ends do the same with the labels exchanged, so that no answer can be sent back as one's own."""
+    """Proves the secret to the other end and verifies its proof. Raises Stranger.
+
+    Each end signs its own label (`me`), so that a proof cannot be reflected to its sender.
+    """
     lane.settimeout(TIMEOUT_S)
     mine = os.urandom(NONCE)
     lane.sendall(mine)
@@ -110,7 +115,7 @@ def _prove(lane: socket.socket, secret: bytes, me: bytes, other: bytes) -> None:
 def _exactly(lane: socket.socket, size: int) -> bytes:
     got = lane.recv(size, socket.MSG_WAITALL)
     if len(got) != size:
-        raise Stranger("the other node hung up: it has another secret, or is no doctor")
+        raise Stranger("the other node closed the connection: it has another secret or is no `baton doctor`")
     return got
 
 
@@ -125,6 +130,6 @@ def _judged(size: int, seconds: float, lanes: int) -> Finding:
 
 
 def _in_threads(work: Callable[[int], None], count: int) -> None:
-    """One thread for each lane. Raises what the first of them raised, once all are over."""
+    """Runs `work` in one thread per lane. When all have ended, raises the exception of the first failure."""
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(work, range(count)))

@@ -1,4 +1,4 @@
-"""This machine: versions, GPUs, network cards, limits of the system, ports, the secret, the model."""
+"""Checks this machine: versions, GPUs, memory, network cards, system limits, ports, secret, model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from engine.execution.host_memory import host_memory
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
 MIN_FILES = 8192
-"""Open files: a lane, a client and a gRPC stream are one each."""
+"""Open files. Each lane, client and gRPC stream needs one."""
 MIN_SOCKET_BUFFER = 4 << 20
-"""One slice of KV, in the kernel's buffers of each lane."""
+"""Bytes. The kernel's buffers of a lane should hold a slice of KV."""
 MIN_BACKLOG = 1024
 ENGINE_BYTES = 2 << 30
-"""Least memory worth starting a worker in."""
+"""Least bytes of free memory for a worker."""
 
 
 def node(options: DoctorOptions, root: Path = Path("/")) -> Iterator[Finding]:
-    """All checks of this machine. `root`: where /proc and /sys are."""
+    """All checks of this machine. `root` is the directory that contains /proc and /sys."""
     yield from versions()
     yield from gpus()
     yield from memory(root)
@@ -51,12 +51,12 @@ def versions() -> Iterator[Finding]:
         yield bad(
             "torch",
             "not installed",
-            "pip install -e . in Baton's source directory, or only run `baton router` here.",
+            "Run `pip install -e .` in Baton's source directory, or run only `baton router` here.",
         )
 
 
 def gpus() -> Iterator[Finding]:
-    """By nvidia-smi, so that a machine without torch can be looked at; then whether torch can use them."""
+    """Lists the GPUs with nvidia-smi, which works without torch. Then checks whether torch sees them all."""
     listed = _nvidia_smi("--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader")
     if listed is None:
         yield note("GPU", "no NVIDIA driver: workers run on the CPU")
@@ -67,7 +67,7 @@ def gpus() -> Iterator[Finding]:
         if int(used.split()[0]) > 1024:
             yield warning(
                 f"GPU {number} memory", f"{used} in use already",
-                "Stop what uses it, or lower --gpu-memory-utilization.",
+                "Stop the processes that use it, or lower --gpu-memory-utilization.",
             )  # fmt: skip
     usable = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
@@ -77,13 +77,13 @@ def gpus() -> Iterator[Finding]:
     if count != str(len(listed)):
         yield bad(
             "torch and the GPUs", f"nvidia-smi shows {len(listed)}, torch {count or 'fails'}",
-            "Install a torch build for this driver, and look at CUDA_VISIBLE_DEVICES.",
+            "Install a torch build for this driver, and check CUDA_VISIBLE_DEVICES.",
         )  # fmt: skip
     if importlib.util.find_spec("triton") is None:
         yield bad(
             "triton",
             "not installed",
-            "pip install -e '.[cuda]' in Baton's source directory: the GPU kernels need it.",
+            "Run `pip install -e '.[cuda]'` in Baton's source directory: the GPU kernels need it.",
         )
     if len(listed) > 1:
         links = _nvidia_smi("nvlink", "--status") or []
@@ -95,7 +95,7 @@ def memory(root: Path) -> Iterator[Finding]:
     free = host_memory(root)
     found = f"{free / 2**30:.1f} GiB free, {os.cpu_count()} cores"
     if free < ENGINE_BYTES:
-        yield bad("memory", found, f"A worker needs at least {ENGINE_BYTES >> 30} GiB; stop something.")
+        yield bad("memory", found, f"A worker needs at least {ENGINE_BYTES >> 30} GiB; stop other processes.")
     else:
         yield good("memory", found)
 
@@ -123,12 +123,14 @@ def cards(root: Path) -> Iterator[Finding]:
 def limits(root: Path) -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < MIN_FILES:
-        yield warning("open files", f"{files}", f"ulimit -n {MIN_FILES} (LimitNOFILE= in a systemd unit).")
+        yield warning(
+            "open files", f"{files}", f"Run `ulimit -n {MIN_FILES}`, or set LimitNOFILE= in the systemd unit."
+        )
     else:
         yield good("open files", f"{files}")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = locked == resource.RLIM_INFINITY
-    yield note("locked memory", "unlimited" if unlimited else f"{locked >> 10} KiB (RDMA wants unlimited)")
+    yield note("locked memory", "unlimited" if unlimited else f"{locked >> 10} KiB (RDMA needs unlimited)")
     for name, least in (
         ("net/core/rmem_max", MIN_SOCKET_BUFFER),
         ("net/core/wmem_max", MIN_SOCKET_BUFFER),
@@ -137,9 +139,9 @@ def limits(root: Path) -> Iterator[Finding]:
         value = _read(root / "proc/sys" / name)
         key = name.replace("/", ".")
         if value is None:
-            yield note(key, "not visible here (a container); look on the host")
+            yield note(key, "not visible in this container; check it on the host")
         elif int(value) < least:
-            yield warning(key, value, f"sysctl -w {key}={least}")
+            yield warning(key, value, f"Run `sysctl -w {key}={least}`.")
         else:
             yield good(key, value)
 
@@ -153,7 +155,7 @@ def ports(options: DoctorOptions) -> Iterator[Finding]:
             except OSError as error:
                 yield bad(
                     f"port {port}", f"{options.host}: {error.strerror}",
-                    "Stop what listens there, or give another port.",
+                    "Stop the process that listens there, or use another port.",
                 )  # fmt: skip
             else:
                 yield good(f"port {port}", f"free on {options.host}")
@@ -164,17 +166,19 @@ def secret(options: DoctorOptions) -> Iterator[Finding]:
 
     path = options.cluster_secret_file
     if path is None and "BATON_CLUSTER_SECRET" not in os.environ:
-        yield note("cluster secret", "none given: `baton serve` draws one; roles of their own need it")
+        yield note("cluster secret", "none given: `baton serve` makes one; roles run alone need one")
         return
     try:
         load_secret(path)
     except ValueError as error:
-        yield bad("cluster secret", str(error), "Give the same one to every role: openssl rand -hex 32")
+        yield bad(
+            "cluster secret", str(error), "Make one with `openssl rand -hex 32` and give it to every role."
+        )
         return
     if path is not None and path.stat().st_mode & 0o077:
-        yield warning("cluster secret", f"{path} can be read by others", f"chmod 600 {path}")
+        yield warning("cluster secret", f"other users can read {path}", f"Run `chmod 600 {path}`.")
     else:
-        yield good("cluster secret", "there, and long enough")
+        yield good("cluster secret", "given, and long enough")
 
 
 def the_model(options: DoctorOptions) -> Iterator[Finding]:
@@ -182,22 +186,22 @@ def the_model(options: DoctorOptions) -> Iterator[Finding]:
         found = model.resolve(options.model)
         model.reach_hub(found.location)
     except ValueError as error:
-        yield bad("model", str(error), "Correct --model, or install what it names.")
+        yield bad("model", str(error), "Correct --model, or install the model.")
         return
     faults = check_model.faults(found)
     if not Path(found.location).exists():
-        yield note("model", f"{found.location} is a name on the hub: its files are checked when it starts")
+        yield note("model", f"{found.location} is on the hub: workers check its files when they start")
     elif not any(fault.what == "weights" for fault in faults):
         yield good("model", found.location)
     for fault in faults:
         if fault.what == "weights":
-            yield bad("model", fault.message, "Download the model again, or give --model another one.")
+            yield bad("model", fault.message, "Download the model again, or use another --model.")
         else:
-            yield bad("tokenizer", fault.message, "Routers need it: put it beside the weights.")
+            yield bad("tokenizer", fault.message, "Routers need the tokenizer: put it beside the weights.")
 
 
 def _read(path: Path) -> str | None:
-    """None where the system does not say (a virtual card has no speed: EINVAL)."""
+    """The text of a file; None if it cannot be read (the speed of a virtual card gives EINVAL)."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -205,7 +209,7 @@ def _read(path: Path) -> str | None:
 
 
 def _nvidia_smi(*arguments: str) -> list[str] | None:
-    """Its lines; None where there is no driver."""
+    """The output lines of nvidia-smi; None if there is no driver."""
     if shutil.which("nvidia-smi") is None:
         return None
     out = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)

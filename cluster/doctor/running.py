@@ -1,4 +1,4 @@
-"""A running cluster, seen through its router: who is there, whether they agree, whether it answers."""
+"""Checks a running cluster through its router: states and agreement of the workers, and a real request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEARLY_FULL = 0.95
 
 async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIterator[Finding]:
     flag, admin = "--url", endpoint
-    if doctor.admin_url is not None:  # which asks for no key
+    if doctor.admin_url is not None:  # the admin port needs no key, so do not send it
         flag, admin = "--admin-url", replace(endpoint, url=doctor.admin_url, api_key=[])
     try:
         async with session(admin, TIMEOUT, flag) as client, client.get("status") as response:
@@ -43,22 +43,22 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
         async with session(endpoint, TIMEOUT) as client:
             yield await request(client)
     except ValueError as error:
-        yield bad("router", str(error), "Start it, or correct --url, --admin-url and --api-key.")
+        yield bad("router", str(error), "Start the router, or correct --url, --admin-url and --api-key.")
 
 
 def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
-    """What the router's /status says of its workers. Pure."""
+    """Judges the workers in the router's /status. Pure."""
     for role in ("prefill", "decode"):
         ready = [w for w in found if w.get("role") == role and w.get("state") == "ready"]
         if ready:
             yield good(f"{role} workers", f"{len(ready)} ready")
         else:
-            yield bad(f"{role} workers", "none is ready", f"Start `baton {role}`, and look at its log.")
+            yield bad(f"{role} workers", "none is ready", f"Start `baton {role}`, or look at its log.")
     for worker in found:
         if worker.get("state") != "ready":
             why = f"{worker.get('state')}: {worker.get('reason') or 'no reason known'}"
             remedy = worker.get("remedy") or "Look at the worker's log."
-            # A worker that is away may come back. One that is refused stays so.
+            # A worker that cannot be reached may come back. A refused worker stays refused.
             level = bad if worker.get("state") == "refused" else warning
             yield level(place_of(worker), why, remedy)
     for field in MUST_AGREE:
@@ -70,7 +70,7 @@ def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
             told = "; ".join(f"{value[:16]}: {', '.join(names)}" for value, names in values.items())
             yield bad(field, told, "Give every worker the same --model, --revision and --dtype.")
         elif values:
-            yield good(field, f"the same at all: {next(iter(values))[:16]}")
+            yield good(field, f"the same at all workers: {next(iter(values))[:16]}")
     for worker in found:
         load = worker.get("status") or {}
         total = load.get("blocks_total")
@@ -82,7 +82,7 @@ def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
 
 
 async def request(client: aiohttp.ClientSession) -> Finding:
-    """A real one: three tokens, so that a handover is part of it."""
+    """Sends a request for three tokens, which includes a handover from prefill to decode."""
     async with client.get("v1/models") as response:
         models = (await (await checked(response)).json())["data"]
     body = {"model": models[0]["id"], "prompt": "The doctor says:", "max_tokens": 3, "temperature": 0}

@@ -1,7 +1,7 @@
-"""Every option of every command, once. See `parameters` for how these become flags, variables and file keys.
+"""Declares every option of every command once. `parameters` turns them into flags, variables and file keys.
 
-Names are vLLM's where vLLM has the thing. A group is what several commands have in common, or what belongs
-together in `--help`; `baton serve` passes groups on to the roles it starts.
+An option has its vLLM name if vLLM has the option. A group holds options that several commands share, or that
+`--help` shows together. `baton serve` passes groups to the roles that it starts.
 """
 
 from cluster.options.clients import (

@@ -1,4 +1,4 @@
-"""What talks to a cluster, or looks at it."""
+"""Options of the commands that use or inspect a cluster."""
 
 from __future__ import annotations
 
@@ -13,70 +13,73 @@ from cluster.options.declare import NO_ARGV, OLD_FILE, PORT, between, opt
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """A client's view: which cluster to talk to."""
+    """Which router to send requests to."""
 
     panel: ClassVar[str] = "Endpoint"
     url: Annotated[str, opt("Base URL of a router.")] = "http://127.0.0.1:8000"
-    api_key: Annotated[list[str], opt(f"Key for it. {NO_ARGV}", "KEY")] = field(default_factory=list)
+    api_key: Annotated[list[str], opt(f"API key. {NO_ARGV}", "KEY")] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StatusOptions:
-    json: Annotated[bool, opt("Print what the router reports as JSON.")] = False
+    json: Annotated[bool, opt("Print the result as JSON.")] = False
 
 
 @dataclass(frozen=True)
 class TopOptions:
-    interval: Annotated[float, opt("Between two looks.", "S", check=between(0.1, 3600))] = 2.0
-    once: Annotated[bool, opt("Print one frame, of two looks, and end.")] = False
+    interval: Annotated[float, opt("Time between two samples.", "S", check=between(0.1, 3600))] = 2.0
+    once: Annotated[bool, opt("Take two samples, print one frame, and end.")] = False
 
 
 @dataclass(frozen=True)
 class SizingOptions:
-    """What `baton plan` is to plan for."""
+    """The load and the hardware for `baton plan`."""
 
     panel: ClassVar[str] = "Load"
     rate: Annotated[float, opt("Requests per second.", "R", check=between(0.001, 1e5))] = 10.0
     input: Annotated[int, opt("Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))] = 2000
     output: Annotated[int, opt("Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))] = 150
-    slo: Annotated[str, opt("Kept by 99 % of first tokens and gaps, in ms.", "TTFT_AND_TTIT")] = (
-        "ttft=1000,ttit=50"
-    )
+    slo: Annotated[str, opt("Targets for the 99th percentile, in ms.", "TTFT_AND_TTIT")] = "ttft=1000,ttit=50"
     model: Annotated[str, opt("llama-3.1-8b, a Hugging Face directory, or a name on the hub.", "MODEL")] = (
         "llama-3.1-8b"
     )
-    gpu: Annotated[Literal["h200"], opt("One that was measured.", "GPU")] = "h200"
+    gpu: Annotated[Literal["h200"], opt("GPU whose measured speeds are used.", "GPU")] = "h200"
     measured: Annotated[
-        Path | None, opt("Speeds from `python -m bench.engine --json FILE` instead.", shown="no", **OLD_FILE)
+        Path | None,
+        opt(
+            "Use the speeds in this file, from `python -m bench.engine --json FILE`.", shown="no", **OLD_FILE
+        ),
     ] = None
-    gpu_memory: Annotated[float | None, opt("Of that GPU.", "GIB", shown="as --gpu", check=between(1))] = None
+    gpu_memory: Annotated[
+        float | None, opt("Memory of the GPU.", "GIB", shown="as --gpu", check=between(1))
+    ] = None
     gpu_memory_utilization: Annotated[
-        float, opt("Share of it for weights and KV.", "SHARE", check=between(0.05, 1.0))
+        float, opt("Share of GPU memory for weights and KV.", "SHARE", check=between(0.05, 1.0))
     ] = 0.9
     max_num_seqs: Annotated[int, opt("Requests in one batch.", "N", check=between(1))] = 256
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What `baton doctor` looks at: this machine, unless told otherwise."""
+    """What `baton doctor` checks; by default this machine."""
 
     panel: ClassVar[str] = "Checks"
-    cluster: Annotated[bool, opt("Look at a running cluster, through its router at --url.")] = False
+    cluster: Annotated[bool, opt("Check a running cluster through its router at --url.")] = False
     admin_url: Annotated[
-        str | None, opt("Its admin port, where it has one; see --admin-port.", "URL", shown="as --url")
+        str | None, opt("URL of the router's --admin-port, if it has one.", "URL", shown="as --url")
     ] = None
     listen: Annotated[
-        int | None, opt("Measure the network: wait here for one --peer.", "PORT", shown="no", **PORT)
+        int | None, opt("Measure the network: wait for a node with --peer.", "PORT", shown="no", **PORT)
     ] = None
     peer: Annotated[
-        str | None, opt("Measure it from here, to a node that does.", "HOST:PORT", shown="no")
+        str | None, opt("Measure the network to a node with --listen.", "HOST:PORT", shown="no")
     ] = None
     host: Annotated[str, opt("Address of --listen and --check-port.", "ADDRESS")] = "127.0.0.1"
-    check_port: Annotated[list[int], opt("A port that a role is to have; repeat it.", "PORT")] = field(
+    check_port: Annotated[list[int], opt("Check that this port is free; repeat it.", "PORT")] = field(
         default_factory=list
     )
-    kv_lanes: Annotated[int, opt("TCP connections at once.", "N", check=between(1, 64))] = 4
-    model: Annotated[str | None, opt("Model that is to be served.", "MODEL", shown="the embedded one")] = None
+    kv_lanes: Annotated[int, opt("TCP connections to measure with.", "N", check=between(1, 64))] = 4
+    model: Annotated[str | None, opt("Check this model's files.", "MODEL", shown="the embedded model")] = None
     cluster_secret_file: Annotated[
         Path | None, opt("Secret of the cluster.", shown="BATON_CLUSTER_SECRET", **OLD_FILE)
     ] = None
@@ -86,11 +89,11 @@ class DoctorOptions:
 class ChatOptions:
     panel: ClassVar[str] = "Chat"
     message: Annotated[
-        str | None, typer.Argument(help="One question; without it, a chat.", show_default=False)
+        str | None, typer.Argument(help="One question. Without it a chat starts.", show_default=False)
     ] = None
     system: Annotated[str | None, opt("System message.", "TEXT")] = None
     chat_model: Annotated[str | None, opt("Model to ask.", "NAME", shown="the first one served")] = None
-    max_tokens: Annotated[int | None, opt("Longest answer.", "N", check=between(1))] = None
-    temperature: Annotated[
-        float | None, opt("0 always takes the likeliest token.", "T", check=between(0))
-    ] = None
+    max_tokens: Annotated[int | None, opt("Most tokens of an answer.", "N", check=between(1))] = None
+    temperature: Annotated[float | None, opt("Sampling temperature; 0 is greedy.", "T", check=between(0))] = (
+        None
+    )

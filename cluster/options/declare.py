@@ -1,4 +1,4 @@
-"""What an option is made of."""
+"""Helpers to declare options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def opt(
     check: Callable[[Any], Any] | None = None,
     **more: Any,
 ) -> OptionInfo:
-    """A typer option: its help, what its value is called, how its default is shown where that is no value."""
+    """A typer option. `shown` replaces its default in `--help`; `check` validates its value."""
     return typer.Option(help=text, metavar=metavar, show_default=shown, callback=check, **more)
 
 
@@ -27,12 +27,12 @@ def directory(text: str, *, shown: str | bool = True) -> OptionInfo:
 
 
 def between(least: float, most: float = math.inf) -> Callable[[Any], Any]:
-    """A check of a number's range; typer's own would fill the columns of `--help`."""
+    """A check of a number's range. typer's own `min` and `max` would widen the columns of `--help`."""
 
     def check(value: Any) -> Any:
         if value is not None and not least <= value <= most:
             bound = f"at least {least}" if most == math.inf else f"{least} to {most}"
-            raise typer.BadParameter(f"{value} is out of range: {bound}.")
+            raise typer.BadParameter(f"{value} is out of range: must be {bound}.")
         return value
 
     return check
@@ -40,4 +40,4 @@ def between(least: float, most: float = math.inf) -> Callable[[Any], Any]:
 
 PORT: dict[str, Any] = {"check": between(0, 65535)}
 OLD_FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
-NO_ARGV = "Rather set BATON_API_KEY: arguments are visible to everybody on the machine."
+NO_ARGV = "Prefer BATON_API_KEY: every user of the machine can read arguments."

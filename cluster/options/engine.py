@@ -1,4 +1,4 @@
-"""Which model a worker computes, and how."""
+"""Options of the model and the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster.options.declare import between, opt
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model. Router and workers must be given the same."""
+    """Which model to serve. Router and workers must have the same model."""
 
     panel: ClassVar[str] = "Model"
     model: Annotated[
@@ -29,14 +29,19 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class RouterModelOptions(ModelOptions):
-    """Whose tokenizer a router uses. It refuses workers with another one."""
+    """Which model's tokenizer a router uses. It refuses workers with another tokenizer."""
 
     model: Annotated[
         str | None,
-        opt("As for the workers. Only the tokenizer is read.", "PATH_OR_HUB_ID", shown="that of the workers"),
+        opt(
+            "The workers' model. The router reads only its tokenizer.",
+            "PATH_OR_HUB_ID",
+            shown="the workers' --model",
+        ),
     ] = None
     revision: Annotated[
-        str | None, opt("Branch, tag or commit of a model on the hub.", "NAME", shown="that of the workers")
+        str | None,
+        opt("Branch, tag or commit of a model on the hub.", "NAME", shown="the workers' --revision"),
     ] = None
     served_model_name: Annotated[
         str | None, opt("The model's name for clients and metrics.", "NAME", shown="as in --model")
@@ -49,19 +54,19 @@ class EngineOptions:
 
     panel: ClassVar[str] = "Engine"
     device: Annotated[
-        str | None, opt("cpu, cuda or cuda:N.", "DEVICE", shown="cuda where there is a GPU, else cpu")
+        str | None, opt("cpu, cuda or cuda:N.", "DEVICE", shown="cuda if there is a GPU, else cpu")
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        opt("Of weights, activations and KV: auto (the model's own), float32, bfloat16 or float16.", "TYPE"),
+        opt("Type of weights, activations and KV: auto (the model's), float32, bfloat16 or float16.", "TYPE"),
     ] = "auto"
     load_format: Annotated[
-        Literal["auto", "dummy"], opt("auto, or dummy: random weights, to measure with.", "FORMAT")
+        Literal["auto", "dummy"], opt("auto, or dummy for random weights (benchmarks).", "FORMAT")
     ] = "auto"  # fmt: skip
     tensor_parallel_size: Annotated[int, opt("GPUs that one worker spans.", "N", check=between(1, 1))] = 1
     max_model_len: Annotated[
         int | None,
-        opt("Longest prompt + output.", "TOKENS", shown="the model's context", check=between(1)),
+        opt("Most tokens of prompt and output.", "TOKENS", shown="the model's context", check=between(1)),
     ] = None
     max_num_seqs: Annotated[int, opt("Requests in one batch.", "N", check=between(1))] = 64
     max_num_batched_tokens: Annotated[
@@ -69,7 +74,9 @@ class EngineOptions:
     ] = 2048
     enable_prefix_caching: Annotated[
         bool | None,
-        opt("Keep the KV of common prompt prefixes.", shown="on for prefill workers, off for decode workers"),
+        opt(
+            "Reuse the KV of common prompt prefixes.", shown="on for prefill workers, off for decode workers"
+        ),
     ] = None
     block_size: Annotated[
         int | None,
@@ -77,27 +84,25 @@ class EngineOptions:
     ] = None
     num_blocks: Annotated[
         int | None,
-        opt("KV blocks in the pool.", "N", shown="what fits the memory", check=between(2)),
+        opt("KV blocks in the pool.", "N", shown="as many as fit in memory", check=between(2)),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        opt(
-            "Share of its GPU's memory that one worker takes, KV included.", "SHARE", check=between(0.05, 1.0)
-        ),
+        opt("Share of GPU memory for one worker, including KV.", "SHARE", check=between(0.05, 1.0)),
     ] = 0.9
     seed: Annotated[int, opt("Seed of dummy weights.", "N")] = 0
     num_threads: Annotated[
         int | None,
-        opt("CPU threads of one engine.", "N", shown="the cores, shared by the workers", check=between(1)),
+        opt("CPU threads of one engine.", "N", shown="an equal share of the cores", check=between(1)),
     ] = None
 
 
 TtitTarget = Annotated[
     float | None,
     opt(
-        "Time between tokens: a decode step with some of a prompt stays within it, and decode grows for it.",
+        "Target time between tokens. It limits prompt tokens in a decode step, and decode grows to meet it.",
         "MS",
-        shown="1.5 times a step without a prompt, and 100 to grow",
+        shown="1.5 times a step without a prompt; 100 to grow the pool",
         check=between(0.1),
     ),
 ]

@@ -1,4 +1,4 @@
-"""What `baton serve` starts, and where."""
+"""Options of `baton serve`: the pools, and where their workers run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.options.engine import TtitTarget
 
 
 class PoolSize(NamedTuple):
-    """`2`, or `1:4` for a pool that grows and shrinks with its load."""
+    """The size of a pool: `2`, or `1:4` for a pool that grows and shrinks with its load."""
 
     least: int
     most: int
@@ -28,7 +28,7 @@ class PoolSize(NamedTuple):
         except ValueError:
             least = most = 0
         if not 1 <= least <= most or len(words) > 2:
-            raise typer.BadParameter(f"{value} is neither a number of workers (2) nor a range of it (1:4).")
+            raise typer.BadParameter(f"{value} is neither a number of workers (2) nor a range (1:4).")
         return cls(least, most)
 
     def __str__(self) -> str:
@@ -44,26 +44,26 @@ def pool_size(text: str) -> OptionInfo:
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """What `baton serve` starts."""
+    """The sizes of the pools and the targets of the autoscaler."""
 
     panel: ClassVar[str] = "Cluster"
     prefill: Annotated[PoolSize, pool_size("Prefill workers; 1:4 follows the load.")] = ONE
     decode: Annotated[PoolSize, pool_size("Decode workers; 1:4 follows the load.")] = ONE
     ttft_target: Annotated[
-        float, opt("Prefill grows to give the first token within it.", "MS", check=between(1))
+        float, opt("Target time to first token, for which prefill grows.", "MS", check=between(1))
     ] = 1000.0
     ttit_target: TtitTarget = None
     shrink_after: Annotated[
-        float, opt("A worker was too many for this long before it goes.", "S", check=between(5))
+        float, opt("A pool shrinks after this time with a worker too many.", "S", check=between(5))
     ] = 60.0
 
 
 @dataclass(frozen=True)
 class StartOptions:
     panel: ClassVar[str] = "Cluster"
-    timings: Annotated[
-        bool, opt("Show what the start spent its time on; asks for a first token at its end.")
-    ] = False
+    timings: Annotated[bool, opt("Show the duration of each stage of the start, up to a first token.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StopOptions:
     panel: ClassVar[str] = "Cluster"
     routers: Annotated[
         bool,
-        opt("Only the routers, once they have drained: `baton serve` with the same flags starts new ones."),
+        opt("Drain and stop only the routers. `baton serve` with the same flags starts new ones."),
     ] = False
 
 
@@ -81,8 +81,8 @@ class RayOptions:
     placement: Annotated[
         Literal["spread", "pack", "pair"],
         opt(
-            "With --ray-address. spread: the emptiest machine first; pack: fill one to half, then the next; "
-            "pair: prefill I and decode I on one machine. KV uses TCP there, too.",
+            "With --ray-address. spread: use the emptiest machine; pack: fill a machine to half, then the "
+            "next; pair: prefill I and decode I on one machine (KV still uses TCP).",
         ),
     ] = "spread"
     prefill_nodes: Annotated[
@@ -94,8 +94,8 @@ class RayOptions:
     ray_address: Annotated[
         str | None,
         opt(
-            "Start the roles on this Ray cluster; they then outlive this command.",
+            "Start the roles on this Ray cluster, where they outlive this command.",
             "HOST:PORT",
-            shown="none: all on this machine, until this command ends",
+            shown="none: on this machine, until this command ends",
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""One process of a role: where it listens, whom it knows, what it writes."""
+"""Options of one process of a role: addresses, workers, files, logs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from cluster.options.declare import PORT, between, directory, opt
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Where one worker listens. Port 0 lets the system choose; the log says what it chose."""
+    """Where a worker listens. With port 0 the system chooses a port, and the log shows it."""
 
     panel: ClassVar[str] = "Network"
-    host: Annotated[str, opt("Address at which routers reach it.", "ADDRESS")] = "127.0.0.1"
-    port: Annotated[int, opt("gRPC, for routers.", "PORT", **PORT)] = 0
+    host: Annotated[str, opt("Address at which routers reach this worker.", "ADDRESS")] = "127.0.0.1"
+    port: Annotated[int, opt("Port of gRPC, for routers.", "PORT", **PORT)] = 0
     kv_host: Annotated[
         str | None,
-        opt("Address or interface on the network that carries KV.", "ADDRESS", shown="as --host"),
+        opt("Address or interface of the network for KV.", "ADDRESS", shown="as --host"),
     ] = None
-    kv_port: Annotated[int, opt("KV lanes; only prefill workers listen.", "PORT", **PORT)] = 0
-    metrics_port: Annotated[int, opt("Prometheus metrics.", "PORT", **PORT)] = 0
+    kv_port: Annotated[int, opt("Port of KV lanes; only prefill workers listen.", "PORT", **PORT)] = 0
+    metrics_port: Annotated[int, opt("Port of Prometheus metrics.", "PORT", **PORT)] = 0
 
 
 @dataclass(frozen=True)
@@ -34,31 +34,31 @@ class MembershipOptions:
         field(default_factory=list)
     )
     workers_file: Annotated[
-        Path | None, opt("File with one such address a line; watched for changes.", dir_okay=False)
+        Path | None, opt("File with one worker address per line, watched for changes.", dir_okay=False)
     ] = None
     kubernetes_service: Annotated[
         list[str],
-        opt("Service whose ready endpoints are workers, in this pod's own namespace; repeat it.", "NAME"),
+        opt("Service in this pod's namespace whose ready endpoints are workers; repeat it.", "NAME"),
     ] = field(default_factory=list)
     cluster_file: Annotated[
-        Path | None, opt("What a supervisor knows of all roles (JSON), for /status.", dir_okay=False)
+        Path | None, opt("File in which a supervisor reports all roles (JSON), for /status.", dir_okay=False)
     ] = None
 
 
 @dataclass(frozen=True)
 class RoleOptions:
-    """What sets one process of a role apart from its siblings, and ties it to whoever started it."""
+    """The identity of a role's process, and its tie to its supervisor."""
 
     panel: ClassVar[str] = "Process"
-    index: Annotated[int, opt("Its number in its role, for people.", "N", check=between(0))] = 0
+    index: Annotated[int, opt("Number of this worker or router, for people.", "N", check=between(0))] = 0
     title: Annotated[
         str,
-        opt("What the titles of its processes begin with: `baton serve` adds its port.", "TEXT", hidden=True),
+        opt("Prefix of the process titles; `baton serve` adds its port.", "TEXT", hidden=True),
     ] = "baton"
     ready_fd: Annotated[
         int | None,
         opt(
-            "Report progress as JSON lines here, and end with whoever started this process.",
+            "Report progress as JSON lines to this descriptor, and end when its reader ends.",
             "FD",
             check=between(3),
         ),
@@ -67,17 +67,19 @@ class RoleOptions:
 
 @dataclass(frozen=True)
 class RouterProcessOptions:
-    """For the supervisor of several router processes, which starts them with these."""
+    """Set by the supervisor of several router processes for each of them."""
 
-    process_number: Annotated[int | None, opt("Its number.", "N", hidden=True)] = None
-    control_fd: Annotated[int | None, opt("Its end of a socket pair.", "FD", hidden=True)] = None
+    process_number: Annotated[int | None, opt("Number of this router process.", "N", hidden=True)] = None
+    control_fd: Annotated[
+        int | None, opt("This process' end of the socket pair to its supervisor.", "FD", hidden=True)
+    ] = None
 
 
 @dataclass(frozen=True)
 class RunDirOptions:
     panel: ClassVar[str] = "Files"
     run_dir: Annotated[
-        Path | None, directory("Sockets and the like go into a new directory in here.", shown="$TMPDIR")
+        Path | None, directory("Parent of a new directory for sockets and logs.", shown="$TMPDIR")
     ] = None
 
 
@@ -91,21 +93,19 @@ class TraceOptions:
 class LogOptions:
     panel: ClassVar[str] = "Files"
     log_dir: Annotated[
-        Path | None, directory("Keep logs here.", shown="the run directory, which goes with the cluster")
+        Path | None, directory("Keep logs here.", shown="the run directory, removed at the end")
     ] = None
 
 
 @dataclass(frozen=True)
 class ObserveOptions:
-    """How it can be watched. OTEL_EXPORTER_OTLP_ENDPOINT counts where the flag is not given."""
+    """Logs and traces. OTEL_EXPORTER_OTLP_ENDPOINT is the default of the flag."""
 
     panel: ClassVar[str] = "Logs and traces"
-    log_format: Annotated[Literal["text", "json"], opt("One line a record, for people or for machines.")] = (
-        "text"
-    )
+    log_format: Annotated[Literal["text", "json"], opt("Format of a log line: for people, or JSON.")] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        opt("Least level that is logged; debug follows each request from process to process.")
+        opt("Lowest level that is logged. debug follows each request from process to process.")
     ] = "info"  # fmt: skip
     otlp_endpoint: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""All options of one role."""
+"""All options of a worker and of a router."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cluster.options.transfer import DeadlineOptions, DrainOptions, TransferOpti
 
 @dataclass(frozen=True)
 class WorkerRole:
-    """`baton prefill` and `baton decode`."""
+    """The options of `baton prefill` and `baton decode`."""
 
     model: ModelOptions
     engine: EngineOptions
@@ -39,7 +39,7 @@ class WorkerRole:
 
 @dataclass(frozen=True)
 class RouterRole:
-    """`baton router`."""
+    """The options of `baton router`."""
 
     model: RouterModelOptions
     front: FrontOptions

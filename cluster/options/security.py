@@ -1,4 +1,4 @@
-"""What the processes of a cluster know each other by."""
+"""Options that authenticate routers and workers to each other."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ class SecretOptions:
     cluster_certfile: Annotated[
         Path | None,
         opt(
-            "Mutual TLS between routers and workers: this process' certificate, PEM; a worker's is for the "
-            "name baton-worker.",
+            "Certificate (PEM) of this process, for mutual TLS between routers and workers. A worker's "
+            "certificate must have the name baton-worker.",
             shown="no TLS",
             **OLD_FILE,
         ),
     ] = None
-    cluster_keyfile: Annotated[Path | None, opt("Its private key, PEM.", shown="none", **OLD_FILE)] = None
+    cluster_keyfile: Annotated[
+        Path | None, opt("Private key (PEM) of --cluster-certfile.", shown="none", **OLD_FILE)
+    ] = None
     cluster_ca_certs: Annotated[
-        Path | None, opt("Who signs these certificates, PEM.", shown="none", **OLD_FILE)
+        Path | None, opt("Authorities (PEM) that sign these certificates.", shown="none", **OLD_FILE)
     ] = None
 
     def tls(self) -> TlsFiles | None:
-        """Raises ValueError for files that are missing or cannot be used."""
+        """The TLS files of this process; None without TLS. Raises ValueError for unusable files."""
         return tls_files(
             "cluster", self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs, mutual=True
         )

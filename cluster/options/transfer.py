@@ -1,4 +1,4 @@
-"""How KV travels, and how long anything waits."""
+"""Options of KV transfer, and the deadlines of a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster.options.declare import between, opt
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How KV travels."""
+    """The lanes and the staging arena of KV transfer."""
 
     panel: ClassVar[str] = "KV transfer"
     kv_lanes: Annotated[
@@ -19,30 +19,30 @@ class TransferOptions:
     kv_bind: Annotated[
         str | None,
         opt(
-            "Interfaces or own addresses that a decode worker's lanes take in turn.",
+            "Interfaces or local addresses over which a decode worker spreads its lanes.",
             "NIC,NIC",
             shown="by route",
         ),
     ] = None
     kv_slot_bytes: Annotated[
-        int, opt("One slice of KV on the wire, one slot of the staging arena.", "BYTES", check=between(1))
+        int, opt("Size of a slice of KV and of a slot of the staging arena.", "BYTES", check=between(1))
     ] = 2 << 20
     kv_slots: Annotated[int, opt("Slots of a worker's staging arena.", "N", check=between(1))] = 64
 
 
 @dataclass(frozen=True)
 class DeadlineOptions:
-    """How long a worker waits for anything, in seconds."""
+    """The longest waits of a worker, in seconds."""
 
     panel: ClassVar[str] = "Deadlines"
-    hold_timeout: Annotated[float, opt("A finished prefill waits for a decode worker.", "S")] = 30.0
-    transfer_timeout: Annotated[float, opt("A KV transfer makes no progress.", "S")] = 10.0
-    tombstone_timeout: Annotated[float, opt("The id of a closed transfer is remembered.", "S")] = 60.0
-    peer_timeout: Annotated[float, opt("The other end of the lanes is silent.", "S")] = 5.0
-    engine_timeout: Annotated[float, opt("An engine gives no sign of life.", "S")] = 10.0
+    hold_timeout: Annotated[float, opt("A finished prefill waits this long for a decode worker.", "S")] = 30.0
+    transfer_timeout: Annotated[float, opt("A KV transfer without progress fails after this.", "S")] = 10.0
+    tombstone_timeout: Annotated[float, opt("Ids of closed transfers are kept this long.", "S")] = 60.0
+    peer_timeout: Annotated[float, opt("A silent peer counts as dead after this.", "S")] = 5.0
+    engine_timeout: Annotated[float, opt("A silent engine counts as dead after this.", "S")] = 10.0
 
 
 @dataclass(frozen=True)
 class DrainOptions:
     panel: ClassVar[str] = "Deadlines"
-    drain_timeout: Annotated[float, opt("Running requests finish after SIGTERM.", "S")] = 60.0
+    drain_timeout: Annotated[float, opt("After SIGTERM, time for running requests to finish.", "S")] = 60.0

@@ -1,10 +1,13 @@
-"""`baton plan`: how many prefill and decode workers a load needs.
+"""`baton plan`: computes how many prefill and decode workers a load needs.
 
-Life of an answer: `speeds` says how long a prefill and a decode step of the model take, from what was
-measured of one model on one GPU → `simulated` puts Poisson arrivals through the router's own policy and
-simulated prefill workers (`bench.routing_sim`), and through the steps of one decode worker → `answer` looks
-for the smallest pools that keep the promise, and says what decided → `command` prints it.
+Life of an answer:
 
-Left out: prefix caches and overflow, which make the true need smaller; the router's own millisecond, and what
-injected KV costs decode steps, which make it larger.
+1. `speeds` estimates the duration of prefills and decode steps, from measurements of one model on one GPU.
+2. `simulated` runs Poisson arrivals through the router's policy and simulated prefill workers
+   (`bench.routing_sim`), and through the steps of one decode worker.
+3. `answer` searches the smallest pools that meet the targets, and explains what limits them.
+4. `command` prints the answer.
+
+The model leaves out prefix caches and overflow, which reduce the real need. It also leaves out the router's
+own millisecond and the cost of injected KV in decode steps, which increase the real need.
 """

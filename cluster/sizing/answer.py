@@ -1,4 +1,4 @@
-"""The smallest pools that keep a promise, and why they are not smaller."""
+"""Searches the smallest pools that meet the latency targets, and explains what limits them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from cluster.sizing.simulated import Decoded, Latency, decode, prefill
 from cluster.sizing.speeds import Speeds
 
 WAITED = 0.01
-"""Share of the requests that may find no seat on the decode worker."""
+"""Largest share of requests that may wait for a slot in the batch of a decode worker."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Attributes:
-    rate: requests per second, Poisson.
-    input, output: tokens of each.
-    ttft, ttit: seconds, kept by the 99th percentile.
+    """The load and its latency targets.
+
+    Attributes:
+        rate: requests per second, as a Poisson process.
+        input, output: tokens of each request.
+        ttft, ttit: targets for the 99th percentile, in seconds.
     """
 
     rate: float
@@ -31,7 +33,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Answer:
-    """`why`: a line for each pool. Bytes are of one decode worker, at its fullest."""
+    """The pools and their simulated latencies.
+
+    Attributes:
+        kv_bytes, kv_room: largest use of KV memory in one decode worker, and its capacity, in bytes.
+        why: the limit of the prefill pool and of the decode pool, for people.
+    """
 
     prefill: int
     decode: int
@@ -46,7 +53,7 @@ class Answer:
 
 
 def answer(speeds: Speeds, load: Load) -> Answer:
-    """Raises ValueError, saying why, for what no number of workers can do."""
+    """Sizes both pools. Raises ValueError if no number of workers can meet the targets."""
     alone = speeds.prefill(load.input)
     if load.ttft < alone:
         raise ValueError(
@@ -64,7 +71,8 @@ def answer(speeds: Speeds, load: Load) -> Answer:
     in_memory = room // (context * speeds.kv_bytes_per_token)
     if not in_memory:
         raise ValueError(
-            f"a request of {context} tokens needs more KV than one worker has ({room / 1e9:.1f} GB)"
+            f"a request of {context} tokens needs more KV memory than one worker has ({room / 1e9:.1f} GB); "
+            "reduce --input or --output, or choose a smaller --model"
         )
     workers, ttft, prefill_why = _prefill_pool(speeds, load, alone)
     decoders, decoded, decode_why = _decode_pool(speeds, load, min(load.max_num_seqs, in_memory), in_memory)
@@ -83,12 +91,12 @@ def answer(speeds: Speeds, load: Load) -> Answer:
 
 
 def _prefill_pool(speeds: Speeds, load: Load, alone: float) -> tuple[int, Latency, str]:
-    least = math.floor(load.rate * alone) + 1  # fewer never catch up
+    least = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
     workers = least
     before: Latency | None = None
     while True:
         found = prefill(speeds, workers=workers, rate=load.rate, tokens=load.input)
-        if found.p99 <= load.ttft * (1 + 1e-9):  # the clock of a simulation rounds
+        if found.p99 <= load.ttft * (1 + 1e-9):  # tolerates rounding errors of the simulated clock
             break
         before = found
         workers += max(1, workers // 50)
@@ -99,15 +107,15 @@ def _prefill_pool(speeds: Speeds, load: Load, alone: float) -> tuple[int, Latenc
     return workers, found, why
 
 
-def _decode_pool(speeds: Speeds, load: Load, seats: int, in_memory: int) -> tuple[int, Decoded | None, str]:
+def _decode_pool(speeds: Speeds, load: Load, slots: int, in_memory: int) -> tuple[int, Decoded | None, str]:
     if load.output == 1:
-        return 0, None, "prefill answers what ends with its first token"
+        return 0, None, "prefill workers alone answer requests of one token"
 
     def keeps(found: Decoded) -> bool:
         return found.gap.p99 <= load.ttit and found.waited <= WAITED
 
     def tried(workers: int) -> Decoded:
-        return decode(speeds, rate=load.rate / workers, prompt=load.input, output=load.output, seats=seats)
+        return decode(speeds, rate=load.rate / workers, prompt=load.input, output=load.output, slots=slots)
 
     low, high = 0, 1
     found = {high: tried(high)}
@@ -119,12 +127,12 @@ def _decode_pool(speeds: Speeds, load: Load, seats: int, in_memory: int) -> tupl
         found[middle] = tried(middle)
         low, high = (low, middle) if keeps(found[middle]) else (middle, high)
     if low == 0:
-        return high, found[high], "one is enough"
+        return high, found[high], "one worker is enough"
     fewer = found[low]
     if fewer.gap.p99 > load.ttit:
         why = f"TTIT decides: with {low} its p99 is {fewer.gap.p99 * 1e3:.1f} ms"
-    elif seats == in_memory:
-        why = f"KV memory decides: {seats} requests fit a worker; with {low} workers {fewer.waited:.0%} wait"
+    elif slots == in_memory:
+        why = f"KV memory decides: {slots} requests fit a worker; with {low} workers {fewer.waited:.0%} wait"
     else:
-        why = f"--max-num-seqs {seats} decides: with {low} workers {fewer.waited:.0%} of the requests wait"
+        why = f"--max-num-seqs {slots} decides: with {low} workers {fewer.waited:.0%} of the requests wait"
     return high, found[high], why

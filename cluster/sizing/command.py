@@ -1,4 +1,4 @@
-"""Prints the answer: a table, and a line for each pool that says why it is not smaller."""
+"""Prints the answer: a table, and for each pool a line with the reason for its size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.sizing.speeds import GPUS, Speeds, measured, shape
 
 
 def run(sizing: SizingOptions) -> int:
-    ttft, ttit = promise(sizing.slo)
+    ttft, ttit = parse_slo(sizing.slo)
     gpu = GPUS[sizing.gpu]
     if sizing.measured is not None:
         gpu = measured(gpu, sizing.measured)
@@ -33,8 +33,8 @@ def run(sizing: SizingOptions) -> int:
     return 0
 
 
-def promise(text: str) -> tuple[float, float]:
-    """`ttft=500,ttit=20` in ms; as seconds. Raises ValueError naming the flag."""
+def parse_slo(text: str) -> tuple[float, float]:
+    """Parses `ttft=500,ttit=20`, in ms. Returns seconds. Raises ValueError with the flag."""
     try:
         found = {
             name.strip(): float(value) / 1e3 for name, value in (word.split("=") for word in text.split(","))
@@ -42,7 +42,7 @@ def promise(text: str) -> tuple[float, float]:
     except ValueError:
         found = {}
     if set(found) != {"ttft", "ttit"} or not all(value > 0 for value in found.values()):
-        raise ValueError(f"--slo {text}: give both in milliseconds, as ttft=1000,ttit=50")
+        raise ValueError(f"--slo {text}: give both targets in milliseconds, as ttft=1000,ttit=50")
     return found["ttft"], found["ttit"]
 
 

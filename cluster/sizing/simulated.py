@@ -1,4 +1,4 @@
-"""The two pools under Poisson arrivals of equal requests. Times are seconds."""
+"""Simulates both pools under Poisson arrivals of equal requests. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.sizing.speeds import Speeds
 from router.policy import PREFILL_POLICIES
 
 SEED = 1
-REQUESTS, PER_WORKER = 2_000, 40
+REQUESTS, PER_WORKER = 2_000, 40  # simulated requests: at least, and more per worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def quantiles(values: Sequence[float]) -> Latency:
 
 
 def prefill(speeds: Speeds, *, workers: int, rate: float, tokens: int) -> Latency:
-    """Time to the first token behind the router's own policy; nothing is ever cached."""
+    """The time to the first token with the router's policy and without prefix-cache hits."""
     count = REQUESTS + PER_WORKER * workers
     sessions = [Session(key, (Turn(tokens, (), 0.0),), 0) for key in _keys(count)]
     setting = Setting(workers, 1, 1, rate, 0.0, speeds.prefill, warm_up=0.2, seed=SEED)
@@ -43,11 +43,13 @@ def _keys(count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Attributes:
-    gap: between two tokens of a request.
-    waited: share of the requests that had to wait for a seat.
-    busy: share of the time in which it computed.
-    most: requests in the batch at once.
+    """The simulated behaviour of one decode worker.
+
+    Attributes:
+        gap: time between two tokens of a request.
+        waited: share of the requests that waited for a slot in the batch.
+        busy: share of the time in which the worker computed.
+        most: largest number of requests in the batch.
     """
 
     gap: Latency
@@ -56,8 +58,11 @@ class Decoded:
     most: int
 
 
-def decode(speeds: Speeds, *, rate: float, prompt: int, output: int, seats: int) -> Decoded:
-    """One worker; a pool's choice of the better of two makes the true batches more even than this."""
+def decode(speeds: Speeds, *, rate: float, prompt: int, output: int, slots: int) -> Decoded:
+    """Simulates one worker with `slots` places in its batch.
+
+    A real pool has more even batches, because the router chooses the better of two workers.
+    """
     rng = random.Random(SEED)
     now, arrival, steps, busy, most = 0.0, rng.expovariate(rate), 0, 0.0, 0
     ends: deque[int] = (
@@ -66,14 +71,14 @@ def decode(speeds: Speeds, *, rate: float, prompt: int, output: int, seats: int)
     positions, waited, came = 0, 0, 0
     waiting = 0
     gaps: list[tuple[float, int]] = []  # (seconds, requests that saw them)
-    wanted = REQUESTS + 2 * seats
+    wanted = REQUESTS + 2 * slots
     while came < wanted:
         while arrival <= now:
             arrival += rng.expovariate(rate)
             came += 1
-            waited += len(ends) + waiting >= seats
+            waited += len(ends) + waiting >= slots
             waiting += 1
-        while waiting and len(ends) < seats:
+        while waiting and len(ends) < slots:
             waiting -= 1
             ends.append(steps + output - 1)
             positions += prompt + 1

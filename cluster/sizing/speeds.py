@@ -1,8 +1,13 @@
-"""How fast an engine is: measured for one model on one GPU, scaled to other shapes.
+"""Estimates the speed of an engine, from measurements of one model on one GPU.
 
-Scaling: the time of matrix products goes with the parameters in them (they read or multiply each once), that
-of prefill attention with layers × heads × head size, that of decode attention with the bytes of KV it reads.
-Good for a model of similar width; a much smaller one is bound by launches, and slower than this says.
+The measured times are scaled to other models:
+
+- matrix products: by the number of their parameters
+- prefill attention: by layers × heads × head size
+- decode attention: by the bytes of KV that it reads
+
+This works for a model of similar width. A much smaller model is bound by kernel launches, so it is slower
+than the estimate.
 """
 
 from __future__ import annotations
@@ -22,18 +27,19 @@ from engine.model_config import ModelConfig
 from engine.models import cache_bytes_per_token, cache_spec
 
 ELEMENT_BYTES = 2  # bfloat16
-CONTEXT = 1064
-"""Of the measured decode steps."""
+CONTEXT = 1064  # tokens per request in the measured decode steps
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Attributes:
-    memory: bytes.
-    kv_bytes_per_s: that decode attention reads.
-    decode: seconds of a step by batch, ascending, at `CONTEXT` positions.
-    prefill: seconds by tokens, of one prompt alone; two or more.
-    source: of these two, and of which model they are.
+    """Measured speeds of a GPU.
+
+    Attributes:
+        memory: bytes.
+        kv_bytes_per_s: KV bytes per second that decode attention reads.
+        decode: batch size -> seconds of a step with `CONTEXT` tokens per request, ascending.
+        prefill: prompt tokens -> seconds of one prompt alone; two or more entries.
+        source: where `decode` and `prefill` were measured, for people.
     """
 
     memory: int
@@ -56,9 +62,9 @@ GPUS = {
 
 
 def measured(gpu: Gpu, file: Path) -> Gpu:
-    """With what `python -m bench.engine --json FILE` measured of Llama-3.1-8B.
+    """`gpu` with the speeds of Llama-3.1-8B in a report of `python -m bench.engine --json FILE`.
 
-    Raises ValueError for a file that is something else.
+    Raises ValueError for another file.
     """
     try:
         rows = {row["name"]: row["value"] / 1e3 for row in json.loads(file.read_text())["results"]}
@@ -76,7 +82,7 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
 
 
 class Speeds:
-    """Of one worker with a whole GPU."""
+    """The speeds of one worker with one GPU and one model."""
 
     def __init__(self, gpu: Gpu, model: ModelConfig) -> None:
         self._gpu = gpu
@@ -90,13 +96,13 @@ class Speeds:
         self._linear = short_s / short - self._quadratic * short / 2
 
     def prefill(self, uncached: int, cached: int = 0) -> float:
-        """Seconds of one prompt; as `bench.routing_sim.worker.Speed`."""
+        """Seconds to compute one prompt. Implements `bench.routing_sim.worker.Speed`."""
         pairs = uncached * (cached + uncached / 2)
-        least = self._weights_read  # a step reads all weights, however short the prompt
+        least = self._weights_read  # even for a short prompt, a step reads all weights
         return max(least, self._linear * uncached * self._gemms) + self._quadratic * pairs * self._attention
 
     def step(self, batch: int, positions: float) -> float:
-        """Seconds of a decode step of `batch` requests that hold `positions` in all."""
+        """Seconds of a decode step of `batch` requests that have `positions` tokens in total."""
         read = positions * self.kv_bytes_per_token / self._gpu.kv_bytes_per_s
         return self._products(max(1, batch)) * self._gemms + read
 
@@ -105,7 +111,10 @@ class Speeds:
         return self._products(1) * self._gemms
 
     def _products(self, batch: int) -> float:
-        """Of the reference: a measured step without the KV that it read. Straight between the points."""
+        """Seconds of the matrix products of the reference model: a step without its reading of KV.
+
+        Interpolates linearly between the measured batch sizes.
+        """
         points = list(self._gpu.decode.items())
         pairs = list(itertools.pairwise(points))
         (low, low_s), (high, high_s) = next((pair for pair in pairs if batch <= pair[1][0]), pairs[-1])
@@ -114,21 +123,21 @@ class Speeds:
         return seconds - batch * CONTEXT * kv_bytes / self._gpu.kv_bytes_per_s
 
     def kv_room(self, utilization: float) -> int:
-        """Bytes for KV beside the weights and 4 GiB of activations, graphs and context.
+        """Bytes for KV, after the weights and 4 GiB for activations, graphs and context.
 
-        Raises ValueError when there are none.
+        Raises ValueError if none are left.
         """
         room = int(self._gpu.memory * utilization) - self.weight_bytes - (4 << 30)
         if room <= 0:
             raise ValueError(
-                f"the weights ({self.weight_bytes / 1e9:.0f} GB) leave no room for KV on one GPU, and a "
-                "worker spans one: take a smaller model"
+                f"the weights ({self.weight_bytes / 1e9:.0f} GB) leave no room for KV, and a worker has one "
+                "GPU; choose a smaller --model"
             )
         return room
 
 
 def gemm_parameters(model: ModelConfig) -> int:
-    """Without the input embedding, of which a step reads a row for each token."""
+    """The parameters in matrix products. Excludes the input embedding: a step reads one row per token."""
     return model.num_parameters - (0 if model.tie_embeddings else model.vocab_size * model.hidden_size)
 
 
@@ -137,9 +146,9 @@ def _attention_width(model: ModelConfig) -> int:
 
 
 def shape(name: str) -> ModelConfig:
-    """Of a shape that benches know, a Hugging Face directory, or a name on the hub; only config.json is read.
+    """The configuration of a known shape, a Hugging Face directory, or a name on the hub.
 
-    Raises ValueError naming the flag.
+    Reads only config.json. Raises ValueError with the flag.
     """
     if name in SHAPES:
         return model_config_from_hf(SHAPES[name], {}, name)
@@ -151,10 +160,10 @@ def shape(name: str) -> ModelConfig:
         reach_hub(name)
         try:
             file = Path(hf_hub_download(name, "config.json"))
-        except (OSError, ValueError) as error:  # what the hub's client raises are these
-            raise ValueError(f"--model {name}: the hub has no config.json of it ({error})") from error
+        except (OSError, ValueError) as error:  # errors of the hub's client derive from these
+            raise ValueError(f"--model {name}: the hub has no config.json for it ({error})") from error
     if not file.is_file():
         raise ValueError(
-            f"--model {name}: give {', '.join(SHAPES)}, a directory with a config.json, or a hub name"
+            f"--model {name}: must be {', '.join(SHAPES)}, a directory with config.json, or a name on the hub"
         )
     return model_config_from_hf(json.loads(file.read_text()), {}, str(file))

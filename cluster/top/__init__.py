@@ -1,6 +1,8 @@
-"""`baton top`: what a running cluster does right now.
+"""`baton top`: shows live metrics of a running cluster.
 
-Life of a frame: `scrape` asks the router for `/status` and `/metrics`, and each worker that `/status` names
-for its metrics → `frame`, which is pure, makes a `Frame` of two scrapes: what was added between them, as
-rates and quantiles → `command` draws it, again and again, or once.
+Life of a frame:
+
+1. `scrape` reads `/status` and `/metrics` of the router, and the metrics of each worker in `/status`.
+2. `frame`, which is pure, computes rates and quantiles from the difference of two scrapes.
+3. `command` draws the frame, repeatedly or once.
 """

@@ -1,4 +1,4 @@
-"""Draws frames: in a terminal over each other, else one after the other."""
+"""Draws frames: in a terminal in place, otherwise one after the other."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ COLUMNS = (
 
 
 def run(endpoint: EndpointOptions, top: TopOptions) -> int:
-    """Raises ValueError where nothing answers at first; later on that is shown, and asked again."""
-    if not top.once:  # explicitly: a program that a script starts with `&` has it ignored
+    """Draws frames until Ctrl-C, or one with `--once`. Returns the exit code.
+
+    Raises ValueError if the first scrape fails. Shows a later failure and tries again.
+    """
+    if not top.once:  # a shell starts programs with `&` with SIGINT ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):  # how one leaves
+    with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(endpoint, top))
     return 0
 
@@ -57,8 +60,8 @@ async def _follow(
         try:
             after = await scrape(endpoint)
         except ValueError as error:
-            silent = f"Nothing since {time.monotonic() - before.at:.0f} s: {error}"
-            show(Group(shown, Text(silent, style="red")))
+            failure = f"No answer for {time.monotonic() - before.at:.0f} s: {error}"
+            show(Group(shown, Text(failure, style="red")))
             continue
         shown = drawn(frame(before, after))
         show(shown)
@@ -66,8 +69,8 @@ async def _follow(
 
 
 def drawn(found: Frame) -> RenderableType:
-    """What nobody knows, or did not happen, is a dash."""
-    over = f"over {found.seconds:.1f} s" if found.seconds else "rates follow"
+    """The frame as text and table. A dash stands for an unknown value, or a quantile without samples."""
+    over = f"over {found.seconds:.1f} s" if found.seconds else "no rates yet"
     latencies = " · ".join(f"{name} {_pair(pair)}" for name, pair in found.latencies.items())
     lines = [
         f"[bold]{escape(found.model)}[/bold] · router {found.state}"

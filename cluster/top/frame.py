@@ -1,4 +1,4 @@
-"""Two scrapes in, what to show out. Pure."""
+"""Computes a frame from two scrapes. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RETRIES = "baton:retries_total"
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """None: not known. Rates are per second between the two scrapes.
+    """One worker. None means unknown. Rates are per second between the two scrapes.
 
     Attributes:
-        tokens_per_s: computed (prefill) or sampled (decode).
-        kv_used: share of the blocks, 0 to 1.
-        kv_bytes_per_s: sent (prefill) or received and verified (decode).
-        hidden: mean share of the transfers' time that the prefill hid, 0 to 1; decode only.
+        tokens_per_s: prompt tokens computed (prefill) or tokens sampled (decode).
+        kv_used: share of the KV blocks, 0 to 1.
+        kv_bytes_per_s: KV sent (prefill) or received and verified (decode).
+        hidden: mean share of the time of a transfer that overlapped the prefill, 0 to 1; decode only.
     """
 
     name: str
@@ -39,10 +39,12 @@ class WorkerRow:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Attributes:
-    seconds: between the scrapes; 0 for a first one, which has no rates.
-    latencies: p50 and p99 in seconds by what they are of, of what happened between the scrapes.
-    retries: attempts replaced between the scrapes.
+    """Everything that `baton top` draws.
+
+    Attributes:
+        seconds: time between the scrapes; 0 for the first scrape, which has no rates.
+        latencies: p50 and p99 in seconds between the scrapes, by name of the latency.
+        retries: attempts replaced between the scrapes.
     """
 
     model: str
@@ -108,7 +110,7 @@ def _row(worker: dict[str, Any], before: Scrape | None, after: Scrape, seconds: 
 
 
 def _same(worker: dict[str, Any], before: Scrape | None) -> Page | None:
-    """The page of the same incarnation, before: what another one counted says nothing."""
+    """The earlier page of a worker's incarnation. Another incarnation has other counters."""
     if before is None:
         return None
     same = [w for w in before.status["workers"] if w.get("incarnation") == worker.get("incarnation")]
@@ -117,7 +119,7 @@ def _same(worker: dict[str, Any], before: Scrape | None) -> Page | None:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Of one process' page. A counter that went backwards is another process': then nothing is known."""
+    """The change of one metrics page. A counter that decreased belongs to a new process: it yields None."""
 
     before: Page | None
     after: Page
@@ -142,7 +144,7 @@ class Change:
         return found.total / found.count if found is not None else None
 
     def _histogram(self, metric: str) -> Histogram | None:
-        """What was added; None: nothing."""
+        """The samples added between the pages; None if there are none."""
         if self.before is None or metric not in self.after.histograms:
             return None
         empty = Histogram()

@@ -1,4 +1,4 @@
-"""One look at everything that a cluster says of itself."""
+"""Reads the status and all metrics of a cluster once."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Page:
     """A metrics page, summed over all label sets.
 
     Attributes:
-        values: by sample name, so counters end in `_total`.
-        histograms: by family name.
+        values: counters and gauges by sample name, so counters end in `_total`.
+        histograms: histograms by family name.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -33,10 +33,12 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """Attributes:
-    at: time.monotonic() of its end.
-    status: the router's /status.
-    workers: by address; without those whose page could not be read.
+    """One sample of a cluster.
+
+    Attributes:
+        at: time.monotonic() at its end.
+        status: the router's /status.
+        workers: pages by worker address, without workers whose page could not be read.
     """
 
     at: float
@@ -46,7 +48,7 @@ class Scrape:
 
 
 def parse(text: str) -> Page:
-    """Raises ValueError for what is not in Prometheus' text format."""
+    """Parses a page in Prometheus' text format. Raises ValueError for another format."""
     page = Page()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -65,8 +67,11 @@ def parse(text: str) -> Page:
 
 
 async def scrape(endpoint: EndpointOptions) -> Scrape:
-    """Raises ValueError when the router does not answer. A worker that does not is left out."""
-    # Workers get a session of their own: the client's key is for the router alone.
+    """Reads router and workers. Leaves out a worker that does not answer.
+
+    Raises ValueError if the router does not answer.
+    """
+    # Workers get a separate session, because the API key is a secret between client and router.
     async with (
         session(endpoint, TIMEOUT) as client,
         aiohttp.ClientSession(timeout=WORKER_TIMEOUT) as to_workers,
@@ -88,4 +93,4 @@ async def _worker_page(client: aiohttp.ClientSession, url: str) -> Page | None:
         async with client.get(url) as response:
             return parse(await page_text(response))
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        return None  # starting, gone, or out of reach from here: its row says so with dashes
+        return None  # the worker is starting, has ended, or cannot be reached from here

@@ -23,6 +23,7 @@ from bench.fake_worker import SECRET, FakeWorker, Lanes
 from bench.roles import spawn
 from cluster import kubernetes_discovery
 from cluster.kubernetes_discovery import KubernetesDiscovery
+from cluster.model import EMBEDDED_NAME
 from rpc import worker_pb2 as pb
 
 from .followed import Follower
@@ -223,7 +224,10 @@ async def test_a_router_of_the_command_line_serves_what_the_services_name(
         await worker.start()
     names = [argument for service in SERVICES for argument in ("--kubernetes-service", service)]
     environment = {**os.environ, "BATON_CLUSTER_SECRET": SECRET.decode()}
-    process, told_by = spawn("router", "--port", "0", *names, environment=environment)
+    # With --model the router starts without asking a worker for its model.
+    process, told_by = spawn(
+        "router", "--port", "0", "--model", EMBEDDED_NAME, *names, environment=environment
+    )
     with process, told_by:
         try:
             told = await asyncio.to_thread(told_by.read)

@@ -51,7 +51,7 @@ def test_the_promise_holds_and_one_worker_less_breaks_it() -> None:
     assert "TTFT decides" in hurried.why[0]
     assert LOAD.rate * SPEEDS.prefill(LOAD.input) < found.prefill, "no queue that only grows"
     fewer = decode(
-        SPEEDS, rate=LOAD.rate / (found.decode - 1), prompt=LOAD.input, output=LOAD.output, seats=256
+        SPEEDS, rate=LOAD.rate / (found.decode - 1), prompt=LOAD.input, output=LOAD.output, slots=256
     )
     assert fewer.gap.p99 > LOAD.ttit
     assert "TTIT decides" in found.why[1]
@@ -81,7 +81,7 @@ def test_more_load_or_a_harder_promise_never_needs_fewer() -> None:
     [
         ({"ttft": 0.049}, "one prefill of 2000 tokens takes 49.8 ms"),
         ({"ttit": 0.004}, "a step with a single request takes 4."),
-        ({"input": 1_000_000, "ttft": 1e6, "ttit": 1.0}, "needs more KV than one worker has"),
+        ({"input": 1_000_000, "ttft": 1e6, "ttit": 1.0}, "needs more KV memory than one worker has"),
     ],
 )
 def test_what_no_number_of_workers_can_do(changes: dict[str, Any], said: str) -> None:
