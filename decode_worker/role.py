@@ -139,7 +139,7 @@ class DecodeRole:
             self._forget(decode_id)
 
     def _forget(self, decode_id: bytes) -> None:
-        """Removes an attempt whose blocks the receiver no longer writes."""
+        """Removes an attempt when the receiver no longer writes into its blocks."""
         del self._table[decode_id]
         self.engine.cancel(decode_id)
 

@@ -10,7 +10,7 @@ The life of a prefill:
    needed.
 6. Its blocks are released when no transfer reads them.
 
-A prefill without handover, or one whose first token ends the request, is released without a COMMIT.
+A prefill without handover is released without a COMMIT. So is a prefill if its first token ends the request.
 """
 
 from worker.config import WorkerConfig

@@ -99,7 +99,7 @@ class PrefillRole:
             self._forget(prefill_id)
 
     def _forget(self, prefill_id: bytes) -> None:
-        """Removes a prefill whose blocks no transfer reads."""
+        """Removes a prefill when no transfer reads its blocks."""
         if self._prefills.pop(prefill_id).held:
             self.engine.release(prefill_id)
         else:
@@ -141,7 +141,7 @@ class PrefillRole:
     def after_step(self, result: StepResult) -> None:
         for output in result.outputs:
             self._first_token(output)
-        self._attempts.flush()  # before `_hand_over` wakes the pump, whose thread would compete for the GIL
+        self._attempts.flush()  # before `_hand_over` wakes the pump: its thread competes for the GIL
         for output in result.outputs:
             self._hand_over(output)
         for prefill_id, message in result.failed:

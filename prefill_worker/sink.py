@@ -14,7 +14,7 @@ class SenderSink:
     def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace
         self.opened: set[bytes] = set()
-        """Prefills whose blocks the sender may read, until it reports them released."""
+        """Opened prefills. The sender may read their blocks until it reports them released."""
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int

@@ -102,7 +102,7 @@ class Verifier:
             return "the call's signature was used before"
         if len(self._seen) >= _MAX_NONCES:
             return f"more than {_MAX_NONCES} calls within {2 * WINDOW_SECONDS:.0f} s"
-        # A header whose time is one window ahead is valid for two windows. Keeping every nonce for two
+        # A header with a time one window ahead is valid for two windows. Keeping every nonce for two
         # windows also keeps `_seen` sorted by expiry.
         self._seen[nonce] = now + 2 * WINDOW_SECONDS
         return None

@@ -42,7 +42,7 @@ def log_config(
 
     `process` describes the process: {"role": "prefill", "index": 0, "process": "engine", "incarnation": …}.
     `level` applies to Baton's loggers. Libraries never log below info. `exception_text` is False for a
-    process whose exceptions may quote a client.
+    process in which exceptions may quote a client.
     """
     name = " ".join(str(process[key]) for key in ("role", "index", "process") if key in process)
     formatters: dict[Format, dict[str, Any]] = {

@@ -31,7 +31,7 @@ class Attempts:
         self._streams[attempt_id] = stream
 
     def refuse_reused(self, stream: int, attempt_id: bytes) -> None:
-        """Refuses a submission whose id is in use. The attempt that uses the id goes on."""
+        """Refuses a submission with an id that is in use. The attempt that uses the id goes on."""
         self._fail(stream, attempt_id, Code.INVALID, "this id is in use")
 
     def owned(self, stream: int, attempt_id: bytes) -> bool:

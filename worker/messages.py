@@ -143,7 +143,7 @@ class Failed(_Message):
     attempt_id: bytes
     code: Code
     message: str
-    prefill_id: bytes = b""  # with KV_FAILED: the prefill whose KV did not arrive
+    prefill_id: bytes = b""  # with KV_FAILED: the prefill that should have sent the KV
 
 
 @dataclass(slots=True)

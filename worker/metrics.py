@@ -180,7 +180,7 @@ class Metrics(Collector):
             "baton:tokens_waiting", "Prompt tokens accepted and not yet computed.", stats.tokens_waiting
         )
         yield self._gauge(
-            "baton:held_prefills", "Finished prefills whose KV is not acknowledged.", stats.held
+            "baton:held_prefills", "Finished prefills with KV that is not acknowledged.", stats.held
         )
         yield self._gauge(
             "baton:reservations", "Reserved requests that wait for their KV.", stats.reservations
