@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from router.faces.serving import Answer, Services
 from router.preparation.prepare import Kind, Prepared, Served
-from router.preparation.preparer import CHILDREN, Preparer
+from router.preparation.preparer import Preparer
 from rpc.tracing import valid_traceparent
 
 TOKEN_BYTES = 4
@@ -45,11 +45,7 @@ class Intake:
         self._model_name = config.model_name
         self._services = services
         self._checker = Checker(f"{config.title}: router {config.index} grammars")
-        # Several processes of a router have a child each.
-        children = max(1, CHILDREN // config.processes)
-        self._preparer = Preparer(
-            services.tokenizer, f"{config.title}: router {config.index} bodies", children
-        )
+        self._preparer = Preparer(services.tokenizer, f"{config.title}: router {config.index} bodies")
         self._starting: asyncio.Task[None] | None = None
         self._keys = KeyRing(config.api_keys)
         self._accounts = {key: Account(key, 1 / config.processes) for key in (ANYBODY, *config.api_keys)}

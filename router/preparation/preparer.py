@@ -14,16 +14,19 @@ log = logging.getLogger(__name__)
 
 SMALL_BYTES = 16 << 10
 """Takes some 10 ms at most. A child takes a fraction of a millisecond longer, so most requests stay here."""
+LONG_BYTES = 256 << 10
+"""May take half a second and more, up to the limit of a child."""
 CHILDREN = 2
+"""One for each kind: bodies above `LONG_BYTES`, and smaller ones, which may use both."""
 
 
 class Preparer:
     """Owns the child processes."""
 
-    def __init__(self, tokenizer: ModelTokenizer, name: str, children: int) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, name: str) -> None:
         self._tokenizer = tokenizer
         command = [sys.executable, "-m", child.__name__, name]
-        self._children = Children(command, children, tokenizer.state)
+        self._children = Children(command, CHILDREN, tokenizer.state, long_bytes=LONG_BYTES)
 
     async def prepare(self, kind: Kind, raw: bytes | bytearray, served: Served, key: str) -> Prepared | bytes:
         """As `prepare.prepare`; `key` names the client's key. Raises ApiError."""

@@ -10,6 +10,7 @@ Life of a child: started with the first question → asked → … → dead, and
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import struct
@@ -109,12 +110,25 @@ class _Turn:
 
 
 class Children:
-    """Up to `count` processes of one kind. Clients' keys take turns by the bytes that they ask."""
+    """Up to `count` processes of one kind. Clients' keys take turns by the bytes that they ask.
 
-    def __init__(self, command: Sequence[str], count: int, greeting: bytes = b"") -> None:
+    Where there are several, one takes no question of more than `long_bytes`. Otherwise two clients with long
+    questions would make all others wait. A long question goes first to a child that may take it, so neither
+    kind starves the other.
+
+    What waits for what: a question waits for a child, and a child for nothing but its process, which answers
+    or dies.
+    """
+
+    def __init__(
+        self, command: Sequence[str], count: int, greeting: bytes = b"", *, long_bytes: float = math.inf
+    ) -> None:
         self._count = count
+        self._long_bytes = long_bytes if count > 1 else math.inf
         self._idle = [Child(command, greeting) for _ in range(count)]
         self._waiting: FairQueue[str, _Turn] = FairQueue()
+        self._waiting_long: FairQueue[str, _Turn] = FairQueue()
+        self._busy_long: set[Child] = set()
         self._asked: set[asyncio.Task[bytes]] = set()
 
     async def ask(self, key: str, *parts: Frame) -> bytes:
@@ -157,12 +171,13 @@ class Children:
 
     async def _turn(self, key: str, size: int) -> Child:
         turn: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-        ticket = self._waiting.push(key, 0, _Turn(turn, key, size))
+        queue = self._waiting_long if size > self._long_bytes else self._waiting
+        ticket = queue.push(key, 0, _Turn(turn, key, size))
         self._dispatch()
         try:
             return await turn
         except asyncio.CancelledError:
-            self._waiting.remove(ticket)
+            queue.remove(ticket)
             if not turn.cancelled():  # the turn came in the same moment
                 self._free(turn.result())
             raise
@@ -173,10 +188,23 @@ class Children:
 
     def _free(self, child: Child) -> None:
         self._idle.append(child)
+        self._busy_long.discard(child)
         self._dispatch()
 
     def _dispatch(self) -> None:
-        while self._idle and (turn := self._waiting.pop()) is not None:
-            if not turn.child.done():
-                self._waiting.charge(turn.key, turn.size)
-                turn.child.set_result(self._idle.pop())
+        while self._idle and len(self._busy_long) < self._count - 1 and len(self._waiting_long):
+            if (child := self._give(self._waiting_long)) is not None:
+                self._busy_long.add(child)
+        while self._idle and len(self._waiting):
+            self._give(self._waiting)
+
+    def _give(self, queue: FairQueue[str, _Turn]) -> Child | None:
+        """An idle child, to the next turn of this queue. None: that question was given up."""
+        turn = queue.pop()
+        assert turn is not None, "it is not empty"
+        if turn.child.done():
+            return None
+        child = self._idle.pop()
+        queue.charge(turn.key, turn.size)
+        turn.child.set_result(child)
+        return child

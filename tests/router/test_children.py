@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import uvloop
 
@@ -39,7 +39,7 @@ while True:
             if len(file.readlines()) < 2:
                 print(file=file, flush=True)
                 os.kill(os.getpid(), 9)
-    if question == b"wait":
+    if question[:4] == b"wait":
         time.sleep(0.2)
     write(b"%d %b %b %b" % (os.getpid(), greeting, question, os.environ.get("BATON_API_KEY", "").encode()))
 """
@@ -52,8 +52,8 @@ Make = Callable[..., Children]
 async def make() -> AsyncIterator[Make]:
     async with contextlib.AsyncExitStack() as stack:
 
-        def made(count: int = 1, greeting: bytes = b"hello") -> Children:
-            children = Children(COMMAND, count, greeting)
+        def made(count: int = 1, greeting: bytes = b"hello", long_bytes: float = math.inf) -> Children:
+            children = Children(COMMAND, count, greeting, long_bytes=long_bytes)
             stack.push_async_callback(children.close)
             return children
 
@@ -79,7 +79,8 @@ def test_a_child_that_died_between_questions_is_replaced(loop: Callable[[], asyn
         children = Children(COMMAND, 1, b"hello")
         first, _ = await asked(children, b"a")
         os.kill(first, signal.SIGSEGV)
-        while psutil.pid_exists(first):  # noqa: ASYNC110
+        [child] = children._idle
+        while child._process is not None and not child._is_dead(child._process):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         second, _ = await asked(children, b"a")
         assert second != first
@@ -147,3 +148,24 @@ async def test_children_work_at_the_same_time(make: Make):
     children = make(count=2)
     (first, _), (second, _) = await asyncio.gather(asked(children, b"wait"), asked(children, b"wait"))
     assert first != second
+
+
+async def test_long_questions_leave_a_child_to_the_others(make: Make):
+    """And the others do not starve them."""
+    children = make(count=2, long_bytes=8)
+    order: list[bytes] = []
+
+    async def ask(question: bytes) -> None:
+        order.append((await asked(children, question))[1].split()[1])
+
+    # Asked first, each long one would have a child: "wait" + 5 bytes is long, and takes as long.
+    questions = [b"wait-long"] * 2 + [b"a"] * 10
+    await asyncio.gather(*map(ask, questions))
+    assert order[:10] == [b"a"] * 10
+    given_up = [asyncio.create_task(ask(question)) for question in questions]
+    await asyncio.sleep(0)
+    for task in given_up:
+        task.cancel()
+    await asyncio.gather(*given_up, return_exceptions=True)
+    assert (await asked(children, b"b"))[1] == b"hello b "
+    assert not children._waiting_long
