@@ -34,6 +34,7 @@ from kv_transfer.channel import (
 )
 from kv_transfer.layout import KVLayout, Slice
 from kv_transfer.protocol.messages import FirstToken
+from kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE, SLICES_AT_ONCE
 from kv_transfer.trace import TraceWriter
 
 if TYPE_CHECKING:
@@ -42,11 +43,6 @@ if TYPE_CHECKING:
     from kv_transfer.device import Staged
 
 _MAX_REFETCHES = 2
-_EVENT_POLL = 0.0002  # seconds between looks at CUDA events while some are awaited
-_INJECTING = 0.0005  # seconds that it may take the host, rarely longer
-_HOLD = 0.002  # seconds that a slice waits for others
-_PATIENCE = 0.02  # seconds after which launches wait for it: where the host is behind, one is always due
-_MOST = 16  # slices injected at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +215,7 @@ class KVReceiver:
     def poll_within(self) -> float | None:
         """Poll again within these seconds although fileno() is silent: scatters run. None: no need."""
         waiting = self._arrivals or self._copies or self._ending or self._channel.pending
-        return _EVENT_POLL if waiting or any(f.complete for f in self._fetches.values()) else None
+        return EVENT_POLL if waiting or any(f.complete for f in self._fetches.values()) else None
 
     @property
     def idle(self) -> bool:
@@ -235,17 +231,17 @@ class KVReceiver:
 
     def _take(self, spare: float) -> list[int]:
         """Inject what arrived, as far as there is time for it. Slots that nobody wants are free at once."""
-        if self._arrivals and time.monotonic() - self._oldest > _PATIENCE:
+        if self._arrivals and time.monotonic() - self._oldest > PATIENCE:
             spare = math.inf
-        until, free = time.monotonic() + spare - _INJECTING, []
+        until, free = time.monotonic() + spare - INJECTING, []
         last = self._layout.num_layers - 1
         complete = any(f.complete for f in self._fetches.values())
         is_late = spare == math.inf or complete or any(m.layer == last for m in self._arrivals)
         while self._arrivals and (now := time.monotonic()) <= until:
-            if not is_late and now - self._oldest < _HOLD:
+            if not is_late and now - self._oldest < HOLD:
                 break
             batch: list[Staged] = []
-            while self._arrivals and len(batch) < _MOST:
+            while self._arrivals and len(batch) < SLICES_AT_ONCE:
                 arrived = self._arrivals.popleft()
                 if arrived.transfer_id in self._by_transfer:
                     batch.append(self._staged(arrived))

@@ -8,7 +8,6 @@ consumer.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import os
 import socket
 import threading
@@ -37,19 +36,17 @@ from kv_transfer.channel import (
     ToSender,
 )
 from kv_transfer.layout import KVLayout, cut, intersect, slice_bytes
+from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
+from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
 from kv_transfer.trace import TraceWriter
-from kv_transfer.turns import Prefill, Session, Transfer, Turns
+from kv_transfer.turns import OutgoingPrefill, OutgoingTransfer, Turns
 from kv_transfer.wait import wait
 
 if TYPE_CHECKING:
     import torch
 
     from kv_transfer.device import Staged
-
-# Seconds between looks at CUDA events: each one, and each gather, holds up the thread that launches a forward
-# pass (the GIL changes hands), and what waits meanwhile is hidden; once it is launched, neither is so.
-_LOOK, _LOOK_LAUNCHED = 0.002, 0.0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +86,12 @@ class KVSender:
         self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The pump's.
         self._channel = Channel(channel, ToSender)
-        self._prefills: dict[bytes, Prefill] = {}
+        self._prefills: dict[bytes, OutgoingPrefill] = {}
         self._turns = Turns(layout.num_layers)
-        self._sessions: dict[int, Session] = {}
+        self._slots = SenderSlots(arena.num_slots)
         # In stream order, with the events.
-        self._gathers: deque[tuple[Any, list[tuple[Prefill, SliceOut]]]] = deque()
+        self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, SliceOut]]]] = deque()
         self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
-        self._num_slots = arena.num_slots
-        # A heap, lowest first: few slots are used again and again, and neighbours are copied together.
-        self._free = list(range(arena.num_slots))
-        self._used_by: dict[int, Session] = {}  # slot → whose frame it holds
         self._stopping = False
         self._thread = threading.Thread(target=self._pump, name="kv pump", daemon=True)
         self._thread.start()
@@ -146,7 +139,7 @@ class KVSender:
     @property
     def idle(self) -> bool:
         """Nothing open or expected, every arena slot home."""
-        return not self._commands and not self._prefills and len(self._free) == self._num_slots
+        return not self._commands and not self._prefills and self._slots.whole
 
     def shutdown(self) -> None:
         """Stop and join the pump; close the channel. Blocks are no longer read afterwards."""
@@ -171,9 +164,9 @@ class KVSender:
             while not self._stopping:
                 watched, look = [self._wake, fd], None
                 if waiting and self._turns.urgent:
-                    look = _LOOK_LAUNCHED
+                    look = LOOK_LAUNCHED
                 elif waiting:
-                    watched, look = [self._wake], _LOOK  # slots that are free are no hurry either
+                    watched, look = [self._wake], LOOK  # slots that are free are no hurry either
                 self._asleep = not waiting
                 if self._commands:  # from before it was seen to be asleep
                     look = 0
@@ -199,7 +192,7 @@ class KVSender:
             while self._gathers and self._pool.passed(self._gathers[0][0]):
                 self._gathered(self._gathers.popleft()[1])
             if not self._gather_next():
-                return bool(self._gathers or (self._free and self._turns.waiting))
+                return bool(self._gathers or (self._slots.free and self._turns.waiting))
 
     def _gather_next(self) -> bool:
         """Start the next gather, of the few slices that are next in turn. False: of none."""
@@ -219,12 +212,12 @@ class KVSender:
             self._gathers.append((done, handed))
         return True
 
-    def _next_batch(self, after: list[Any] | None = None) -> list[tuple[Prefill, Staged, SliceOut]]:
+    def _next_batch(self, after: list[Any] | None = None) -> list[tuple[OutgoingPrefill, Staged, SliceOut]]:
         """The slices next in turn. With `after`, to which their events go, those of the last layer wait on
         the device instead: launched once the event is seen, their gather would wait for a long matrix product
         that has begun meanwhile, and nothing hides that."""
-        batch: list[tuple[Prefill, Staged, SliceOut]] = []
-        while self._free and len(batch) < self._pool.gather_most:
+        batch: list[tuple[OutgoingPrefill, Staged, SliceOut]] = []
+        while self._slots.free and len(batch) < self._pool.gather_most:
             transfer = self._turns.next(self._pool.passed, ahead=after is not None)
             if transfer is None:
                 break
@@ -233,15 +226,12 @@ class KVSender:
             batch.append(self._take(transfer))
         return batch
 
-    def _take(self, transfer: Transfer) -> tuple[Prefill, Staged, SliceOut]:
+    def _take(self, transfer: OutgoingTransfer) -> tuple[OutgoingPrefill, Staged, SliceOut]:
         """Its next slice, with a credit and a slot for it."""
         from kv_transfer.device import Staged
 
         piece, _ = transfer.pending.popleft()
-        transfer.session.credits.take()
-        transfer.session.slots_out += 1
-        slot = heapq.heappop(self._free)
-        self._used_by[slot] = transfer.session
+        slot = self._slots.take(transfer.account)
         transfer.prefill.gathers += 1
         message = SliceOut(
             transfer.id, slot, transfer.seq, piece.layer, piece.head_start, piece.head_count,
@@ -250,7 +240,7 @@ class KVSender:
         transfer.seq += 1
         return transfer.prefill, Staged(piece, slot, transfer.prefill.table), message
 
-    def _gathered(self, handed: list[tuple[Prefill, SliceOut]]) -> None:
+    def _gathered(self, handed: list[tuple[OutgoingPrefill, SliceOut]]) -> None:
         """The slots are filled: hand them over. The transfer process drops what is of an ended transfer."""
         self._channel.send(*(message for _, message in handed))
         for prefill, _ in handed:
@@ -265,7 +255,7 @@ class KVSender:
 
     def _expect(self, prefill_id: bytes) -> None:
         if prefill_id not in self._prefills:
-            self._prefills[prefill_id] = Prefill(prefill_id)
+            self._prefills[prefill_id] = OutgoingPrefill(prefill_id)
             self._channel.send(Offer(prefill_id))
 
     def _open(self, prefill_id: bytes, table: Any, num_tokens: int) -> None:
@@ -309,17 +299,13 @@ class KVSender:
     def _handle(self, message: Any) -> None:
         match message:
             case SlotFree(slot, unsent):
-                session = self._used_by.pop(slot)
-                session.slots_out -= 1
-                if unsent:
-                    session.credits.drop()
-                heapq.heappush(self._free, slot)
+                self._slots.give_back(slot, unsent=unsent)
             case Granted(number, total, recall):
-                session = self._session(number)
+                account = self._slots.account(number)
                 if recall:
-                    self._channel.send(Recalled(number, total, session.credits.recall()))
+                    self._channel.send(Recalled(number, total, account.recall()))
                 else:
-                    session.credits.grant(total)
+                    account.grant(total)
             case StartOut():
                 self._start(message)
             case StopOut(prefill_id, transfer_id):
@@ -331,7 +317,7 @@ class KVSender:
                 ):
                     self._drop_transfer(prefill)
             case SessionGone(number):
-                self._sessions.pop(number, None)
+                self._slots.close(number)
             case FetchWaits(prefill_id, gone):
                 (self._fetched.discard if gone else self._fetched.add)(prefill_id)
             case ReleasedOut(prefill_id, reason):
@@ -345,17 +331,17 @@ class KVSender:
             self._fetched.discard(m.prefill_id)
             return
         self._drop_transfer(prefill)
-        session = self._session(m.session)
-        session.window = m.window
+        account = self._slots.account(m.session)
+        account.window = m.window
         heads = (m.head_start, m.head_start + m.head_count)
-        transfer = Transfer(m.transfer_id, prefill, session, m.slot_bytes, m.ranges, heads)
+        transfer = OutgoingTransfer(m.transfer_id, prefill, account, m.slot_bytes, m.ranges, heads)
         prefill.transfer = transfer
         self._fetched.add(prefill.id)
         self._turns.add(transfer)
         if prefill.table is not None:
             self._plan_all(transfer)
 
-    def _plan_all(self, transfer: Transfer) -> None:
+    def _plan_all(self, transfer: OutgoingTransfer) -> None:
         prefill = transfer.prefill
         last = transfer.ranges[-1][1] if transfer.ranges else 0
         first_head, head = transfer.heads
@@ -370,24 +356,24 @@ class KVSender:
         if prefill.first_token is not None:
             self._send_commit(transfer, prefill.first_token)
 
-    def _plan(self, transfer: Transfer, layer: int, start: int, stop: int, event: Any) -> None:
+    def _plan(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
         for tokens in intersect(start, stop, transfer.ranges):
             for piece in cut(self._layout, layer, tokens, transfer.heads, transfer.slot_bytes):
                 transfer.pending.append((piece, event))
                 transfer.frames += 1
                 transfer.bytes += slice_bytes(self._layout, piece)
 
-    def _send_commit(self, transfer: Transfer, first_token: FirstToken) -> None:
+    def _send_commit(self, transfer: OutgoingTransfer, first_token: FirstToken) -> None:
         """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""
         self._channel.send(CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes))
 
-    def _drop_transfer(self, prefill: Prefill) -> None:
+    def _drop_transfer(self, prefill: OutgoingPrefill) -> None:
         if prefill.transfer is not None:
             self._turns.remove(prefill.transfer)
             prefill.transfer = None
             self._fetched.discard(prefill.id)
 
-    def _end(self, prefill: Prefill, reason: str) -> None:
+    def _end(self, prefill: OutgoingPrefill, reason: str) -> None:
         """Read no more of it; released once the gathers that are enqueued are over."""
         prefill.ended = prefill.ended or reason
         self._drop_transfer(prefill)
@@ -396,6 +382,3 @@ class KVSender:
             if prefill.table is not None:
                 self._released.append(Released(prefill.id, prefill.ended))
                 os.eventfd_write(self._notify, 1)
-
-    def _session(self, number: int) -> Session:
-        return self._sessions.setdefault(number, Session(number))

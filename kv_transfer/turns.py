@@ -1,7 +1,7 @@
-"""What a sender has to send, and whose slice is next: pure, and the pump's alone.
+"""What a sender has to send, and which transfer's slice is next. Pure; only the pump uses it.
 
-A *prefill* is known until it is released; a *transfer* of it is open while a peer fetches it, one at a time,
-on a *session* with that peer, whose credits and window its slices need.
+A *prefill* is known until it is released. A *transfer* of it is open while a peer fetches it, one at a time.
+Its slices need credit and room in the window of the session with that peer.
 """
 
 from __future__ import annotations
@@ -12,40 +12,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kv_transfer.layout import Range, Slice
-from kv_transfer.protocol.credits import SenderCredits
+from kv_transfer.protocol.credits import SenderAccount
 from kv_transfer.protocol.messages import FirstToken
 
 
 @dataclass(slots=True, eq=False)
-class Session:
-    number: int
-    credits: SenderCredits = field(default_factory=SenderCredits)
-    window: int = 1
-    slots_out: int = 0
-
-    @property
-    def has_room(self) -> bool:
-        return self.credits.available > 0 and self.slots_out < self.window
-
-
-@dataclass(slots=True, eq=False)
-class Prefill:
+class OutgoingPrefill:
     id: bytes
     table: Any = None  # None until open()
     num_tokens: int = 0
     ready: list[tuple[int, int, int, Any]] = field(default_factory=list)  # (layer, start, stop, event)
     launched: bool = False  # nothing more becomes ready
     first_token: FirstToken | None = None
-    transfer: Transfer | None = None
+    transfer: OutgoingTransfer | None = None
     gathers: int = 0  # enqueued, their events not passed
     ended: str | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class OutgoingTransfer:
     id: bytes
-    prefill: Prefill
-    session: Session
+    prefill: OutgoingPrefill
+    account: SenderAccount  # of its session
     slot_bytes: int
     ranges: tuple[Range, ...]
     heads: Range
@@ -60,17 +48,17 @@ class Turns:
 
     def __init__(self, num_layers: int) -> None:
         self._last_layer = num_layers - 1
-        self._ring: deque[Transfer] = deque()  # next in turn first
+        self._ring: deque[OutgoingTransfer] = deque()  # next in turn first
 
-    def add(self, transfer: Transfer) -> None:
+    def add(self, transfer: OutgoingTransfer) -> None:
         self._ring.append(transfer)
 
-    def remove(self, transfer: Transfer) -> None:
+    def remove(self, transfer: OutgoingTransfer) -> None:
         self._ring.remove(transfer)
 
-    def next(self, passed: Callable[[Any], bool], *, ahead: bool) -> Transfer | None:
-        """With credit, window, and a first slice that is ready; `ahead`: or is of the last layer. Who is
-        skipped keeps its turn."""
+    def next(self, passed: Callable[[Any], bool], *, ahead: bool) -> OutgoingTransfer | None:
+        """The first transfer with credit and window whose next slice is ready; `ahead`: or of the last layer.
+        A transfer that is skipped keeps its turn."""
         for transfer in self._with_room():
             piece, event = transfer.pending[0]
             if event is None or (ahead and piece.layer == self._last_layer) or passed(event):
@@ -81,7 +69,7 @@ class Turns:
 
     @property
     def waiting(self) -> bool:
-        """Once `next` found nothing: somebody's slice only waits to be ready."""
+        """Once `next` found nothing: a slice with credit and window waits to be ready."""
         return any(True for _ in self._with_room())
 
     @property
@@ -89,5 +77,5 @@ class Turns:
         """KV is still to leave of a prefill that will soon be over."""
         return any(t.prefill.launched and (t.pending or t.prefill.gathers) for t in self._ring)
 
-    def _with_room(self) -> Iterator[Transfer]:
-        return (t for t in self._ring if t.pending and t.session.has_room)
+    def _with_room(self) -> Iterator[OutgoingTransfer]:
+        return (t for t in self._ring if t.pending and t.account.has_room)

@@ -34,7 +34,7 @@ from kv_transfer.process.connector import Session
 from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.prefill_side import PrefillSide
-from kv_transfer.process.slots import Slots
+from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import Counters
 from kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
 from kv_transfer.process.tcp_session import ReceivingSession, SendingSession
@@ -59,7 +59,7 @@ class TransferProcess:
         self._arena = arena
         self._service = service
         prefill = config.role == "prefill"
-        slots = None if prefill else Slots(config.num_slots)
+        slots = None if prefill else SlotPipe(config.num_slots)
         self._movers = movers.fork(config, arena, slots, [channel, service])
         self._counters = Counters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")

@@ -63,7 +63,7 @@ class FrameReceiver(SessionHandler[Session], Protocol):
     """The side that receives KV frames: decode."""
 
     def kv_begins(self, session: Session, header: Header, slot: int) -> Any:
-        """A lane receives a payload into this slot, which came from `Slots.take`. Returns a ticket."""
+        """A lane receives a payload into this slot, which came from `SlotPipe.take`. Returns a ticket."""
         ...
 
     def kv_ends(self, header: Header, ticket: Any, whole: bool | None) -> None:

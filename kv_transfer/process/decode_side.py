@@ -1,7 +1,7 @@
 """The receiving side in its transfer process: between the engine, `Fetches`, credits and sessions.
 
-A free slot is in `Slots`. A slot that a lane receives into belongs to that lane, as a ticket. A slot named in
-`Arrived` belongs to the engine until `SlotsFree`.
+`ReceiverSlots` has the free slots. A slot that a lane receives into belongs to that lane, as a ticket. A slot
+named in `Arrived` belongs to the engine until `SlotsFree`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kv_transfer.channel import (
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Connect, ProtocolError, Session
 from kv_transfer.process.peers import Peers
-from kv_transfer.process.slots import Slots
+from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import Counters
-from kv_transfer.protocol.credits import CreditExceeded, CreditPool
+from kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.fetches import (
     Acknowledge,
@@ -42,10 +42,7 @@ from kv_transfer.protocol.fetches import (
 )
 from kv_transfer.protocol.frame import Header
 from kv_transfer.protocol.messages import Aborted, Commit, Control, CreditReturned
-
-# Slots at most that wait for frames, per lane (of four at least): enough until the next grant is used. More
-# would only be memory that has left every cache when it is written to.
-_CREDIT_PER_LANE, _CREDIT_LANES = 4, 4
+from kv_transfer.receiver_pacing import credit
 
 
 @dataclass(slots=True, eq=False)
@@ -60,13 +57,13 @@ class DecodeSide:
     """Implements connector.FrameReceiver."""
 
     def __init__(
-        self, config: TransferConfig, slots: Slots, channel: Channel, counters: Counters, connect: Connect
+        self, config: TransferConfig, pipe: SlotPipe, channel: Channel, counters: Counters, connect: Connect
     ) -> None:
         """`connect` makes sessions for this side."""
         self.draining = False
-        self.credits = CreditPool(config.num_slots)
+        self._slots = ReceiverSlots(config.num_slots)
         self._fetches = Fetches(config.deadlines, config.layout, config.slot_bytes)
-        self._slots = slots
+        self._pipe = pipe
         self._channel = channel
         self._counters = counters
         self._peers = Peers(config, connect)
@@ -86,9 +83,7 @@ class DecodeSide:
 
     def slots_free(self) -> int:
         """Free, or granted as credit and not used yet."""
-        free = self.credits.free + self.credits.promised
-        assert free == self._slots.free, "credits and slots disagree"
-        return free
+        return self._slots.not_in_use
 
     # ------------------------------------------------------------ from the engine
 
@@ -119,22 +114,22 @@ class DecodeSide:
     # ------------------------------------------------------------ connector.FrameReceiver
 
     def session_up(self, session: Session) -> None:
-        self.credits.open(session.number)
+        self._slots.open(session.number)
         peer = self._peers.session_up(session, time.monotonic())
         self._apply(self._fetches.session_up(peer.key, session.number))
         self.settle()
 
     def session_down(self, session: Session, reason: str, detail: str) -> None:
         now = time.monotonic()
-        if session.number in self.credits.accounts:  # it was up
-            self.credits.end(session.number)
+        if session.number in self._slots.accounts:  # it was up
+            self._slots.end(session.number)
         peer = self._peers.session_down(session, reason, now)
         self._apply(self._fetches.session_down(peer.key, reason, now))
         self.settle()
 
     def session_over(self, session: Session) -> None:
-        if session.number in self.credits.accounts:  # it was up
-            self.credits.close(session.number)
+        if session.number in self._slots.accounts:  # it was up
+            self._slots.close(session.number)
             self.settle()
 
     def control(self, session: Session, header: Header, message: Control) -> None:
@@ -142,7 +137,7 @@ class DecodeSide:
         match message:
             case CreditReturned(total, sent):
                 try:
-                    self.credits.returned(number, total, sent)
+                    self._slots.returned(number, total, sent)
                 except ValueError as e:
                     raise ProtocolError("credit", str(e)) from None
             case Commit():
@@ -152,11 +147,10 @@ class DecodeSide:
         self.settle()
 
     def kv_begins(self, session: Session, header: Header, slot: int) -> Any:
-        self._slots.taken()
         transfer = None
         open_ = self._peers.of(session.number) is not None
         try:
-            self.credits.arrive(session.number)
+            self._slots.arrive(session.number)
             if open_:
                 transfer = self._fetches.begin(session.number, header, time.monotonic())
         except CreditExceeded as e:
@@ -206,21 +200,19 @@ class DecodeSide:
         """Grant and recall credits. Needed whenever a slot, a transfer or a session came or went."""
         for peer, session in self._peers.up():
             missing = self._fetches.missing_frames(peer.key)
-            lanes = session.lane_count
-            most = _CREDIT_PER_LANE * max(lanes, _CREDIT_LANES)
-            # One more per lane: slices need not be as large as they could be.
-            self.credits.want(session.number, 0 if missing is None else min(missing + lanes, most))
-        grants = self.credits.settle()
+            self._slots.want(session.number, 0 if missing is None else credit(missing, session.lane_count))
+        grants = self._slots.settle()
         # Also without a grant: a frame beyond its credit took a slot that was laid out for another session.
-        self._slots.lay_out(self.credits.promised)
-        for number, credit in grants:
-            self._session(number).send(credit)
+        if slots := self._slots.lay_out():
+            self._pipe.lay_out(slots)
+        for number, message in grants:
+            self._session(number).send(message)
 
     def tick(self, now: float) -> None:
         flow = {session.number: session.kv_moved for _, session in self._peers.up()}
         self._apply(self._fetches.expire(now, flow))
         self._peers.tick(now, self._fetches.has_transfers)
-        self.credits.ask_again()
+        self._slots.ask_again()
         self.settle()
 
     # ------------------------------------------------------------ inside
@@ -262,5 +254,4 @@ class DecodeSide:
         )  # fmt: skip
 
     def _free(self, slot: int) -> None:
-        self._slots.give_back(slot)
-        self.credits.release()
+        self._slots.release(slot)

@@ -18,7 +18,7 @@ from kv_transfer.arena import Arena
 from kv_transfer.channel import Channel, ChannelClosed, Local
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
-from kv_transfer.process.slots import Slots, take_slot
+from kv_transfer.process.slots import SlotPipe
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
 from kv_transfer.trace import TraceWriter
 
@@ -116,7 +116,7 @@ class Mover:
     """Serves its lanes in the forked process. Implements LaneOwner, LaneReceiver and LaneSender."""
 
     def __init__(
-        self, channel: socket.socket, side: socket.socket, arena: Arena, slots: Slots | None,
+        self, channel: socket.socket, side: socket.socket, arena: Arena, slots: SlotPipe | None,
         trace: TraceWriter,
     ) -> None:  # fmt: skip
         """`side`: where descriptors of lanes come. `slots`: for frames that come; None: frames only leave."""
@@ -195,7 +195,7 @@ class Mover:
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
         assert self._slots is not None
-        slot = take_slot(self._slots)
+        slot = self._slots.take()
         self._channel.post(Begins(self._ids[lane], header, slot))
         return self._arena.slot(slot)[: header.length], slot
 

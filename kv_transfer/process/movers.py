@@ -23,15 +23,15 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.parent import die_with_parent
 from kv_transfer.process import mover
 from kv_transfer.process.lane import Lane, LaneOwner, LaneSender, OutgoingFrame
-from kv_transfer.process.slots import Slots
+from kv_transfer.process.slots import SlotPipe
 from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.sender_pacing import FRAMES_AHEAD
 from kv_transfer.trace import TraceWriter
 from kv_transfer.wait import wait
 
 log = logging.getLogger("baton.kv")
 
 _STOPS_WITHIN = 3.0  # seconds that a mover takes at most to close a lane, or to end
-_AHEAD = 2  # frames that a lane in a mover has: one being written, and the next
 
 
 class FarReceiver(Protocol):
@@ -62,7 +62,7 @@ class FarLane:
 
     @property
     def has_room(self) -> bool:
-        return len(self._frames) < _AHEAD
+        return len(self._frames) < FRAMES_AHEAD
 
     def push(self, kind: FrameType, transfer_id: bytes, payload: bytes) -> None:
         assert kind is FrameType.PING, "other control messages go down lane 0"
@@ -180,7 +180,7 @@ class MoverHandle:
 
 
 def fork(
-    config: TransferConfig, arena: Arena, slots: Slots | None, inherited: Sequence[socket.socket]
+    config: TransferConfig, arena: Arena, slots: SlotPipe | None, inherited: Sequence[socket.socket]
 ) -> list[MoverHandle]:
     """Start `config.lane_processes` movers. Before there are threads; `inherited` stays with this process."""
     handles: list[MoverHandle] = []
@@ -216,7 +216,7 @@ def _child(parent_pid: int, not_mine: Sequence[socket.socket], run: Callable[[],
 
 
 def _mover(
-    config: TransferConfig, arena: Arena, slots: Slots | None, channel: socket.socket, side: socket.socket,
+    config: TransferConfig, arena: Arena, slots: SlotPipe | None, channel: socket.socket, side: socket.socket,
     number: int,
 ) -> None:  # fmt: skip
     name = f"{config.name} transfer, lanes {number}"

@@ -41,10 +41,8 @@ from kv_transfer.protocol.messages import (
     CreditReturned,
     Fetch,
 )
+from kv_transfer.sender_pacing import window
 
-# Slots on their way per lane (of four at least): one being written, the next, and what is not yet known to be
-# sent.
-_WINDOW_PER_LANE, _WINDOW_LANES = 3, 4
 _MOST_UNREAD = 4 << 20  # bytes of messages that a session may send while the channel is full
 
 
@@ -189,11 +187,10 @@ class PrefillSide:
             match effect:
                 case Start(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
-                    lanes = max(session.lane_count, _WINDOW_LANES)
-                    window = min(lanes * _WINDOW_PER_LANE, max(1, self._config.num_slots // 2))
+                    slots = window(session.lane_count, self._config.num_slots)
                     self._channel.post(
                         StartOut(
-                            prefill_id, transfer_id, number, session.slot_bytes, window,
+                            prefill_id, transfer_id, number, session.slot_bytes, slots,
                             fetch.ranges, fetch.head_start, fetch.head_count,
                         )
                     )  # fmt: skip

@@ -12,7 +12,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import FrameReceiver, FrameSender, ProtocolError, SessionHandler
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.movers import FarLane
-from kv_transfer.process.slots import Slots, take_slot
+from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import Counters
 from kv_transfer.protocol.frame import NO_TRANSFER, Header
 from kv_transfer.protocol.messages import Control, Identity, MessageError, Ping, decode, encode, frame_type
@@ -146,7 +146,7 @@ class ReceivingSession(TcpSession):
     """KV frames come in. Implements LaneReceiver and FarReceiver."""
 
     def __init__(
-        self, receiver: FrameReceiver, arena: Arena, slots: Slots, connector: SessionOwner, number: int,
+        self, receiver: FrameReceiver, arena: Arena, slots: SlotPipe, connector: SessionOwner, number: int,
         session_id: bytes, lane_count: int,
     ) -> None:  # fmt: skip
         super().__init__(receiver, connector, number, session_id, lane_count)
@@ -158,7 +158,7 @@ class ReceivingSession(TcpSession):
         lane.receiver = self
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        slot = take_slot(self._slots)
+        slot = self._slots.take()
         place = self._arena.slot(slot)[: header.length]
         return place, self._receiver.kv_begins(self, header, slot)
 

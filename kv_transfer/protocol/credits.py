@@ -1,11 +1,13 @@
-"""Credits: how many KV frames a session may carry. Pure accounting, no I/O.
+"""The ledger of arena slots of each side, with the credits of its sessions. Pure accounting, no I/O.
 
 One credit is one arena slot at the receiver, set aside until a frame of that session arrives in it. Totals
-are cumulative over the session: a message says the same however late it is read.
+are cumulative over the session: a message means the same however late it is read. Both ledgers hand out the
+lowest free slot: few slots are used again and again, and neighbours are copied together.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 from kv_transfer.protocol.messages import Credit
@@ -37,52 +39,73 @@ class Account:
         return self.outstanding > 0 and self.answered != self.granted
 
 
-class CreditPool:
+class ReceiverSlots:
     """Shares a receiver's arena slots among its sessions.
 
-    `free` counts slots that are neither in use nor promised. At any time
-    ``free + promised (sum of outstanding) + in use == total``. It is below 0 only after a frame beyond its
-    credit, while what was promised to others is more than there is.
+    A free slot is kept here, or it is laid out where a lane takes one for a frame that begins. As many slots
+    as are promised are laid out, if there are that many. A slot in use is known to its user alone.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.free = total
         self.accounts: dict[int, Account] = {}
+        self._kept = list(range(total))  # a heap
+        self._laid_out = 0  # also those that a lane has taken, until `arrive` reports it
         self._grants = 0
 
     @property
     def promised(self) -> int:
         return sum(a.outstanding for a in self.accounts.values())
 
+    @property
+    def not_in_use(self) -> int:
+        return len(self._kept) + self._laid_out
+
+    @property
+    def free(self) -> int:
+        """Neither in use nor promised. Below 0 only after a frame beyond its credit, which took a slot that
+        was promised to another session."""
+        return self.not_in_use - self.promised
+
     def open(self, session: int) -> None:
         self.accounts[session] = Account()
 
     def end(self, session: int) -> None:
-        """The session has ended: no more is granted, but frames may have arrived that are not told of yet."""
+        """The session has ended. It gets no more credit, but frames of it may still be reported."""
         account = self.accounts[session]
         account.over, account.want = True, 0
 
     def close(self, session: int) -> None:
         """All lanes of an ended session are closed: its unused credits are void."""
         assert self.accounts[session].over
-        self.free += self.accounts.pop(session).outstanding
+        del self.accounts[session]
 
     def want(self, session: int, frames: int) -> None:
         self.accounts[session].want = frames
 
     def arrive(self, session: int) -> None:
-        """A frame's header came: its slot is in use until `release`, also after CreditExceeded."""
+        """A frame began in a slot that was laid out. The slot is in use until `release`, also after
+        CreditExceeded."""
+        self._laid_out -= 1
+        assert self._laid_out >= 0, "a frame began in a slot that was not laid out"
         account = self.accounts.get(session, Account())  # none: it was never up, nor granted anything
         if account.outstanding == 0:
-            self.free -= 1
             raise CreditExceeded(f"frame {account.arrived + 1} of {account.granted} granted")
         account.arrived += 1
 
-    def release(self) -> None:
+    def release(self, slot: int) -> None:
         """A slot in use is free again."""
-        self.free += 1
-        assert self.free <= self.total, "a slot was released twice"
+        heapq.heappush(self._kept, slot)
+        assert self.not_in_use <= self.total, "a slot was released twice"
+
+    def lay_out(self) -> list[int]:
+        """The slots to lay out now, after `settle` and before its messages go out."""
+        slots: list[int] = []
+        promised = self.promised
+        while self._laid_out < promised and self._kept:
+            slots.append(heapq.heappop(self._kept))
+            self._laid_out += 1
+        return slots
 
     def returned(self, session: int, total: int, sent: int) -> None:
         """The sender answered the recall of `total`; ValueError if it could not have."""
@@ -95,39 +118,40 @@ class CreditPool:
         account.recalled = None
         if not void:
             account.granted = account.answered = sent
-            self.free += total - sent
 
     def ask_again(self) -> None:
-        """To be called once in a while: what was said to be on its way may have been dropped since."""
+        """To be called now and then: a frame that was said to be under way may have been dropped since."""
         for account in self.accounts.values():
             account.answered = None
 
     def settle(self) -> list[tuple[int, Credit]]:
         """Grant what can be granted, recall what lies idle; the messages to send.
 
-        No session is granted more than its share of the slots, and never more than half. Who has nothing
-        comes first; if nothing is free for it, the largest holder is asked to return what it does not use.
+        No session is granted more than its share of the slots, and never more than half. A session without
+        credit comes first. If no slot is free for it, the session with most credit is asked to return what it
+        does not use.
         """
         out: list[tuple[int, Credit]] = []
+        free = self.free
         live = {key: account for key, account in self.accounts.items() if not account.over}
         hungry = [(key, a) for key, a in live.items() if a.want]
         share = max(1, self.total // max(2, len(hungry)))
         # While more than three quarters are still there: one larger grant later, instead of many small ones.
         takers = [(key, a) for key, a in hungry if a.outstanding * 4 <= 3 * min(a.want, share)]
         takers.sort(key=lambda item: (item[1].outstanding > 0, item[1].last_grant))
-        for i, (key, account) in enumerate(takers[: max(0, self.free)]):
+        for i, (key, account) in enumerate(takers[: max(0, free)]):
             room = min(account.want, share) - account.outstanding
-            give = min(room, max(1, self.free // (len(takers) - i)))
+            give = min(room, max(1, free // (len(takers) - i)))
             self._grants += 1
             account.granted += give
             account.last_grant = self._grants
-            self.free -= give
+            free -= give
             out.append((key, Credit(account.granted)))
         for key, account in live.items():
             if account.want == 0 and account.idle:
                 self._recall(key, account, out)
         recalling = any(a.recalled is not None for a in live.values())
-        if self.free <= 0 and not recalling and any(a.outstanding == 0 for _, a in hungry):
+        if free <= 0 and not recalling and any(a.outstanding == 0 for _, a in hungry):
             holders = [(key, a) for key, a in live.items() if a.idle]
             if holders:
                 key, account = max(holders, key=lambda item: (item[1].outstanding, -item[1].last_grant))
@@ -140,29 +164,63 @@ class CreditPool:
             out.append((key, Credit(account.granted, recall=True)))
 
 
-class SenderCredits:
-    """The sender's view of one session. A credit is taken before the arena slot that it will send."""
+@dataclass(slots=True, eq=False)
+class SenderAccount:
+    """The sender's view of one session."""
 
-    def __init__(self) -> None:
-        self.granted = 0
-        self.used = 0
+    granted: int = 0
+    used: int = 0
+    slots_out: int = 0  # slots with frames of the session
+    window: int = 1  # slots that it may have at once
 
     @property
-    def available(self) -> int:
-        return max(0, self.granted - self.used)
+    def has_room(self) -> bool:
+        """For one more frame."""
+        return self.used < self.granted and self.slots_out < self.window
 
     def grant(self, total: int) -> None:
         self.granted = max(self.granted, total)
 
-    def take(self) -> None:
-        assert self.available, "a slice was taken without credit"
-        self.used += 1
-
-    def drop(self) -> None:
-        """A frame was taken but never sent (its transfer ended first): its credit is unused again."""
-        self.used -= 1
-
     def recall(self) -> int:
-        """Give up what is not used; the count of frames sent or about to be."""
+        """Give up the credit that is not used. Returns the count of frames sent or about to be sent."""
         self.granted = self.used
         return self.used
+
+
+class SenderSlots:
+    """Gives a sender's arena slots to the frames of its sessions, one credit with each."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.free = list(range(total))  # a heap
+        self._accounts: dict[int, SenderAccount] = {}  # by session
+        self._used_by: dict[int, SenderAccount] = {}  # by slot
+
+    @property
+    def whole(self) -> bool:
+        """No slot is in use."""
+        return len(self.free) == self.total
+
+    def account(self, session: int) -> SenderAccount:
+        return self._accounts.setdefault(session, SenderAccount())
+
+    def close(self, session: int) -> None:
+        """The session has ended. Slots with its frames still come back."""
+        self._accounts.pop(session, None)
+
+    def take(self, account: SenderAccount) -> int:
+        """A slot for the next frame of a session that has room."""
+        assert account.used < account.granted, "a slice was taken without credit"
+        account.used += 1
+        account.slots_out += 1
+        slot = heapq.heappop(self.free)
+        self._used_by[slot] = account
+        return slot
+
+    def give_back(self, slot: int, *, unsent: bool) -> None:
+        """`unsent`: the transfer ended before the frame left, so its credit is unused again."""
+        account = self._used_by.pop(slot)
+        account.slots_out -= 1
+        if unsent:
+            account.used -= 1
+        heapq.heappush(self.free, slot)

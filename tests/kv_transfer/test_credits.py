@@ -9,25 +9,68 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from kv_transfer.protocol.credits import CreditExceeded, CreditPool, SenderCredits
+from kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots, SenderAccount, SenderSlots
 from kv_transfer.protocol.messages import Credit
 
 
 def test_a_frame_beyond_credit_is_an_error() -> None:
-    pool = CreditPool(8)
-    pool.open(1)
+    """It takes a slot of another session's, which gets a new one."""
+    pool = ReceiverSlots(8)
+    for session in (1, 2):
+        pool.open(session)
+    pool.want(2, 2)
+    assert pool.settle() == [(2, Credit(2))]
+    assert pool.lay_out() == [0, 1]
     with pytest.raises(CreditExceeded):
         pool.arrive(1)
+    assert (pool.free, pool.promised, pool.not_in_use) == (5, 2, 7)
+    assert pool.lay_out() == [2]
     pool.want(1, 2)
     assert pool.settle() == [(1, Credit(2))]
+    assert pool.lay_out() == [3, 4]
     pool.arrive(1)
     pool.arrive(1)
     with pytest.raises(CreditExceeded):
         pool.arrive(1)
+
+
+def test_a_sender_has_a_slot_and_a_credit_for_each_frame() -> None:
+    slots = SenderSlots(4)
+    one, two = slots.account(1), slots.account(2)
+    for account in (one, two):
+        account.window = 2
+        account.grant(3)
+    assert [slots.take(one), slots.take(two), slots.take(one)] == [0, 1, 2]
+    assert (one.has_room, two.has_room) == (False, True), "the window of the first is full"
+    slots.give_back(0, unsent=False)
+    assert slots.take(one) == 0, "the lowest free slot"
+    slots.give_back(2, unsent=False)
+    assert not one.has_room, "its credit is used"
+    slots.give_back(0, unsent=True)
+    assert one.has_room, "the credit of what did not leave is unused"
+    slots.close(2)
+    slots.give_back(1, unsent=False)
+    assert slots.whole
+
+
+class Sender:
+    """Of one session; all senders share an arena that has room for every frame."""
+
+    def __init__(self, slots: SenderSlots, session: int) -> None:
+        self.slots = slots
+        self.account: SenderAccount = slots.account(session)
+        self.account.window = slots.total
+        self.out: list[int] = []
+
+    def take(self) -> None:
+        self.out.append(self.slots.take(self.account))
+
+    def gone(self, *, unsent: bool) -> None:
+        self.slots.give_back(self.out.pop(0), unsent=unsent)
 
 
 def test_no_session_gets_more_than_half() -> None:
-    pool = CreditPool(8)
+    pool = ReceiverSlots(8)
     pool.open(1)
     pool.want(1, 100)
     assert pool.settle() == [(1, Credit(4))]
@@ -38,10 +81,11 @@ def test_no_session_gets_more_than_half() -> None:
 
 
 def test_what_is_not_wanted_any_more_is_recalled() -> None:
-    pool = CreditPool(8)
+    pool = ReceiverSlots(8)
     pool.open(1)
     pool.want(1, 4)
     pool.settle()
+    pool.lay_out()
     pool.arrive(1)
     pool.want(1, 0)
     assert pool.settle() == [(1, Credit(4, recall=True))]
@@ -54,7 +98,7 @@ def test_what_is_not_wanted_any_more_is_recalled() -> None:
 
 def test_what_is_said_to_be_on_its_way_is_not_asked_for_all_the_time() -> None:
     """On a slow line, that would be a message for each turn of the loop."""
-    pool = CreditPool(2)
+    pool = ReceiverSlots(2)
     for session in (1, 2, 3):
         pool.open(session)
         pool.want(session, 1)
@@ -70,7 +114,7 @@ def test_what_is_said_to_be_on_its_way_is_not_asked_for_all_the_time() -> None:
 
 
 def test_a_grant_after_the_recall_makes_its_answer_void() -> None:
-    pool = CreditPool(8)
+    pool = ReceiverSlots(8)
     pool.open(1)
     pool.want(1, 2)
     pool.settle()
@@ -86,10 +130,11 @@ def test_a_grant_after_the_recall_makes_its_answer_void() -> None:
 
 @pytest.mark.parametrize(("total", "sent"), [(5, 0), (4, 5), (4, 0)])
 def test_an_impossible_answer_to_a_recall(total: int, sent: int) -> None:
-    pool = CreditPool(8)
+    pool = ReceiverSlots(8)
     pool.open(1)
     pool.want(1, 4)
     pool.settle()
+    pool.lay_out()
     pool.arrive(1)
     pool.want(1, 0)
     pool.settle()
@@ -104,11 +149,13 @@ class Credits(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = CreditPool(7)
-        self.senders: dict[int, SenderCredits] = {}
+        self.pool = ReceiverSlots(7)
+        self.slots = SenderSlots(32)
+        self.senders: dict[int, Sender] = {}
         self.to_sender: dict[int, list[Credit]] = {}
         self.to_pool: dict[int, list[tuple[int, int]]] = {}
-        self.in_use = 0
+        self.laid_out: list[int] = []
+        self.in_use: list[int] = []
         self.made = 0
         self.ended: list[int] = []  # whose lanes are not closed yet
 
@@ -117,7 +164,7 @@ class Credits(RuleBasedStateMachine):
     def session_up(self) -> None:
         self.made += 1
         self.pool.open(self.made)
-        self.senders[self.made] = SenderCredits()
+        self.senders[self.made] = Sender(self.slots, self.made)
         self.to_sender[self.made], self.to_pool[self.made] = [], []
 
     @precondition(lambda self: self.senders)
@@ -138,8 +185,12 @@ class Credits(RuleBasedStateMachine):
     @rule(data=st.data(), frames=st.integers(0, 9))
     def want(self, data: st.DataObject, frames: int) -> None:
         self.pool.want(data.draw(st.sampled_from(sorted(self.senders))), frames)
+        self.settle()
+
+    def settle(self) -> None:
         for session, credit in self.pool.settle():
             self.to_sender[session].append(credit)
+        self.laid_out += self.pool.lay_out()
 
     @precondition(lambda self: any(self.to_sender[s] for s in self.senders))
     @rule(data=st.data())
@@ -147,9 +198,9 @@ class Credits(RuleBasedStateMachine):
         session = data.draw(st.sampled_from([s for s in self.senders if self.to_sender[s]]))
         credit = self.to_sender[session].pop(0)
         if credit.recall:
-            self.to_pool[session].append((credit.total, self.senders[session].recall()))
+            self.to_pool[session].append((credit.total, self.senders[session].account.recall()))
         else:
-            self.senders[session].grant(credit.total)
+            self.senders[session].account.grant(credit.total)
 
     @precondition(lambda self: any(self.to_pool[s] for s in self.senders))
     @rule(data=st.data())
@@ -157,36 +208,39 @@ class Credits(RuleBasedStateMachine):
         session = data.draw(st.sampled_from([s for s in self.senders if self.to_pool[s]]))
         self.pool.returned(session, *self.to_pool[session].pop(0))
 
-    @precondition(lambda self: any(s.available for s in self.senders.values()))
+    @precondition(lambda self: any(s.account.has_room for s in self.senders.values()))
     @rule(target=frames, data=st.data(), dropped=st.booleans())
     def send(self, data: st.DataObject, dropped: bool) -> int:
-        session = data.draw(st.sampled_from([n for n, s in self.senders.items() if s.available]))
+        session = data.draw(st.sampled_from([n for n, s in self.senders.items() if s.account.has_room]))
         self.senders[session].take()
         if dropped:
-            self.senders[session].drop()
+            self.senders[session].gone(unsent=True)
             return 0
         return session
 
     @rule(session=consumes(frames), scratch=st.booleans())
     def frame_comes(self, session: int, scratch: bool) -> None:
         if session in self.senders or session in self.ended:
+            if session in self.senders:
+                self.senders[session].gone(unsent=False)
             self.pool.arrive(session)
-            self.in_use += 1
+            self.in_use.append(self.laid_out.pop(0))
             if scratch:
                 self.slot_free()
 
     @precondition(lambda self: self.in_use)
     @rule()
     def slot_free(self) -> None:
-        self.in_use -= 1
-        self.pool.release()
+        self.pool.release(self.in_use.pop())
 
     @invariant()
     def every_slot_is_in_one_place(self) -> None:
         assert self.pool.free >= 0
-        assert self.pool.free + self.pool.promised + self.in_use == 7
+        assert self.pool.free + self.pool.promised + len(self.in_use) == 7
+        assert self.pool.promised <= len(self.laid_out), "each credit finds a slot"
+        assert not set(self.laid_out) & set(self.in_use)
         for session, sender in self.senders.items():
-            assert sender.granted <= self.pool.accounts[session].granted, "credit from nowhere"
+            assert sender.account.granted <= self.pool.accounts[session].granted, "credit from nowhere"
 
     def teardown(self) -> None:
         """Whatever state this is: who wants credit gets some, once the others' mail is read."""
@@ -198,19 +252,18 @@ class Credits(RuleBasedStateMachine):
             while self.in_use:
                 self.slot_free()
             self.pool.ask_again()
-            for session, credit in self.pool.settle():
-                self.to_sender[session].append(credit)
+            self.settle()
             for session, sender in self.senders.items():
                 for credit in self.to_sender[session]:
                     if credit.recall:
-                        self.to_pool[session].append((credit.total, sender.recall()))
+                        self.to_pool[session].append((credit.total, sender.account.recall()))
                     else:
-                        sender.grant(credit.total)
+                        sender.account.grant(credit.total)
                 self.to_sender[session].clear()
                 for answer in self.to_pool[session]:
                     self.pool.returned(session, *answer)
                 self.to_pool[session].clear()
-        on_their_way = sum(self.pool.accounts[n].arrived < s.used for n, s in self.senders.items())
+        on_their_way = sum(self.pool.accounts[n].arrived < s.account.used for n, s in self.senders.items())
         assert on_their_way or all(self.pool.accounts[n].outstanding for n in self.senders), (
             "somebody starves"
         )
@@ -225,12 +278,14 @@ class Sessions:
     frame is on its way for any length of time. Nobody has to compute, nor to be cancelled, ever."""
 
     def __init__(self, frames: tuple[int, ...]) -> None:
-        self.pool = CreditPool(2)
-        self.senders = [SenderCredits() for _ in frames]
+        self.pool = ReceiverSlots(2)
+        slots = SenderSlots(sum(frames))
+        self.senders = [Sender(slots, session) for session in range(len(frames))]
         self.frames = list(frames)
         self.computed = [0] * len(frames)
         self.flying = [0] * len(frames)
-        self.in_use = 0
+        self.laid_out: list[int] = []
+        self.in_use: list[int] = []
         self.to_sender: list[list[Credit]] = [[] for _ in frames]
         self.to_pool: list[list[tuple[int, int]]] = [[] for _ in frames]
         for session, count in enumerate(frames):
@@ -244,6 +299,7 @@ class Sessions:
     def settle(self) -> None:
         for session, credit in self.pool.settle():
             self.to_sender[session].append(credit)
+        self.laid_out += self.pool.lay_out()
 
     @property
     def served(self) -> bool:
@@ -260,7 +316,7 @@ class Sessions:
                 moves.append(("credit_comes", session))
             if self.to_pool[session]:
                 moves.append(("answer_comes", session))
-            if sender.available and self.computed[session] > sender.used:
+            if sender.account.has_room and self.computed[session] > sender.account.used:
                 moves.append(("send", session))
             if self.flying[session]:
                 moves.append(("frame_comes", session))
@@ -288,7 +344,7 @@ class Sessions:
         self.flying[session] -= 1
         self.computed[session] -= 1
         self.frames[session] -= 1
-        self.senders[session].drop()
+        self.senders[session].gone(unsent=True)
         self.wanted(session)
 
     def tick(self, _: int) -> None:
@@ -305,21 +361,21 @@ class Sessions:
 
     def frame_comes(self, session: int) -> None:
         self.flying[session] -= 1
+        self.senders[session].gone(unsent=False)
         self.pool.arrive(session)
-        self.in_use += 1
+        self.in_use.append(self.laid_out.pop(0))
         self.wanted(session)
 
     def slot_free(self, _: int) -> None:
-        self.in_use -= 1
-        self.pool.release()
+        self.pool.release(self.in_use.pop())
         self.settle()
 
     def credit_comes(self, session: int) -> None:
         credit = self.to_sender[session].pop(0)
         if credit.recall:
-            self.to_pool[session].append((credit.total, self.senders[session].recall()))
+            self.to_pool[session].append((credit.total, self.senders[session].account.recall()))
         else:
-            self.senders[session].grant(credit.total)
+            self.senders[session].account.grant(credit.total)
 
     def answer_comes(self, session: int) -> None:
         self.pool.returned(session, *self.to_pool[session].pop(0))
@@ -329,12 +385,12 @@ class Sessions:
         """Two states that differ in nothing but how late it is are one."""
         grants = sorted(a.last_grant for a in self.pool.accounts.values())
         return (
-            self.pool.free, self.in_use, tuple(self.frames), tuple(self.computed), tuple(self.flying),
+            self.pool.free, len(self.in_use), tuple(self.frames), tuple(self.computed), tuple(self.flying),
             tuple(
                 (a.granted, a.arrived, a.want, a.recalled, a.idle, grants.index(a.last_grant))
                 for a in self.pool.accounts.values()
             ),
-            tuple((s.granted, s.used) for s in self.senders),
+            tuple((s.account.granted, s.account.used) for s in self.senders),
             tuple((c.total, c.recall) for mail in self.to_sender for c in (*mail, Credit(-1))),
             tuple(answer for mail in self.to_pool for answer in (*mail, (-1, -1))),
         )  # fmt: skip
@@ -348,10 +404,11 @@ def test_every_order_of_events_can_end_with_all_served(frames: tuple[int, ...]) 
     number = {worlds[0].key(): 0}
     before: list[set[int]] = [set()]  # state → those that become it by themselves
     for at, world in enumerate(worlds):  # grows
-        assert world.pool.free + world.pool.promised + world.in_use == 2
+        assert world.pool.free + world.pool.promised + len(world.in_use) == 2
         by_themselves = world.moves()
+        dumped = pickle.dumps(world)  # to copy, and faster than deepcopy
         for name, session in by_themselves + world.choices():
-            after = pickle.loads(pickle.dumps(world))  # noqa: S301  a copy, and faster than deepcopy
+            after = pickle.loads(dumped)  # noqa: S301
             getattr(after, name)(session)
             reached = number.setdefault(after.key(), len(worlds))
             if reached == len(worlds):

@@ -13,9 +13,9 @@ from kv_transfer import channel as ch
 from kv_transfer.process import decode_side
 from kv_transfer.process.connector import Session
 from kv_transfer.process.decode_side import DecodeSide
-from kv_transfer.process.slots import Slots, take_slot
+from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import Counters
-from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.protocol.frame import FrameError, FrameType, Header
 from kv_transfer.protocol.messages import Abort, Aborted, Ack, Commit, Credit, Fetch
 
 
@@ -68,7 +68,7 @@ class Side:
         ours, theirs = kv.channel_pair()
         self.engine = ch.Channel(ours, ch.ToReceiver)
         self.channel = ch.Channel(theirs, ch.FromReceiver)
-        self.slots = Slots(4)
+        self.slots = SlotPipe(4)
         self.network = network
         self.side = DecodeSide(config, self.slots, self.channel, Counters(), network.connect)
 
@@ -96,7 +96,7 @@ class Side:
     def complete(self, transfer_id: bytes) -> None:
         """All of it comes, and the engine gives the slot back."""
         session = cast("Session", self.network.session)
-        slot = take_slot(self.slots)
+        slot = self.slots.take()
         head = Header(FrameType.KV, transfer_id, head_count=1, token_count=4, length=256)
         self.side.kv_ends(head, self.side.kv_begins(session, head, slot), True)
         self.side.control(session, Header(FrameType.COMMIT, transfer_id), Commit(kv.FirstToken(7), 1, 256))
@@ -213,14 +213,17 @@ def test_credit_of_a_session_is_nobody_elses_before_its_lanes_are_closed(
     assert [credit(s) for s in sessions] == [[Credit(2), Credit(2, recall=True)], [Credit(2)], []]
     world.side.session_down(lost, "lost", "")
     header = Header(FrameType.KV, bytes([0]) * 16, head_count=1, token_count=4, length=256)
-    slot = take_slot(world.slots)
+    slot = world.slots.take()
     assert credit(third) == []
     ticket = world.side.kv_begins(lost, header, slot)
     world.side.kv_ends(header, ticket, None)
     world.side.session_over(lost)
     assert credit(third) == [Credit(2)]
     assert world.side.slots_free() == 4
-    assert [world.slots.take() for _ in range(5)].count(None) == 1, "each credit finds its slot"
+    for _ in range(4):
+        world.slots.take()  # each credit finds its slot
+    with pytest.raises(FrameError):
+        world.slots.take()
 
 
 def test_what_is_complete_is_injected_whatever_becomes_of_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +284,7 @@ def test_a_session_whose_bytes_come_is_not_dry(
     if other:
         world.now = 1.0
         head = Header(FrameType.KV, b"u" * 16, head_count=1, token_count=4, length=256)
-        side.kv_ends(head, side.kv_begins(peer, head, take_slot(world.slots)), True)
+        side.kv_ends(head, side.kv_begins(peer, head, world.slots.take()), True)
         world.told()
     session.kv_moved, world.now = moved, 10.0
     side.control(peer, Header(FrameType.ABORTED, b"t" * 16), Aborted("deadline", 1))

@@ -1,51 +1,46 @@
-"""Free slots, of which several processes take: each is in one place, whoever took it."""
+"""The pipe of free slots: several processes take from it, and each slot is taken once."""
 
 from __future__ import annotations
 
 import os
-import random
 from collections import Counter
 
-from kv_transfer.process.slots import Slots
+import pytest
+
+from kv_transfer.process.slots import SlotPipe
+from kv_transfer.protocol.frame import FrameError
 
 
-def test_a_slot_is_taken_once_and_comes_back_as_often_as_one_likes() -> None:
-    rng = random.Random(1)
-    slots = Slots(64)
-    out: list[int] = []
-    for _ in range(20_000):
-        slots.lay_out(rng.randrange(65))
-        for _ in range(rng.randrange(8)):
-            slot = slots.take()
-            if slot is None:
-                break
-            slots.taken()
-            assert slot not in out
-            out.append(slot)
-        rng.shuffle(out)
-        while len(out) > rng.randrange(64):
-            slots.give_back(out.pop())
-        assert slots.free + len(out) == 64
+def taken(pipe: SlotPipe) -> list[int]:
+    """All that are laid out."""
+    slots = []
+    while True:
+        try:
+            slots.append(pipe.take())
+        except FrameError as e:
+            assert e.kind == "credit"  # noqa: PT017
+            return slots
 
 
-def test_nothing_is_taken_that_was_not_laid_out() -> None:
-    slots = Slots(8)
-    assert slots.take() is None
-    slots.lay_out(3)
-    slots.lay_out(2)
-    assert sorted(iter(slots.take, None)) == [0, 1, 2], "the lowest, and no more than asked for"
-    assert slots.free == 8, "nobody has told of them"
+def test_only_what_is_laid_out_is_taken() -> None:
+    pipe = SlotPipe(8)
+    with pytest.raises(FrameError):
+        pipe.take()
+    for _ in range(3):
+        pipe.lay_out([4, 2])
+        pipe.lay_out([7])
+        assert taken(pipe) == [4, 2, 7]
 
 
 def test_processes_never_take_the_same() -> None:
     """Four of them, each as fast as it can."""
     count, reading = 15_000, []
-    slots = Slots(count)
-    slots.lay_out(count)
+    pipe = SlotPipe(count)
+    pipe.lay_out(range(count))
     for _ in range(4):
         read_fd, write_fd = os.pipe()
         if os.fork() == 0:
-            mine = list(iter(slots.take, None))
+            mine = taken(pipe)
             with os.fdopen(write_fd, "w") as file:
                 file.write(" ".join(map(str, mine)))
             os._exit(0)
