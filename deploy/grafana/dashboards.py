@@ -1,7 +1,7 @@
-"""The Grafana dashboards, one line a query. `python deploy/grafana/dashboards.py` writes dashboards/*.json.
+"""Generates the Grafana dashboards: `python deploy/grafana/dashboards.py` writes dashboards/*.json.
 
-What the series mean is in docs/observability.md. Every dashboard asks for a data source and a model; workers
-and routers are told apart by their label `role`.
+docs/observability.md explains the series. Every dashboard has variables for the data source and the model.
+The label `role` distinguishes routers and workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def select(metric: str, role: str, more: str = "") -> str:
 
 
 def rate(metric: str, role: str, by: str) -> Queries:
-    """Per second, by a label."""
+    """The rate per second, by a label."""
     return {f"{{{{{by}}}}}": f"sum by ({by}) (rate({select(metric, role)}[{INTERVAL}]))"}
 
 
@@ -50,7 +50,7 @@ def mean(metric: str, role: str) -> Queries:
 
 
 def each(metric: str, role: str) -> Queries:
-    """A gauge of every process."""
+    """A gauge, one line per process."""
     return {"{{instance}}": select(metric, role)}
 
 
@@ -59,7 +59,7 @@ def all_of(legend: str, metric: str, role: str) -> Queries:
 
 
 def engine(role: str) -> list[Panel]:
-    """What both kinds of worker have."""
+    """The panels that both roles of workers have."""
     return [
         Panel("Requests running", "short", each("vllm:num_requests_running", role)),
         Panel("Requests waiting for the engine", "short", each("vllm:num_requests_waiting", role)),
@@ -261,7 +261,7 @@ def dashboard(name: str, panels: list[Panel]) -> dict[str, Any]:
 
 
 def rendered() -> dict[str, str]:
-    """File name → content."""
+    """The dashboards: file name → content."""
     return {
         f"{name}.json": json.dumps(dashboard(name, panels), indent=1) + "\n"
         for name, panels in DASHBOARDS.items()

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Debian's prometheus and promtool into a directory of programs: get_prometheus.sh DIR. Nothing is installed.
+# Copies Debian's prometheus and promtool into DIR without installing them: get_prometheus.sh DIR
 set -euo pipefail
 directory=$(realpath "$1")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 if ! apt-get download -qq prometheus 2> /dev/null; then
-    apt-get update -qq  # a fresh container has no lists of packages; this needs root
+    apt-get update -qq  # a fresh container has no package lists; this command needs root
     apt-get download -qq prometheus
 fi
 dpkg-deb -x prometheus_*.deb .

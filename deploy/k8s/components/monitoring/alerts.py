@@ -1,6 +1,6 @@
-"""Writes alerts.yaml: the rules of deploy/grafana as the Prometheus operator wants them.
+"""Writes alerts.yaml: the rules of deploy/grafana as a PrometheusRule for the Prometheus operator.
 
-kustomize can put a file into a ConfigMap only, and the operator reads no ConfigMaps.
+kustomize cannot do this: it includes a file only as a ConfigMap, which the operator does not read.
 """
 
 from pathlib import Path
