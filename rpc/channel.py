@@ -27,6 +27,7 @@ _KEEPALIVE = [
 _IDLE = [
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 30_000),
+    ("grpc.max_concurrent_streams", 1_000),  # per connection
 ]
 _BOUNDS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -90,7 +91,6 @@ def create_public_server(
         *_IDLE,
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.max_metadata_size", 16 << 10),
-        ("grpc.max_concurrent_streams", 1_000),  # per connection
         ("grpc.so_reuseport", int(share)),
     ]
     server = grpc.aio.server(interceptors=[MessageDeadline(message_timeout)], options=options)

@@ -115,6 +115,22 @@ async def test_an_unsigned_call_cannot_stay_open(monkeypatch: pytest.MonkeyPatch
         assert await asyncio.wait_for(silent.code(), 5) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+async def test_one_connection_has_a_bounded_number_of_unsigned_calls():
+    async with serving() as address, contextlib.AsyncExitStack() as open_:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        flooding, other = [
+            await open_.enter_async_context(grpc.aio.insecure_channel(address, options)) for _ in range(2)
+        ]
+        check = "/grpc.health.v1.Health/Check"
+        silent = [flooding.stream_stream(check, bytes, bytes)(None) for _ in range(1_000)]
+        await asyncio.gather(*(call.wait_for_connection() for call in silent))
+        with pytest.raises(grpc.aio.AioRpcError, match="Deadline"):
+            await flooding.unary_unary(check, bytes, bytes)(b"", timeout=0.3)
+        await other.unary_unary(check, bytes, bytes)(b"", timeout=5)
+        for call in silent:
+            call.cancel()
+
+
 async def test_an_unsigned_health_check_reports_the_state_that_was_set():
     servicer = HealthServicer()
     async with serving(servicer) as address, grpc.aio.insecure_channel(address) as channel:
