@@ -4,7 +4,12 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
+import select
 import signal
+import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +267,26 @@ async def test_grpc_authorizes_before_it_parses(tokenizer: ModelTokenizer, tmp_p
                 with pytest.raises(grpc.aio.AioRpcError) as refusal:
                     _ = [message async for message in generate(b"\xff\xff", metadata=metadata)]
                 assert refusal.value.code().name == code
+
+
+PARENT = """
+import os, signal, subprocess, sys
+subprocess.Popen([sys.executable, "-m", "router.preparation.child", "test"], stdin=0)
+os.close(1)
+signal.pause()
+"""
+
+
+def test_a_child_dies_with_its_router_also_while_it_is_busy(tokenizer: ModelTokenizer) -> None:
+    """Its stdin stays open here, so only the death of its parent can end it."""
+    reader, writer = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=reader, stdout=subprocess.PIPE) as parent:
+        os.close(reader)
+        assert parent.stdout is not None
+        with open(writer, "wb") as stdin:
+            stdin.write(struct.pack("<I", len(tokenizer.state)) + tokenizer.state)
+            stdin.flush()
+            assert parent.stdout.read(4) == bytes(4), "it is ready"
+            parent.kill()
+            assert select.select([parent.stdout], [], [], 10)[0], "it is dead"
+            assert parent.stdout.read() == b""
