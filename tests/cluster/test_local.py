@@ -50,7 +50,7 @@ async def test_a_worker_waits_for_the_gpus_of_one_that_drains(place: Place) -> N
     await asyncio.sleep(0)
     assert not waiting.done()
     await leaving.stop(signal.SIGTERM, 10)
-    await waiting
+    await asyncio.wait_for(waiting, 10)
     assert await devices(next_one) == "0,1"
 
 
@@ -60,5 +60,5 @@ async def test_a_worker_that_waits_for_gpus_can_be_stopped(place: Place) -> None
     waiting = asyncio.create_task(role.start())
     await asyncio.sleep(0)
     await role.stop(signal.SIGTERM, 10)
-    await waiting
+    await asyncio.wait_for(waiting, 10)
     assert (await until(role, lambda state: state.phase == "stopped")).pid is None
