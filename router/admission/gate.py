@@ -4,7 +4,8 @@ Requests are refused beyond what one key may use (`Account`) and beyond a bounde
 tokens. All others go through one queue (`fairness`), in which keys take turns. The first of
 the queue goes to the workers when three things hold: they have less than a window of its key's prompts, a
 decode worker has room, and its key leaves a part of the decode pool to other keys. A request that was
-interrupted waits in the same queue, before those that never ran.
+interrupted waits in the same queue, before those that never ran. A request for which there is no room holds
+up the others, but not the only request of another key.
 
 What waits for what: a request that waits here holds no seat and no share. Neither does a request that waits
 for a worker to come; it comes back here with the worker. Each request with a seat ends, or comes back here,
@@ -221,6 +222,10 @@ class Turn:
         return 2 * self._priority + self.is_new
 
     @property
+    def account(self) -> Account:
+        return self._account
+
+    @property
     def waits(self) -> bool:
         """In the queue."""
         return self._ticket is not None and self._ticket in self._admission.queue
@@ -373,18 +378,22 @@ class Admission:
             return
         self._dispatching = True
         try:
-            while len(self.queue) and (turn := self._next()) is not None:
+            full: set[Account] = set()  # for the first request of these keys there is no room
+            while len(self.queue) and (turn := self._next(full)) is not None:
                 if not turn.take():
-                    break
+                    full.add(turn.account)
         finally:
             self._dispatching = False
 
-    def _next(self) -> Turn | None:
+    def _next(self, full: set[Account]) -> Turn | None:
         window = self._window() / 2 if self._shared else self._window()
         room = self._room() if self._shared else _no_limit()
         self._window_holds = False
 
         def may_go(account: Account, turn: Turn) -> bool:
+            # What waits for room is not overtaken, except by the one request that each key may have.
+            if full and (account in full or account.seats):
+                return False
             # Workers give keys equal shares of their steps, so each key has a window of its own.
             if turn.is_new and account.sent_tokens:
                 ahead = account.sent_tokens + (turn.tokens if self._shared else 1)

@@ -291,6 +291,21 @@ def test_a_key_may_always_have_one_request():
         assert gate.new() == ["a", "b"]
 
 
+def test_a_request_without_room_holds_up_other_keys_only_beyond_their_first():
+    """A long prompt of one key waits for room: a short one of another key, which has none there, goes on."""
+    flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
+    with Gate(shared=True) as gate:
+        gate.ask(flood, "f0")
+        gate.slots[0] = 0
+        gate.ask(flood, "f1").slots = [0]
+        gate.slots = [math.inf]
+        first = gate.ask(other, "o0")
+        gate.ask(other, "o1")
+        assert gate.new() == ["f0", "o0"]
+        first.turn.end()
+        assert gate.new() == ["o1"]
+
+
 def test_where_no_key_has_to_share_one_takes_all():
     with Gate() as gate:
         gate.room = FreeRoom(0, 0)
