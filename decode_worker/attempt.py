@@ -7,7 +7,7 @@ from enum import Enum, auto
 from worker.messages import Source
 
 
-class Phase(Enum):
+class AttemptPhase(Enum):
     FETCHING = auto()  # the receiver may write into the blocks
     FAILED = auto()  # the KV did not arrive; the blocks wait for a Retarget, a Cancel or the deadline
     CLOSING = auto()  # ended; the blocks are freed when the receiver no longer writes into them
@@ -21,7 +21,7 @@ class Attempt:
     block_ids: Sequence[int]
     source: Source | None  # None: the prompt is prefilled on this worker
     deadline: float  # time.monotonic(), before which the KV must arrive
-    phase: Phase = Phase.FETCHING
+    phase: AttemptPhase = AttemptPhase.FETCHING
     joined_at: float = 0.0  # time.monotonic() at which the request joined the batch with its prompt computed
     first_token_at: float | None = None  # when COMMIT named the first token; None after the second token
     tokens: int = 0  # number of tokens that this worker sampled

@@ -2,9 +2,9 @@
 
 import time
 
-from decode_worker.attempt import Attempt, Phase
+from decode_worker.attempt import Attempt, AttemptPhase
 from engine import Logprobs, Output, StepResult
-from kv_transfer import Closed, Failed, Injected, KVReceiver
+from kv_transfer import Closed, FetchFailed, Injected, KVReceiver
 from worker import messages
 from worker.engine_loop import Parts, device, kv_layout
 from worker.messages import Code, ToEngine
@@ -81,14 +81,14 @@ class DecodeRole:
             deadline=time.monotonic() + message.work.timeout,
         )
         if prefill_locally:
-            self._table[decode_id].phase = Phase.RUNNING
+            self._table[decode_id].phase = AttemptPhase.RUNNING
         else:
             self._fetch(decode_id)
 
     def _retarget(self, message: messages.Retarget) -> None:
         """Fetches the KV from another prefill. A running request already has its KV, so nothing changes."""
         attempt = self._table[message.decode_id]
-        if attempt.phase is Phase.RUNNING:
+        if attempt.phase is AttemptPhase.RUNNING:
             return
         try:
             block_ids = self.engine.extend_reservation(message.decode_id, message.output_ids)
@@ -112,7 +112,7 @@ class DecodeRole:
         attempt = self._table[decode_id]
         source = attempt.source
         assert source is not None
-        attempt.phase = Phase.FETCHING
+        attempt.phase = AttemptPhase.FETCHING
         self._receiver.fetch(
             decode_id,
             prefill_id=source.prefill_id,
@@ -132,10 +132,10 @@ class DecodeRole:
     def cancel(self, decode_id: bytes) -> None:
         self._attempts.end(decode_id)
         attempt = self._table[decode_id]
-        if attempt.phase is Phase.FETCHING:
-            attempt.phase = Phase.CLOSING
+        if attempt.phase is AttemptPhase.FETCHING:
+            attempt.phase = AttemptPhase.CLOSING
             self._receiver.cancel(decode_id)
-        elif attempt.phase is not Phase.CLOSING:
+        elif attempt.phase is not AttemptPhase.CLOSING:
             self._forget(decode_id)
 
     def _forget(self, decode_id: bytes) -> None:
@@ -150,9 +150,9 @@ class DecodeRole:
             match event:
                 case Injected():
                     self._join(event)
-                case Failed():
+                case FetchFailed():
                     attempt = self._table[event.decode_id]
-                    attempt.phase = Phase.FAILED
+                    attempt.phase = AttemptPhase.FAILED
                     if event.reason == "finished":
                         self._end(event.decode_id, Code.FINISHED, "prefill's token is the last")
                         continue
@@ -167,14 +167,14 @@ class DecodeRole:
         late = [
             decode_id
             for decode_id, attempt in self._table.items()
-            if attempt.phase in (Phase.FETCHING, Phase.FAILED) and attempt.deadline < now
+            if attempt.phase in (AttemptPhase.FETCHING, AttemptPhase.FAILED) and attempt.deadline < now
         ]
         for decode_id in late:
             self._end(decode_id, Code.HANDED_BACK, "the KV did not arrive before the request's deadline")
 
     def _join(self, event: Injected) -> None:
         attempt = self._table[event.decode_id]
-        attempt.phase = Phase.RUNNING
+        attempt.phase = AttemptPhase.RUNNING
         attempt.joined_at = time.monotonic()
         attempt.first_token_at = event.stats.commit_at
         self._trace.instant(

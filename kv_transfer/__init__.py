@@ -19,10 +19,10 @@ Engine processes touch KV and torch (`sender`, `receiver`, `device`); transfer p
 """
 
 from kv_transfer.arena import Arena
-from kv_transfer.config import Deadlines, TransferConfig
+from kv_transfer.config import TransferConfig, TransferDeadlines
 from kv_transfer.layout import KVLayout
 from kv_transfer.protocol.messages import FirstToken
-from kv_transfer.receiver import Closed, Failed, Injected, InjectStats, KVReceiver
+from kv_transfer.receiver import Closed, FetchFailed, Injected, InjectStats, KVReceiver
 from kv_transfer.sender import KVSender, Released
 from kv_transfer.spawn import (
     Drain,
@@ -41,10 +41,9 @@ from kv_transfer.trace import TraceWriter
 __all__ = [
     "Arena",
     "Closed",
-    "Deadlines",
     "Drain",
     "Drained",
-    "Failed",
+    "FetchFailed",
     "FirstToken",
     "FromTransfer",
     "InjectStats",
@@ -57,6 +56,7 @@ __all__ = [
     "StatsRequest",
     "TraceWriter",
     "TransferConfig",
+    "TransferDeadlines",
     "TransferStats",
     "channel_pair",
     "decode_from_transfer",

@@ -14,7 +14,7 @@ MAX_LANES = 64
 PAGE = 4096
 
 
-class Deadlines(msgspec.Struct, frozen=True):
+class TransferDeadlines(msgspec.Struct, frozen=True):
     """Seconds. Each wait has exactly one owner, always a transfer process; see docs/protocol.md."""
 
     handshake: float = 5.0  # from accept or connect to an authenticated lane, and to a whole session
@@ -56,7 +56,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_handshakes: int = 64
     max_waiting: int = 4096  # prefill: FETCHes for prefill ids not yet seen
     lane_processes: int = msgspec.field(default_factory=_lane_processes)  # 0: the transfer process does it
-    deadlines: Deadlines = Deadlines()
+    deadlines: TransferDeadlines = TransferDeadlines()
     trace_path: str | None = None
     logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own
 

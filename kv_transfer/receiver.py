@@ -93,7 +93,7 @@ class Injected:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FetchFailed:
     """The KV will not come from this prefill. Nothing writes into the blocks; fetch() may be called again."""
 
     decode_id: bytes
@@ -119,7 +119,7 @@ class _Fetch:
     scatter_at: float = 0.0  # the first one
     complete: Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event
-    outcome: Failed | Closed | None = None  # reported when the last scatter is over
+    outcome: FetchFailed | Closed | None = None  # reported when the last scatter is over
 
 
 class KVReceiver:
@@ -181,10 +181,10 @@ class KVReceiver:
             self._ending.append(fetch)
             return
         for ending in self._ending:
-            if ending.decode_id == decode_id and isinstance(ending.outcome, Failed):
+            if ending.decode_id == decode_id and isinstance(ending.outcome, FetchFailed):
                 ending.outcome = Closed(decode_id)
 
-    def poll(self, spare: float = math.inf) -> list[Injected | Failed | Closed]:
+    def poll(self, spare: float = math.inf) -> list[Injected | FetchFailed | Closed]:
         """Write what arrived into its blocks, report what ended. Call once per step, or when readable.
         `spare`: seconds until a step is to be launched behind one that is computed; infinite: none is."""
         while messages := self._channel.receive():
@@ -286,7 +286,7 @@ class KVReceiver:
             self._channel.send(fetch.request)
         else:
             del self._fetches[fetch.decode_id]
-            fetch.outcome = Failed(fetch.decode_id, reason)
+            fetch.outcome = FetchFailed(fetch.decode_id, reason)
             self._ending.append(fetch)
 
     def _drop(self, decode_id: bytes) -> _Fetch | None:
@@ -300,13 +300,13 @@ class KVReceiver:
     def _unreported(self, decode_id: bytes) -> _Fetch | None:
         """Take back its failure, which waits for its last scatter."""
         for fetch in self._ending:
-            if fetch.decode_id == decode_id and isinstance(fetch.outcome, Failed):
+            if fetch.decode_id == decode_id and isinstance(fetch.outcome, FetchFailed):
                 self._ending.remove(fetch)
                 return fetch
         return None
 
-    def _ended(self) -> list[Injected | Failed | Closed]:
-        out: list[Injected | Failed | Closed] = []
+    def _ended(self) -> list[Injected | FetchFailed | Closed]:
+        out: list[Injected | FetchFailed | Closed] = []
         for fetch in list(self._fetches.values()):
             if (complete := fetch.complete) is None:
                 continue

@@ -38,7 +38,7 @@ class TransferStats(msgspec.Struct, frozen=True, tag=True):
     transfers: dict[str, int]  # ended, by reason ("injected" or "acked" is the good one)
     checksum_failures: dict[str, int]  # by kind: header, payload, control
     refused: dict[str, int]  # peers and frames refused, by reason
-    deadlines: dict[str, int]  # expired, by name in Deadlines
+    deadlines: dict[str, int]  # expired, by name in TransferDeadlines
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Prefill:
+class PrefillAttempt:
     """One prefill, from its submission to the release of its blocks."""
 
     tokens: int  # number of tokens of the prompt and of the output so far
@@ -48,7 +48,7 @@ class PrefillRole:
             device(self.engine),
             parts.trace,
         )
-        self._prefills: dict[bytes, Prefill] = {}  # by prefill id, in order of arrival
+        self._prefills: dict[bytes, PrefillAttempt] = {}  # by prefill id, in order of arrival
 
     @property
     def kv_fd(self) -> int:
@@ -75,7 +75,7 @@ class PrefillRole:
         self.engine.add(request, handover=message.handover)
         if message.handover:
             self._sender.expect(prefill_id)
-        self._prefills[prefill_id] = Prefill(
+        self._prefills[prefill_id] = PrefillAttempt(
             len(request.prompt_ids) + len(request.output_ids), message.handover
         )
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kv_transfer import Arena, TransferConfig, channel_pair, spawn_transfer
-from kv_transfer import Deadlines as TransferDeadlines
+from kv_transfer import Arena, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
 from kv_transfer.spawn import EXIT_ENGINE_GONE
 from worker import messages
 from worker.config import WorkerConfig

@@ -35,7 +35,7 @@ from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.slots import SlotPipe
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import TransferCounters
 from kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
 from kv_transfer.process.tcp_session import ReceivingSession, SendingSession
 from kv_transfer.trace import TraceWriter
@@ -61,7 +61,7 @@ class TransferProcess:
         prefill = config.role == "prefill"
         slots = None if prefill else SlotPipe(config.num_slots)
         self._movers = movers.fork(config, arena, slots, [channel, service])
-        self._counters = Counters()
+        self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._loop = Loop(self._flush)
         self._channel = Channel(channel, FromSender if prefill else FromReceiver, self._blocked)

@@ -25,7 +25,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Connect, ProtocolError, Session
 from kv_transfer.process.peers import Peers
 from kv_transfer.process.slots import SlotPipe
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.fetches import (
@@ -57,7 +57,12 @@ class DecodeSide:
     """Implements connector.FrameReceiver."""
 
     def __init__(
-        self, config: TransferConfig, pipe: SlotPipe, channel: Channel, counters: Counters, connect: Connect
+        self,
+        config: TransferConfig,
+        pipe: SlotPipe,
+        channel: Channel,
+        counters: TransferCounters,
+        connect: Connect,
     ) -> None:
         """`connect` makes sessions for this side."""
         self.draining = False

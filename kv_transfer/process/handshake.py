@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from kv_transfer.process.lane import Lane
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
-from kv_transfer.protocol.hello import Initiator, Listener, Refused
+from kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
 from kv_transfer.protocol.messages import (
     Hello,
     HelloOpen,
@@ -32,7 +32,7 @@ class Doorkeeper(Protocol):
     """What the connector is to a handshake."""
 
     @property
-    def counters(self) -> Counters: ...
+    def counters(self) -> TransferCounters: ...
     def lane_proved(self, lane: Lane) -> None: ...
     def joined_session(self, opened: HelloOpen, peer: Identity) -> Joinable: ...
     def lane_closed(self, lane: Lane) -> None: ...
@@ -51,15 +51,15 @@ class Handshake:
             return
         try:
             self._step(lane, decode_hello(payload), payload)
-        except Refused as e:
+        except LaneRefused as e:
             self._refuse(lane, e)
         except MessageError as e:
-            self._refuse(lane, Refused("hello", str(e)))
+            self._refuse(lane, LaneRefused("hello", str(e)))
 
     def _step(self, lane: Lane, message: Hello, payload: memoryview) -> None:
         party = self._party
         if isinstance(message, HelloRefused):
-            raise Refused("by_peer", f"{message.reason[:32]!r}: {message.detail[:256]!r}")
+            raise LaneRefused("by_peer", f"{message.reason[:32]!r}: {message.detail[:256]!r}")
         if isinstance(party, Listener) and isinstance(message, HelloOpen):
             say(lane, encode(party.answer(message, bytes(payload))))
         elif isinstance(party, Listener) and isinstance(message, HelloProof):
@@ -74,14 +74,14 @@ class Handshake:
                     say(lane, encode(party.proof))
             self._up(lane, party.lane, peer)
         else:
-            raise Refused("hello", f"unexpected {type(message).__name__}")
+            raise LaneRefused("hello", f"unexpected {type(message).__name__}")
 
     def _up(self, lane: Lane, number: int, peer: Identity) -> None:
         assert self.session is not None
         self._connector.lane_proved(lane)
         self.session.add(number, lane, peer)
 
-    def _refuse(self, lane: Lane, why: Refused) -> None:
+    def _refuse(self, lane: Lane, why: LaneRefused) -> None:
         self._connector.counters.refuse(why.reason, why.detail)
         say(lane, encode(HelloRefused(why.reason, why.detail[:512])))
         lane.close_soon(why.reason, why.detail)

@@ -27,7 +27,7 @@ from kv_transfer.channel import (
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
 from kv_transfer.process.lane import OutgoingFrame
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header
 from kv_transfer.protocol.held import Effect, HeldPrefills, Release, Start, Stop, Waiting
@@ -49,7 +49,9 @@ _MOST_UNREAD = 4 << 20  # bytes of messages that a session may send while the ch
 class PrefillSide:
     """Implements connector.FrameSender."""
 
-    def __init__(self, config: TransferConfig, arena: Arena, channel: Channel, counters: Counters) -> None:
+    def __init__(
+        self, config: TransferConfig, arena: Arena, channel: Channel, counters: TransferCounters
+    ) -> None:
         self.table = HeldPrefills(config.deadlines, config.max_waiting)
         self.draining = False
         self.slots_out = 0  # handed over by the engine and not given back yet

@@ -16,7 +16,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-class Counters:
+class TransferCounters:
     def __init__(self) -> None:
         self.kv_bytes = 0
         self.kv_frames = 0

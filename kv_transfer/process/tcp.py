@@ -18,10 +18,10 @@ from kv_transfer.process.handshakes import Handshakes
 from kv_transfer.process.lane import Lane
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.movers import FarLane, MoverHandle
-from kv_transfer.process.stats import Counters, printable
+from kv_transfer.process.stats import TransferCounters, printable
 from kv_transfer.process.tcp_session import SessionOwner, TcpSession
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType
-from kv_transfer.protocol.hello import Initiator, Listener, Refused
+from kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
 from kv_transfer.protocol.messages import HelloOpen, Identity, Ping, encode
 from kv_transfer.trace import TraceWriter
 
@@ -39,7 +39,7 @@ class TcpConnector:
     """All sessions of one transfer process."""
 
     def __init__(
-        self, config: TransferConfig, secret: bytes, make_session: MakeSession, counters: Counters,
+        self, config: TransferConfig, secret: bytes, make_session: MakeSession, counters: TransferCounters,
         trace: TraceWriter, tick_age: Callable[[float], float], loop: Loop, movers: Sequence[MoverHandle],
     ) -> None:  # fmt: skip
         """`make_session`: of the class for this side's direction."""
@@ -101,10 +101,10 @@ class TcpConnector:
         session = self.sessions.get(opened.session_id)
         if session is None:
             if len(self.sessions) >= self.config.max_sessions:
-                raise Refused("busy", f"{len(self.sessions)} sessions are open")
+                raise LaneRefused("busy", f"{len(self.sessions)} sessions are open")
             session = self.sessions[opened.session_id] = self._session(opened.session_id, opened.lanes)
         elif session.peer != peer or session.lane_count != opened.lanes or opened.lane in session.lanes:
-            raise Refused("hello", f"lane {opened.lane} does not fit session of {session.name}")
+            raise LaneRefused("hello", f"lane {opened.lane} does not fit session of {session.name}")
         return session
 
     def session_is_up(self, session: TcpSession) -> None:

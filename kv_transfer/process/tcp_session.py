@@ -13,7 +13,7 @@ from kv_transfer.process.connector import FrameReceiver, FrameSender, ProtocolEr
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.movers import FarLane
 from kv_transfer.process.slots import SlotPipe
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import NO_TRANSFER, Header
 from kv_transfer.protocol.messages import Control, Identity, MessageError, Ping, decode, encode, frame_type
 
@@ -22,7 +22,7 @@ class SessionOwner(Protocol):
     """The connector, as its sessions use it."""
 
     config: TransferConfig
-    counters: Counters
+    counters: TransferCounters
     listening: bool
     lane_count: int
 

@@ -6,7 +6,7 @@ until the hold deadline: so what may have been lost with a session is said again
 
 from __future__ import annotations
 
-from kv_transfer.config import Deadlines
+from kv_transfer.config import TransferDeadlines
 
 # Seconds, on top of `peer_dead` twice: for two looks at the clock (0.25 each), and for bytes on their way.
 _MARGIN = 2.0
@@ -16,7 +16,7 @@ _MOST = 4096  # of either kind; the oldest are forgotten first
 class Acks:
     """Of one peer."""
 
-    def __init__(self, deadlines: Deadlines) -> None:
+    def __init__(self, deadlines: TransferDeadlines) -> None:
         self.waiting: dict[bytes, float] = {}  # transfer id → when it was injected; oldest first
         self._said: dict[bytes, tuple[float, float]] = {}  # → when it was injected, when said; oldest first
         self._hold = deadlines.hold

@@ -20,5 +20,5 @@ class Send:
 class Expired:
     """To the log and the metrics: this deadline has passed."""
 
-    deadline: str  # its name in Deadlines
+    deadline: str  # its name in TransferDeadlines
     detail: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.config import Deadlines
+from kv_transfer.config import TransferDeadlines
 from kv_transfer.layout import KVLayout, Range
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.frame import Header
@@ -107,7 +107,7 @@ class FrameRefused(Exception):
 class Fetches:
     """All open transfers of one decode worker."""
 
-    def __init__(self, deadlines: Deadlines, layout: KVLayout, slot_bytes: int) -> None:
+    def __init__(self, deadlines: TransferDeadlines, layout: KVLayout, slot_bytes: int) -> None:
         self.open: dict[bytes, Transfer] = {}  # by transfer id, until ACK or failure
         self._sources: dict[PeerKey, _Source] = {}  # those with a transfer or a session
         self._tombstones: Tombstones[str] = Tombstones(deadlines.tombstone)

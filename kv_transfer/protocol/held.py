@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kv_transfer.config import Deadlines
+from kv_transfer.config import TransferDeadlines
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.messages import Aborted, Commit, Fetch, Reason
 from kv_transfer.protocol.tombstones import Tombstones
 
 
-class State(enum.Enum):
+class HoldState(enum.Enum):
     READY = enum.auto()  # no transfer open
     STREAMING = enum.auto()
     COMMITTED = enum.auto()  # COMMIT is out; frames may still be
@@ -65,7 +65,7 @@ Effect = Start | Stop | Release | Waiting | Send | Expired
 @dataclass(slots=True, eq=False)
 class Held:
     prefill_id: bytes
-    state: State = State.READY
+    state: HoldState = HoldState.READY
     transfer_id: bytes | None = None  # of the open transfer; in READY of one that may still be ACKed
     session: int = 0
     receiver_rank: int = 0  # as its FETCH says
@@ -86,7 +86,7 @@ class _Waiting:
 class HeldPrefills:
     """All prefills of one worker, and the FETCHes that wait for more of them."""
 
-    def __init__(self, deadlines: Deadlines, max_waiting: int) -> None:
+    def __init__(self, deadlines: TransferDeadlines, max_waiting: int) -> None:
         self.held: dict[bytes, Held] = {}  # by prefill id
         self.open: dict[bytes, Held] = {}  # by the id of the open transfer
         self.waiting: dict[bytes, _Waiting] = {}  # by prefill id
@@ -117,9 +117,9 @@ class HeldPrefills:
 
     def commit(self, transfer_id: bytes, commit: Commit, now: float) -> list[Effect]:
         held = self.open.get(transfer_id)
-        if held is None or held.state is not State.STREAMING:
+        if held is None or held.state is not HoldState.STREAMING:
             return []  # ended while the engine spoke; or the peer used its id again, and this is the second
-        held.state = State.COMMITTED
+        held.state = HoldState.COMMITTED
         held.moved = now
         return [Send(held.session, transfer_id, commit)]
 
@@ -149,7 +149,7 @@ class HeldPrefills:
             return [Send(session, transfer_id, Aborted("integrity", 0))]  # ids are drawn fresh for each FETCH
         if held is not None:
             effects: list[Effect] = []
-            if held.state is not State.READY:
+            if held.state is not HoldState.READY:
                 effects = self._end_transfer(held, "superseded", now)
             return effects + self._start(held, transfer_id, session, fetch, now)
         ended = self._tombstones.get(fetch.prefill_id)
@@ -170,7 +170,7 @@ class HeldPrefills:
         for held in (self.open.get(transfer_id), *self.held.values()):
             if held is None or held.transfer_id != transfer_id:
                 continue
-            if held.state is State.STREAMING:
+            if held.state is HoldState.STREAMING:
                 return self._end_transfer(held, "integrity", now)  # ACK of what was never committed
             return self._release(held, "acked", now)
         return []
@@ -229,10 +229,10 @@ class HeldPrefills:
             if not held.finished:
                 continue  # the router bounds how long a prefill computes
             moved = max(held.moved, held.since, flow.get(held.session, 0.0))
-            if held.state is not State.READY and now >= moved + limits.progress:
+            if held.state is not HoldState.READY and now >= moved + limits.progress:
                 effects.append(Expired("progress", f"{held.sent} frames left"))
                 effects += self._end_transfer(held, "deadline", now)
-            if held.state is State.READY and now >= held.since + limits.hold:
+            if held.state is HoldState.READY and now >= held.since + limits.hold:
                 effects.append(Expired("hold", f"no FETCH for prefill {held.prefill_id.hex()}"))
                 effects += self._release(held, "deadline", now)
         self._tombstones.expire(now)
@@ -241,8 +241,8 @@ class HeldPrefills:
     # ------------------------------------------------------------ transitions
 
     def _start(self, held: Held, transfer_id: bytes, session: int, fetch: Fetch, now: float) -> list[Effect]:
-        assert held.state is State.READY
-        held.state, held.transfer_id, held.session = State.STREAMING, transfer_id, session
+        assert held.state is HoldState.READY
+        held.state, held.transfer_id, held.session = HoldState.STREAMING, transfer_id, session
         held.sent, held.moved, held.since = 0, now, now
         held.receiver_rank = fetch.receiver_rank
         self.open[transfer_id] = held
@@ -254,20 +254,20 @@ class HeldPrefills:
         assert transfer_id is not None
         del self.open[transfer_id]
         # Else its receiver may have everything, and say so: in its next session, or not knowing of this end.
-        if held.state is not State.COMMITTED or reason not in ("gone", "deadline"):
+        if held.state is not HoldState.COMMITTED or reason not in ("gone", "deadline"):
             held.transfer_id = None
-        held.state, held.since = State.READY, now
+        held.state, held.since = HoldState.READY, now
         answer = Send(held.session, transfer_id, Aborted(reason, held.sent))
         return [answer, Stop(held.prefill_id, transfer_id)]
 
     def _release(self, held: Held, reason: Reason | Literal["acked"], now: float) -> list[Effect]:
         effects: list[Effect] = []
-        if held.state is not State.READY:
+        if held.state is not HoldState.READY:
             assert held.transfer_id is not None
             del self.open[held.transfer_id]
             if reason != "acked":
                 effects.append(Send(held.session, held.transfer_id, Aborted(reason, held.sent)))
-        held.state = State.RELEASED
+        held.state = HoldState.RELEASED
         del self.held[held.prefill_id]
         self._tombstones.bury(held.prefill_id, "gone" if reason in ("acked", "deadline") else reason, now)
         return [Release(held.prefill_id, reason), *effects]

@@ -29,7 +29,7 @@ from kv_transfer.protocol.messages import (
 MAX_HELLO_BYTES = 4096
 
 
-class Refused(Exception):
+class LaneRefused(Exception):
     """The peer is not one to talk to. `reason` names the counter: secret, role, model, layout, …"""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -54,14 +54,14 @@ class Initiator:
         self.proof: HelloProof | None = None
 
     def reply(self, message: HelloReply) -> Identity:
-        """The listener, if it is one to talk to; else Refused."""
+        """The listener, if it is one to talk to; else LaneRefused."""
         if not hmac.compare_digest(message.mac, _mac(self._secret, b"listener", self.open, message)):
-            raise Refused("secret", "the listener does not know this cluster's secret")
+            raise LaneRefused("secret", "the listener does not know this cluster's secret")
         self.proof = HelloProof(_mac(self._secret, b"initiator", self.open, message))
         theirs = _identity(message.identity)
         _check(self._identity, theirs)
         if theirs.incarnation != self._incarnation:
-            raise Refused(
+            raise LaneRefused(
                 "incarnation", f"{theirs.name} is now {theirs.incarnation:x}, not {self._incarnation:x}"
             )
         return theirs
@@ -79,7 +79,7 @@ class Listener:
     def answer(self, message: HelloOpen, payload: bytes) -> HelloReply:
         """The reply to `message`, which came as `payload`."""
         if self._open is not None or not 0 <= message.lane < message.lanes <= MAX_LANES:
-            raise Refused("hello", f"lane {message.lane} of {message.lanes}, or opened twice")
+            raise LaneRefused("hello", f"lane {message.lane} of {message.lanes}, or opened twice")
         self._open = message
         unsigned = HelloReply(os.urandom(32), encode(self._identity), bytes(32))
         self._expected = _mac(self._secret, b"initiator", payload, unsigned)
@@ -88,11 +88,11 @@ class Listener:
         )
 
     def check(self, message: HelloProof) -> tuple[HelloOpen, Identity]:
-        """What the initiator opened and who it is, if it is one to talk to; else Refused."""
+        """What the initiator opened and who it is, if it is one to talk to; else LaneRefused."""
         if self._open is None:
-            raise Refused("hello", "proof before open")
+            raise LaneRefused("hello", "proof before open")
         if not hmac.compare_digest(message.mac, self._expected):
-            raise Refused("secret", "the initiator does not know this cluster's secret")
+            raise LaneRefused("secret", "the initiator does not know this cluster's secret")
         theirs = _identity(self._open.identity)
         _check(self._identity, theirs)
         return self._open, theirs
@@ -109,15 +109,15 @@ def _identity(payload: bytes) -> Identity:
     try:
         return decode_identity(payload)
     except MessageError as e:
-        raise Refused("hello", str(e)) from None
+        raise LaneRefused("hello", str(e)) from None
 
 
 def _check(mine: Identity, theirs: Identity) -> None:
     if theirs.role == mine.role:
-        raise Refused("role", f"{theirs.name} and {mine.name} are both {mine.role} workers")
+        raise LaneRefused("role", f"{theirs.name} and {mine.name} are both {mine.role} workers")
     for what in ("model", "layout"):
         a, b = (getattr(side, f"{what}_fingerprint") for side in (mine, theirs))
         if a != b:
-            raise Refused(what, f"{mine.name} has {a!r}, {theirs.name} has {b!r}")
+            raise LaneRefused(what, f"{mine.name} has {a!r}, {theirs.name} has {b!r}")
     if not PAGE <= theirs.slot_bytes <= MAX_SLOT_BYTES:
-        raise Refused("limits", f"{theirs.name} takes slices of {theirs.slot_bytes} bytes")
+        raise LaneRefused("limits", f"{theirs.name} takes slices of {theirs.slot_bytes} bytes")

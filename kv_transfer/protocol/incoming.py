@@ -17,7 +17,7 @@ from kv_transfer.protocol.frame import KIND_KV, Header
 from kv_transfer.protocol.messages import Commit, FirstToken
 
 
-class State(enum.Enum):
+class TransferState(enum.Enum):
     RESERVED = enum.auto()  # FETCH is to be sent, or sent
     RECEIVING = enum.auto()
     COMPLETE = enum.auto()  # all verified, all handed to the engine
@@ -48,7 +48,7 @@ class Incoming:
         rank: int = 0, sender_ranks: int = 1,
     ) -> None:  # fmt: skip
         """Positions `ranges` (ascending, disjoint) of KV heads `heads`, for receiver rank `rank`."""
-        self.state = State.RESERVED
+        self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
         self.heads = heads
         self.frames = 0  # verified
@@ -67,7 +67,7 @@ class Incoming:
     @property
     def live(self) -> bool:
         """Frames and COMMIT are still expected."""
-        return self.state in (State.RESERVED, State.RECEIVING)
+        return self.state in (TransferState.RESERVED, TransferState.RECEIVING)
 
     @property
     def missing_frames(self) -> int:
@@ -107,11 +107,11 @@ class Incoming:
             raise Fault("sequence", f"frame {h.seq} of {rank.commit.frames}")
         self._mark(rank.seen, h.seq)
         self._cover(h.layer, (first, last), start, stop)
-        self.state = State.RECEIVING
+        self.state = TransferState.RECEIVING
 
     def verified(self, h: Header) -> bool:
         """The frame's payload is whole and undamaged. True: that completed the transfer."""
-        assert self.state is State.RECEIVING
+        assert self.state is TransferState.RECEIVING
         self._ranks[h.sender_rank].verified += 1
         self.frames += 1
         self.bytes += h.length
@@ -132,15 +132,15 @@ class Incoming:
         if not commit.first_token.logprobs_valid:
             raise Fault("commit", f"a logprob of the first token is no logprob: {commit.first_token}")
         rank.commit = commit
-        self.state = State.RECEIVING
+        self.state = TransferState.RECEIVING
         return self._check_complete()
 
     def injected(self) -> None:
-        assert self.state is State.COMPLETE
-        self.state = State.INJECTED
+        assert self.state is TransferState.COMPLETE
+        self.state = TransferState.INJECTED
 
     def end(self) -> None:
-        self.state = State.ENDED
+        self.state = TransferState.ENDED
 
     def _check_complete(self) -> bool:
         for rank in self._ranks.values():
@@ -149,7 +149,7 @@ class Incoming:
         committed = sum(r.commit.bytes for r in self._ranks.values() if r.commit)
         if not committed == self.bytes == self._layer_bytes * self._layout.num_layers:
             raise Fault("commit", f"COMMIT counts {committed} bytes, {self.bytes} came")
-        self.state = State.COMPLETE
+        self.state = TransferState.COMPLETE
         return True
 
     def _mark(self, seen: bytearray, seq: int) -> None:

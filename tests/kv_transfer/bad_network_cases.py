@@ -19,12 +19,12 @@ from tests.bad_network import BACK_FAULTS, FAULTS, BadNetwork
 
 from .second_wire import ACK, CREDIT, FETCH, HELLO, PING
 
-SHORT = kv.Deadlines(
+SHORT = kv.TransferDeadlines(
     handshake=2.0, fetch_wait=5.0, hold=30.0, progress=0.8, peer_dead=0.8, ping=0.1, unreachable=3.0
 )
 # As the defaults: a dead peer is noticed before an ACK is overdue.
 BACK = msgspec.structs.replace(SHORT, progress=3.0)
-LONGER = kv.Deadlines(handshake=2.0, progress=1.5, peer_dead=1.5)
+LONGER = kv.TransferDeadlines(handshake=2.0, progress=1.5, peer_dead=1.5)
 TOKENS = 120  # 24 frames
 ROUNDS = [pytest.param(1), pytest.param(40, marks=pytest.mark.long)]
 
@@ -50,7 +50,7 @@ def transfer(pair: Any, network: BadNetwork) -> str:
             pair.assert_same(blocks, decode_id, 0, TOKENS)
             ends += "injected"
         else:
-            assert isinstance(event, kv.Failed)
+            assert isinstance(event, kv.FetchFailed)
             ends += f"{event.reason}, "
             network.hits = 0  # no network is bad for ever
         pair.decode.release(decode_id)

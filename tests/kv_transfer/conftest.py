@@ -289,7 +289,7 @@ class BareDecode(Worker):
             os.urandom(16), prefill_id=source.hold(20), block_ids=[0, 1], num_tokens=20, **where
         )
         (event,) = until(self.receiver.poll, "the fetch to fail", self.receiver)
-        assert isinstance(event, kv.Failed)
+        assert isinstance(event, kv.FetchFailed)
         return event.reason
 
     def close(self) -> None:

@@ -11,7 +11,9 @@ import kv_transfer as kv
 
 from .conftest import Decode, Pair, Prefill, until
 
-DEADLINES = kv.Deadlines(hold=60.0, progress=1.0, peer_dead=1.0, ping=0.2, unreachable=20.0, handshake=2.0)
+DEADLINES = kv.TransferDeadlines(
+    hold=60.0, progress=1.0, peer_dead=1.0, ping=0.2, unreachable=20.0, handshake=2.0
+)
 TOKENS = 200
 
 

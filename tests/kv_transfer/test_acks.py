@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kv_transfer.config import Deadlines
+from kv_transfer.config import TransferDeadlines
 from kv_transfer.protocol.acks import Acks
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
 def test_what_was_said_lately_comes_before_what_was_never_said() -> None:
-    acks = Acks(Deadlines(peer_dead=5.0))
+    acks = Acks(TransferDeadlines(peer_dead=5.0))
     acks.injected(A, 0.0)
     assert acks.say(0.0) == [A]
     acks.injected(B, 8.0)
@@ -25,7 +25,7 @@ def test_what_was_said_lately_comes_before_what_was_never_said() -> None:
 
 
 def test_nothing_is_said_again_once_the_prefill_is_not_held() -> None:
-    acks = Acks(Deadlines(peer_dead=5.0, hold=30.0))
+    acks = Acks(TransferDeadlines(peer_dead=5.0, hold=30.0))
     acks.injected(A, 0.0)
     for now in (0.0, 9.0, 18.0, 27.0):
         assert acks.say(now) == [A]
@@ -36,7 +36,7 @@ def test_nothing_is_said_again_once_the_prefill_is_not_held() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    acks = Acks(Deadlines())
+    acks = Acks(TransferDeadlines())
     ids = [i.to_bytes(16) for i in range(10_000)]
     for i in ids:
         acks.injected(i, 0.0)

@@ -14,7 +14,7 @@ from kv_transfer.process import decode_side
 from kv_transfer.process.connector import Session
 from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.slots import SlotPipe
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import FrameError, FrameType, Header
 from kv_transfer.protocol.messages import Abort, Aborted, Ack, Commit, Credit, Fetch
 
@@ -63,14 +63,14 @@ class Side:
         config = kv.TransferConfig(
             role="decode", name="decode 0", incarnation=1, model_fingerprint="m", num_slots=4,
             slot_bytes=4096, layout=kv.KVLayout(1, 1, 8, "float32"), max_lanes=12, lane_processes=0,
-            deadlines=kv.Deadlines(**deadlines),
+            deadlines=kv.TransferDeadlines(**deadlines),
         )  # fmt: skip
         ours, theirs = kv.channel_pair()
         self.engine = ch.Channel(ours, ch.ToReceiver)
         self.channel = ch.Channel(theirs, ch.FromReceiver)
         self.slots = SlotPipe(4)
         self.network = network
-        self.side = DecodeSide(config, self.slots, self.channel, Counters(), network.connect)
+        self.side = DecodeSide(config, self.slots, self.channel, TransferCounters(), network.connect)
 
     def fetch(self, transfer_id: bytes, address: str = "[::1]:7000") -> None:
         self.side.engine(ch.FetchIn(transfer_id, b"p" * 16, address, 9, ((0, 4),), 0, 1))

@@ -399,7 +399,7 @@ def test_blocks_are_given_back_only_after_the_last_scatter(receiving: Any, until
         arrive(bench, transfer_id, 5, 1)  # was on its way: its slot goes back, its bytes go nowhere
     assert receiver.poll() == []
     pool.go(2)
-    expected = kv.Failed(b"d", "gone") if how == "failure" else kv.Closed(b"d")
+    expected = kv.FetchFailed(b"d", "gone") if how == "failure" else kv.Closed(b"d")
     assert receiver.poll() == [expected]
     receiver.cancel(b"d")
     assert receiver.poll() == []
@@ -450,4 +450,4 @@ def test_it_asks_again_twice_and_drops_late_slices_of_the_old_transfer(receiving
         assert sorted(bench.next(until, ch.SlotsFree).slots) == [1, 2]
         transfer_id = again.transfer_id
     bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
-    assert receiver.poll() == [kv.Failed(b"d", "integrity")]
+    assert receiver.poll() == [kv.FetchFailed(b"d", "integrity")]

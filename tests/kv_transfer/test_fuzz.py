@@ -45,7 +45,7 @@ ROUND = 250  # frames between two looks at the state of things
 GROWTH = 8 << 20  # bytes by which a process may grow once it is warm: tables are bounded, allocators round up
 MANY = pytest.param(100_000, marks=pytest.mark.long)
 # Ids are forgotten after a second, so that memory must be flat after a short while.
-DEADLINES = kv.Deadlines(tombstone=1.0, fetch_wait=1.0, hold=20.0)
+DEADLINES = kv.TransferDeadlines(tombstone=1.0, fetch_wait=1.0, hold=20.0)
 
 
 Frame = tuple[dict[str, int], bytes]  # fields of the header, payload

@@ -9,7 +9,7 @@ import pytest
 
 from kv_transfer.process import stats
 from kv_transfer.process.handshakes import Handshakes
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import TransferCounters
 
 
 def table(most: int, *lanes: tuple[str, str | None]) -> Any:
@@ -52,7 +52,7 @@ def test_refusals_fill_no_log_and_write_no_control_characters(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(stats.time, "monotonic", lambda: now)
-    counters = Counters()
+    counters = TransferCounters()
     with caplog.at_level(logging.WARNING, "baton.kv"):
         for _ in range(1000):
             counters.refuse("hello", "a\nforged line \x1b[2J")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.config import Deadlines
+from kv_transfer.config import TransferDeadlines
 from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.held import HeldPrefills, Release, Start, State, Stop, Waiting
+from kv_transfer.protocol.held import HeldPrefills, HoldState, Release, Start, Stop, Waiting
 from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FirstToken, Reason
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
@@ -18,7 +18,7 @@ A, B = 1, 2  # sessions
 
 
 def table(max_waiting: int = 2) -> HeldPrefills:
-    return HeldPrefills(Deadlines(fetch_wait=30, hold=30, progress=10, tombstone=60), max_waiting)
+    return HeldPrefills(TransferDeadlines(fetch_wait=30, hold=30, progress=10, tombstone=60), max_waiting)
 
 
 def streaming() -> HeldPrefills:
@@ -85,7 +85,7 @@ def test_abort_makes_it_ready_again() -> None:
     held = streaming()
     held.begin_send(T1, 1)
     assert held.abort(T1, "integrity", 2) == [aborted("integrity", 1), Stop(P, T1)]
-    assert held.held[P].state is State.READY
+    assert held.held[P].state is HoldState.READY
     assert not held.begin_send(T1, 2), "a queued frame of an ended transfer must not leave"
     assert held.abort(T1, "integrity", 2) == []
     assert held.fetch(T2, A, FETCH, 3) == [Start(P, T2, A, FETCH)]

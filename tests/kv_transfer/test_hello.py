@@ -7,7 +7,7 @@ import contextlib
 import msgspec
 import pytest
 
-from kv_transfer.protocol.hello import Initiator, Listener, Refused
+from kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
 from kv_transfer.protocol.messages import HelloOpen, HelloProof, HelloReply, Identity, decode_hello
 
 SECRET = b"0123456789abcdef"
@@ -37,25 +37,25 @@ def test_both_sides_learn_who_the_other_is() -> None:
 def test_neither_accepts_another_secret() -> None:
     a, b = initiator(secret=b"another secret!!"), Listener(SECRET, PREFILL)
     reply = answer(b, a)
-    with pytest.raises(Refused, match="secret"):
+    with pytest.raises(LaneRefused, match="secret"):
         a.reply(reply)
     assert a.proof is None, "nothing is proven to who proved nothing"
-    with pytest.raises(Refused, match="secret"):
+    with pytest.raises(LaneRefused, match="secret"):
         b.check(HelloProof(bytes(32)))
 
 
 def test_a_mac_cannot_be_reflected_or_replayed() -> None:
     a, b = initiator(), Listener(SECRET, PREFILL)
     reply = answer(b, a)
-    with pytest.raises(Refused, match="secret"):
+    with pytest.raises(LaneRefused, match="secret"):
         b.check(HelloProof(reply.mac))  # the listener's own words sent back
     a.reply(reply)
     assert a.proof is not None
     second = Listener(SECRET, PREFILL)
     answer(second, a)  # the same opening, another nonce
-    with pytest.raises(Refused, match="secret"):
+    with pytest.raises(LaneRefused, match="secret"):
         second.check(a.proof)
-    with pytest.raises(Refused, match="secret"):
+    with pytest.raises(LaneRefused, match="secret"):
         initiator().reply(reply)
 
 
@@ -64,7 +64,7 @@ def test_every_word_is_signed() -> None:
     reply = answer(b, a)
     forged = msgspec.msgpack.encode(replace(PREFILL, slot_bytes=1 << 16))
     for bad in (HelloReply(bytes(32), reply.identity, reply.mac), HelloReply(reply.nonce, forged, reply.mac)):
-        with pytest.raises(Refused, match="secret"):
+        with pytest.raises(LaneRefused, match="secret"):
             a.reply(bad)
 
 
@@ -81,10 +81,10 @@ def test_every_word_is_signed() -> None:
 def test_mismatch_names_both_sides(changed: dict[str, object], reason: str) -> None:
     theirs = replace(DECODE, **changed)
     a, b = initiator(theirs), Listener(SECRET, PREFILL)
-    with contextlib.suppress(Refused):  # it may see the mismatch, too; the proof is there all the same
+    with contextlib.suppress(LaneRefused):  # it may see the mismatch, too; the proof is there all the same
         a.reply(answer(b, a))
     assert a.proof is not None
-    with pytest.raises(Refused, match="decode 3") as refused:
+    with pytest.raises(LaneRefused, match="decode 3") as refused:
         b.check(a.proof)
     assert refused.value.reason == reason
     if reason in ("model", "layout"):
@@ -95,16 +95,16 @@ def test_mismatch_names_both_sides(changed: dict[str, object], reason: str) -> N
 
 def test_another_incarnation_is_not_the_one_asked_for() -> None:
     a, b = initiator(incarnation=8), Listener(SECRET, PREFILL)
-    with pytest.raises(Refused, match="incarnation"):
+    with pytest.raises(LaneRefused, match="incarnation"):
         a.reply(answer(b, a))
 
 
 def test_out_of_order() -> None:
     a, b = initiator(), Listener(SECRET, PREFILL)
-    with pytest.raises(Refused, match="hello"):
+    with pytest.raises(LaneRefused, match="hello"):
         b.check(HelloProof(bytes(32)))
     answer(b, a)
-    with pytest.raises(Refused, match="hello"):
+    with pytest.raises(LaneRefused, match="hello"):
         answer(b, a)
-    with pytest.raises(Refused, match="hello"):
+    with pytest.raises(LaneRefused, match="hello"):
         answer(Listener(SECRET, PREFILL), Initiator(SECRET, DECODE, b"s" * 16, 4, 4, 7))

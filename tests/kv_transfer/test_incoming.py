@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
 from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.incoming import Fault, Incoming, State
+from kv_transfer.protocol.incoming import Fault, Incoming, TransferState
 from kv_transfer.protocol.messages import Commit, FirstToken
 
 LAYOUT = KVLayout(2, 4, 8, "float32")
@@ -51,9 +51,9 @@ def test_all_orders_of_four_frames_and_the_commit() -> None:
         it = incoming((0, 8))
         results = [it.commit(0, commit) if h is None else take(it, h) for h in order]
         assert results == [False] * 4 + [True]
-        assert (it.state, it.first_token, it.missing_frames) == (State.COMPLETE, FIRST, 0)
+        assert (it.state, it.first_token, it.missing_frames) == (TransferState.COMPLETE, FIRST, 0)
         it.injected()
-        assert it.state is State.INJECTED
+        assert it.state is TransferState.INJECTED
 
 
 @given(st.data())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.config import Deadlines
+from kv_transfer.config import TransferDeadlines
 from kv_transfer.layout import KVLayout
 from kv_transfer.protocol.acks import Acks
 from kv_transfer.protocol.effects import Send
@@ -30,10 +30,10 @@ from kv_transfer.protocol.fetches import (
 )
 from kv_transfer.protocol.frame import FrameType, Header
 from kv_transfer.protocol.held import HeldPrefills, Release, Start
-from kv_transfer.protocol.incoming import State
+from kv_transfer.protocol.incoming import TransferState
 from kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToken
 
-DEADLINES = Deadlines()
+DEADLINES = TransferDeadlines()
 LAYOUT = KVLayout(2, 1, 8, "float32")
 P = b"p" * 16
 PEER = ("127.0.0.1:7000", 1)
@@ -90,7 +90,7 @@ class World:
         for transfer_id, t in self.fetches.open.items():
             if t.incoming.live:
                 out.append(("abort", transfer_id))
-            if t.incoming.state is State.COMPLETE:
+            if t.incoming.state is TransferState.COMPLETE:
                 out.append(("inject", transfer_id))
         if not self.up:
             out.append(("session_up",))

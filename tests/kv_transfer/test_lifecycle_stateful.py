@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_transfer.protocol.held import State as HeldState
-from kv_transfer.protocol.incoming import State
+from kv_transfer.protocol.held import HoldState
+from kv_transfer.protocol.incoming import TransferState
 
 from .test_lifecycle import World
 
@@ -44,12 +44,12 @@ class Lifecycle(RuleBasedStateMachine):
         assert len(world.live) <= 1
         assert len(world.held.open) <= 1
         for held in world.held.open.values():
-            assert held.state in (HeldState.STREAMING, HeldState.COMMITTED)
+            assert held.state in (HoldState.STREAMING, HoldState.COMMITTED)
 
     @invariant()
     def what_is_complete_is_whole(self) -> None:
         for transfer in self.world.fetches.open.values():
-            if transfer.incoming.state is State.COMPLETE:
+            if transfer.incoming.state is TransferState.COMPLETE:
                 assert transfer.incoming.frames == 2
                 assert transfer.incoming.missing_frames == 0
 

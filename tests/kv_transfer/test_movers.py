@@ -327,7 +327,9 @@ def test_one_lane_that_falls_silent_ends_its_session(
     make_prefill: Any, until: Any, lane_processes: int
 ) -> None:
     """As over a network that has lost one way of several: lane 0 is heard all the time."""
-    prefill = make_prefill(lane_processes=lane_processes, deadlines=kv.Deadlines(peer_dead=1.0, ping=0.1))
+    prefill = make_prefill(
+        lane_processes=lane_processes, deadlines=kv.TransferDeadlines(peer_dead=1.0, ping=0.1)
+    )
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     lane_1_at(lane_processes, prefill, until)
     until(lambda: gives_up(prefill, control), "prefill to notice")
@@ -339,7 +341,7 @@ def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, lan
     """Before COMMIT, so that nothing else is due; lane 0 is heard all the time. The slot comes home."""
     decode = make_decode(
         lanes=1 if lane_processes else 2, lane_processes=lane_processes,
-        deadlines=kv.Deadlines(peer_dead=1.0, ping=0.1),
+        deadlines=kv.TransferDeadlines(peer_dead=1.0, ping=0.1),
     )  # fmt: skip
     peers = Peers(decode, until, [b"a"])
     control, data, transfer = peers.asked(b"a")
@@ -352,7 +354,7 @@ def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, lan
 
 @pytest.mark.parametrize("lane_processes", [0, 1])
 def test_every_lane_is_pinged(make_prefill: Any, until: Any, lane_processes: int) -> None:
-    prefill = make_prefill(lane_processes=lane_processes, deadlines=kv.Deadlines(ping=0.05))
+    prefill = make_prefill(lane_processes=lane_processes, deadlines=kv.TransferDeadlines(ping=0.05))
     both = [connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1)]
     lane_1_at(lane_processes, prefill, until)
     for lane in both:
@@ -369,7 +371,7 @@ def test_every_lane_is_pinged(make_prefill: Any, until: Any, lane_processes: int
 @pytest.mark.parametrize("hangs", ["prefill", "decode"])
 def test_an_engine_that_hangs_is_told_to_its_peer(make_pair: Any, hangs: str) -> None:
     """By the PINGs of its own transfer process, which is well; the other side ends the session."""
-    quick = {"deadlines": kv.Deadlines(ping=0.1, engine_dead=0.5)}
+    quick = {"deadlines": kv.TransferDeadlines(ping=0.1, engine_dead=0.5)}
     pair = make_pair(quick, quick)
     worker, peer = getattr(pair, hangs), pair.decode if hangs == "prefill" else pair.prefill
     worker.arena.tick()  # and never again
@@ -386,7 +388,7 @@ def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(
     """Longer than every deadline, on a lane of either kind."""
     decode = make_decode(
         lanes=1 if lane_processes else 2, lane_processes=lane_processes,
-        deadlines=kv.Deadlines(progress=1.0),
+        deadlines=kv.TransferDeadlines(progress=1.0),
     )  # fmt: skip
     peers = Peers(decode, until, [b"a"])
     control, data, transfer = peers.asked(b"a")
@@ -428,7 +430,7 @@ def test_movers_die_with_the_transfer_process(make_pair: Any) -> None:
 
 def test_a_mover_that_hangs_ends_its_transfer_process(make_pair: Any) -> None:
     """Its sessions fall silent and end, but what its lanes hold never comes back."""
-    quick = TWO | {"deadlines": kv.Deadlines(ping=0.1, peer_dead=0.5)}
+    quick = TWO | {"deadlines": kv.TransferDeadlines(ping=0.1, peer_dead=0.5)}
     pair = make_pair(quick, quick)
     transferred(pair, 50)
     watches = watched(pair.decode)

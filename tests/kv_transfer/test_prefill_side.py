@@ -12,7 +12,7 @@ from kv_transfer.channel import Channel, FromSender
 from kv_transfer.process import prefill_side
 from kv_transfer.process.connector import ProtocolError
 from kv_transfer.process.prefill_side import PrefillSide
-from kv_transfer.process.stats import Counters
+from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
 from kv_transfer.protocol.messages import Credit, encode
 
@@ -41,7 +41,7 @@ def test_a_peer_that_floods_the_engine_loses_its_session_alone(monkeypatch: pyte
     with ours, theirs:
         channel = Channel(ours, FromSender)
         arena: Any = None
-        side = PrefillSide(CONFIG, arena, channel, Counters())
+        side = PrefillSide(CONFIG, arena, channel, TransferCounters())
         flooding, quiet = Peer(1), Peer(2)
 
         message = Credit(7)

@@ -50,9 +50,9 @@ def test_refused_at_hello(
 
 
 def test_nobody_listens(make_pair: Any) -> None:
-    pair = make_pair(decode={"deadlines": kv.Deadlines(unreachable=0.6)})
+    pair = make_pair(decode={"deadlines": kv.TransferDeadlines(unreachable=0.6)})
     decode_id = pair.decode.fetch(pair.prefill, os.urandom(16), 10, kv_address="127.0.0.1:1")
-    assert pair.event(decode_id) == kv.Failed(decode_id, "unreachable")
+    assert pair.event(decode_id) == kv.FetchFailed(decode_id, "unreachable")
 
 
 def test_without_a_descriptor_for_who_connects_it_does_not_spin(make_prefill: Any, until: Any) -> None:
@@ -84,7 +84,7 @@ def test_the_process_names_itself_and_has_no_torch(make_pair: Any) -> None:
 
 
 def test_idle_lanes_close_and_reopen(make_pair: Any) -> None:
-    pair = make_pair(decode={"deadlines": kv.Deadlines(idle_close=0.3)})
+    pair = make_pair(decode={"deadlines": kv.TransferDeadlines(idle_close=0.3)})
     for _ in range(2):
         assert isinstance(pair.event(pair.decode.fetch(pair.prefill, pair.prefill.hold(20), 20)), kv.Injected)
         pair.until(lambda: pair.prefill.stats().lanes == pair.decode.stats().lanes == 0, "the lanes to close")
@@ -130,7 +130,7 @@ def test_drain_lets_what_runs_end(make_pair: Any) -> None:
     pair.until(lambda: pair.prefill.sender.has_fetch(prefill_id), "the FETCH")
     pair.prefill.service.send(kv.encode(kv.Drain(10.0)))
     late = pair.decode.fetch(pair.prefill, os.urandom(16), 10)
-    assert pair.event(late) == kv.Failed(late, "busy")
+    assert pair.event(late) == kv.FetchFailed(late, "busy")
     pair.prefill.sender.ready(prefill_id, None, 0, 50)
     pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
     assert isinstance(pair.event(decode_id), kv.Injected)

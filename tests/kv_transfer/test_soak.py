@@ -16,7 +16,7 @@ from bench.chaos.processes import resident_bytes
 
 AT_ONCE = 8
 GROWTH = 4 << 20  # bytes: allocators round up
-DEADLINES = kv.Deadlines(tombstone=1.0)  # ids are forgotten after a second, so that a short run shows it
+DEADLINES = kv.TransferDeadlines(tombstone=1.0)  # a short run must see ids forgotten
 
 
 def open_things(pid: int) -> tuple[int, int]:

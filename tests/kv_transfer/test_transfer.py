@@ -16,7 +16,7 @@ import kv_transfer as kv
 
 from .conftest import until
 
-FAST = kv.Deadlines(fetch_wait=0.5, hold=0.6, progress=2.0, unreachable=0.6, tombstone=30.0)
+FAST = kv.TransferDeadlines(fetch_wait=0.5, hold=0.6, progress=2.0, unreachable=0.6, tombstone=30.0)
 
 
 def test_layers_stream_while_the_prefill_computes(make_pair: Any) -> None:
@@ -157,7 +157,7 @@ def test_a_new_fetch_supersedes(make_prefill: Any, make_decode: Any, pair_of: An
     lost = first.fetch(prefill, prefill_id, 200)
     a.until(lambda: first.stats().kv_frames, "the first transfer to be under way")
     taken = second.fetch(prefill, prefill_id, 200)
-    assert a.event(lost) == kv.Failed(lost, "superseded")
+    assert a.event(lost) == kv.FetchFailed(lost, "superseded")
     blocks = prefill.held[prefill_id]
     prefill.sender.ready(prefill_id, None, 100, 200)
     prefill.sender.commit(prefill_id, kv.FirstToken(1))
@@ -193,7 +193,7 @@ def test_fetch_before_the_prefill_is_known(make_pair: Any) -> None:
     patient = pair.decode.fetch(pair.prefill, queued, 30)
     pair.until(lambda: pair.prefill.sender.has_fetch(queued), "the second FETCH")
     # Only the one that nobody expects runs into the deadline.
-    assert pair.event(fetch) == kv.Failed(fetch, "deadline")
+    assert pair.event(fetch) == kv.FetchFailed(fetch, "deadline")
     assert pair.prefill.stats().deadlines == {"fetch_wait": 1}
     pair.until(lambda: not pair.prefill.sender.has_fetch(early), "the news of that")
     pair.prefill.hold(30, queued)
@@ -217,7 +217,7 @@ def test_the_senders_own_end(make_pair: Any, reason: Any, when: str) -> None:
             pair.prefill.open(50, prefill_id)
             pair.prefill.sender.ready(prefill_id, None, 0, 30)
         pair.prefill.sender.close(prefill_id, reason)
-    assert pair.event(decode_id) == kv.Failed(decode_id, reason)
+    assert pair.event(decode_id) == kv.FetchFailed(decode_id, reason)
     if when != "waiting":
         pair.until(lambda: pair.prefill.released == {prefill_id: reason}, "the release")
     pair.assert_whole()
@@ -233,7 +233,7 @@ def test_after_the_ack_and_after_the_hold_deadline_it_is_gone(make_pair: Any) ->
     assert pair.prefill.stats().deadlines == {"hold": 1}
     for prefill_id in (acked, unwanted):
         again = pair.decode.fetch(pair.prefill, prefill_id, 20)
-        assert pair.event(again) == kv.Failed(again, "gone")
+        assert pair.event(again) == kv.FetchFailed(again, "gone")
     pair.assert_whole()
 
 
@@ -241,7 +241,7 @@ def test_asking_for_positions_that_are_not_there(make_pair: Any) -> None:
     pair = make_pair()
     prefill_id = pair.prefill.hold(20)
     decode_id = pair.decode.fetch(pair.prefill, prefill_id, 21)
-    assert pair.event(decode_id) == kv.Failed(decode_id, "integrity")
+    assert pair.event(decode_id) == kv.FetchFailed(decode_id, "integrity")
     assert pair.prefill.stats().refused == {"fetch_range": 3}  # two FETCHes more, by itself
     pair.prefill.sender.close(prefill_id, "cancelled")
     pair.assert_whole()
@@ -299,7 +299,7 @@ def test_cancel_at_random_moments(make_pair: Any, count: int, lane_processes: in
     assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
     kinds = Counter(type(e) for e in pair.decode.events.values())
     assert kinds[kv.Injected] > 20, kinds
-    assert kinds[kv.Failed] + kinds[kv.Closed] > 5, kinds
+    assert kinds[kv.FetchFailed] + kinds[kv.Closed] > 5, kinds
 
 
 def test_fetch_again_under_the_same_decode_id(make_pair: Any) -> None:

@@ -50,7 +50,7 @@ def fetching(make_decode: Any) -> Any:
 
     def make(**deadlines: float) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
         fake = FakePrefill()
-        decode = make_decode(lanes=1, deadlines=kv.Deadlines(**deadlines))
+        decode = make_decode(lanes=1, deadlines=kv.TransferDeadlines(**deadlines))
         blocks = decode.reserved[b"d"] = decode.allocate(10)
         decode.receiver.fetch(
             b"d",
@@ -213,7 +213,7 @@ def test_idle_connections_keep_no_peer_out(make_prefill: Any) -> None:
 
 
 def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
-    prefill = make_prefill(max_handshakes=3, deadlines=kv.Deadlines(handshake=0.7))
+    prefill = make_prefill(max_handshakes=3, deadlines=kv.TransferDeadlines(handshake=0.7))
     lanes = [Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(5)]
     refused(prefill, until, "handshakes", 2)
     assert [lane.read()[0] for lane in lanes] == [0] * 5, "all are closed, the silent ones by their deadline"
@@ -253,7 +253,7 @@ def test_an_authenticated_peer_that_breaks_the_protocol(
 
 def test_sessions_of_two_lanes(make_prefill: Any, until: Any) -> None:
     """Control goes down lane 0 only; without all its lanes a session ends; a new one ends the old."""
-    prefill = make_prefill(deadlines=kv.Deadlines(handshake=1.0))
+    prefill = make_prefill(deadlines=kv.TransferDeadlines(handshake=1.0))
     first, second = (connect(prefill.port, session=b"a" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: prefill.stats().sessions == 1, "the session")
     second.say(FETCH, [b"p" * 16, [[0, 10]], 0, 0, 2], os.urandom(16))
@@ -334,7 +334,7 @@ def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: 
             transfer, _ = lane.expect(FETCH)
             while lane.sent == lane.granted:
                 lane.read()
-    assert ended(decode, until) == kv.Failed(b"d", "integrity")
+    assert ended(decode, until) == kv.FetchFailed(b"d", "integrity")
     assert decode.stats().checksum_failures == {"payload": 3}
     until(lambda: decode.stats().slots_free == 16 and decode.receiver.idle, "the slots to come home")
 
