@@ -152,7 +152,7 @@ async def test_each_pool_follows_its_own_signal_and_comes_back(pools: Pools) -> 
     await eventually(lambda: pools.names() == ["decode 0", "prefill 0"])
 
 
-async def test_a_queue_that_routers_keep_from_the_workers_counts(pools: Pools) -> None:
+async def test_prefill_grows_with_the_queue_in_the_routers(pools: Pools) -> None:
     await eventually(lambda: bool(pools.supervisor.pools))
     pools.router.held = 9000
     await eventually(lambda: pools.names() == ["decode 0", "prefill 0", "prefill 1", "prefill 2"])
@@ -162,12 +162,12 @@ async def test_a_queue_that_routers_keep_from_the_workers_counts(pools: Pools) -
     await eventually(lambda: "decode 1" in pools.names())
     pools.load("decode", blocks_free=512)
     await eventually(lambda: "decode 1" not in pools.names())  # long enough for prefill to shrink too
-    assert "prefill 2" in pools.names(), "who does not answer does not hold nothing"
+    assert "prefill 2" in pools.names(), "a router without an answer may still hold tokens"
     pools.router.held = 0
     await eventually(lambda: "prefill 1" not in pools.names())
 
 
-async def test_a_router_says_what_it_holds_back() -> None:
+async def test_tokens_held_are_read_from_the_metrics_of_the_admin_port() -> None:
     said = 'baton:tokens_waiting{role="router"} 9.0\n'
     pages = {"/metrics": said + 'baton:tokens_waiting_for_turn{role="router"} 7.0\n'}
 
@@ -186,7 +186,7 @@ async def test_a_router_says_what_it_holds_back() -> None:
         await tokens_held(ready)
 
 
-async def test_what_is_not_known_changes_nothing(pools: Pools) -> None:
+async def test_a_pool_keeps_its_size_if_a_worker_does_not_answer(pools: Pools) -> None:
     """A worker that does not answer is no idle worker."""
     pools.load("prefill", tokens_waiting=9000, requests_waiting=9, requests_running=1)
     await eventually(lambda: "prefill 2" in pools.names())

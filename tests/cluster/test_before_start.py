@@ -33,7 +33,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     check_ports(FrontOptions(port=port, grpc_port=0, admin_port=0))
 
 
-def test_one_port_for_two_things_is_refused() -> None:
+def test_the_same_port_given_twice_is_refused() -> None:
     port = free_port()
     with pytest.raises(ValueError, match=f"--admin-port {port}: cannot listen"):
         check_ports(FrontOptions(port=port, grpc_port=0, admin_port=port))
@@ -44,7 +44,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
         check_ports(FrontOptions(host="192.0.2.1", port=0))
 
 
-def test_keys_and_certificates_are_looked_at_first(tmp_path: Path) -> None:
+def test_keys_and_certificates_are_checked_before_the_start(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("[a]\nkey = 7")
     runner = CliRunner()
@@ -58,7 +58,7 @@ def test_keys_and_certificates_are_looked_at_first(tmp_path: Path) -> None:
         assert said in result.output
 
 
-def test_a_model_that_cannot_be_served_is_told_before_anything_starts(
+def test_an_unusable_model_is_refused_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `baton serve` and by `baton doctor`, in the words of the worker and of the router."""

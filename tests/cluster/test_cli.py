@@ -49,7 +49,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode", "chat", "status"])
-def test_every_command_explains_itself(command: str) -> None:
+def test_every_command_has_help_and_an_example(command: str) -> None:
     help_ = baton(command, "--help")
     assert help_.exit_code == 0
     assert f"baton {command}" in help_.output, "an example"
@@ -82,7 +82,7 @@ def test_help_shows_the_default_of_every_option(commands: typer.Typer) -> None:
         (("--no-enable-prefix-caching",), {"prefill": False, "decode": False}),
     ],
 )
-def test_prefill_workers_keep_prefixes_unless_told_otherwise(
+def test_prefix_caching_is_on_by_default_for_prefill_workers(
     flags: tuple[str, ...], caching: dict[str, bool], served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether they are told directly or by `baton serve`."""
@@ -100,7 +100,7 @@ def test_prefill_workers_keep_prefixes_unless_told_otherwise(
     ]
 
 
-def test_serve_has_vllms_names() -> None:
+def test_serve_uses_the_option_names_of_vllm() -> None:
     output = baton("serve", "--help").output
     for flag in (
         "--model", "--served-model-name", "--host", "--port", "--tensor-parallel-size", "--max-model-len",
@@ -126,7 +126,7 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, serve
     assert served[1].front.port == 1001, "not the table of another command"
 
 
-def test_variables_that_no_option_has_are_reported(served: list[Plan]) -> None:
+def test_unknown_environment_variables_are_reported(served: list[Plan]) -> None:
     secret = {"BATON_CLUSTER_SECRET": "x" * 32, "BATON_CONFIG": os.devnull}
     result = baton("serve", BATON_MAX_MODEL_LENGTH="4", BATON_ENABLE_LORA="1", BATON_TIMEOUT="5", **secret)
     assert result.exit_code == 0
@@ -208,7 +208,7 @@ def test_a_value_error_is_shown_without_a_traceback(monkeypatch: pytest.MonkeyPa
     assert result.output.strip() == "Error: --max-model-len 9: too short"
 
 
-def test_what_serve_passes_on_is_what_a_role_understands(
+def test_roles_accept_the_arguments_that_serve_passes(
     served: list[Plan], workers: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BATON_CLUSTER_SECRET", raising=False)
@@ -236,7 +236,7 @@ def test_what_serve_passes_on_is_what_a_role_understands(
     assert Path(given.model.model).is_file()
 
 
-def test_opentelemetrys_own_variable_counts_where_the_flag_is_not_given(
+def test_the_opentelemetry_variable_is_the_default_of_the_flag(
     served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4317")
@@ -273,7 +273,7 @@ def test_pools_and_their_places(served: list[Plan], tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_pools_that_could_need_more_gpus_than_there_are_are_refused(
+def test_pools_that_need_too_many_gpus_are_refused(
     served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     present = ["0", "1", "2", "3"]
@@ -322,7 +322,7 @@ def test_gpus_that_a_role_may_be_given(
         (("--prefill-nodes", "gpu"), "KEY=VALUE"),
     ],
 )
-def test_what_cannot_be_placed_is_refused(flags: tuple[str, ...], words: str, served: list[Plan]) -> None:
+def test_invalid_placements_are_refused(flags: tuple[str, ...], words: str, served: list[Plan]) -> None:
     baton("serve", *flags)
     with pytest.raises(ValueError, match=words):
         served[0].roles()
@@ -358,5 +358,5 @@ except SystemExit as end:
 @pytest.mark.parametrize(
     "args", [("--help",), ("serve", "--help"), ("status", "--url", "http://127.0.0.1:9")]
 )
-def test_what_is_quick_imports_nothing_heavy(args: tuple[str, ...]) -> None:
+def test_quick_commands_import_no_heavy_modules(args: tuple[str, ...]) -> None:
     assert not imports(*args) & {"torch", "ray", "transformers", "grpc", "numpy"}

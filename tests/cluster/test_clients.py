@@ -127,7 +127,7 @@ def test_a_failed_turn_does_not_end_the_chat_and_is_forgotten(url: str) -> None:
     assert "GOOD" in result.stdout
 
 
-def test_ctrl_c_interrupts_the_answer_and_keeps_what_came(url: str) -> None:
+def test_ctrl_c_interrupts_the_answer_and_keeps_its_received_part(url: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "cluster.cli", "chat", "--url", url],
         stdin=subprocess.PIPE,
@@ -212,7 +212,7 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
     assert lines[6] == "decode: 2 workers (1 to 4), 1.7 needed: the queue"
 
 
-def test_nobody_there_and_the_wrong_key(url: str) -> None:
+def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
     gone = baton("status", "--url", "http://127.0.0.1:9")
     assert gone.exit_code == 2
     assert "--url http://127.0.0.1:9" in gone.stderr

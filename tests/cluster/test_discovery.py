@@ -232,14 +232,14 @@ async def test_workers_come_and_go(source: Source) -> None:
         await router.until()
 
 
-async def test_who_is_there_before_is_found(source: Source) -> None:
+async def test_workers_listed_before_the_start_are_found(source: Source) -> None:
     await source.join(A)
     await source.join(B)
     async with Follower(source.discovery) as router:
         await router.until(A, B)
 
 
-async def test_a_worker_that_flaps_ends_up_where_it_is(source: Source) -> None:
+async def test_after_fast_changes_the_last_state_of_a_worker_holds(source: Source) -> None:
     await source.join(B)
     async with Follower(source.discovery) as router:
         await router.until(B)
@@ -252,7 +252,7 @@ async def test_a_worker_that_flaps_ends_up_where_it_is(source: Source) -> None:
         assert len(set(router.heard)) <= 3
 
 
-async def test_nothing_is_said_twice(source: Source) -> None:
+async def test_an_unchanged_list_is_reported_once(source: Source) -> None:
     async with Follower(source.discovery) as router:
         await source.join(A)
         await router.until(A)
@@ -261,7 +261,7 @@ async def test_nothing_is_said_twice(source: Source) -> None:
         assert all(one != next_ for one, next_ in zip(router.heard, router.heard[1:], strict=False))
 
 
-async def test_while_the_source_is_lost_the_last_list_stays_and_then_it_is_true_again(source: Source) -> None:
+async def test_the_last_list_stays_until_a_lost_source_is_back(source: Source) -> None:
     await source.join(A)
     await source.join(B)
     async with Follower(source.discovery) as router:
@@ -286,11 +286,11 @@ async def test_the_source_may_be_lost_again_and_again(source: Source) -> None:
             await router.until(*([A] if there else []))
 
 
-async def test_a_static_list_is_said_once() -> None:
+async def test_a_static_list_is_reported_once() -> None:
     assert [said async for said in StaticDiscovery((A, B)).watch()] == [frozenset({A, B})]
 
 
-async def test_what_is_listed_for_good_stays_beside_a_file(tmp_path: Path) -> None:
+async def test_static_workers_stay_beside_those_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "workers"
     async with Follower(FileDiscovery(str(path), (C,))) as router:
         await router.until(C)
@@ -298,7 +298,7 @@ async def test_what_is_listed_for_good_stays_beside_a_file(tmp_path: Path) -> No
         await router.until(A, C)
 
 
-async def test_a_new_supervisor_names_nobody_before_it_has_heard_all(
+async def test_a_new_supervisor_updates_routers_after_all_roles_have_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.supervisor._ALL_ANSWER_WITHIN", 60.0)
@@ -324,7 +324,7 @@ async def test_a_new_supervisor_names_nobody_before_it_has_heard_all(
         await registry.stop()
 
 
-async def test_a_supervisor_does_not_wait_for_ever_for_one_that_has_no_place(
+async def test_a_new_supervisor_does_not_wait_forever_for_an_unplaced_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.supervisor._ALL_ANSWER_WITHIN", 0.1)

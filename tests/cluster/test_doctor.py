@@ -132,7 +132,7 @@ def test_both_ends_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.level in ("good", "warning")
 
 
-def test_a_stranger_is_told_apart_at_both_ends() -> None:
+def test_both_ends_refuse_a_peer_with_another_secret() -> None:
     thread, heard, port = listening(SECRET, lanes=1)
     [there] = sent(port, b"quite another secret", lanes=1)
     thread.join(10)
@@ -174,7 +174,7 @@ def test_a_decode_pool_that_is_nearly_full() -> None:
     assert level(workers([worker("prefill", 0), full]), "decode 3") == "warning"
 
 
-async def test_nobody_at_the_url() -> None:
+async def test_a_missing_router_is_a_bad_finding() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
@@ -182,7 +182,7 @@ async def test_nobody_at_the_url() -> None:
     assert [(f.check, f.level) for f in found] == [("router", "bad")]
 
 
-def test_workers_that_are_not_used_are_told_one_by_one() -> None:
+def test_every_unused_worker_is_a_finding() -> None:
     """By address, with the router's own reason and remedy. What may come back by itself is a warning."""
     refused = {
         "role": "unknown",
@@ -288,6 +288,6 @@ def test_the_command_as_json_and_its_exit_code() -> None:
     assert all(bool(f["remedy"]) == (f["level"] in ("warning", "bad")) for f in found)
 
 
-def test_only_what_does_not_work_makes_the_exit_code() -> None:
+def test_only_bad_findings_set_the_exit_code() -> None:
     assert exit_code([good("a", "b"), warning("c", "d", "e")]) == 0
     assert exit_code([good("a", "b"), bad("c", "d", "e")]) == 1

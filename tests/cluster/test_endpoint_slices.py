@@ -78,7 +78,7 @@ def test_a_pod_of_a_dual_stack_service_counts_once_by_its_ipv4_address() -> None
 
 
 @pytest.mark.parametrize("nothing", [{"endpoints": None}, {"ports": None}, {"ports": [{"name": "grpc"}]}])
-def test_what_go_leaves_out_names_nobody(nothing: dict[str, Any]) -> None:
+def test_omitted_fields_name_no_worker(nothing: dict[str, Any]) -> None:
     assert not addresses(slice_of("a", at("10.0.0.1"), **nothing))
 
 

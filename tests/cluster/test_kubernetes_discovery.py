@@ -1,4 +1,4 @@
-"""List and watch, with all that an API server may do in between. What every discovery has in common is in
+"""List and watch of the API server, with its failures. The tests that every discovery shares are in
 test_discovery."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def watching(server: FakeKubernetes, after: int = 0) -> None:
     await until(lambda: bool(server.watched) and len(server.watches()) >= after)
 
 
-async def test_both_services_are_followed_by_one_watch_and_others_are_nobody(
+async def test_one_watch_follows_both_services_and_ignores_others(
     server: FakeKubernetes, router: Follower
 ) -> None:
     server.put("x", "somebody-else", [endpoint("10.9.9.9")])
@@ -79,7 +79,9 @@ async def test_both_services_are_followed_by_one_watch_and_others_are_nobody(
     assert server.asked[0]["labelSelector"] == "kubernetes.io/service-name in (baton-decode,baton-prefill)"
 
 
-async def test_a_broken_watch_goes_on_where_it_was(server: FakeKubernetes, router: Follower) -> None:
+async def test_a_broken_watch_continues_from_its_last_version(
+    server: FakeKubernetes, router: Follower
+) -> None:
     for turn in range(3):
         server.cut()
         server.put("b", "baton-decode", [endpoint("10.0.0.2", ready=turn % 2 == 0)])
@@ -121,7 +123,7 @@ async def test_410_lists_again(server: FakeKubernetes, router: Follower, as_even
     assert server.lists() == 2
 
 
-async def test_what_the_watch_missed_is_found_by_listing_now_and_then(
+async def test_a_periodic_list_finds_missed_changes(
     server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes_discovery, "WATCH_SECONDS", 1)
@@ -135,7 +137,7 @@ async def test_what_the_watch_missed_is_found_by_listing_now_and_then(
 
 
 @pytest.mark.parametrize("code", [401, 403, 429, 500])
-async def test_a_refusal_changes_nothing_and_is_told(
+async def test_a_refusal_is_logged_and_keeps_the_last_list(
     server: FakeKubernetes, router: Follower, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.deny = code
@@ -200,7 +202,7 @@ async def test_in_a_pod_it_uses_the_service_account_and_follows_its_token(
     await server.stop()
 
 
-async def test_it_neither_runs_in_a_pod_nor_where_kubectl_works(
+async def test_without_pod_and_kubeconfig_the_error_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -216,7 +218,7 @@ async def test_without_the_client_library_the_remedy_is_named(monkeypatch: pytes
         KubernetesDiscovery(SERVICES)
 
 
-async def test_a_router_of_the_command_line_serves_what_the_services_name(
+async def test_a_router_process_uses_the_workers_of_the_services(
     server: FakeKubernetes, tmp_path: Path
 ) -> None:
     workers = [FakeWorker(role, Lanes(), [2]) for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)]

@@ -43,7 +43,7 @@ async def test_a_role_sees_its_own_gpus_only(place: Place) -> None:
     assert await asyncio.gather(*map(devices, (first, second, without))) == ["0,1", "2", ""]
 
 
-async def test_a_worker_waits_for_the_gpus_of_one_that_drains(place: Place) -> None:
+async def test_a_worker_waits_for_the_gpus_of_a_draining_worker(place: Place) -> None:
     leaving, next_one = place(0, 3), place(1, 2)
     await leaving.start()
     waiting = asyncio.create_task(next_one.start())

@@ -88,7 +88,7 @@ def test_a_damaged_or_unwritable_memory_only_costs_another_check(tmp_path: Path,
     assert model.verified(file, 5, digest) == file
 
 
-def test_what_workers_serve_is_looked_for_here(tmp_path: Path) -> None:
+def test_a_router_resolves_the_model_of_its_workers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     here = str(tmp_path)
     assert model.of_workers(here, "mine") == model.ResolvedModel(here, "mine")

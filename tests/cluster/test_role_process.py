@@ -87,7 +87,7 @@ async def test_a_crash_at_start_is_no_crash_loop(start: Start, tmp_path: Path) -
     assert not state.crash_loop
 
 
-async def test_garbage_on_the_pipe_is_an_error_not_a_crash_of_ours(start: Start) -> None:
+async def test_an_invalid_line_on_the_ready_pipe_ends_only_the_role(start: Start) -> None:
     process = start(MISBEHAVIOUR="garbage")
     state = await until(process, lambda s: s.phase == "waiting")
     assert "invalid line to its ready pipe" in state.error
@@ -109,7 +109,7 @@ async def test_a_role_that_fails_to_stop_cleanly_is_told(start: Start) -> None:
     assert process.state.error == "was killed by SIGABRT"
 
 
-async def test_stop_kills_what_does_not_listen(start: Start) -> None:
+async def test_stop_kills_a_role_that_ignores_the_signal(start: Start) -> None:
     process = start(MISBEHAVIOUR="deaf")
     state = await until_ready(process)
     patient = asyncio.create_task(process.stop(signal.SIGTERM, 600))
@@ -173,14 +173,14 @@ async def test_a_restart_is_a_new_incarnation_at_once_and_no_crash(start: Start)
     assert gone(first.pid)
 
 
-async def test_who_does_not_end_in_time_is_killed_and_started_anew(start: Start) -> None:
+async def test_restart_kills_a_role_that_does_not_end_in_time(start: Start) -> None:
     process = start(MISBEHAVIOUR="deaf")
     first = await until_ready(process)
     await process.restart(signal.SIGTERM, 0.05)
     assert (await until_ready(process)).pid != first.pid
 
 
-async def test_a_restart_of_one_that_crashed_waits_for_its_next_run(start: Start) -> None:
+async def test_a_restart_of_a_crashed_role_waits_for_its_next_run(start: Start) -> None:
     process = start()
     first = await until_ready(process)
     os.kill(first.pid, signal.SIGKILL)

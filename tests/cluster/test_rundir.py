@@ -46,7 +46,7 @@ def test_a_workers_socket_fits(parent: Path) -> None:
         RunDir.create(Path(f"{longest}x"))
 
 
-def test_what_a_killed_owner_left_is_removed_and_what_a_living_one_has_is_not(parent: Path) -> None:
+def test_only_run_directories_of_dead_owners_are_removed(parent: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, parent],
         env={"PYTHONPATH": PACKAGES},

@@ -181,7 +181,7 @@ def test_without_a_measured_speed_nothing_is_known() -> None:
     assert idle.workers == 0
 
 
-def test_a_queue_that_is_gone_again_is_no_need() -> None:
+def test_a_queue_that_has_drained_needs_no_worker() -> None:
     """One worker, and now and then two prompts at once: for two seconds one of them waits."""
     demand, scaler = PrefillDemand(0.3), Scaler(1, 3)
     done = 0.0
@@ -194,7 +194,7 @@ def test_a_queue_that_is_gone_again_is_no_need() -> None:
         assert scaler.decide(second, needed.workers if needed else None, 1, starting=False) == 1
 
 
-def test_a_dead_worker_is_no_negative_arrival() -> None:
+def test_a_dead_worker_does_not_make_arrivals_negative() -> None:
     demand = PrefillDemand(TTFT)
     demand.needed(0, PrefillLoad(0, 50_000, 40_000, SPEED))
     after = demand.needed(5, PrefillLoad(10_000, 0, 0, SPEED))

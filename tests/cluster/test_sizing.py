@@ -40,7 +40,7 @@ def test_a_model_of_twice_the_layers_takes_nearly_twice_as_long() -> None:
     assert double.kv_bytes_per_token == 2 * SPEEDS.kv_bytes_per_token == 2 * 131_072
 
 
-def test_the_promise_holds_and_one_worker_less_breaks_it() -> None:
+def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     found = answer(SPEEDS, LOAD)
     again = prefill(SPEEDS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)
     assert again == found.ttft
@@ -63,7 +63,7 @@ def pools(**changes: Any) -> tuple[int, int]:
     return found.prefill, found.decode
 
 
-def test_more_load_or_a_harder_promise_never_needs_fewer() -> None:
+def test_more_load_or_stricter_targets_never_need_fewer_workers() -> None:
     for key, values in {
         "rate": (2, 20),
         "ttft": (2.0, 0.1),
@@ -84,12 +84,12 @@ def test_more_load_or_a_harder_promise_never_needs_fewer() -> None:
         ({"input": 1_000_000, "ttft": 1e6, "ttit": 1.0}, "needs more KV memory than one worker has"),
     ],
 )
-def test_what_no_number_of_workers_can_do(changes: dict[str, Any], said: str) -> None:
+def test_impossible_targets_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         answer(SPEEDS, replace(LOAD, **changes))
 
 
-def test_memory_and_seats_decide_too() -> None:
+def test_kv_memory_or_max_num_seqs_can_limit_the_pool() -> None:
     def why(load: Load, memory: int) -> Answer:
         return answer(Speeds(replace(H200, memory=memory), REFERENCE), load)
 

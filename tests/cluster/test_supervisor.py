@@ -154,7 +154,7 @@ async def test_a_pool_grows_and_shrinks(running: Cluster) -> None:
     assert running.member("decode 3").said["incarnation"] != leaving.said["incarnation"]
 
 
-async def test_who_leaves_is_off_the_list_before_it_is_told_to_stop(tmp_path: Path) -> None:
+async def test_a_leaving_worker_is_off_the_list_before_it_is_stopped(tmp_path: Path) -> None:
     asked: list[str] = []
     router, worker = spec("router"), spec("decode")
     supervisor = Supervisor(
@@ -239,7 +239,7 @@ class Unplaced:
 
 
 @pytest.mark.parametrize("end", ["shrink", "stop"])
-async def test_a_worker_without_a_place_can_be_ended(
+async def test_a_worker_that_ray_has_not_placed_can_be_stopped(
     tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster.supervisor, "_PLACED_WITHIN", 0.1)

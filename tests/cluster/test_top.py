@@ -63,7 +63,7 @@ def at(seconds: float, router: Page, worker: Page | None, incarnation: str = "a"
     return Scrape(seconds, status, router, {"a:1": worker} if worker is not None else {})
 
 
-def test_rates_are_of_what_happened_between() -> None:
+def test_rates_cover_the_time_between_two_scrapes() -> None:
     found = frame(
         at(10, page(tokens=100, ttft=(1000, 0, 0)), page(kv_bytes=5e9)),
         at(14, page(tokens=900, ttft=(1090, 9, 1)), page(kv_bytes=25e9)),
@@ -77,7 +77,7 @@ def test_rates_are_of_what_happened_between() -> None:
     assert found.latencies["TTIT"] is None, "of which there is no histogram"
 
 
-def test_a_first_look_has_no_rates() -> None:
+def test_the_first_frame_has_no_rates() -> None:
     found = frame(None, at(10, page(tokens=100, ttft=(5, 0, 0)), page(kv_bytes=5)))
     assert (found.seconds, found.output_tokens_per_s, found.latencies["TTFT"]) == (0, None, None)
     assert found.workers[0].kv_used == 0.75
@@ -102,7 +102,7 @@ def test_a_restarted_router_has_no_latencies() -> None:
     assert found.latencies["TTFT"] is None
 
 
-def test_what_only_the_supervisor_knows() -> None:
+def test_a_worker_known_only_to_the_supervisor_has_a_row() -> None:
     role = {"role": "prefill", "index": 0, "address": None, "phase": "waiting", "restarts": 4}
     cluster = {"roles": [role | {"crash_loop": True, "stage": "", "leaving": False}]}
     found = frame(None, at(1, page(), None, cluster=cluster))

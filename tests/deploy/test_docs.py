@@ -59,7 +59,7 @@ def test_every_overlay_and_every_file_that_is_named_exists(overlays: dict[str, l
     assert overlays.keys() <= described
 
 
-def test_the_secrets_of_the_text_are_those_that_pods_want(overlay: list[Object]) -> None:
+def test_the_documented_secrets_are_those_of_the_pods(overlay: list[Object]) -> None:
     made = {
         (name, key) for name, key in re.findall(r"create secret generic (\S+) --from-file=([\w-]+)", TEXT)
     } | {("baton", "auth_token")}  # KubeRay's own

@@ -19,7 +19,7 @@ DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 IMAGES = {"cpu", "cuda"}
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     linted = subprocess.run(
         [Path(sys.prefix) / "bin" / "hadolint", "--failure-threshold", "style", DOCKERFILE],
         capture_output=True,

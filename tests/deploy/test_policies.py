@@ -39,7 +39,7 @@ def test_resources_are_bounded(overlay: list[Object]) -> None:
             assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": 0}), f"{pod}: {volume['name']}"
 
 
-def test_what_lasts_is_probed(overlay: list[Object]) -> None:
+def test_long_running_containers_have_probes(overlay: list[Object]) -> None:
     for pod in pod_templates(overlay):
         for container in lasting(pod):
             probes = {"startupProbe", "readinessProbe", "livenessProbe"}
@@ -98,7 +98,7 @@ def test_rays_autoscaler_is_as_unprivileged_and_bounded(overlays: dict[str, list
     assert options["resources"]["limits"]["memory"]
 
 
-def test_what_is_written_goes_to_volumes(overlay: list[Object]) -> None:
+def test_containers_write_only_to_volumes(overlay: list[Object]) -> None:
     """The root is read-only: /tmp takes sockets and caches, /dev/shm is memory."""
     for pod in pod_templates(overlay):
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}

@@ -96,7 +96,7 @@ def test_a_wrong_field_is_found(overlays: dict[str, list[Object]]) -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_an_overlay_has_what_it_is_for(overlays: dict[str, list[Object]], name: str) -> None:
+def test_an_overlay_has_its_own_objects(overlays: dict[str, list[Object]], name: str) -> None:
     for kind, count in EXPECTED[name].items():
         assert len(of_kind(overlays[name], kind)) == count, kind
 
