@@ -31,6 +31,8 @@ def check_fit(
         raise Refused(f"it has no known role ({described.role})")
     if not described.block_size or not described.num_blocks or not described.max_model_len:
         raise Refused("its description has no block size, number of blocks or context length")
+    if described.role == pb.ROLE_PREFILL and not described.kv_address:
+        raise Refused("its description has no address of its KV lanes, without which no worker can decode")
     fingerprint = described.vocabulary_fingerprint
     if fingerprint and fingerprint != model.vocabulary_fingerprint:
         raise Refused(

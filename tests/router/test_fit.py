@@ -38,6 +38,7 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
     [
         ({"role": 7}, "no known role", "log"),
         ({"block_size": 0}, "no block size", "log"),
+        ({"role": pb.ROLE_PREFILL}, "no address of its KV lanes", "log"),
         (
             {"vocabulary_fingerprint": "v2"},
             r"its tokenizer \(theirs\) is not the router's \(ours\)",
