@@ -1,13 +1,15 @@
-"""Rules and autoscalers speak of series that exist."""
+"""Rules, alerts and autoscalers use series that exist."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 import yaml
 
-from worker.messages import EngineStatus
+from engine import EngineStats
+from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics
 
 from .conftest import K8S, ROOT, Object, of_kind
@@ -20,9 +22,10 @@ AUTOSCALING = K8S / "components" / "autoscaling"
 
 def exported(role: str) -> set[str]:
     """The series of a worker's engine."""
-    numbers = dict.fromkeys(EngineStatus.__struct_fields__, 1)
+    stats = EngineStats(**{field.name: 1 for field in fields(EngineStats)})
+    counts = RequestCounts(**{field.name: 1 for field in fields(RequestCounts)})
     metrics = Metrics(role, "model")
-    metrics.engine_status = EngineStatus(**numbers)  # pyrefly: ignore[bad-argument-type]
+    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True)
     return {sample.name for family in metrics.registry.collect() for sample in family.samples}
 
 
