@@ -153,19 +153,18 @@ class DecodeSide:
 
     def kv_begins(self, session: Session, header: Header, slot: int) -> Any:
         transfer = None
-        open_ = self._peers.of(session.number) is not None
         try:
             self._slots.arrive(session.number)
-            if open_:
-                transfer = self._fetches.begin(session.number, header, time.monotonic())
+            transfer = self._fetches.begin(session.number, header, time.monotonic())
         except CreditExceeded as e:
-            if open_:
+            if session.number in self._peers.by_session:
                 self._counters.refuse("credit", str(e))
                 session.end("lost", str(e))
         except FrameRefused as e:
-            self._apply(e.effects)
-            if any(isinstance(effect, Fail) for effect in e.effects):
-                self.settle()  # else the credit of a late frame is granted again with the next event
+            if session.number in self._peers.by_session:
+                self._apply(e.effects)
+                if any(isinstance(effect, Fail) for effect in e.effects):
+                    self.settle()  # else the credit of a late frame is granted again with the next event
         return _Ticket(slot, transfer)
 
     def kv_ends(self, header: Header, ticket: _Ticket, whole: bool | None) -> None:
@@ -203,9 +202,11 @@ class DecodeSide:
 
     def settle(self) -> None:
         """Grant and recall credits. Needed whenever a slot, a transfer or a session came or went."""
-        for peer, session in self._peers.up():
-            missing = self._fetches.missing_frames(peer.key)
-            self._slots.want(session.number, 0 if missing is None else credit(missing, session.lane_count))
+        for number, peer in self._peers.by_session.items():
+            if peer.up and peer.session is not None:
+                missing = self._fetches.missing_frames(peer.key)
+                lanes = peer.session.lane_count
+                self._slots.want(number, 0 if missing is None else credit(missing, lanes))
         grants = self._slots.settle()
         # Also without a grant: a frame beyond its credit took a slot that was laid out for another session.
         if slots := self._slots.lay_out():
@@ -214,7 +215,7 @@ class DecodeSide:
             self._session(number).send(message)
 
     def tick(self, now: float) -> None:
-        flow = {session.number: session.kv_moved for _, session in self._peers.up()}
+        flow = {n: p.session.kv_moved for n, p in self._peers.by_session.items() if p.session is not None}
         self._apply(self._fetches.expire(now, flow))
         self._peers.tick(now, self._fetches.has_transfers)
         self._slots.ask_again()
@@ -244,10 +245,9 @@ class DecodeSide:
                     self._counters.expire(name, detail)
 
     def _session(self, number: int) -> Session:
-        peer = self._peers.of(number)
-        assert peer is not None
-        assert peer.session is not None
-        return peer.session
+        session = self._peers.by_session[number].session
+        assert session is not None
+        return session
 
     def _complete(self, transfer: Transfer) -> None:
         incoming = transfer.incoming

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_transfer.config import MAX_LANES, TransferConfig
@@ -41,17 +41,10 @@ class Peers:
         self._config = config
         self._open_session = connect
         self._peers: dict[PeerKey, Peer] = {}
-        self._by_session: dict[int, Peer] = {}  # up, or coming up
+        self.by_session: dict[int, Peer] = {}  # up, or coming up
 
     def __len__(self) -> int:
         return len(self._peers)
-
-    def of(self, session: int) -> Peer | None:
-        """None: the session has ended."""
-        return self._by_session.get(session)
-
-    def up(self) -> Iterator[tuple[Peer, Session]]:
-        return ((p, p.session) for p in self._by_session.values() if p.up and p.session is not None)
 
     # ------------------------------------------------------------ what the decode side wants
 
@@ -88,14 +81,14 @@ class Peers:
 
     def session_up(self, session: Session, now: float) -> Peer:
         """ACKs come first: what was sent over the session before may be lost."""
-        peer = self._by_session[session.number]
+        peer = self.by_session[session.number]
         peer.up = True
         peer.backoff = _BACKOFF[0]
         self._say_acks(peer, now)
         return peer
 
     def session_down(self, session: Session, reason: str, now: float) -> Peer:
-        peer = self._by_session.pop(session.number)
+        peer = self.by_session.pop(session.number)
         peer.session = None
         if peer.up:
             peer.up = False
@@ -130,7 +123,7 @@ class Peers:
             log.warning("cannot connect to %s: %s", printable(address), e)
             self._back_off(peer, now)
         else:
-            self._by_session[peer.session.number] = peer
+            self.by_session[peer.session.number] = peer
 
     def _back_off(self, peer: Peer, now: float) -> None:
         peer.retry_at = now + peer.backoff

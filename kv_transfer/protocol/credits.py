@@ -49,13 +49,10 @@ class ReceiverSlots:
     def __init__(self, total: int) -> None:
         self.total = total
         self.accounts: dict[int, Account] = {}
+        self.promised = 0  # granted and not used, by all sessions: the sum of `outstanding`
         self._kept = list(range(total))  # a heap
         self._laid_out = 0  # also those that a lane has taken, until `arrive` reports it
         self._grants = 0
-
-    @property
-    def promised(self) -> int:
-        return sum(a.outstanding for a in self.accounts.values())
 
     @property
     def not_in_use(self) -> int:
@@ -78,7 +75,7 @@ class ReceiverSlots:
     def close(self, session: int) -> None:
         """All lanes of an ended session are closed: its unused credits are void."""
         assert self.accounts[session].over
-        del self.accounts[session]
+        self.promised -= self.accounts.pop(session).outstanding
 
     def want(self, session: int, frames: int) -> None:
         self.accounts[session].want = frames
@@ -92,6 +89,7 @@ class ReceiverSlots:
         if account.outstanding == 0:
             raise CreditExceeded(f"frame {account.arrived + 1} of {account.granted} granted")
         account.arrived += 1
+        self.promised -= 1
 
     def release(self, slot: int) -> None:
         """A slot in use is free again."""
@@ -101,8 +99,7 @@ class ReceiverSlots:
     def lay_out(self) -> list[int]:
         """The slots to lay out now, after `settle` and before its messages go out."""
         slots: list[int] = []
-        promised = self.promised
-        while self._laid_out < promised and self._kept:
+        while self._laid_out < self.promised and self._kept:
             slots.append(heapq.heappop(self._kept))
             self._laid_out += 1
         return slots
@@ -118,6 +115,7 @@ class ReceiverSlots:
         account.recalled = None
         if not void:
             account.granted = account.answered = sent
+            self.promised -= total - sent
 
     def ask_again(self) -> None:
         """To be called now and then: a frame that was said to be under way may have been dropped since."""
@@ -146,6 +144,7 @@ class ReceiverSlots:
             account.granted += give
             account.last_grant = self._grants
             free -= give
+            self.promised += give
             out.append((key, Credit(account.granted)))
         for key, account in live.items():
             if account.want == 0 and account.idle:

@@ -121,9 +121,12 @@ class Fetches:
 
     def missing_frames(self, peer: PeerKey) -> int | None:
         """The fewest frames that the peer's live transfers still need; None: it has no live transfer."""
+        missing = None
         source = self._sources.get(peer)
-        live = [t.incoming for t in source.transfers.values() if t.incoming.live] if source else []
-        return sum(incoming.missing_frames for incoming in live) if live else None
+        for transfer in source.transfers.values() if source is not None else ():
+            if transfer.incoming.live:
+                missing = (missing or 0) + transfer.incoming.missing_frames
+        return missing
 
     # ------------------------------------------------------------ from the engine
 

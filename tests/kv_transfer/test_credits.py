@@ -237,6 +237,7 @@ class Credits(RuleBasedStateMachine):
     def every_slot_is_in_one_place(self) -> None:
         assert self.pool.free >= 0
         assert self.pool.free + self.pool.promised + len(self.in_use) == 7
+        assert self.pool.promised == sum(a.outstanding for a in self.pool.accounts.values())
         assert self.pool.promised <= len(self.laid_out), "each credit finds a slot"
         assert not set(self.laid_out) & set(self.in_use)
         for session, sender in self.senders.items():
