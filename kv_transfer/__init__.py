@@ -1,6 +1,6 @@
 """Moves KV caches from prefill to decode workers, layer by layer, while the prefill still computes.
 
-Life of a transfer, and who acts in it::
+Life of a transfer, and the process of each step::
 
     prefill engine          prefill transfer process        decode transfer process          decode engine
     ------------------      ------------------------        -----------------------          -------------

@@ -1,4 +1,4 @@
-"""The staging arena: memory shared by an engine process and its transfer process, and by nobody else.
+"""The staging arena: memory that an engine process shares with its transfer process alone.
 
 A memfd has no name: it is inherited, it dies with the last process that maps it, it needs no /dev/shm and no
 resource tracker. It begins with a control area: the engine's ticks (a u64), how many ids follow (a u64), and

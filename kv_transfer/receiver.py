@@ -160,7 +160,7 @@ class KVReceiver:
         start: int = 0,
     ) -> None:
         """FETCH positions [start, num_tokens) into `block_ids`, which nothing that the device still computes
-        may touch. Replaces a fetch of this decode id that is live, or whose failure is not reported yet."""
+        may touch. Replaces a fetch of this decode id that is live or has an unreported failure."""
         assert 0 <= start <= num_tokens
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
@@ -230,7 +230,7 @@ class KVReceiver:
     # ------------------------------------------------------------ inside
 
     def _take(self, spare: float) -> list[int]:
-        """Inject what arrived, as far as there is time for it. Slots that nobody wants are free at once."""
+        """Inject what arrived, as far as there is time. Slots of ended transfers are free at once."""
         if self._arrivals and time.monotonic() - self._oldest > PATIENCE:
             spare = math.inf
         until, free = time.monotonic() + spare - INJECTING, []

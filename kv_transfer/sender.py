@@ -58,7 +58,7 @@ class Released:
 
 
 class KVSender:
-    """Serves the KV of held prefills to whoever FETCHes them. Owns the pump thread and its end of `channel`.
+    """Serves the KV of held prefills to the peers that FETCH them. Owns the pump thread and its channel end.
 
     All methods are for the engine thread; none blocks. An error in the pump is raised by the next poll().
     """

@@ -57,7 +57,7 @@ class Turns:
         self._ring.remove(transfer)
 
     def next(self, passed: Callable[[Any], bool], *, ahead: bool) -> OutgoingTransfer | None:
-        """The first transfer with credit and window whose next slice is ready; `ahead`: or of the last layer.
+        """The first transfer with credit, window and a slice that is ready; `ahead`: or of the last layer.
         A transfer that is skipped keeps its turn."""
         for transfer in self._with_room():
             piece, event = transfer.pending[0]

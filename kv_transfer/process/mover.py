@@ -1,10 +1,10 @@
-"""Lanes in a process of their own: forked from the transfer process, it moves KV and judges nothing.
+"""A mover: a process forked from the transfer process that serves lanes and judges nothing.
 
 The transfer process authenticates a lane and hands it over. From then on the mover reads, writes, computes
-checksums and reports; sessions, credits, transfers and deadlines stay where they are. It need not ask whether
-a frame may come: there are no more slots for it than credit was given, and whatever else is wrong with it is
-judged when its report has come, before anybody looks into the slot. Lane 0, where control messages go, is
-never here.
+checksums and reports. Sessions, credits, transfers and deadlines stay in the transfer process. The mover
+need not ask whether a frame may come: no more slots are laid out than credit was given. The transfer process
+judges all else when it reads the report, before the engine looks into the slot. Lane 0, which carries control
+messages, never goes to a mover.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Mover:
     def _told(self, _: int) -> None:
         self._channel.flush()
         for message in self._channel.receive():
-            match message:  # what is for a lane that has closed is for nobody: its Closed is on its way
+            match message:  # a message for a lane that has closed is dropped: its Closed is under way
                 case Adopt():
                     self._adopt(message)
                 case Say(number, payload) if number in self._lanes:

@@ -1,4 +1,4 @@
-"""The transfer process's half of its movers: their start and end, and a stand-in for each of their lanes."""
+"""Movers as the transfer process sees them: their start and end, and a stand-in for each of their lanes."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class MoverHandle:
         """It reads what it was told, closes its lanes and ends; one that hangs is killed."""
         self.channel.sock.close()
         self._side.close()
-        # If who started us ignores SIGCHLD, so do we, and there is nobody to wait for.
+        # If our parent ignores SIGCHLD, so do we, and the kernel has reaped the mover already.
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             ended = os.pidfd_open(self._pid)
             if not wait([ended], _STOPS_WITHIN):

@@ -68,7 +68,7 @@ class PrefillSide:
 
     @property
     def quiet(self) -> bool:
-        """Nothing is held for anybody, and every slot is with the engine."""
+        """No prefill is held, no FETCH waits, and the engine has every slot."""
         return not self.table.held and not self.table.waiting and self.slots_out == 0
 
     @property
@@ -145,7 +145,7 @@ class PrefillSide:
                     self._apply(self.table.abort(header.transfer_id, message.reason, now))
 
     def _bound_unread(self, session: SessionToDecode, header: Header) -> None:
-        """Ends a session whose messages pile up here because the engine reads none."""
+        """Ends the session if too many of its messages wait here because the engine reads none."""
         if not self._channel.full:
             self._unread.clear()
             return

@@ -209,10 +209,10 @@ def _network_of(host: str) -> str:
 
 
 def _connecting(address: tuple[str, int], source: str | None) -> socket.socket:
-    """A socket whose connect is under way, or done; OSError if it cannot even start.
+    """A socket that connects or is connected. OSError: the connect cannot start.
 
-    `source`: the interface that it goes out from and that the KV comes in by, or an address of this machine.
-    Only numeric addresses: a name lookup would block everybody here.
+    `source`: the interface that the lane uses, or an address of this machine. Addresses are numeric: a name
+    lookup would block all lanes.
     """
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     family, kind, protocol, _, sockaddr = found[0]

@@ -1,7 +1,7 @@
 """Which ACKs a peer may not have had: those that wait for a session, and those said lately in this one.
 
-Nothing confirms an ACK. A second one harms nobody, but a prefill whose only one was lost keeps its blocks
-until the hold deadline: so what may have been lost with a session is said again in the next. Pure.
+Nothing confirms an ACK. A second ACK does no harm. A prefill that gets none keeps its blocks until the hold
+deadline. So ACKs that may be lost with a session are said again in the next one. Pure.
 """
 
 from __future__ import annotations

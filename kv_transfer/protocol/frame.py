@@ -2,7 +2,7 @@
 
 The header's own checksum is verified before any field is believed: a damaged length would make all that
 follows on the lane unreadable, so a bad header ends the lane. The payload's checksum comes behind it, so that
-it is computed while the payload leaves, and is verified by who reads it.
+it is computed while the payload leaves, and the reader verifies it.
 """
 
 from __future__ import annotations

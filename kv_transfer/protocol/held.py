@@ -45,7 +45,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """To the engine: nobody will FETCH it any more."""
+    """To the engine: no FETCH of the prefill will be served any more."""
 
     prefill_id: bytes
     reason: str
@@ -69,7 +69,7 @@ class Held:
     transfer_id: bytes | None = None  # of the open transfer; in READY of one that may still be ACKed
     session: int = 0
     receiver_rank: int = 0  # as its FETCH says
-    sent: int = 0  # frames whose first byte went out, of the open transfer
+    sent: int = 0  # frames of the open transfer that have begun to leave
     moved: float = 0.0  # when the open transfer last made progress
     finished: bool = False  # the prefill is computed: the hold deadline runs
     since: float = 0.0  # finished, last FETCHed or last READY again
@@ -109,7 +109,7 @@ class HeldPrefills:
         return self._start(held, waiting.transfer_id, waiting.session, waiting.fetch, now)
 
     def finish(self, prefill_id: bytes, now: float) -> list[Effect]:
-        """The prefill is computed: from here on it is held for somebody."""
+        """The prefill is computed: from here on its deadlines run."""
         held = self.held.get(prefill_id)
         if held is not None:
             held.finished, held.since = True, now

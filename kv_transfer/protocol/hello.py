@@ -54,7 +54,7 @@ class Initiator:
         self.proof: HelloProof | None = None
 
     def reply(self, message: HelloReply) -> Identity:
-        """The listener, if it is one to talk to; else LaneRefused."""
+        """The identity of the listener. LaneRefused: it is not a peer."""
         if not hmac.compare_digest(message.mac, _mac(self._secret, b"listener", self.open, message)):
             raise LaneRefused("secret", "the listener does not know this cluster's secret")
         self.proof = HelloProof(_mac(self._secret, b"initiator", self.open, message))
@@ -88,7 +88,7 @@ class Listener:
         )
 
     def check(self, message: HelloProof) -> tuple[HelloOpen, Identity]:
-        """What the initiator opened and who it is, if it is one to talk to; else LaneRefused."""
+        """What the initiator opened, and its identity. LaneRefused: it is not a peer."""
         if self._open is None:
             raise LaneRefused("hello", "proof before open")
         if not hmac.compare_digest(message.mac, self._expected):

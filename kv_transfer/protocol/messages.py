@@ -51,7 +51,7 @@ class FirstToken(Message):
 
 
 class Identity(Message):
-    """Who speaks, what it serves and what it can take."""
+    """The process that speaks, the model that it serves and the frames that it can take."""
 
     role: Literal["prefill", "decode"]
     name: Text
