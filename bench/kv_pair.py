@@ -24,6 +24,7 @@ from bench.raw_sockets import MIB
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 BLOCK = 16
+NO_TRACE = kv.TraceWriter(None, "")
 _INCARNATION = 1
 _CPUCLOCK_SCHED = 2  # in the clock of a pid, as clock_getcpuclockid(3) makes it
 _SECRET = b"bench.kv: not a secret"
@@ -102,7 +103,7 @@ def _prefill(control: Connection, settings: Settings) -> None:
     side = Side("prefill", settings)
     for layer in side.pool:
         layer.normal_()
-    sender = kv.KVSender(side.channel, side.arena, side.pool, BLOCK, LAYOUT, device=settings.device)
+    sender = kv.KVSender(side.channel, side.arena, side.pool, BLOCK, LAYOUT, settings.device, NO_TRACE)
     control.send((side.port, side.process.pid, side.digest()))
     while (tokens := control.recv()) is not None:
         prefill_id = secrets.token_bytes(16)
@@ -126,7 +127,7 @@ class Pair:
         self._child.start()
         self._side = Side("decode", settings)
         self._receiver = kv.KVReceiver(
-            self._side.channel, self._side.arena, self._side.pool, BLOCK, LAYOUT, device=settings.device
+            self._side.channel, self._side.arena, self._side.pool, BLOCK, LAYOUT, settings.device, NO_TRACE
         )
         port, pid, self._digest = self._control.recv()
         self._address = f"127.0.0.1:{port}"

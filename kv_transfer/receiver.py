@@ -132,14 +132,14 @@ class KVReceiver:
         kv_cache: Sequence[torch.Tensor],
         block_size: int,
         layout: KVLayout,
-        device: str = "cpu",
-        trace: TraceWriter | None = None,
+        device: str,
+        trace: TraceWriter,
     ) -> None:
         from kv_transfer.device import open_pool  # torch: in engine processes only
 
         self._pool = open_pool(device, kv_cache, block_size, layout, arena)
         self._layout = layout
-        self._trace = trace or TraceWriter(None, "")
+        self._trace = trace
         self._channel = Channel(channel, ToReceiver)
         self._fetches: dict[bytes, _Fetch] = {}  # by decode id, until an outcome is certain
         self._by_transfer: dict[bytes, _Fetch] = {}

@@ -70,14 +70,14 @@ class KVSender:
         kv_cache: Sequence[torch.Tensor],
         block_size: int,
         layout: KVLayout,
-        device: str = "cpu",
-        trace: TraceWriter | None = None,
+        device: str,
+        trace: TraceWriter,
     ) -> None:
         from kv_transfer.device import open_pool  # torch: in engine processes only
 
         self._pool = open_pool(device, kv_cache, block_size, layout, arena)
         self._layout = layout
-        self._trace = trace or TraceWriter(None, "")
+        self._trace = trace
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._released: deque[Released] = deque()
         self._error: Exception | None = None

@@ -20,6 +20,7 @@ LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")
 SLOT_BYTES = 4096  # 16 positions
 SECRET = b"a cluster secret for tests"
 MODEL = "model of the tests"
+NO_TRACE = kv.TraceWriter(None, "")
 
 
 def until(condition: Callable[[], Any], what: str, *waiting: Any, seconds: float = 20.0) -> Any:
@@ -111,7 +112,9 @@ class Prefill(Worker):
         super().__init__("prefill", blocks=blocks, block_size=block_size, **config)
         for layer in self.pool:
             layer.normal_()
-        self.sender = kv.KVSender(self.channel, self.arena, self.pool, block_size, self.layout, device=DEVICE)
+        self.sender = kv.KVSender(
+            self.channel, self.arena, self.pool, block_size, self.layout, DEVICE, NO_TRACE
+        )
         self.released: dict[bytes, str] = {}
         self.held: dict[bytes, list[int]] = {}
 
@@ -143,7 +146,7 @@ class Decode(Worker):
     def __init__(self, blocks: int = 64, block_size: int = 16, **config: Any) -> None:
         super().__init__("decode", blocks=blocks, block_size=block_size, **config)
         self.receiver = kv.KVReceiver(
-            self.channel, self.arena, self.pool, block_size, self.layout, device=DEVICE
+            self.channel, self.arena, self.pool, block_size, self.layout, DEVICE, NO_TRACE
         )
         self.reserved: dict[bytes, list[int]] = {}
         self.events: dict[bytes, Any] = {}  # decode id → the one event that ended it
@@ -280,7 +283,7 @@ class BareDecode(Worker):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__("decode", blocks=4, block_size=16, **config)
         self.pool = [t.to(getattr(torch, self.layout.dtype)) for t in self.pool]
-        self.receiver = kv.KVReceiver(self.channel, self.arena, self.pool, 16, self.layout, device=DEVICE)
+        self.receiver = kv.KVReceiver(self.channel, self.arena, self.pool, 16, self.layout, DEVICE, NO_TRACE)
 
     def failure(self, source: Prefill, **other: Any) -> str:
         """Why a fetch from that prefill worker fails."""

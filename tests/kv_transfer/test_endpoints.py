@@ -21,6 +21,7 @@ from kv_transfer import channel as ch
 from kv_transfer import device
 
 LAYOUT = kv.KVLayout(2, 1, 8, "float32")  # 64 B a position and layer
+NO_TRACE = kv.TraceWriter(None, "")
 SLOTS = 6
 
 
@@ -89,7 +90,7 @@ class Bench:
             theirs = socket.socket(fileno=fcntl.fcntl(theirs.detach(), fcntl.F_DUPFD_CLOEXEC, lowest_fd))
         self.arena = kv.Arena.create(SLOTS, 4096)
         self.cache = [torch.arange(2.0 * 8 * 16 * 8).view(2, 8, 16, 1, 8) for _ in range(2)]
-        self.endpoint = endpoint(theirs, self.arena, self.cache, 16, LAYOUT)
+        self.endpoint = endpoint(theirs, self.arena, self.cache, 16, LAYOUT, "cpu", NO_TRACE)
         self.channel = ch.Channel(ours, receives)
         self.inbox: list[Any] = []
 
