@@ -69,6 +69,7 @@ GOLDEN = 0.618  # multiples of it, less their whole part, lie far apart from eac
 def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
     """Flags of both roles; environment of prefill and of decode."""
     common = ["--dtype", args.dtype, "--kv-lanes", str(args.lanes), "--trace-dir", str(directory)]
+    common += ["--no-enable-prefix-caching"]  # batches repeat prompts, which must be computed again
     if args.device == "cpu":
         # One core each: on a small machine the two engines would otherwise fight over all of them.
         return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])], {}, {}

@@ -51,10 +51,10 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCl
 
 
 @contextmanager
-def attack(target: Target, *blows: str) -> Iterator[list[dict[str, Any]]]:
-    """While entered, with all blows or only these. Its report comes into the list."""
+def attack(target: Target) -> Iterator[list[dict[str, Any]]]:
+    """While entered, an attack with all blows. Its report comes into the list."""
     told: list[dict[str, Any]] = []
-    command = [sys.executable, "-m", "tests.system.attack", *blows]
+    command = [sys.executable, "-m", "tests.system.attack"]
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
