@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+from cluster.python_path import python_path
 from cluster.rundir import remove_stale
 
 PATIENCE = 10.0  # seconds: until they are dead, roles may still write to the directory and hold its lock
-_PACKAGES = str(Path(__file__).parents[1])
 
 
 class Janitor:
@@ -24,7 +24,7 @@ class Janitor:
     def __init__(self, run_dir: Path, title: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cluster.janitor", str(run_dir), title],
-            env=os.environ | {"PYTHONPATH": _PACKAGES, "PYTHONSAFEPATH": "1"},
+            env=os.environ | python_path(),
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C and SIGHUP of the terminal must not end the janitor
         )

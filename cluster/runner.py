@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cluster
 from cluster.backoff import RestartPolicy
 from cluster.health import until_silent
 from cluster.held import tokens_held
 from cluster.parameters import role_environment, to_argv
 from cluster.plan import RoleSpec
+from cluster.python_path import python_path
 from cluster.role_process import RoleProcess, RoleState
 from cluster.rundir import RunDir
 
-PACKAGES = str(Path(cluster.__file__).parents[1])
 BATON = (sys.executable, "-m", "cluster.cli")  # the command `baton`, with the interpreter of this process
 
 
@@ -76,9 +75,7 @@ class RoleRunner:
             own |= {"run_dir": directory, "host": own_address(peer) if peer else None}
         environment = role_environment(
             os.environ,
-            # Import the packages of this process, even if the working directory has a file such as rpc.py.
-            PYTHONPATH=PACKAGES,
-            PYTHONSAFEPATH="1",
+            **python_path(),
             # Ray sets this to 1 in its actors. The role needs the threads that its plan gives it.
             OMP_NUM_THREADS=str(spec.cpus),
             **spec.environment,

@@ -21,7 +21,7 @@ import cluster.roles
 import cluster.serve
 from cluster.cli import app
 from cluster.plan import Plan, visible_gpus
-from cluster.runner import PACKAGES
+from cluster.python_path import PACKAGES
 
 
 def baton(*args: str, **environment: str) -> Result:

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
-from cluster.runner import PACKAGES
+from cluster.python_path import PACKAGES
 
 STATUS: dict[str, Any] = {
     "workers": [

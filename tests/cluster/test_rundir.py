@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cluster import rundir
+from cluster.python_path import PACKAGES
 from cluster.rundir import RunDir
-from cluster.runner import PACKAGES
 
 OWNER = """
 import sys

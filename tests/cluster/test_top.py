@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from bench.fake_worker import FakeWorker
 from cluster.cli import app
 from cluster.options import EndpointOptions
-from cluster.runner import PACKAGES
+from cluster.python_path import PACKAGES
 from cluster.top.frame import frame
 from cluster.top.scrape import Page, Scrape, parse, scrape
 from kv_transfer import TransferStats

@@ -15,7 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.fake_kubernetes import FakeKubernetes, endpoint
-from cluster.runner import BATON, PACKAGES
+from cluster.python_path import PACKAGES
+from cluster.runner import BATON
 
 from .conftest import Object, PodTemplate, pod_templates
 from .test_commands import environment

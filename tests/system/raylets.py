@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.runner import PACKAGES
+from cluster.python_path import PACKAGES
 
 _CONTROL = """
 import json, os, secrets, sys, threading
 from pathlib import Path
 from cluster.lifeline import adopt_orphans
-from cluster.runner import PACKAGES
+from cluster.python_path import PACKAGES
 from cluster.processes import end_descendants
 
 directory = Path(sys.argv[1])
