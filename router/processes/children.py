@@ -21,6 +21,7 @@ from router.admission.fairness import FairQueue
 
 Frame = bytes | bytearray
 _LENGTH = struct.Struct("<I")
+_DYING_SECONDS = 1.0
 _SLICE_BYTES = 256 << 10
 """Written at once: copying a whole body into a transport would stop the loop for milliseconds."""
 
@@ -90,16 +91,23 @@ class Child:
             asyncio.IncompleteReadError,
             RuntimeError,
         ):  # the last one: uvloop's, of a closed pipe
-            raise ChildDied(await self.end(), started=started) from None
+            # Its pipe is closed, so it is about to end. To kill it now may lose its exit code: asyncio's kill
+            # reaps a process that ended meanwhile, and asyncio then reports 255.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DYING_SECONDS):
+                    await process.wait()
+            await self.end()
+            assert process.returncode is not None
+            raise ChildDied(process.returncode, started=started) from None
 
-    async def end(self) -> int:
-        """Kills it, if it lives. Returns its exit code."""
+    async def end(self) -> None:
+        """Kills the process, if it lives."""
         process, self._process = self._process, None
-        if process is None:
-            return 0
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
+        if process is not None:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await process.wait()
 
 
 @dataclass(frozen=True, slots=True)
