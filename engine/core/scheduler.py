@@ -202,7 +202,8 @@ class Scheduler:
         count = min(live.num_computable, budget)
         if count:
             plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
-            self._clock = max(self._clock, live.tag - live.num_left + count)
+            if live.tag > self._clock:  # never so for a decode, of which a step has hundreds
+                self._clock = max(self._clock, live.tag - live.num_left + count)
         return count
 
     def _go_on(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
