@@ -28,10 +28,11 @@ def large_requests() -> dict[str, tuple[str, bytes]]:
     text = _SENTENCE * (_BYTES // len(_SENTENCE))
     ids = [100] * (_BYTES // len("100, "))
     chat, short = "/v1/chat/completions", {"role": "user", "content": "Hi"}
+    settings = {"a": [[]] * (_BYTES // 4)}
     requests = {
         "messages": (chat, {"messages": [short] * 300_000}),
         "message": (chat, {"messages": [short | {"content": text}]}),
-        "settings": (chat, {"messages": [short], "chat_template_kwargs": {"a": [[]] * (_BYTES // 4)}}),
+        "settings": (chat, {"messages": [short], "chat_template_kwargs": settings, "max_tokens": 1}),
         "text": ("/v1/completions", {"prompt": text}),
         "token_ids": ("/v1/completions", {"prompt": ids}),
         "tokenize": ("/tokenize", {"prompt": text[: 1 << 20]}),  # 16 MB would take half a minute

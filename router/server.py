@@ -6,6 +6,7 @@ signal, ends them at once. Then the connections to workers close, which cancels 
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import json
 import logging.config
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 5.0
 """For telling clients that their request was cut."""
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_OWN_MAPPING_BYTES = 1 << 20
 
 
 def main(config: RouterConfig) -> int:
@@ -49,6 +52,7 @@ def main(config: RouterConfig) -> int:
     number = f".{config.process_number}" if config.supervised else ""
     setproctitle.setproctitle(f"{config.title}: router {config.index}{number}")
     logging.config.dictConfig(config.logging())
+    _return_large_buffers()
     _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
     assert config.model is not None, "the workers were asked for it"
     tokenizer = load_tokenizer(
@@ -61,6 +65,16 @@ def main(config: RouterConfig) -> int:
     gc.freeze()  # what is there now stays: looking through all of it again would take some 15 ms each time
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config, tokenizer))
+
+
+def _return_large_buffers() -> None:
+    """The memory of a large body goes back to the kernel when the body is freed.
+
+    By default glibc raises this threshold with each large buffer that is freed. Later bodies then come from
+    the heap, and small objects between them keep the heap from shrinking: 100 MiB after 800 bodies of 16 MB.
+    """
+    with contextlib.suppress(AttributeError):  # musl has no mallopt, and no such threshold
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
 
 
 @dataclass(frozen=True)
