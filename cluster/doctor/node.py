@@ -114,10 +114,8 @@ def cards(root: Path) -> Iterator[Finding]:
             )  # fmt: skip
         else:
             yield good(f"network {card.name}", f"{int(speed) / 1000:g} Gbit/s")
-    if devices := sorted(path.name for path in (root / "sys/class/infiniband").glob("*")):
-        yield good("RDMA", ", ".join(devices))
-    else:
-        yield note("RDMA", "no device: KV travels over TCP")
+    devices = sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
+    yield note("RDMA", f"{', '.join(devices) or 'no device'} (KV travels over TCP)")
 
 
 def limits(root: Path) -> Iterator[Finding]:

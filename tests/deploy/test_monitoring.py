@@ -79,7 +79,7 @@ def test_what_is_scraped_is_a_port_of_the_services(overlay: list[Object]) -> Non
             assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
 
 
-@pytest.mark.parametrize("name", ["plain", "kuberay", "rdma", "single-gpu"])
+@pytest.mark.parametrize("name", ["plain", "kuberay", "kv-network", "single-gpu"])
 def test_alerts_and_dashboards_are_those_of_grafana(overlays: dict[str, list[Object]], name: str) -> None:
     wanted = yaml.safe_load((GRAFANA / "rules.yaml").read_text())
     assert groups(overlays[name], "baton") == wanted["groups"], f"run {MONITORING / 'alerts.py'}"
