@@ -16,7 +16,7 @@ from bench.chaos.cluster import LocalCluster
 from bench.chaos.streams import expected
 from tests.otlp import Receiver
 
-from .machine import Machine
+from .machine import Machine, free_port
 from .recovery import FLAGS, LONG, SHORT, Broken
 from .serve import Serve
 
@@ -24,10 +24,17 @@ GOLDENS = Path(__file__).with_name("goldens.json")
 
 
 @pytest.fixture(scope="package")
-def server() -> Iterator[Serve]:
+def grpc_address() -> str:
+    """Of the router of `server`."""
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="package")
+def server(grpc_address: str) -> Iterator[Serve]:
     machine = Machine()
     # A budget of 256 tokens a step makes every longer prompt a chunked one.
-    server = Serve(machine, "--max-num-batched-tokens", "256")
+    grpc_port = grpc_address.rpartition(":")[2]
+    server = Serve(machine, "--max-num-batched-tokens", "256", "--grpc-port", grpc_port)
     try:
         server.until_ready()
         yield server
