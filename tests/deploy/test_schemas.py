@@ -19,7 +19,12 @@ VERSIONS = ("1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 CUSTOM = {path.stem: json.loads(path.read_text()) for path in Path(__file__).with_name("schemas").iterdir()}
 EXPECTED = {
     "plain": {"Deployment": 3, "HorizontalPodAutoscaler": 2, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
-    "kv-network": {"Deployment": 3, "HorizontalPodAutoscaler": 2, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
+    "kv-network": {
+        "Deployment": 3,
+        "HorizontalPodAutoscaler": 2,
+        "PodDisruptionBudget": 3,
+        "ServiceMonitor": 1,
+    },
     "single-gpu": {"Deployment": 3, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
     "cpu-demo": {"Deployment": 3, "PodDisruptionBudget": 3, "PersistentVolumeClaim": 0},
     "kuberay": {"RayCluster": 1, "Deployment": 1, "ServiceMonitor": 1, "PersistentVolumeClaim": 2},
