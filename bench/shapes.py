@@ -1,4 +1,4 @@
-"""Model shapes for `--load-format dummy`: a directory with nothing but a config.json."""
+"""Model shapes for `--load-format dummy`: directories that hold only a config.json."""
 
 from __future__ import annotations
 
@@ -11,29 +11,9 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": False,
-        "eos_token_id": 128001,
-        "torch_dtype": "bfloat16",
-    },
+from cluster.sizing.models import MODELS
+
+SHAPES: dict[str, dict[str, Any]] = MODELS | {
     "one-small-layer": {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 16,
@@ -51,9 +31,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
-    """Makes `directory`/`name`, which `--model` accepts with `--load-format dummy`.
+    """Writes `directory`/`name`, which `--model` accepts with `--load-format dummy`. Returns its path.
 
-    With `tokenizer` a router can serve it: every id is one word of its own.
+    With `tokenizer` a router can serve the model: every token id is a word.
     """
     where = directory / name
     where.mkdir(parents=True, exist_ok=True)

@@ -1,39 +1,40 @@
-"""How fast sessions come and how much caches hold, so that a trace means the same at any size of cluster."""
+"""Chooses session rate and cache capacity, so that a trace means the same for any number of workers."""
 
 from __future__ import annotations
 
-from bench.routing_sim.cluster import Setting
-from bench.routing_sim.trace import Trace
-from bench.routing_sim.worker import Speed
+from simulator.prefill import Setting
+from simulator.trace import Trace
+
+LOAD = 0.8
+"""Of what the workers could compute if no prompt were cached. Below 1, every policy keeps up."""
+FULL = 0.9
+"""Share of the caches that live sessions fill, if each is on one worker only and all workers hold what
+sessions share. A session is live from one turn to the next."""
 
 
-def size(
-    trace: Trace, *, workers: int, routers: int, load: float, full: float, sessions: float, speed: Speed
-) -> Setting:
+def h200(uncached: int, cached: int) -> float:
+    """Seconds for one prompt of Llama-3.1-8B in bfloat16 on one H200.
+
+    Fitted to measurements: 49.8 ms for 2,000 tokens, 210 ms for 8,000. A token takes 22.6 µs of matrix
+    products, a pair of positions 1.15 ns of attention. To read the weights takes 4.1 ms.
     """
-    Args:
-        load: of the workers, were nothing ever cached: below 1 every policy keeps up.
-        full: the share of the caches that live sessions would fill, were each on one worker only and what
-        sessions
-            share on all. Live: from a turn to the next.
-        sessions: that are between two turns, per worker. Decides the think time.
-    """
-    seconds = sum(speed(turn.tokens, 0) for session in trace.sessions for turn in session.turns)
-    rate = load * workers * len(trace.sessions) / seconds
+    pairs = uncached * (cached + uncached / 2)
+    return max(4.1e-3, 22.6e-6 * uncached) + 1.15e-9 * pairs
+
+
+def size(trace: Trace, *, workers: int, routers: int, sessions: float) -> Setting:
+    """`sessions`: how many, per worker, are between two turns. The think time follows from it."""
+    seconds = sum(h200(turn.tokens, 0) for session in trace.sessions for turn in session.turns)
+    rate = LOAD * workers * len(trace.sessions) / seconds
     pauses = sum(turn.think for session in trace.sessions for turn in session.turns[:-1])
     think = sessions * workers * len(trace.sessions) / (rate * pauses) if pauses else 0.0
-    return Setting(
-        workers=workers,
-        routers=routers,
-        capacity=max(_longest(trace), round(_live_chunks(trace, rate, think, workers) / full)),
-        rate=rate,
-        think=think,
-        speed=speed,
-    )
+    longest = max(len(turn.chunks) for session in trace.sessions for turn in session.turns)
+    capacity = max(longest, round(_live_chunks(trace, rate, think, workers) / FULL))
+    return Setting(workers, routers, capacity, rate, think, h200)
 
 
 def _live_chunks(trace: Trace, rate: float, think: float, workers: int) -> float:
-    """Per worker. Of a trace without turns that is all that more than one session has."""
+    """Per worker. In a trace without later turns only the chunks that sessions share count."""
     shared = {chunk for s in trace.sessions for chunk in s.turns[0].chunks[: s.shared_chunks]}
     if not think:
         return len(shared) / workers
@@ -43,7 +44,3 @@ def _live_chunks(trace: Trace, rate: float, think: float, workers: int) -> float
         for turn in session.turns[:-1]
     )
     return own * rate / len(trace.sessions) / workers + len(shared)
-
-
-def _longest(trace: Trace) -> int:
-    return max(len(turn.chunks) for session in trace.sessions for turn in session.turns)

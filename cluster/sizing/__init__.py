@@ -4,7 +4,7 @@ Life of an answer:
 
 1. `speeds` estimates the duration of prefills and decode steps, from measurements of one model on one GPU.
 2. `simulated` runs Poisson arrivals through the router's policy and simulated prefill workers
-   (`bench.routing_sim`), and through the steps of one decode worker.
+   (`simulator`), and through the steps of one decode worker.
 3. `answer` searches the smallest pools that meet the targets, and explains what limits them.
 4. `command` prints the answer.
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from bench.shapes import SHAPES
 from cluster.model import reach_hub
+from cluster.sizing.models import MODELS
 from engine.loader.hf_config import model_config_from_hf
 from engine.model_config import ModelConfig
 from engine.models import cache_bytes_per_token, cache_spec
@@ -49,7 +49,7 @@ class Gpu:
     source: str
 
 
-REFERENCE = model_config_from_hf(SHAPES["llama-3.1-8b"], {}, "llama-3.1-8b")
+REFERENCE = model_config_from_hf(MODELS["llama-3.1-8b"], {}, "llama-3.1-8b")
 GPUS = {
     "h200": Gpu(
         memory=139 << 30,
@@ -96,7 +96,7 @@ class Speeds:
         self._linear = short_s / short - self._quadratic * short / 2
 
     def prefill(self, uncached: int, cached: int = 0) -> float:
-        """Seconds to compute one prompt. Implements `bench.routing_sim.worker.Speed`."""
+        """Seconds to compute one prompt. Implements `simulator.worker.Speed`."""
         pairs = uncached * (cached + uncached / 2)
         least = self._weights_read  # even for a short prompt, a step reads all weights
         return max(least, self._linear * uncached * self._gemms) + self._quadratic * pairs * self._attention
@@ -150,8 +150,8 @@ def shape(name: str) -> ModelConfig:
 
     Reads only config.json. Raises ValueError with the flag.
     """
-    if name in SHAPES:
-        return model_config_from_hf(SHAPES[name], {}, name)
+    if name in MODELS:
+        return model_config_from_hf(MODELS[name], {}, name)
     directory = Path(name).expanduser()
     file = directory / "config.json"
     if not directory.exists() and name.count("/") == 1:
@@ -164,6 +164,6 @@ def shape(name: str) -> ModelConfig:
             raise ValueError(f"--model {name}: the hub has no config.json for it ({error})") from error
     if not file.is_file():
         raise ValueError(
-            f"--model {name}: must be {', '.join(SHAPES)}, a directory with config.json, or a name on the hub"
+            f"--model {name}: must be {', '.join(MODELS)}, a directory with config.json, or a name on the hub"
         )
     return model_config_from_hf(json.loads(file.read_text()), {}, str(file))

@@ -1,7 +1,7 @@
 """Where work goes: pure functions over a snapshot of the workers, one file each.
 
 A policy sees loads and returns a choice. It keeps nothing, waits for nothing, and knows neither connections
-nor clocks, so that the same objects run in the router and in a simulator (`bench.routing_sim`).
+nor clocks, so that the same objects run in the router and in `simulator`.
 
 Prefill: `PrefillLoads` follows what workers report and what this router sends, and makes a
 `PrefillSnapshot` for each choice: the seconds of work ahead at each worker, its speed, and how much of the

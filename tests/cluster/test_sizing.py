@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench.shapes import SHAPES
 from cluster.cli import app
 from cluster.sizing.answer import Answer, Load, answer
+from cluster.sizing.models import MODELS
 from cluster.sizing.simulated import decode, prefill
 from cluster.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
 
@@ -119,7 +119,7 @@ def test_measured_speeds(tmp_path: Path) -> None:
 
 
 def test_a_shape_from_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"] | {"num_hidden_layers": 16}))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama-3.1-8b"] | {"num_hidden_layers": 16}))
     assert shape(str(tmp_path)).num_layers == 16
     with pytest.raises(ValueError, match="--model nothing"):
         shape("nothing")

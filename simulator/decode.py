@@ -1,4 +1,7 @@
-"""Decode workers behind several routers that see each other's work only in reports, once a second."""
+"""A decode pool behind several routers.
+
+A router hears of the work of the others only in reports, once a second.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from router.policy import DecodeLoad
 STATUS_INTERVAL = 1.0
 BLOCK = 128
 POOL = 2_000
-"""Blocks: 256 thousand tokens."""
+"""Blocks of a worker: 256 thousand tokens."""
 SEATS = 256
 
 DecodePolicy = Callable[..., str | None]
-"""As `two_choices`."""
+"""As `router.policy.two_choices`."""
 
 
 @dataclass(slots=True)
@@ -25,31 +28,31 @@ class DecodeWorker:
     name: str
     free: int = POOL
     running: int = 0
-    peak: int = 0
-    """Most blocks ever taken."""
 
 
 @dataclass(slots=True)
 class DecodeOutcome:
+    """What was measured.
+
+    Attributes:
+        refused: reservations that met a full worker.
+        waited: requests for which no worker seemed to have room when they came.
+        above_mean: twice a second, the used share of the fullest pool less the mean.
+    """
+
     refused: int = 0
-    """Reservations that met a full worker."""
     waited: int = 0
-    """Requests that no worker seemed to have room for when they came."""
     served: int = 0
-    peak: float = 0.0
-    """The largest share of its blocks that any worker ever had taken."""
-    mean: float = 0.0
-    """Share of all blocks that were taken, at the end of the arrivals."""
-    spread: list[float] = field(default_factory=list)
-    """Twice a second: the fullest worker less the mean, as shares of a pool."""
+    above_mean: list[float] = field(default_factory=list)
 
 
 def simulate(
     policy: DecodePolicy, *, workers: int, routers: int, requests: int, fill: float, seed: int = 1
 ) -> DecodeOutcome:
-    """`fill`: the share of all blocks that requests would take on average. Each holds 500 to 4,000 tokens for
-    2 to 20 seconds. Reserve, then confirm: who meets a full worker asks the next; who finds none waits for
-    news.
+    """Each request holds 500 to 4,000 tokens for 2 to 20 seconds. `fill` is the mean share of used blocks.
+
+    A router reserves before it confirms. If the worker is full, the router asks the next worker. If no worker
+    has room, the request waits for a report or for the end of another request.
     """
     rng = random.Random(seed)
     pools = [DecodeWorker(str(i)) for i in range(workers)]
@@ -73,10 +76,9 @@ def simulate(
                 continue
             worker.free -= blocks
             worker.running += 1
-            worker.peak = max(worker.peak, POOL - worker.free)
 
             def end(when: float) -> None:
-                worker.free += blocks  # noqa: B023 - returned from at once
+                worker.free += blocks  # noqa: B023 - the loop returns after this iteration
                 worker.running -= 1  # noqa: B023
                 load.ended(tokens)  # noqa: B023
                 outcome.served += 1
@@ -113,10 +115,9 @@ def simulate(
         at(rng.random(), lambda now, worker=worker: report(worker, now))
 
     def look(now: float) -> None:
-        taken = [1 - w.free / POOL for w in pools]
-        outcome.mean = sum(taken) / workers
+        used = [1 - w.free / POOL for w in pools]
         if now > 12:
-            outcome.spread.append(max(taken) - outcome.mean)
+            outcome.above_mean.append(max(used) - sum(used) / workers)
         if now + 0.5 < when:
             at(now + 0.5, look)
 
@@ -124,12 +125,5 @@ def simulate(
     while events:
         now, _, event = heapq.heappop(events)
         event(now)
-    outcome.peak = max(worker.peak for worker in pools) / POOL
     assert all(worker.free == POOL and not worker.running for worker in pools)
     return outcome
-
-
-def emptiest(loads: list[DecodeLoad], *, tokens: int, rng: random.Random) -> str | None:
-    """To compare with: the best of all by what was last heard."""
-    found = [load for load in loads if load.has_room(tokens)]
-    return min(found, key=lambda load: load.pressure).worker if found else None

@@ -1,4 +1,4 @@
-"""The simulator, and what it must show of the policies."""
+"""The simulator, and what it shows of the router's policies."""
 
 import random
 from dataclasses import replace
@@ -6,17 +6,18 @@ from dataclasses import replace
 import pytest
 
 from bench.load.datasets import SAMPLE_TRACE
-from bench.routing_sim import decode
-from bench.routing_sim.baselines import POLICIES
-from bench.routing_sim.cluster import Outcome, Simulation
-from bench.routing_sim.sizing import size
-from bench.routing_sim.trace import Session, Trace, Turn, mooncake, multi_turn, shared_prefix
-from bench.routing_sim.worker import Queued, SimWorker, h200
+from bench.routing_sim.baselines import POLICIES, emptiest
+from bench.routing_sim.sizing import h200, size
+from bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
 from router.policy import two_choices
+from simulator import decode
+from simulator.prefill import Outcome, Simulation
+from simulator.trace import Session, Trace, Turn
+from simulator.worker import Queued, SimWorker
 
 
 def simulate(trace: Trace, policy: str, *, workers: int = 8, changes=()) -> Outcome:
-    setting = size(trace, workers=workers, routers=4, load=0.8, full=0.9, sessions=15, speed=h200)
+    setting = size(trace, workers=workers, routers=4, sessions=15)
     return Simulation(trace, POLICIES[policy], replace(setting, changes=changes)).run()
 
 
@@ -24,13 +25,13 @@ def hits(outcome: Outcome) -> float:
     return outcome.hit_tokens / outcome.tokens
 
 
-def test_speed_is_that_of_the_measured_engine():
+def test_the_simulated_speed_is_that_of_the_measured_engine():
     assert h200(2000, 0) == pytest.approx(49.8e-3, rel=0.05)
     assert h200(8000, 0) == pytest.approx(210e-3, rel=0.05)
     assert h200(1, 8000) < 5e-3
 
 
-def test_a_worker_computes_one_prompt_after_the_other_and_keeps_what_was_used_last():
+def test_a_worker_computes_one_prompt_after_another_and_evicts_the_least_recently_used_chunks():
     done: list[int] = []
     worker = SimWorker("w", capacity=4, speed=lambda uncached, cached: float(uncached))
 
@@ -46,10 +47,10 @@ def test_a_worker_computes_one_prompt_after_the_other_and_keeps_what_was_used_la
     assert compute(1, 9) == 64
     assert worker.take_changes() == ([3, 2, 1, 9], [])
     assert compute(7, 8) == 0
-    assert worker.take_changes() == ([8, 7], [3, 2]), "the end of the prefix that was not used goes first"
+    assert worker.take_changes() == ([8, 7], [3, 2]), "the unused end of the prefix is evicted first"
 
 
-def test_nobody_finds_more_than_one_cache_for_all_would():
+def test_no_policy_finds_more_than_one_cache_of_all_workers_would():
     turns = (Turn(128, (1, 2), 1.0), Turn(200, (1, 2, 3), 1.0))
     trace = Trace("t", [Session(key, turns, 1) for key in range(50)])
     for policy in POLICIES:
@@ -57,7 +58,7 @@ def test_nobody_finds_more_than_one_cache_for_all_would():
         assert 0 < outcome.hit_tokens <= outcome.bound_tokens < outcome.tokens
 
 
-def test_traces_are_the_same_for_the_same_seed_and_share_what_they_say():
+def test_a_seed_gives_the_same_trace_and_prompts_share_prefixes():
     assert multi_turn(200, 3) == multi_turn(200, 3) != multi_turn(200, 4)
     chat = max(multi_turn(200, 3).sessions, key=lambda s: len(s.turns))
     for before, after in zip(chat.turns, chat.turns[1:], strict=False):
@@ -66,14 +67,14 @@ def test_traces_are_the_same_for_the_same_seed_and_share_what_they_say():
         assert len({turn.chunks[0] for s in trace.sessions for turn in s.turns}) < len(trace.sessions)
 
 
-def test_every_request_is_answered_whatever_comes_and_goes():
+def test_every_request_is_answered_while_workers_join_and_leave():
     trace = multi_turn(1500, 1)
     outcome = simulate(trace, "sticky", changes=[(0.3, -3), (0.6, 2), (0.7, -1), (0.9, 3)])
     assert len(outcome.ttft) >= 0.55 * trace.requests
 
 
-def test_sessions_stay_where_their_prefix_is_and_nobody_waits_for_it():
-    """The promise of the policy, each half against the policy that has only the other."""
+def test_sticky_finds_prefixes_without_long_queues():
+    """Hits against a policy that only balances; TTFT against a policy that only looks at queues."""
     trace = multi_turn(2000, 1)
     found = {name: simulate(trace, name) for name in ("sticky", "least_loaded", "round_robin")}
     p99 = {name: sorted(o.ttft)[int(0.99 * len(o.ttft))] for name, o in found.items()}
@@ -82,7 +83,7 @@ def test_sessions_stay_where_their_prefix_is_and_nobody_waits_for_it():
     assert found["sticky"].moved < 0.1 * found["sticky"].turns
 
 
-def test_documents_are_found_also_by_sessions_of_their_own():
+def test_sticky_finds_a_document_that_another_session_cached():
     rng = random.Random(1)
     trace = shared_prefix(1500, 1)
     trace = Trace("", [replace(s, key=rng.getrandbits(64)) for s in trace.sessions])
@@ -90,7 +91,7 @@ def test_documents_are_found_also_by_sessions_of_their_own():
     assert found["sticky"] > found["pure_hash"] + 0.2
 
 
-def test_workers_that_come_and_go_move_little_more_than_their_share():
+def test_workers_that_leave_move_few_sessions():
     trace = multi_turn(3000, 1)
     still = simulate(trace, "sticky", workers=16)
     moved = simulate(trace, "sticky", workers=16, changes=[(0.6, -2)])
@@ -99,22 +100,22 @@ def test_workers_that_come_and_go_move_little_more_than_their_share():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_stale_loads_never_overload_one_decode_worker(seed: int):
-    """4 routers that hear of each other once a second, at 80 % of all blocks."""
+def test_two_choices_never_overload_one_decode_worker(seed: int):
+    """4 routers that hear of each other once a second, with 80 % of all blocks used."""
     found = decode.simulate(two_choices, workers=16, routers=4, requests=3000, fill=0.8, seed=seed)
     assert found.served == 3000
-    assert max(found.spread) < 0.16
+    assert max(found.above_mean) < 0.16
     assert found.refused <= 5
 
 
-def test_the_emptiest_by_old_reports_does_get_overloaded():
-    """What drawing two is for: without it the test above could not tell."""
-    found = decode.simulate(decode.emptiest, workers=32, routers=4, requests=5000, fill=0.8)
+def test_the_emptiest_worker_by_old_reports_gets_overloaded():
+    """The test above could see an overload."""
+    found = decode.simulate(emptiest, workers=32, routers=4, requests=5000, fill=0.8)
     drawn = decode.simulate(two_choices, workers=32, routers=4, requests=5000, fill=0.8)
-    assert max(found.spread) > 0.16 > max(drawn.spread)
+    assert max(found.above_mean) > 0.16 > max(drawn.above_mean)
 
 
-def test_reservations_that_meet_full_workers_are_served_in_the_end():
+def test_refused_reservations_are_served_in_the_end():
     found = decode.simulate(two_choices, workers=4, routers=4, requests=1500, fill=1.3)
     assert found.refused > 0
     assert found.waited > 0

@@ -1,4 +1,7 @@
-"""The discrete-event loop: sessions, routers and workers on one clock."""
+"""The discrete-event loop of a prefill pool:
+
+sessions, routers and workers on one clock. Times are in seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,87 +12,93 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bench.routing_sim.trace import Session, Trace, Turn, hit_tokens
-from bench.routing_sim.worker import Queued, SimWorker, Speed
 from router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
 from rpc import CHUNK_TOKENS
+from simulator.trace import Session, Trace, Turn, hit_tokens
+from simulator.worker import Queued, SimWorker, Speed
 
 STATUS_INTERVAL = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the trace meets."""
+    """What the trace meets.
+
+    Attributes:
+        capacity: chunks that a worker's cache holds.
+        rate: sessions per second.
+        think: mean time from a first token to the next turn.
+        changes: (share of the sessions that have begun, workers that join). A negative number of workers
+            drains and leaves.
+        warm_up: share of the requests that are not measured.
+    """
 
     workers: int
     routers: int
     capacity: int
-    """Chunks that a worker's cache holds."""
     rate: float
-    """Sessions per second."""
     think: float
-    """Mean seconds between turns."""
     speed: Speed
     changes: Sequence[tuple[float, int]] = ()
-    """(share of the sessions that have begun, workers that join; negative: that drain and leave)."""
     warm_up: float = 0.4
-    """Of the requests, which are not measured."""
     seed: int = 1
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Of what was measured."""
+    """What was measured.
+
+    Attributes:
+        tokens, hit_tokens: of all prompts; of them, those that a cache held.
+        bound_tokens: those that one endless cache of all workers would have held, prompts that still run
+            included. No policy can find more.
+        busy: time that each worker computed.
+        turns, moved: turns after the first of their session; of them, those that changed the worker.
+        decisions, deciding: choices of a worker, and the real time that they took.
+    """
 
     ttft: list[float] = field(default_factory=list)
-    """Seconds."""
     tokens: int = 0
     hit_tokens: int = 0
     bound_tokens: int = 0
-    """That one endless cache for all would have had, also of prompts still being computed: none finds
-    more."""
     busy: list[float] = field(default_factory=list)
-    """Seconds that each worker computed."""
-    fill: float = 0.0
-    """Of the caches, at the end."""
     turns: int = 0
-    """That were not the first of their session."""
     moved: int = 0
-    """Of these, those that went to another worker than the turn before."""
     decisions: int = 0
     deciding: float = 0.0
-    """Real seconds that all decisions took."""
 
 
 class Router:
-    """As `router.workers.members` does it, with rows for connections."""
+    """Keeps the loads of the workers and chooses a worker for each turn, as a real router does."""
 
     def __init__(self, policy: PrefillPolicy) -> None:
         self.loads = PrefillLoads()
         self.rows: dict[SimWorker, int] = {}
-        self.workers: dict[int, SimWorker] = {}
+        self._workers: dict[int, SimWorker] = {}
         self._policy = policy
-        self.choices = 0
+        self._choices = 0
 
     def join(self, worker: SimWorker, now: float) -> None:
         row = self.rows[worker] = self.loads.join(worker.name, block_size=CHUNK_TOKENS, now=now)
-        self.workers[row] = worker
+        self._workers[row] = worker
 
     def leave(self, worker: SimWorker) -> None:
         row = self.rows.pop(worker)
-        del self.workers[row]
+        del self._workers[row]
         self.loads.leave(row)
 
     def choose(self, key: int, turn: Turn, now: float) -> tuple[SimWorker, PrefillWork]:
-        request = PrefillRequest(key=key, tokens=turn.tokens, chunks=turn.chunks, arrival=self.choices)
-        self.choices += 1
+        request = PrefillRequest(key=key, tokens=turn.tokens, chunks=turn.chunks, arrival=self._choices)
+        self._choices += 1
         snapshot = self.loads.snapshot(request, now)
         assert snapshot is not None
         row = self._policy(snapshot, request)
-        return self.workers[row], PrefillWork(turn.tokens - snapshot.cached.of(row), turn.chunks)
+        return self._workers[row], PrefillWork(turn.tokens - snapshot.cached.of(row), turn.chunks)
 
 
 class Simulation:
+    """`run` it once."""
+
     def __init__(self, trace: Trace, policy: PrefillPolicy, setting: Setting) -> None:
         self._trace = trace
         self._setting = setting
@@ -101,7 +110,7 @@ class Simulation:
         self._workers: list[SimWorker] = []
         self._names = itertools.count()
         self._left = trace.requests
-        self._begins = int(trace.requests * (1 - setting.warm_up))  # measured: when so many are left
+        self._measured_from = int(trace.requests * (1 - setting.warm_up))  # measured once so many are left
         self._outcome = Outcome()
         self._asked_for: set[int] = set()
         self._busy_before: dict[SimWorker, float] = {}
@@ -112,26 +121,22 @@ class Simulation:
         while self._events and self._left:
             self._now, _, event = heapq.heappop(self._events)
             event()
-        outcome = self._outcome
-        outcome.busy = [worker.busy - self._busy_before.get(worker, 0.0) for worker in self._workers]
-        outcome.fill = sum(worker.fill for worker in self._workers) / len(self._workers)
-        return outcome
+        self._outcome.busy = [w.busy - self._busy_before.get(w, 0.0) for w in self._workers]
+        return self._outcome
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), event))
 
-    # ------------------------------------------------------------ who comes and goes
+    # ------------------------------------------------------------ sessions and workers come and go
 
     def _schedule_sessions(self) -> None:
-        when, sessions = 0.0, self._trace.sessions
-        for session in sessions:
+        when = 0.0
+        for session in self._trace.sessions:
             when += self._rng.expovariate(self._setting.rate)
             self._at(when, lambda session=session: self._ask(session, 0, None))
         for share, count in self._setting.changes:
-            if count > 0:
-                self._at(share * when, lambda count=count: self._join(count))
-            else:
-                self._at(share * when, lambda count=count: self._drain(-count))
+            change = self._join if count > 0 else self._drain
+            self._at(share * when, lambda change=change, count=count: change(abs(count)))
 
     def _join(self, count: int) -> None:
         for _ in range(count):
@@ -152,38 +157,36 @@ class Simulation:
             return
         waiting, speed = worker.tokens_waiting(), worker.tokens_per_s()
         for router in self._routers:
-            router.loads.reported(
-                router.rows[worker], tokens_waiting=waiting, tokens_per_s=speed, now=self._now
-            )
+            row = router.rows[worker]
+            router.loads.reported(row, tokens_waiting=waiting, tokens_per_s=speed, now=self._now)
         self._at(self._now + STATUS_INTERVAL, lambda: self._report(worker))
 
     # ------------------------------------------------------------ requests
 
     def _ask(self, session: Session, number: int, before: SimWorker | None) -> None:
-        turn = session.turns[number]
+        turn, outcome = session.turns[number], self._outcome
         router = self._rng.choice(self._routers)
         began = time.perf_counter()
         worker, work = router.choose(session.key, turn, self._now)
         took = time.perf_counter() - began
         row = router.rows[worker]
         router.loads.sent(row, work, self._now)
-        measured = self._left <= self._begins
+        measured = self._left <= self._measured_from
         if measured:
-            self._outcome.bound_tokens += hit_tokens(turn, self._asked_for)
-            self._outcome.deciding += took
-            self._outcome.decisions += 1
-            self._outcome.turns += before is not None
-            self._outcome.moved += before is not None and before is not worker
-
+            outcome.bound_tokens += hit_tokens(turn, self._asked_for)
+            outcome.deciding += took
+            outcome.decisions += 1
+            outcome.turns += before is not None
+            outcome.moved += before is not None and before is not worker
         self._asked_for.update(turn.chunks)
 
         def finished(now: float, at: SimWorker, hit: int) -> None:
             if at in router.rows:
                 router.loads.ended(row, work, computed=True, now=now)
             if measured:
-                self._outcome.ttft.append(now - queued.arrived)
-                self._outcome.tokens += turn.tokens
-                self._outcome.hit_tokens += hit
+                outcome.ttft.append(now - queued.arrived)
+                outcome.tokens += turn.tokens
+                outcome.hit_tokens += hit
             if number + 1 < len(session.turns):
                 think = turn.think * self._setting.think
                 self._at(now + think, lambda: self._ask(session, number + 1, at))
@@ -199,13 +202,13 @@ class Simulation:
     def _finish(self, worker: SimWorker) -> None:
         queued, hit = worker.finish()
         added, evicted = worker.take_changes()
-        for router in self._routers:  # before the token, as a worker sends it
+        for router in self._routers:  # a worker reports its cache before it sends the token
             if worker in router.rows:
                 router.loads.index.discard(router.rows[worker], evicted)
                 router.loads.index.add(router.rows[worker], added)
         queued.finished(self._now, worker, hit)
         self._left -= 1
-        if self._left == self._begins:
+        if self._left == self._measured_from:
             self._busy_before = {w: w.busy for w in self._workers}
         if worker.queue:
             self._begin(worker)

@@ -1,68 +1,32 @@
-"""What is asked for: sessions of turns whose prompts share prefixes. A prompt is its length and its chunks.
+"""Three kinds of trace. Chunk hashes are made up: two are equal where the prompts are equal up to there.
 
-Chunk hashes are made up: equal where the prefixes up to there are. Three kinds of trace:
-
-multi-turn: chats. A session has one of 8 system prompts (512 tokens, popularity ∝ 1/rank), a geometric number
-of
-    turns (mean 6, at most 24), user messages and answers of log-normal length (median 120 and 200 tokens, σ
-    0.8, at most 2,000), and the whole history in each prompt. Exponential think time. Clients send a session
-    id.
-shared-prefix: one-shot questions over 200 documents of 1,000 to 6,000 tokens (popularity ∝ 1/rank), each with
-a
-    question of 50 to 200 tokens. No session ids: what sessions are told apart by is how the prompt begins.
-Mooncake's format (FAST 2025): a file of requests with their time, lengths and hashes of 512-token blocks.
+- `multi_turn`: chats. A session has one of 8 system prompts of 512 tokens (popularity ∝ 1/rank) and a
+  geometric number of turns (mean 6, at most 24). User messages and answers have log-normal lengths (median
+  120 and 200 tokens, σ 0.8, at most 2,000). Each prompt holds the whole history. Clients send a session id.
+- `shared_prefix`: single questions of 50 to 200 tokens over 200 documents of 1,000 to 6,000 tokens
+  (popularity ∝ 1/rank). Clients send no session id: routers tell sessions apart by the beginning of the
+  prompt.
+- `mooncake`: a file in Mooncake's format (FAST 2025).
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
 from bench.load.datasets import MOONCAKE_BLOCK, read_trace
 from rpc import CHUNK_TOKENS
+from simulator.trace import Session, Trace, Turn
 
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 8, 512
 MEAN_TURNS, MOST_TURNS = 6.0, 24
 USER_TOKENS, ANSWER_TOKENS, SIGMA, MOST_TOKENS = 120, 200, 0.8, 2_000
 DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS = 200, (1_000, 6_000), (50, 200)
 SESSION_CHUNKS = 4  # as in router.api.jobs
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    tokens: int
-    chunks: tuple[int, ...]
-    think: float
-    """Seconds from its first token to the next turn, in units of the trace's mean think time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    key: int
-    turns: tuple[Turn, ...]
-    shared_chunks: int
-    """At the beginning, which other sessions have too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    name: str
-    sessions: list[Session]
-
-    @property
-    def requests(self) -> int:
-        return sum(len(session.turns) for session in self.sessions)
-
-
-def hit_tokens(turn: Turn, cached: Iterable[int]) -> int:
-    """What a cache with these chunks (a container) saves; the last position is always computed."""
-    chunks = sum(1 for _ in itertools.takewhile(cached.__contains__, turn.chunks))  # pyrefly: ignore
-    return min(chunks * CHUNK_TOKENS, turn.tokens - 1)
 
 
 def multi_turn(requests: int, seed: int) -> Trace:
@@ -100,8 +64,10 @@ def shared_prefix(requests: int, seed: int) -> Trace:
 
 
 def mooncake(path: Path) -> Trace:
-    """Only what is asked for and in which order; how fast, the load decides. Raises ValueError for a bad
-    file."""
+    """The prompts of the file in their order. Ignores their times, since `sizing` decides the rate.
+
+    Raises ValueError for a file of another format.
+    """
     per_block = MOONCAKE_BLOCK // CHUNK_TOKENS
     sessions = []
     lines = read_trace(path)

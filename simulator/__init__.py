@@ -1,0 +1,17 @@
+"""Simulates prefill and decode pools, with the router's own policies on a simulated clock.
+
+Life of a simulation:
+
+1. A `Trace` of sessions says what clients ask (`trace`). A `Setting` says what the trace meets: workers,
+   routers and rates.
+2. `prefill.Simulation` is a discrete-event loop. Sessions begin at random times, and each turn goes to a
+   random router. The router chooses a worker with a policy of `router.policy`.
+3. A `SimWorker` computes one prompt after another and keeps an LRU cache of chunks (`worker`). It reports to
+   the routers once a second.
+4. An `Outcome` holds what was measured: cache hits, times to first token, how evenly the workers computed.
+
+`decode` does the same for decode pools, whose resource is blocks. Real are the policies, the estimate of a
+worker's queue, the index of chunks and the order of events. Simulated are the time and the workers.
+
+`bench.routing_sim` compares policies with it, and `baton plan` sizes pools with it.
+"""

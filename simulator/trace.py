@@ -1,0 +1,54 @@
+"""What clients ask: sessions of turns. A prompt is its length and the hashes of its 64-token chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from itertools import takewhile
+
+from rpc import CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request.
+
+    Attributes:
+        chunks: a hash for each full chunk of the prompt. Two prompts with an equal hash share all tokens up
+            to the end of that chunk.
+        think: from the first token of this turn to the next turn, in units of `Setting.think`.
+    """
+
+    tokens: int
+    chunks: tuple[int, ...]
+    think: float
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Turns that follow each other.
+
+    Attributes:
+        key: what a router tells sessions apart by.
+        shared_chunks: chunks at the beginning that other sessions have, too.
+    """
+
+    key: int
+    turns: tuple[Turn, ...]
+    shared_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    name: str
+    sessions: list[Session]
+
+    @property
+    def requests(self) -> int:
+        return sum(len(session.turns) for session in self.sessions)
+
+
+def hit_tokens(turn: Turn, cached: Container[int]) -> int:
+    """The prompt tokens that a cache with these chunks saves. The last position is always computed."""
+    chunks = sum(1 for _ in takewhile(lambda chunk: chunk in cached, turn.chunks))
+    return min(chunks * CHUNK_TOKENS, turn.tokens - 1)
