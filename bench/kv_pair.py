@@ -58,6 +58,7 @@ class Side:
 
     def __init__(self, role: str, settings: Settings) -> None:
         self.arena = kv.Arena.create(settings.slots, settings.slot_bytes)
+        self.heartbeat = kv.Heartbeat.create()
         self.arena.memory[:] = random.Random(0).randbytes(MIB) * (len(self.arena.memory) // MIB)
         self.channel, theirs = kv.channel_pair()
         self.service, service = kv.channel_pair()
@@ -70,7 +71,12 @@ class Side:
             config = msgspec.structs.replace(config, lane_processes=settings.lane_processes)
         with _checksums(settings.checksums):
             self.process = kv.spawn_transfer(
-                config, channel=theirs, arena=self.arena, service=service, secret=_SECRET
+                config,
+                channel=theirs,
+                arena=self.arena,
+                heartbeat=self.heartbeat,
+                service=service,
+                secret=_SECRET,
             )
             theirs.close()
             service.close()
@@ -83,6 +89,9 @@ class Side:
         self.pool = [
             torch.zeros(shape, dtype=torch.bfloat16, device=settings.device) for _ in range(LAYOUT.num_layers)
         ]
+
+        self.transport = kv.ArenaTransport(self.channel, self.arena, NO_TRACE)
+        self.paged_kv = kv.PagedKV(self.pool, BLOCK, LAYOUT, settings.device)
 
     def digest(self) -> str:
         """Of K and V of all layers, in order of positions."""
@@ -103,7 +112,7 @@ def _prefill(control: Connection, settings: Settings) -> None:
     side = Side("prefill", settings)
     for layer in side.pool:
         layer.normal_()
-    sender = kv.KVSender(side.channel, side.arena, side.pool, BLOCK, LAYOUT, settings.device, NO_TRACE)
+    sender = side.transport.sender(side.paged_kv)
     control.send((side.port, side.process.pid, side.digest()))
     while (tokens := control.recv()) is not None:
         prefill_id = secrets.token_bytes(16)
@@ -126,9 +135,7 @@ class Pair:
         self._child = context.Process(target=_prefill, args=(theirs, settings))
         self._child.start()
         self._side = Side("decode", settings)
-        self._receiver = kv.KVReceiver(
-            self._side.channel, self._side.arena, self._side.pool, BLOCK, LAYOUT, settings.device, NO_TRACE
-        )
+        self._receiver = self._side.transport.receiver(self._side.paged_kv)
         port, pid, self._digest = self._control.recv()
         self._address = f"127.0.0.1:{port}"
         assert self._child.pid is not None

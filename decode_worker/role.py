@@ -4,9 +4,9 @@ import time
 
 from decode_worker.attempt import Attempt, AttemptPhase
 from engine import Logprobs, Output, StepResult
-from kv_transfer import Closed, FetchFailed, Injected, KVReceiver
+from kv_transfer import Closed, FetchFailed, Injected
 from worker import messages
-from worker.engine_loop import Parts, device, kv_layout
+from worker.engine_loop import Parts, paged_kv
 from worker.messages import Code, ToEngine
 
 
@@ -22,15 +22,7 @@ class DecodeRole:
         self._link = parts.link
         self._trace = parts.trace
         self.engine = parts.start_engine()
-        self._receiver = KVReceiver(
-            parts.channel,
-            parts.arena,
-            self.engine.kv_cache,
-            self.engine.block_size,
-            kv_layout(self.engine),
-            device(self.engine),
-            parts.trace,
-        )
+        self._receiver = parts.transport.receiver(paged_kv(self.engine))
         self._table: dict[bytes, Attempt] = {}  # by decode id
 
     @property

@@ -4,26 +4,27 @@ Life of a transfer, and the process of each step::
 
     prefill engine          prefill transfer process        decode transfer process          decode engine
     ------------------      ------------------------        -----------------------          -------------
-    KVSender.open           READY                           RESERVED                     KVReceiver.fetch
+    Sender.open             READY                           RESERVED                     Receiver.fetch
                                       <-------------------- FETCH, CREDIT
-    KVSender.ready          STREAMING
+    Sender.ready            STREAMING
       pump: gather, D2H       KV frames --------------------> RECEIVING
         into an arena slot    from the slot                     into a slot, verified     poll: H2D, scatter
-    KVSender.commit         COMMITTED ------ COMMIT --------> COMPLETE
+    Sender.commit           COMMITTED ------ COMMIT --------> COMPLETE
                                                             INJECTED                      poll: Injected
     poll: Released          RELEASED  <------- ACK ----------
 
-Engine processes touch KV and torch (`sender`, `receiver`, `device`); transfer processes touch sockets
-(`process/`) and never torch. Between them are an `Arena` and a socketpair. What both sides agree on is in
-`protocol/`, as pure state machines; the wire is in `docs/protocol.md`.
+Roles use the interfaces of `transport`. Behind them, engine processes touch KV and torch (`sender`,
+`receiver`, `device`); transfer processes touch sockets (`process/`) and never torch. Between them are an
+`Arena` and a socketpair. What both sides agree on is in `protocol/`, as pure state machines; the wire is in
+`docs/protocol.md`.
 """
 
 from kv_transfer.arena import Arena
+from kv_transfer.arena_transport import ArenaTransport
 from kv_transfer.config import TransferConfig, TransferDeadlines
+from kv_transfer.heartbeat import Heartbeat
 from kv_transfer.layout import KVLayout
 from kv_transfer.protocol.messages import FirstToken
-from kv_transfer.receiver import Closed, FetchFailed, Injected, InjectStats, KVReceiver
-from kv_transfer.sender import KVSender, Released
 from kv_transfer.spawn import (
     Drain,
     Drained,
@@ -37,27 +38,42 @@ from kv_transfer.spawn import (
     spawn_transfer,
 )
 from kv_transfer.trace import TraceWriter
+from kv_transfer.transport import (
+    Closed,
+    FetchFailed,
+    Injected,
+    InjectStats,
+    PagedKV,
+    Receiver,
+    Released,
+    Sender,
+    Transport,
+)
 
 __all__ = [
     "Arena",
+    "ArenaTransport",
     "Closed",
     "Drain",
     "Drained",
     "FetchFailed",
     "FirstToken",
     "FromTransfer",
+    "Heartbeat",
     "InjectStats",
     "Injected",
     "KVLayout",
-    "KVReceiver",
-    "KVSender",
+    "PagedKV",
     "Ready",
+    "Receiver",
     "Released",
+    "Sender",
     "StatsRequest",
     "TraceWriter",
     "TransferConfig",
     "TransferDeadlines",
     "TransferStats",
+    "Transport",
     "channel_pair",
     "decode_from_transfer",
     "encode",

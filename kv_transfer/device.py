@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from kv_transfer.arena import Arena
-from kv_transfer.layout import KVLayout, Slice, runs, slice_bytes
+from kv_transfer.layout import Slice, runs, slice_bytes
+from kv_transfer.transport import PagedKV
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
 
@@ -62,24 +63,25 @@ class Pool(Protocol):
         ...
 
 
-def open_pool(
-    device: str, kv_cache: Sequence[torch.Tensor], block_size: int, layout: KVLayout, arena: Arena
-) -> Pool:
-    assert len(kv_cache) == layout.num_layers, f"{len(kv_cache)} layers of KV, layout has {layout.num_layers}"
-    for tensor in kv_cache:
-        shape = (2, tensor.shape[1], block_size, layout.num_kv_heads, layout.head_dim)
+def open_pool(kv: PagedKV, arena: Arena) -> Pool:
+    layout = kv.layout
+    assert len(kv.layers) == layout.num_layers, (
+        f"{len(kv.layers)} layers of KV, layout has {layout.num_layers}"
+    )
+    for tensor in kv.layers:
+        shape = (2, tensor.shape[1], kv.block_size, layout.num_kv_heads, layout.head_dim)
         assert tensor.is_contiguous(), "KV must be contiguous"
         assert tuple(tensor.shape) == shape, f"{tuple(tensor.shape)} is not {shape}"
         assert tensor.dtype == getattr(torch, layout.dtype), (
             f"KV is {tensor.dtype}, layout says {layout.dtype}"
         )
-    match torch.device(device).type:
+    match torch.device(kv.device).type:
         case "cuda":
-            return CudaPool(kv_cache, block_size, layout, arena)
+            return CudaPool(kv, arena)
         case "meta":
             return NoPool()
         case _:
-            return HostPool(kv_cache, block_size, layout, arena)
+            return HostPool(kv, arena)
 
 
 class HostPool:
@@ -87,13 +89,11 @@ class HostPool:
 
     gather_most = 1  # while the next is gathered, this one is on its way
 
-    def __init__(
-        self, kv_cache: Sequence[torch.Tensor], block_size: int, layout: KVLayout, arena: Arena
-    ) -> None:
+    def __init__(self, kv: PagedKV, arena: Arena) -> None:
         # layer → [2, rows, heads, bytes of a head]
-        self._rows = [t.flatten(1, 2).view(torch.uint8).numpy() for t in kv_cache]
-        self._block_size = block_size
-        self._layout = layout
+        self._rows = [t.flatten(1, 2).view(torch.uint8).numpy() for t in kv.layers]
+        self._block_size = kv.block_size
+        self._layout = kv.layout
         self._arena = arena
 
     def enter_thread(self) -> None:
@@ -173,15 +173,14 @@ class CudaPool:
 
     gather_most = 8
 
-    def __init__(
-        self, kv_cache: Sequence[torch.Tensor], block_size: int, layout: KVLayout, arena: Arena
-    ) -> None:
+    def __init__(self, kv: PagedKV, arena: Arena) -> None:
         from kv_transfer import copy_kernels  # Triton: on GPUs only
 
         self._kernels = copy_kernels
-        self._layers = list(kv_cache)
-        self._device = kv_cache[0].device
-        self._block_size = block_size
+        layout = kv.layout
+        self._layers = list(kv.layers)
+        self._device = kv.layers[0].device
+        self._block_size = kv.block_size
         self._layout = layout
         self._slot_bytes = arena.slot_bytes
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)

@@ -32,79 +32,15 @@ from kv_transfer.channel import (
     SlotsFree,
     ToReceiver,
 )
-from kv_transfer.layout import KVLayout, Slice
-from kv_transfer.protocol.messages import FirstToken
+from kv_transfer.layout import Slice
 from kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE, SLICES_AT_ONCE
 from kv_transfer.trace import TraceWriter
+from kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
 if TYPE_CHECKING:
-    import torch
-
     from kv_transfer.device import Staged
 
 _MAX_REFETCHES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class InjectStats:
-    """Times are time.monotonic(), which all processes of a host share."""
-
-    bytes: int
-    frames: int
-    fetch_at: float  # fetch()
-    first_frame_at: float  # its header seen; with no frame this and the next two are injected_at
-    last_frame_at: float  # verified
-    scatter_at: float  # the first copy into the blocks was enqueued
-    commit_at: float  # COMMIT known: prefill has its first token
-    injected_at: float  # the last copy is over
-
-    @property
-    def transfer_seconds(self) -> float:
-        return self.last_frame_at - self.first_frame_at
-
-    @property
-    def injection_seconds(self) -> float:
-        return self.injected_at - self.scatter_at
-
-    @property
-    def exposed_seconds(self) -> float:
-        """What the forward did not hide."""
-        return self.injected_at - self.commit_at
-
-    @property
-    def fetch_seconds(self) -> float:
-        return self.injected_at - self.fetch_at
-
-    @property
-    def hidden_share(self) -> float:
-        """1 − exposed ÷ transfer time, within 0…1."""
-        if self.transfer_seconds <= 0:
-            return 1.0
-        return min(1.0, max(0.0, 1.0 - self.exposed_seconds / self.transfer_seconds))
-
-
-@dataclass(frozen=True, slots=True)
-class Injected:
-    """Every position asked for is in its block, verified. The request may join the next step."""
-
-    decode_id: bytes
-    first_token: FirstToken
-    stats: InjectStats
-
-
-@dataclass(frozen=True, slots=True)
-class FetchFailed:
-    """The KV will not come from this prefill. Nothing writes into the blocks; fetch() may be called again."""
-
-    decode_id: bytes
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """After cancel(): nothing writes into the blocks any more."""
-
-    decode_id: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -122,23 +58,20 @@ class _Fetch:
     outcome: FetchFailed | Closed | None = None  # reported when the last scatter is over
 
 
-class KVReceiver:
-    """Fetches KV into reserved blocks. All methods are for the engine thread; none blocks."""
+class ArenaReceiver:
+    """Implements `transport.Receiver`: slices come in arena slots, and are copied into reserved blocks."""
 
     def __init__(
         self,
         channel: socket.socket,
         arena: Arena,
-        kv_cache: Sequence[torch.Tensor],
-        block_size: int,
-        layout: KVLayout,
-        device: str,
+        kv: PagedKV,
         trace: TraceWriter,
     ) -> None:
         from kv_transfer.device import open_pool  # torch: in engine processes only
 
-        self._pool = open_pool(device, kv_cache, block_size, layout, arena)
-        self._layout = layout
+        self._pool = open_pool(kv, arena)
+        self._layout = kv.layout
         self._trace = trace
         self._channel = Channel(channel, ToReceiver)
         self._fetches: dict[bytes, _Fetch] = {}  # by decode id, until an outcome is certain
@@ -159,8 +92,6 @@ class KVReceiver:
         num_tokens: int,
         start: int = 0,
     ) -> None:
-        """FETCH positions [start, num_tokens) into `block_ids`, which nothing that the device still computes
-        may touch. Replaces a fetch of this decode id that is live or has an unreported failure."""
         assert 0 <= start <= num_tokens
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
@@ -174,7 +105,6 @@ class KVReceiver:
         self._channel.send(request)
 
     def cancel(self, decode_id: bytes) -> None:
-        """Idempotent. poll() reports Closed for an id that was live, and nothing else for it afterwards."""
         fetch = self._drop(decode_id)
         if fetch is not None:
             fetch.outcome = Closed(decode_id)
@@ -185,8 +115,6 @@ class KVReceiver:
                 ending.outcome = Closed(decode_id)
 
     def poll(self, spare: float = math.inf) -> list[Injected | FetchFailed | Closed]:
-        """Write what arrived into its blocks, report what ended. Call once per step, or when readable.
-        `spare`: seconds until a step is to be launched behind one that is computed; infinite: none is."""
         while messages := self._channel.receive():
             for message in messages:
                 match message:
@@ -208,22 +136,18 @@ class KVReceiver:
         return self._ended()
 
     def fileno(self) -> int:
-        """Readable when poll() has something."""
         return self._channel.fileno()
 
     @property
     def poll_within(self) -> float | None:
-        """Poll again within these seconds although fileno() is silent: scatters run. None: no need."""
         waiting = self._arrivals or self._copies or self._ending or self._channel.pending
         return EVENT_POLL if waiting or any(f.complete for f in self._fetches.values()) else None
 
     @property
     def idle(self) -> bool:
-        """No fetch open, no slot held by this side."""
         return not (self._fetches or self._ending or self._arrivals or self._copies)
 
     def shutdown(self) -> None:
-        """Close the channel. Nothing is written into blocks afterwards."""
         self._pool.close()
         self._channel.sock.close()
 

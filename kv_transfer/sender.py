@@ -13,7 +13,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.arena import Arena
@@ -35,48 +34,36 @@ from kv_transfer.channel import (
     StopOut,
     ToSender,
 )
-from kv_transfer.layout import KVLayout, cut, intersect, slice_bytes
+from kv_transfer.layout import cut, intersect, slice_bytes
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
 from kv_transfer.trace import TraceWriter
+from kv_transfer.transport import PagedKV, Released
 from kv_transfer.turns import OutgoingPrefill, OutgoingTransfer, Turns
 from kv_transfer.wait import wait
 
 if TYPE_CHECKING:
-    import torch
-
     from kv_transfer.device import Staged
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The prefill's blocks may be freed: nothing reads them any more. Exactly once for each `open`."""
+class ArenaSender:
+    """Implements `transport.Sender`: slices are gathered into arena slots.
 
-    prefill_id: bytes
-    reason: str  # "acked" | "deadline" | "reused" (its id) | what close() was given
-
-
-class KVSender:
-    """Serves the KV of held prefills to the peers that FETCH them. Owns the pump thread and its channel end.
-
-    All methods are for the engine thread; none blocks. An error in the pump is raised by the next poll().
+    Owns the pump thread and the channel. The next poll() raises an error of the pump.
     """
 
     def __init__(
         self,
         channel: socket.socket,
         arena: Arena,
-        kv_cache: Sequence[torch.Tensor],
-        block_size: int,
-        layout: KVLayout,
-        device: str,
+        kv: PagedKV,
         trace: TraceWriter,
     ) -> None:
         from kv_transfer.device import open_pool  # torch: in engine processes only
 
-        self._pool = open_pool(device, kv_cache, block_size, layout, arena)
-        self._layout = layout
+        self._pool = open_pool(kv, arena)
+        self._layout = kv.layout
         self._trace = trace
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._released: deque[Released] = deque()
@@ -87,7 +74,7 @@ class KVSender:
         # The pump's.
         self._channel = Channel(channel, ToSender)
         self._prefills: dict[bytes, OutgoingPrefill] = {}
-        self._turns = Turns(layout.num_layers)
+        self._turns = Turns(kv.layout.num_layers)
         self._slots = SenderSlots(arena.num_slots)
         # In stream order, with the events.
         self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, SliceOut]]]] = deque()
@@ -99,26 +86,21 @@ class KVSender:
     # ------------------------------------------------------------ engine thread
 
     def expect(self, prefill_id: bytes) -> None:
-        """This prefill is accepted but not scheduled yet: its FETCH waits without the unseen-id deadline."""
         self._command(self._expect, prefill_id)
 
     def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
-        """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`."""
         self._command(self._open, prefill_id, self._pool.table(block_ids, num_tokens), num_tokens)
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
-        """K/V of [start, stop) in `layer` (None: all layers) is written once the current stream gets here."""
         if start < stop:
             self._commands.append((self._ready, (prefill_id, layer, start, stop, self._pool.record())))
             if self._asleep:  # else it will look soon enough
                 os.eventfd_write(self._wake, 1)
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
-        """All positions of all layers are ready, and this is the first token. Hold until ACK."""
         self._command(self._commit, prefill_id, first_token)
 
     def close(self, prefill_id: bytes, reason: Reason) -> None:
-        """The engine's own end ("finished", "cancelled", "gone"); idempotent, also for ids never opened."""
         self._command(self._close, prefill_id, reason)
 
     def poll(self) -> list[Released]:
@@ -129,20 +111,16 @@ class KVSender:
         return [self._released.popleft() for _ in range(len(self._released))]
 
     def has_fetch(self, prefill_id: bytes) -> bool:
-        """A decode worker asks for it (also true before `open`)."""
         return prefill_id in self._fetched
 
     def fileno(self) -> int:
-        """Readable when poll() has something."""
         return self._notify
 
     @property
     def idle(self) -> bool:
-        """Nothing open or expected, every arena slot home."""
         return not self._commands and not self._prefills and self._slots.whole
 
     def shutdown(self) -> None:
-        """Stop and join the pump; close the channel. Blocks are no longer read afterwards."""
         self._command(self._stop)
         self._thread.join()
         self._pool.close()

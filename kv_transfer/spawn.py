@@ -11,6 +11,7 @@ import msgspec
 
 from kv_transfer.arena import Arena
 from kv_transfer.config import TransferConfig
+from kv_transfer.heartbeat import Heartbeat
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 EXIT_ENGINE_GONE = 3  # of a transfer process: its engine process ended before it
@@ -70,14 +71,23 @@ def channel_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def spawn_transfer(
-    config: TransferConfig, *, channel: socket.socket, arena: Arena, service: socket.socket, secret: bytes
+    config: TransferConfig,
+    *,
+    channel: socket.socket,
+    arena: Arena,
+    heartbeat: Heartbeat,
+    service: socket.socket,
+    secret: bytes,
 ) -> subprocess.Popen[bytes]:
     """Start `python -m kv_transfer.process`. Call it from a thread that lives as long as this process.
 
     `channel` and `service` are the transfer process's ends: close them here afterwards, so that their end is
     seen when it dies. It ends when this process does, when `service` is closed here, or on SIGTERM.
     """
-    fds = {"--channel-fd": channel.fileno(), "--arena-fd": arena.fd, "--service-fd": service.fileno()}
+    fds = {
+        "--channel-fd": channel.fileno(), "--arena-fd": arena.fd, "--heartbeat-fd": heartbeat.fd,
+        "--service-fd": service.fileno(),
+    }  # fmt: skip
     fds_and_parent = {**fds, "--parent-pid": os.getpid()}
     arguments = [x for name, value in fds_and_parent.items() for x in (name, str(value))]
     child = subprocess.Popen(

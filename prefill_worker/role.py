@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine import Output, StepResult
-from kv_transfer import FirstToken, KVSender, Released
+from kv_transfer import FirstToken, Released
 from prefill_worker.sink import SenderSink
 from worker import messages
-from worker.engine_loop import Parts, device, kv_layout
+from worker.engine_loop import Parts, paged_kv
 from worker.messages import Code, ToEngine
 
 log = logging.getLogger(__name__)
@@ -39,15 +39,7 @@ class PrefillRole:
         self._trace = parts.trace
         self._sink = SenderSink(parts.trace)
         self.engine = parts.start_engine(self._sink)
-        self._sender = self._sink.sender = KVSender(
-            parts.channel,
-            parts.arena,
-            self.engine.kv_cache,
-            self.engine.block_size,
-            kv_layout(self.engine),
-            device(self.engine),
-            parts.trace,
-        )
+        self._sender = self._sink.sender = parts.transport.sender(paged_kv(self.engine))
         self._prefills: dict[bytes, PrefillAttempt] = {}  # by prefill id, in order of arrival
 
     @property

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from engine import PrefillChunk
-from kv_transfer import KVSender, TraceWriter
+from kv_transfer import Sender, TraceWriter
 
 
 class SenderSink:
     """The engine's KVSink. `sender` is set after the engine is built, because it reads the engine's cache."""
 
-    sender: KVSender
+    sender: Sender
 
     def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace

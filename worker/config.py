@@ -130,7 +130,7 @@ class WorkerConfig:
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
                 "lanes, at most 65536)"
             )
-        from kv_transfer.arena import MAX_STEP_IDS  # late: `baton --help` imports this module
+        from kv_transfer.heartbeat import MAX_STEP_IDS  # late: `baton --help` imports this module
 
         most = MAX_STEP_IDS // 2  # two steps may be under way
         if self.engine.max_num_seqs > most:

@@ -5,7 +5,7 @@
 The loop sleeps while the engine has nothing to do, also while a GPU computes. Messages and KV that arrive
 during a step are handled before the next step.
 
-The arena's tick counter shows that this process is alive. The engine ticks once per layer, the loop once per
+The heartbeat shows that this process is alive. The engine ticks once per layer, the loop once per
 iteration, and start-up once per stage. When idle, an iteration lasts at most `IDLE_TICK` seconds. The loop
 does not tick while the device computes a step, because the device may hang. The service process reads the
 counter, and so does the transfer process, which tells its peers.
@@ -30,7 +30,7 @@ from engine import (
     build_engine,
 )
 from engine.loader.tokenizer_json import vocabulary
-from kv_transfer import Arena, KVLayout, TraceWriter
+from kv_transfer import Arena, ArenaTransport, Heartbeat, KVLayout, PagedKV, TraceWriter, Transport
 from kv_transfer.wait import wait
 from rpc import vocabulary_fingerprint
 from worker import messages
@@ -87,8 +87,8 @@ class Parts:
 
     config: EngineProcessConfig
     link: ServiceLink
-    arena: Arena
-    channel: socket.socket
+    heartbeat: Heartbeat
+    transport: Transport
     trace: TraceWriter
     attempts: Attempts
     counts: RequestCounts = field(default_factory=RequestCounts)
@@ -101,16 +101,18 @@ class Parts:
             config,
             kv_sink=kv_sink,
             cache_observer=self.cached_chunks,
-            tick=self.arena.tick,
-            computing=self.arena.set_step,
+            tick=self.heartbeat.tick,
+            computing=self.heartbeat.set_step,
             progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
         )
         self.cached_chunks.block_size = engine.block_size
         return engine
 
 
-def device(engine: Engine) -> str:
-    return str(engine.kv_cache[0].device)
+def paged_kv(engine: Engine) -> PagedKV:
+    """Returns the engine's KV cache for a KV sender or receiver."""
+    device = str(engine.kv_cache[0].device)
+    return PagedKV(engine.kv_cache, engine.block_size, kv_layout(engine), device)
 
 
 def kv_layout(engine: Engine) -> KVLayout:
@@ -127,15 +129,12 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
     `build` makes the role. An exception of a step ends the process, and the supervisor starts a new worker.
     """
     link = ServiceLink(config.address)
-    parts = Parts(
-        config,
-        link,
-        Arena.attach(config.arena_fd, config.kv_slots, config.kv_slot_bytes),
-        socket.socket(fileno=config.channel_fd),
-        TraceWriter(config.trace_path, config.name),
-        Attempts(link.send),
-    )
-    parts.arena.tick()
+    trace = TraceWriter(config.trace_path, config.name)
+    arena = Arena(config.arena_fd, config.kv_slots, config.kv_slot_bytes)
+    transport = ArenaTransport(socket.socket(fileno=config.channel_fd), arena, trace)
+    heartbeat = Heartbeat(config.heartbeat_fd)
+    parts = Parts(config, link, heartbeat, transport, trace, Attempts(link.send))
+    heartbeat.tick()
     try:
         role = build(parts)
         ready = _ready(role.engine)
@@ -194,7 +193,7 @@ def loop(role: Role, parts: Parts) -> None:
             role.after_step(result)
         parts.attempts.flush()
         if not engine.waits_for_device:
-            parts.arena.tick()
+            parts.heartbeat.tick()
 
 
 def _ready(engine: Engine) -> messages.EngineReady:

@@ -31,6 +31,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     address: str  # of the service's socket
     channel_fd: int  # inherited: the engine's end of the KV channel
     arena_fd: int  # inherited
+    heartbeat_fd: int  # inherited
     kv_slots: int
     kv_slot_bytes: int
     trace_path: str | None

@@ -1,6 +1,6 @@
 """The process tree of one worker: shared resources, ordered start, supervision, ordered stop.
 
-1. Make the shared resources: arena, socket pairs, local socket.
+1. Make the shared resources: heartbeat, arena, socket pairs, local socket.
 2. Start the engine process, which loads the model.
 3. Start the transfer process, which needs the KV layout of the engine.
 4. Watch both. `WorkerTree.failure` completes with a TreeError as soon as a process dies or hangs.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kv_transfer import Arena, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
+from kv_transfer import Arena, Heartbeat, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
 from kv_transfer.spawn import EXIT_ENGINE_GONE
 from worker import messages
 from worker.config import WorkerConfig
@@ -58,6 +58,7 @@ class WorkerTree:
         if config.trace_dir is not None:
             _make_directory("--trace-dir", config.trace_dir)
         self.engine_link = EngineLink(config.run_dir)
+        self._heartbeat = Heartbeat.create()
         self._arena = Arena.create(config.kv_slots, config.kv_slot_bytes)
         self._engine_end, self._transfer_end = channel_pair()
         service_end, self._transfer_service_end = channel_pair()
@@ -80,18 +81,19 @@ class WorkerTree:
             address=self.engine_link.address,
             channel_fd=self._engine_end.fileno(),
             arena_fd=self._arena.fd,
+            heartbeat_fd=self._heartbeat.fd,
             kv_slots=config.kv_slots,
             kv_slot_bytes=config.kv_slot_bytes,
             trace_path=config.trace_path("engine"),
             logging=config.logging(self._incarnation, "engine"),
             engine=msgspec.Raw(msgspec.json.encode(config.engine)),
         )
-        fds = (start.channel_fd, start.arena_fd)
+        fds = (start.channel_fd, start.arena_fd, start.heartbeat_fd)
         self._engine = ChildProcess(
             name, spawn(self._engine_module, msgspec.json.encode(start), pass_fds=fds)
         )
         self._engine_end.close()
-        dog = Watchdog(name, lambda: self._arena.ticks, START_SILENCE, EngineError)
+        dog = Watchdog(name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
         while True:
@@ -121,6 +123,7 @@ class WorkerTree:
             start,
             channel=self._transfer_end,
             arena=self._arena,
+            heartbeat=self._heartbeat,
             service=self._transfer_service_end,
             secret=config.secret,
         )
@@ -163,7 +166,7 @@ class WorkerTree:
     @property
     def crashed_step(self) -> list[bytes]:
         """The attempts of the step in which the engine died or hung."""
-        return self._arena.step
+        return self._heartbeat.step
 
     def follow(self, deliver: Callable[[FromEngine], None]) -> None:
         """Starts the tasks that receive from the children.
@@ -257,6 +260,7 @@ class WorkerTree:
         for end in (self._engine_end, self._transfer_end, self._transfer_service_end):
             end.close()
         self._arena.close()
+        self._heartbeat.close()
 
 
 def _make_directory(flag: str, path: str) -> None:

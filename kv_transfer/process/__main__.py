@@ -1,6 +1,6 @@
 """The transfer process: sockets, checksums, credits and deadlines of one worker. No torch, no CUDA.
 
-    python -m kv_transfer.process --channel-fd N --arena-fd N --service-fd N --parent-pid N
+    python -m kv_transfer.process --channel-fd N --arena-fd N --heartbeat-fd N --service-fd N --parent-pid N
 
 On stdin come the TransferConfig as one line of JSON, and the cluster secret in hexadecimal.
 
@@ -28,6 +28,7 @@ from kv_transfer import spawn
 from kv_transfer.arena import Arena
 from kv_transfer.channel import Channel, ChannelClosed, FromReceiver, FromSender
 from kv_transfer.config import TransferConfig
+from kv_transfer.heartbeat import Heartbeat
 from kv_transfer.parent import die_with_parent
 from kv_transfer.process import movers
 from kv_transfer.process.connector import Session
@@ -53,10 +54,11 @@ class TransferProcess:
         secret: bytes,
         channel: socket.socket,
         arena: Arena,
+        heartbeat: Heartbeat,
         service: socket.socket,
     ) -> None:
         self._config = config
-        self._arena = arena
+        self._heartbeat = heartbeat
         self._service = service
         prefill = config.role == "prefill"
         slots = None if prefill else SlotPipe(config.num_slots)
@@ -156,8 +158,8 @@ class TransferProcess:
             self._loop.forget(self._listener.fileno())  # until the next tick: it stays readable
 
     def _tick(self, now: float) -> None:
-        if self._arena.ticks != self._ticks[0]:
-            self._ticks = (self._arena.ticks, now)
+        if self._heartbeat.ticks != self._ticks[0]:
+            self._ticks = (self._heartbeat.ticks, now)
         if now < min(self._next_tick, self._next_stats) and self._drain_until is None:
             return
         if now >= self._next_tick:
@@ -243,7 +245,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for name in ("--channel-fd", "--arena-fd", "--service-fd", "--parent-pid"):
+    for name in ("--channel-fd", "--arena-fd", "--heartbeat-fd", "--service-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
@@ -254,9 +256,10 @@ def main() -> int:
         logging.config.dictConfig(config.logging)
     service = socket.socket(fileno=args.service_fd)
     service.setblocking(False)
-    arena = Arena.attach(args.arena_fd, config.num_slots, config.slot_bytes)
+    arena = Arena(args.arena_fd, config.num_slots, config.slot_bytes)
     channel = socket.socket(fileno=args.channel_fd)
-    return TransferProcess(config, secret, channel, arena, service).run(args.parent_pid)
+    heartbeat = Heartbeat(args.heartbeat_fd)
+    return TransferProcess(config, secret, channel, arena, heartbeat, service).run(args.parent_pid)
 
 
 if __name__ == "__main__":

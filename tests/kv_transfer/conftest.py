@@ -44,6 +44,7 @@ class Worker:
         self.layout = layout
         self.incarnation = incarnation or random.getrandbits(64)
         self.arena = kv.Arena.create(slots, slot_bytes)
+        self.heartbeat = kv.Heartbeat.create()
         self.channel, channel = kv.channel_pair()
         self.service, service = kv.channel_pair()
         # On every machine the same; tests of what it changes say otherwise.
@@ -54,7 +55,7 @@ class Worker:
                 role=role, incarnation=self.incarnation, layout=layout, num_slots=slots,
                 slot_bytes=slot_bytes, **settings,
             ),
-            channel=channel, arena=self.arena, service=service, secret=secret,
+            channel=channel, arena=self.arena, heartbeat=self.heartbeat, service=service, secret=secret,
         )  # fmt: skip
         channel.close()
         service.close()
@@ -62,6 +63,14 @@ class Worker:
         self.pool = [torch.zeros(shape, device=DEVICE) for _ in range(layout.num_layers)]
         self.free = list(range(blocks))
         random.shuffle(self.free)
+
+    @property
+    def transport(self) -> kv.Transport:
+        return kv.ArenaTransport(self.channel, self.arena, NO_TRACE)
+
+    @property
+    def paged_kv(self) -> kv.PagedKV:
+        return kv.PagedKV(self.pool, self.block_size, self.layout, DEVICE)
 
     @functools.cached_property
     def port(self) -> int:
@@ -105,6 +114,7 @@ class Worker:
         self.service.close()
         self.process.wait(10)
         self.arena.close()
+        self.heartbeat.close()
 
 
 class Prefill(Worker):
@@ -112,9 +122,7 @@ class Prefill(Worker):
         super().__init__("prefill", blocks=blocks, block_size=block_size, **config)
         for layer in self.pool:
             layer.normal_()
-        self.sender = kv.KVSender(
-            self.channel, self.arena, self.pool, block_size, self.layout, DEVICE, NO_TRACE
-        )
+        self.sender = self.transport.sender(self.paged_kv)
         self.released: dict[bytes, str] = {}
         self.held: dict[bytes, list[int]] = {}
 
@@ -145,9 +153,7 @@ class Prefill(Worker):
 class Decode(Worker):
     def __init__(self, blocks: int = 64, block_size: int = 16, **config: Any) -> None:
         super().__init__("decode", blocks=blocks, block_size=block_size, **config)
-        self.receiver = kv.KVReceiver(
-            self.channel, self.arena, self.pool, block_size, self.layout, DEVICE, NO_TRACE
-        )
+        self.receiver = self.transport.receiver(self.paged_kv)
         self.reserved: dict[bytes, list[int]] = {}
         self.events: dict[bytes, Any] = {}  # decode id → the one event that ended it
 
@@ -283,7 +289,7 @@ class BareDecode(Worker):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__("decode", blocks=4, block_size=16, **config)
         self.pool = [t.to(getattr(torch, self.layout.dtype)) for t in self.pool]
-        self.receiver = kv.KVReceiver(self.channel, self.arena, self.pool, 16, self.layout, DEVICE, NO_TRACE)
+        self.receiver = self.transport.receiver(self.paged_kv)
 
     def failure(self, source: Prefill, **other: Any) -> str:
         """Why a fetch from that prefill worker fails."""

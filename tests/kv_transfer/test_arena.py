@@ -17,35 +17,36 @@ from kv_transfer import channel as ch
 from kv_transfer.protocol import tombstones
 
 
-def test_an_arena_is_shared_by_who_inherits_it() -> None:
-    arena = kv.Arena.create(4, 4096)
+def test_a_child_process_shares_the_arena_and_the_heartbeat() -> None:
+    arena, heartbeat = kv.Arena.create(4, 4096), kv.Heartbeat.create()
     code = (
-        "import kv_transfer as kv, sys; a = kv.Arena.attach(int(sys.argv[1]), 4, 4096)\n"
-        "assert bytes(a.slot(3)[:5]) == b'hello'; a.slot(0)[:2] = b'hi'; a.tick(); a.tick()"
+        "import kv_transfer as kv, sys; fds = map(int, sys.argv[1:])\n"
+        "a, h = kv.Arena(next(fds), 4, 4096), kv.Heartbeat(next(fds))\n"
+        "assert bytes(a.slot(3)[:5]) == b'hello'; a.slot(0)[:2] = b'hi'; h.tick(); h.tick()"
     )
     arena.slot(3)[:5] = b"hello"
-    subprocess.run([sys.executable, "-c", code, str(arena.fd)], pass_fds=[arena.fd], check=True)
+    fds = [arena.fd, heartbeat.fd]
+    subprocess.run([sys.executable, "-c", code, *map(str, fds)], pass_fds=fds, check=True)
     assert bytes(arena.slot(0)[:2]) == b"hi"
-    assert arena.ticks == 2
+    assert heartbeat.ticks == 2
     with pytest.raises(OSError):
-        os.ftruncate(arena.fd, 4096)  # sealed: nobody pulls the memory away
+        os.ftruncate(arena.fd, 4096)  # sealed: no process can take the memory away
     with pytest.raises(ValueError, match="not"):
-        kv.Arena.attach(os.dup(arena.fd), 5, 4096)
+        kv.Arena(os.dup(arena.fd), 5, 4096)
     arena.close()
+    heartbeat.close()
 
 
 def test_every_request_of_a_large_step_is_named() -> None:
-    arena = kv.Arena.create(4, 4096)
-    reader = kv.Arena.attach(os.dup(arena.fd), 4, 4096)
+    heartbeat = kv.Heartbeat.create()
+    reader = kv.Heartbeat(os.dup(heartbeat.fd))
     ids = [i.to_bytes(16) for i in range(2 * 1024)]
-    arena.slot(0)[:] = bytes(4096)
-    arena.set_step(ids)
+    heartbeat.set_step(ids)
     assert reader.step == ids
-    assert not any(reader.slot(0))
-    arena.set_step(ids[:1])
+    heartbeat.set_step(ids[:1])
     assert reader.step == ids[:1]
     reader.close()
-    arena.close()
+    heartbeat.close()
 
 
 @pytest.mark.parametrize("slot_bytes", [0, 5000, 128 << 20])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kv_transfer.arena import Arena
 from kv_transfer.device import Pool, Staged, coalesce, open_pool
 from kv_transfer.layout import KVLayout, cut
+from kv_transfer.transport import PagedKV
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -48,10 +49,10 @@ def test_from_pool_to_pool(device: str, dtype: str, from_block: int, to_block: i
     n, start = 250, 37
     source, target = cache(layout, 100, from_block, device), cache(layout, 100, to_block, device)
     before = [t.cpu().clone() for t in target]
-    sender = open_pool(device, source, from_block, layout, arena)
+    sender = open_pool(PagedKV(source, from_block, layout, device), arena)
     # An arena is pinned by one pool: on CUDA the receiver has one of its own.
     other = Arena.create(8, 8192) if device == "cuda" else arena
-    receiver = open_pool(device, target, to_block, layout, other)
+    receiver = open_pool(PagedKV(target, to_block, layout, device), other)
     there = random.sample(range(100), -(-n // from_block))
     here = random.sample(range(100), -(-n // to_block))
     tables = sender.table(there, n), receiver.table(here, n)
@@ -82,7 +83,7 @@ def test_a_pool_of_another_shape_is_refused() -> None:
         torch.zeros(2, 4, 16, 4, 8).double(),
     ):
         with pytest.raises(AssertionError):
-            open_pool("cpu", [bad], 16, layout, arena)
+            open_pool(PagedKV([bad], 16, layout, "cpu"), arena)
 
 
 @given(

@@ -19,6 +19,8 @@ import torch
 import kv_transfer as kv
 from kv_transfer import channel as ch
 from kv_transfer import device
+from kv_transfer.receiver import ArenaReceiver
+from kv_transfer.sender import ArenaSender
 
 LAYOUT = kv.KVLayout(2, 1, 8, "float32")  # 64 B a position and layer
 NO_TRACE = kv.TraceWriter(None, "")
@@ -73,7 +75,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
     """The pool that the next endpoint opens."""
     made: list[LatePool] = []
 
-    def open_pool(where: str, *args: Any) -> LatePool:
+    def open_pool(*args: Any) -> LatePool:
         made.append(LatePool(*args))
         return made[-1]
 
@@ -90,7 +92,7 @@ class Bench:
             theirs = socket.socket(fileno=fcntl.fcntl(theirs.detach(), fcntl.F_DUPFD_CLOEXEC, lowest_fd))
         self.arena = kv.Arena.create(SLOTS, 4096)
         self.cache = [torch.arange(2.0 * 8 * 16 * 8).view(2, 8, 16, 1, 8) for _ in range(2)]
-        self.endpoint = endpoint(theirs, self.arena, self.cache, 16, LAYOUT, "cpu", NO_TRACE)
+        self.endpoint = endpoint(theirs, self.arena, kv.PagedKV(self.cache, 16, LAYOUT, "cpu"), NO_TRACE)
         self.channel = ch.Channel(ours, receives)
         self.inbox: list[Any] = []
 
@@ -112,8 +114,8 @@ class Bench:
 
 
 @pytest.fixture
-def sending(late: list[LatePool], until: Any) -> Iterator[tuple[Bench, kv.KVSender, LatePool]]:
-    bench = Bench(kv.KVSender, ch.FromSender)
+def sending(late: list[LatePool], until: Any) -> Iterator[tuple[Bench, ArenaSender, LatePool]]:
+    bench = Bench(ArenaSender, ch.FromSender)
     yield bench, bench.endpoint, late[0]
     late[0].go(len(late[0].work))
     bench.endpoint.shutdown()
@@ -266,7 +268,7 @@ def test_a_fetch_that_waited_for_a_cancelled_prefill_is_forgotten(sending: Any, 
 
 
 def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:
-    bench = Bench(kv.KVSender, ch.FromSender)
+    bench = Bench(ArenaSender, ch.FromSender)
     bench.channel.send(ch.SlotFree(3, False))  # a slot that it never gave
     select_error = until(lambda: bench.endpoint._error, "the pump to die", bench.endpoint)
     with pytest.raises(RuntimeError, match="pump died") as error:
@@ -277,7 +279,7 @@ def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: An
 def test_descriptors_may_have_any_number(late: list[LatePool], until: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
-    bench = Bench(kv.KVSender, ch.FromSender, lowest_fd=1500)
+    bench = Bench(ArenaSender, ch.FromSender, lowest_fd=1500)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     bench.endpoint.open(b"p", [5, 1, 3], 40)
     bench.next(until, ch.Offer)
@@ -288,8 +290,8 @@ def test_descriptors_may_have_any_number(late: list[LatePool], until: Any) -> No
 
 
 @pytest.fixture
-def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, kv.KVReceiver, LatePool]]:
-    bench = Bench(kv.KVReceiver, ch.FromReceiver)
+def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, ArenaReceiver, LatePool]]:
+    bench = Bench(ArenaReceiver, ch.FromReceiver)
     yield bench, bench.endpoint, late[0]
     bench.endpoint.shutdown()
 

@@ -374,7 +374,7 @@ def test_an_engine_that_hangs_is_told_to_its_peer(make_pair: Any, hangs: str) ->
     quick = {"deadlines": kv.TransferDeadlines(ping=0.1, engine_dead=0.5)}
     pair = make_pair(quick, quick)
     worker, peer = getattr(pair, hangs), pair.decode if hangs == "prefill" else pair.prefill
-    worker.arena.tick()  # and never again
+    worker.heartbeat.tick()  # and never again
     prefill_id = pair.prefill.open(20)
     pair.decode.fetch(pair.prefill, prefill_id, 20)
     pair.until(lambda: peer.stats().deadlines.get("engine_dead"), "its peer to notice")

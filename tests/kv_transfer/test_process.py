@@ -149,11 +149,13 @@ def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
     """A parent that is killed cannot tell its children; the kernel does. SIGTERM goes to the child itself."""
     code = (
         "import kv_transfer as kv, sys, time\n"
-        "arena = kv.Arena.create(4, 4096); a, b = kv.channel_pair(); c, d = kv.channel_pair()\n"
+        "arena, heartbeat = kv.Arena.create(4, 4096), kv.Heartbeat.create()\n"
+        "a, b = kv.channel_pair(); c, d = kv.channel_pair()\n"
         "layout = kv.KVLayout(1, 1, 8, 'float32')\n"
         "config = kv.TransferConfig(role='decode', name='decode 0', incarnation=1, model_fingerprint='m',"
         " layout=layout, num_slots=4, slot_bytes=4096)\n"
-        "child = kv.spawn_transfer(config, channel=b, arena=arena, service=d, secret=b'x' * 16)\n"
+        "child = kv.spawn_transfer(config, channel=b, arena=arena, heartbeat=heartbeat, service=d,"
+        " secret=b'x' * 16)\n"
         "c.recv(1000); print(child.pid, flush=True)\n"
         "sys.exit(child.wait() if 'wait' in sys.argv else time.sleep(60))"
     )

@@ -1,0 +1,187 @@
+"""The seam for transports: what a worker's engine process uses of KV transfer, whatever carries the bytes.
+
+A `Transport` opens a `Sender` over the KV cache of a worker that prefills, or a `Receiver` over the KV cache
+of a worker that decodes. Roles see only these interfaces. Slots, credits, lanes and copies belong to the
+transport. All methods are for the engine thread, and none blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kv_transfer.layout import KVLayout
+from kv_transfer.protocol.messages import FirstToken, Reason
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """The KV cache of an engine. The engine owns the tensors."""
+
+    layers: Sequence[
+        torch.Tensor
+    ]  # of each layer: [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]
+    block_size: int  # tokens
+    layout: KVLayout
+    device: str  # torch's name
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nothing reads the prefill's blocks any more. Reported exactly once for each `open`."""
+
+    prefill_id: bytes
+    reason: str  # "acked" | "deadline" | "reused" (its id) | what close() was given
+
+
+@dataclass(frozen=True, slots=True)
+class InjectStats:
+    """Times are time.monotonic(), which all processes of a host share."""
+
+    bytes: int
+    frames: int
+    fetch_at: float  # fetch()
+    first_frame_at: float  # its header seen; with no frame this and the next two are injected_at
+    last_frame_at: float  # verified
+    scatter_at: float  # the first copy into the blocks was enqueued
+    commit_at: float  # COMMIT known: prefill has its first token
+    injected_at: float  # the last copy is over
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self.last_frame_at - self.first_frame_at
+
+    @property
+    def injection_seconds(self) -> float:
+        return self.injected_at - self.scatter_at
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The part of the transfer that the prefill's computation did not hide."""
+        return self.injected_at - self.commit_at
+
+    @property
+    def fetch_seconds(self) -> float:
+        return self.injected_at - self.fetch_at
+
+    @property
+    def hidden_share(self) -> float:
+        """1 − exposed ÷ transfer time, within 0…1."""
+        if self.transfer_seconds <= 0:
+            return 1.0
+        return min(1.0, max(0.0, 1.0 - self.exposed_seconds / self.transfer_seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """Every position of the fetch is in its block, verified. The request may join the next step."""
+
+    decode_id: bytes
+    first_token: FirstToken
+    stats: InjectStats
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """The KV will not come from this prefill. Nothing writes into the blocks; fetch() may be called again."""
+
+    decode_id: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Reported after cancel(): nothing writes into the blocks any more."""
+
+    decode_id: bytes
+
+
+class Sender(Protocol):
+    """Serves the KV of held prefills to the decode workers that fetch them."""
+
+    def expect(self, prefill_id: bytes) -> None:
+        """The prefill is accepted but not scheduled yet. Its FETCH waits without a deadline."""
+
+    def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
+        """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`."""
+
+    def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
+        """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all."""
+
+    def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
+        """All positions of all layers are ready. The prefill is held until the decode worker's ACK."""
+
+    def close(self, prefill_id: bytes, reason: Reason) -> None:
+        """The engine ends the prefill. Idempotent, also for ids that were never opened."""
+
+    def poll(self) -> list[Released]:
+        """What ended since the last call. Raises RuntimeError if a thread of the sender died."""
+
+    def has_fetch(self, prefill_id: bytes) -> bool:
+        """A decode worker asks for the prefill. This may be true before `open`."""
+
+    def fileno(self) -> int:
+        """Readable when poll() has something."""
+
+    @property
+    def idle(self) -> bool:
+        """No prefill is open or expected, and no memory of the transport is in use."""
+
+    def shutdown(self) -> None:
+        """Stops reading blocks and closes the sender."""
+
+
+class Receiver(Protocol):
+    """Fetches KV into reserved blocks."""
+
+    def fetch(
+        self,
+        decode_id: bytes,
+        *,
+        prefill_id: bytes,
+        kv_address: str,
+        incarnation: int,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        start: int = 0,
+    ) -> None:
+        """Fetches positions [start, num_tokens) into `block_ids`, which no enqueued step may touch.
+
+        It replaces a fetch of this decode id that is live, or whose failure is not reported yet.
+        """
+
+    def cancel(self, decode_id: bytes) -> None:
+        """Idempotent. poll() reports Closed for an id that was live, and nothing else for it afterwards."""
+
+    def poll(self, spare: float = math.inf) -> list[Injected | FetchFailed | Closed]:
+        """Writes what arrived into its blocks and returns what ended. Call it once a step, or when readable.
+
+        `spare`: seconds until the next step must be launched. Infinite: no step is computed now.
+        """
+
+    def fileno(self) -> int:
+        """Readable when poll() has something."""
+
+    @property
+    def poll_within(self) -> float | None:
+        """Call poll() within these seconds even if fileno() is not readable. None: no limit."""
+
+    @property
+    def idle(self) -> bool:
+        """No fetch is open, and no memory of the transport is in use on this side."""
+
+    def shutdown(self) -> None:
+        """Closes the receiver. Nothing is written into blocks afterwards."""
+
+
+class Transport(Protocol):
+    """The engine process's half of a transport."""
+
+    def sender(self, kv: PagedKV) -> Sender: ...
+
+    def receiver(self, kv: PagedKV) -> Receiver: ...
