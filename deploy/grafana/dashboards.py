@@ -1,6 +1,6 @@
 """Generates the Grafana dashboards: `python deploy/grafana/dashboards.py` writes dashboards/*.json.
 
-docs/observability.md explains the series. Every dashboard has variables for the data source and the model.
+docs/reference/metrics.md explains the series. Every dashboard has variables for the data source and the model.
 The label `role` distinguishes routers and workers.
 """
 

@@ -8,7 +8,7 @@ the GPU runs at once, and each loads several tiles ahead. The program that finis
 the parts. It adds them in a fixed order, so timing never changes y.
 
 Compared with cuBLAS, the products of a layer take 3 % less time up to 64 rows, and 6 % less with launches
-that overlap (`overlap`). Both read W at over 4 TB/s and lose some 4 µs around it (docs/benchmarks.md).
+that overlap (`overlap`). Both read W at over 4 TB/s and lose some 4 µs around it (docs/lab/engine.md).
 """
 
 from typing import NamedTuple

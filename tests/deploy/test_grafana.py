@@ -8,8 +8,9 @@ import subprocess
 from tests.grafana import GRAFANA, RULES, expressions, generator, rules
 from tests.prometheus import find
 
-DOCUMENTED = GRAFANA.parents[1] / "docs" / "observability.md"
-OPERATIONS = DOCUMENTED.with_name("operations.md")
+DOCS = GRAFANA.parents[1] / "docs"
+DOCUMENTED = DOCS / "reference" / "metrics.md"
+OPERATIONS = DOCS / "operations.md"
 SERIES = re.compile(r"(?:baton|vllm):[a-z0-9_]+")
 
 

@@ -16,7 +16,7 @@ from .conftest import K8S, ROOT, Object, of_kind
 
 MONITORING = K8S / "components" / "monitoring"
 GRAFANA = ROOT / "deploy" / "grafana"
-OBSERVABILITY = ROOT / "docs" / "observability.md"
+DOCUMENTED = ROOT / "docs" / "reference" / "metrics.md"
 AUTOSCALING = K8S / "components" / "autoscaling"
 
 
@@ -48,7 +48,7 @@ def test_rules_read_what_services_are_scraped_for(overlays: dict[str, list[Objec
         for series, job in read:
             assert job in services, name
             if job == "baton":  # the router's
-                assert f"`{series}`" in OBSERVABILITY.read_text(), name
+                assert f"`{series}`" in DOCUMENTED.read_text(), name
             else:
                 assert series in exported(job.removeprefix("baton-")), name
 
