@@ -4,7 +4,7 @@ One node runs `baton doctor --listen PORT`, the other `baton doctor --peer HOST:
 `--kv-lanes` TCP connections. On each, both ends prove with an HMAC of the other's nonce that they know the
 cluster secret. Then the peer sends for `SECONDS`.
 
-The result is the bandwidth of plain sockets. Real KV lanes add checksums and copies (docs/lab/kv-transfer.md).
+The result is the bandwidth of plain sockets. docs/lab/kv-transfer.md has that of lanes, which add checksums and copies.
 """
 
 from __future__ import annotations
