@@ -4,7 +4,7 @@ One node runs `baton doctor --listen PORT`, the other `baton doctor --peer HOST:
 `--kv-lanes` TCP connections. On each, both ends prove with an HMAC of the other's nonce that they know the
 cluster secret. Then the peer sends for `SECONDS`.
 
-The result is the bandwidth of plain sockets. docs/lab/kv-transfer.md has that of lanes, which add checksums and copies.
+The result is the bandwidth of plain sockets. KV lanes add checksums and copies: see docs/lab/kv-transfer.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generates the Grafana dashboards: `python deploy/grafana/dashboards.py` writes dashboards/*.json.
 
-docs/reference/metrics.md explains the series. Every dashboard has variables for data source and model. The label
-`role` distinguishes routers and workers.
+docs/reference/metrics.md explains the series. Every dashboard has variables for the data source and model.
+The label `role` distinguishes routers and workers.
 """
 
 from __future__ import annotations
