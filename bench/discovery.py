@@ -22,8 +22,8 @@ from pathlib import Path
 
 import bench.contract as contract
 from bench.contract import Report, Row, percentile
-from bench.fake_kubernetes import FakeKubernetes, endpoint
-from bench.fake_worker import SECRET, FakeWorker, Lanes
+from bench.fakes.kubernetes import FakeKubernetes, endpoint
+from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.runner import write_atomically
 from router.policy import PREFILL_POLICIES

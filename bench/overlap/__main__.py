@@ -36,6 +36,7 @@ from typing import Any
 
 import bench.contract as contract
 from bench.contract import Report, Row
+from bench.kv.raw_sockets import RawPair
 from bench.overlap.picture import picture
 from bench.overlap.streams import (
     AT_ONCE,
@@ -51,7 +52,6 @@ from bench.overlap.streams import (
     streamed,
 )
 from bench.overlap.trace import Trace
-from bench.raw_sockets import RawPair
 from bench.roles import Driver, Roles
 from bench.shapes import write_shape
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,24 +23,24 @@ import pytest
 import torch
 import typer.main
 
-from bench import contract, disagg, discovery, ends, idle, kv, membership, multi_turn, peers, router
-from bench.kv_pair import Pair
-from bench.raw_sockets import MIB
+from bench import contract, disagg, discovery
+from bench.kv import __main__ as kv
+from bench.kv.pair import Pair
+from bench.kv.raw_sockets import MIB
 from bench.roles import Roles
+from bench.router import __main__ as router
+from bench.router import ends
 from bench.shapes import SHAPES, write_shape
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
 ON_GPU = ("disagg", "engine", "kernels", "kv", "overlap")
-ON_CPU = (
-    "autoscale", "chaos", "discovery", "idle", "membership", "multi_turn", "peers", "router", "routing_sim",
-)  # fmt: skip
+ON_CPU = ("chaos", "discovery", "router", "routing_sim")
 ELSEWHERE = {
     "load": "tests/bench/test_cli.py",
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
 }
-DRIVERS = {"kv_peer_driver"}  # run in an environment of another engine
 RESULTS = {
     "ttft.p50": 2.0, "ttft.p99": 3.0, "ttit.p50": 1.0, "ttit.p99": 1.5, "requests.ok": 4.0,
     "requests.failed": 0.0, "throughput.output_tokens": 9.0,
@@ -51,7 +50,7 @@ RESULTS = {
 def benches() -> set[str]:
     commands = [path.parent for path in ROOT.glob("bench/*/__main__.py")]
     commands += [path for path in ROOT.glob("bench/*.py") if '__name__ == "__main__"' in path.read_text()]
-    return {path.stem for path in commands} - DRIVERS
+    return {path.stem for path in commands}
 
 
 def main_of(name: str) -> Callable[..., Any]:
@@ -140,40 +139,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         sent.append(line[5:])
         return subprocess.CompletedProcess(line, 0)
 
-    for bench in (disagg, multi_turn):
-        monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=stand_in, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(disagg, "subprocess", SimpleNamespace(run=stand_in, DEVNULL=subprocess.DEVNULL))
     return sent
-
-
-@dataclass
-class StandInServing:
-    """`bench.serving.Serving` that starts nothing, before the router at `url`."""
-
-    directory: Path
-    flags: tuple[str, ...]
-    url: str = ""
-    pools: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        check_flags("serve", *self.flags)
-        self.started = time.monotonic()
-        self.logs, self.output = self.directory / "logs", self.directory / "serve.log"
-        self.logs.mkdir()
-        self.output.write_text("  0.1s   0.1s  ready\n")
-        self.process = subprocess.Popen(["sleep", "60"])
-
-    def __enter__(self) -> StandInServing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def ask(self, max_tokens: int = 1) -> None:
-        pass
-
-    def status(self) -> dict[str, Any]:
-        return {"cluster": {"pools": self.pools}}
 
 
 # ---------------------------------------------------------------- one process
@@ -246,7 +213,7 @@ def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytes
 @pytest.fixture(scope="module")
 def routed() -> Iterator[tuple[Roles, ends.FakeWorkers, dict[str, Any]]]:
     """Real fake workers, and a real router before them."""
-    with Roles() as roles, contextlib.closing(ends.FakeWorkers(roles.secret, faces=2)) as workers:
+    with Roles() as roles, contextlib.closing(ends.FakeWorkers(roles.secret)) as workers:
         yield roles, workers, router.start_router(roles, workers)
 
 
@@ -254,7 +221,7 @@ def routed() -> Iterator[tuple[Roles, ends.FakeWorkers, dict[str, Any]]]:
 def shared(
     routed: tuple[Roles, ends.FakeWorkers, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> ends.FakeWorkers:
-    """`bench.router` and `bench.peers` get the router and the workers of `routed`."""
+    """`bench.router` gets the router and the workers of `routed`."""
     roles, workers, ready = routed
 
     class Started(StandInRoles):
@@ -266,13 +233,12 @@ def shared(
             check_flags(role, *flags)
             return ready
 
-    for bench in (router, peers):
-        monkeypatch.setattr(bench, "Roles", Started)
-        monkeypatch.setattr(bench, "FakeWorkers", lambda secret, faces=0: contextlib.nullcontext(workers))
-        monkeypatch.setattr(bench, "WARM_UP", 1)
-        monkeypatch.setattr(bench, "PERIODS", 1)
-        # In so short a time the kernel may count none.
-        monkeypatch.setattr(bench, "cpu_seconds", lambda pid: ends.cpu_seconds(pid) + time.monotonic())
+    monkeypatch.setattr(router, "Roles", Started)
+    monkeypatch.setattr(router, "FakeWorkers", lambda secret: contextlib.nullcontext(workers))
+    monkeypatch.setattr(router, "WARM_UP", 1)
+    monkeypatch.setattr(router, "PERIODS", 1)
+    # In so short a time the kernel may count none.
+    monkeypatch.setattr(router, "cpu_seconds", lambda pid: ends.cpu_seconds(pid) + time.monotonic())
     monkeypatch.setattr(contextlib, "closing", lambda given: given)
     monkeypatch.setattr("gc.disable", lambda: None)
     monkeypatch.setattr(ends, "SPREAD_S", 0.0)
@@ -295,41 +261,6 @@ def test_runs_router(
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
     assert rows["router.stall.large_request"] > 0
     shared.step.value = 0.0
-
-
-def test_runs_peers(
-    run: Callable[..., dict[str, Any]], shared: ends.FakeWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextlib.contextmanager
-    def started(name: str, program: Path, workers: list[str]) -> Iterator[peers.Contender]:
-        yield peers.Contender(name, workers[1], 1, workers[0], ends.text_of, peers.MODEL)
-
-    monkeypatch.setattr(peers, "started", started)
-    monkeypatch.setattr(peers, "LOADS", (("tokens", 4, 1, 0.0),))
-    rows = run(
-        "peers", "--peer", f"smg={sys.executable}", "--rounds", "2", "--streams", "1", "--seconds", "0.1"
-    )
-    assert {"peers.smg.added.p50", "peers.baton.text.tokens_per_core"} <= {*rows}
-    shared.step.value = 0.0
-
-
-def test_runs_autoscale(
-    run: Callable[..., dict[str, Any]],
-    routed: tuple[Roles, ends.FakeWorkers, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    from bench import autoscale
-
-    pools = {role: {"size": 1, "ready": 1} for role in ("prefill", "decode")}
-    serving = partial(StandInServing, url=routed[2]["url"], pools=pools)
-    monkeypatch.setattr(autoscale, "Serving", lambda directory, *flags: serving(directory, flags))
-    monkeypatch.setattr(autoscale, "PHASES", {"before": 0.1, "busy": 0.2, "after": 0.1})
-    picture = tmp_path / "load.svg"
-    rows = run("autoscale", "--svg", str(picture), "--high", "2", "--output-len", "2")
-    assert rows["autoscale.requests"] > 0
-    assert rows["autoscale.failed"] == 0
-    assert picture.read_text().startswith("<svg")
 
 
 # ---------------------------------------------------------------- clusters
@@ -364,84 +295,12 @@ def test_runs_disagg(
     assert len(loads) == 9
 
 
-def test_runs_multi_turn(
-    run: Callable[..., dict[str, Any]], loads: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = {
-        "vllm:prefix_cache_queries_total": 4.0,
-        "vllm:prefix_cache_hits_total": 1.0,
-        "baton:prefix_cache_usage_perc": 0.5,
-    }
-    monkeypatch.setattr(multi_turn, "Roles", StandInRoles)
-    monkeypatch.setattr(multi_turn, "_metrics", lambda address: page)
-    rows = run("multi_turn", "--short")
-    assert rows["multi_turn.sticky.hits"] == 0.25
-    assert len(loads) == 2
-
-
-def test_runs_idle(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "Serving", lambda directory, *flags: StandInServing(directory, flags))
-    monkeypatch.setattr(idle, "SETTLE_S", 0.0)
-    rows = run("idle", "--starts", "1", "--seconds", "0.1")
-    assert rows["idle.memory.all"] > 0
-
-
-class Dying(StandInServing):
-    """Each worker is a process; when it ends, the logs say so, and that there is another."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.workers = {role: subprocess.Popen(["sleep", "60"]) for role in ("prefill", "decode")}
-        for name in ("router", *self.workers):
-            (self.logs / f"{name}-0.log").touch()
-
-    def status(self) -> dict[str, Any]:
-        roles = [
-            {"role": role, "index": 0, "pid": worker.pid, "address": "127.0.0.1:1"}
-            for role, worker in self.workers.items()
-        ]
-        return {"cluster": {"roles": roles}}
-
-    def struck(self, role: str) -> None:
-        now = time.strftime("%Y-%m-%d %H:%M:%S,999")
-        with (self.logs / "router-0.log").open("a") as log:
-            log.write(f"{now} WARNING {role} 0 at 127.0.0.1:1 is gone\n{now} INFO {role} 0 at x is ready\n")
-        with (self.logs / f"{role}-0.log").open("a") as log:
-            log.write(f"{now} INFO ready at x\n")
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        for worker in self.workers.values():
-            worker.kill()
-            worker.wait()
-
-
-def test_runs_membership(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[Dying] = []
-
-    def serving(directory: Path, *flags: str) -> Dying:
-        served.append(Dying(directory, flags))
-        return served[-1]
-
-    def strike(pid: int, signum: int) -> None:
-        workers = served[0].workers.items()
-        served[0].struck(next(role for role, worker in workers if worker.pid == pid))
-
-    monkeypatch.setattr(membership, "Serving", serving)
-    monkeypatch.setattr(membership.processes, "tree", lambda pid: {"service": pid, "engine": pid})
-    monkeypatch.setattr(membership, "os", SimpleNamespace(kill=strike))
-    monkeypatch.setattr(membership, "STEADY_S", 0.0)
-    rows = run("membership", "--workers", "1", "--rounds", "1")
-    assert rows["membership.new.times"] == 4
-    assert rows["membership.crashed.times"] == rows["membership.hung.times"] == 2
-
-
 # ---------------------------------------------------------------- with real clusters
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["autoscale", "disagg", "engine", "idle", "membership", "multi_turn"])
+@pytest.mark.parametrize("name", ["disagg", "engine"])
 def test_the_short_form_measures(name: str, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     command = [sys.executable, "-m", f"bench.{name}", "--short", "--json", str(out)]

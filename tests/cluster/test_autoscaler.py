@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 import cluster.autoscaler
 import cluster.scaling
-from bench.fake_worker import SECRET, FakeWorker, Lanes
+from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from cluster.autoscaler import Autoscaler, Sample, decode_load, prefill_load
 from cluster.held import tokens_held
 from cluster.options import PoolOptions, PoolSize

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import pytest
 
-from bench.fake_kubernetes import FakeKubernetes, endpoint
+from bench.fakes.kubernetes import FakeKubernetes, endpoint
 from cluster import kubernetes_discovery
 from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.plan import RoleSpec

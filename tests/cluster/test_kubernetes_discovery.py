@@ -18,8 +18,8 @@ import aiohttp
 import pytest
 import trustme
 
-from bench.fake_kubernetes import NAMESPACE, FakeKubernetes, endpoint
-from bench.fake_worker import SECRET, FakeWorker, Lanes
+from bench.fakes.kubernetes import NAMESPACE, FakeKubernetes, endpoint
+from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from bench.roles import spawn
 from cluster import kubernetes_discovery
 from cluster.kubernetes_discovery import KubernetesDiscovery

@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from typer.testing import CliRunner
 
-from bench.fake_worker import FakeWorker
+from bench.fakes.worker import FakeWorker
 from cluster.cli import app
 from cluster.options import EndpointOptions
 from cluster.python_path import PACKAGES

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.fake_kubernetes import FakeKubernetes, endpoint
+from bench.fakes.kubernetes import FakeKubernetes, endpoint
 from cluster.python_path import PACKAGES
 from cluster.runner import BATON
 

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from bench.fake_worker import SECRET, FakeWorker, Lanes
+from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from router.config import RouterConfig
 from router.server import Running, running
 from router.text.gguf_tokenizer import read_gguf

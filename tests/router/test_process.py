@@ -17,7 +17,7 @@ import aiohttp
 import psutil
 import pytest
 
-from bench.fake_worker import SECRET, FakeWorker, Lanes
+from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from router.text.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 

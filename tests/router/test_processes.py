@@ -20,7 +20,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from bench.fake_worker import SECRET, FakeWorker, Lanes
+from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from bench.roles import spawn
 from router.config import RouterConfig
 from router.processes import supervise

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.fake_worker import FakeWorker
+from bench.fakes.worker import FakeWorker
 from router.text.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 

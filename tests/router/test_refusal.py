@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 import rpc
-from bench.fake_worker import SECRET, FakeWorker, Lanes
+from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from router.config import RouterConfig
 from router.workers import refusal
 from router.workers.ask import first_description

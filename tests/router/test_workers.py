@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from bench.fake_worker import FakeWorker
+from bench.fakes.worker import FakeWorker
 from router.config import RouterConfig
 from router.generation.generation import Generation
 from router.text.tokenizer import ModelTokenizer

@@ -1,6 +1,6 @@
-"""Both ends of a router, for benches: fake workers and load in processes of their own, and clients.
+"""Both sides of the router under test: fake workers and load in processes of their own, and clients.
 
-Clients are written by hand: a whole HTTP client would cost more than the router.
+The clients write HTTP by hand. A complete HTTP client would use more CPU time than the router.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from urllib.parse import urlsplit
 
@@ -22,89 +23,61 @@ import psutil
 import uvloop
 
 import rpc
-from bench.fake_worker import FakeWorker, Lanes
-from bench.http_face import http_face
+from bench.fakes.worker import FakeWorker, Lanes
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 
 PROMPT_TOKENS = 200
-OUTPUT_TOKENS = 2  # the least with a handover
+OUTPUT_TOKENS = 2  # the fewest with a handover
 SPREAD_S = 1.0
-"""After this time the streams of a load are spread over the steps."""
+"""After this time the streams of a load are spread evenly over the steps."""
 _HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 )
-_WORDS = [
-    "the",
-    "router",
-    "chooses",
-    "a",
-    "worker",
-    "and",
-    "sends",
-    "it",
-    "what",
-    "to",
-    "read",
-    "while",
-    "others",
-    "write",
-    "on",
-    "and",
-    "on",
-]
 CONTEXT = multiprocessing.get_context("spawn")
 
 
-# ---------------------------------------------------------------- the other processes
+# ---------------------------------------------------------------- other processes
 
 
 class FakeWorkers:
-    """One of each role, in a process of their own. `step` is shared: seconds between tokens, 0 is at once.
+    """A prefill and a decode worker in one child process. Close it.
 
-    `urls`: of as many HTTP faces with the same model.
+    Attributes:
+        step: seconds between tokens, shared with the child; 0 sends all tokens at once.
+        prefill, decode: gRPC addresses.
     """
 
-    def __init__(self, secret: bytes, *, faces: int = 0) -> None:
+    def __init__(self, secret: bytes) -> None:
         self.step = CONTEXT.Value("d", 0.0)
         ours, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(
-            target=_fake_workers, args=(secret, self.step, faces, theirs), daemon=True
-        )
+        self._process = CONTEXT.Process(target=_fake_workers, args=(secret, self.step, theirs), daemon=True)
         self._process.start()
-        self.prefill, self.decode, *self.urls = ours.recv()
+        self.prefill, self.decode = ours.recv()
 
     def close(self) -> None:
         self._process.terminate()
         self._process.join()
 
 
-def _fake_workers(secret: bytes, step: Synchronized[float], faces: int, pipe) -> None:
-    gc.disable()  # a worker's pauses are not the router's
+def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) -> None:
+    gc.disable()  # a pause of the workers must not count as the router's
 
-    async def serve(stack: contextlib.AsyncExitStack) -> None:
-        lanes = Lanes()
-        answer = list(range(1000, 1400))
+    async def serve() -> None:
+        lanes, answer = Lanes(), list(range(1000, 1400))
         roles = (pb.ROLE_PREFILL, pb.ROLE_DECODE)
         workers = [await FakeWorker(role, lanes, answer, secret=secret).start() for role in roles]
-        urls = [
-            await stack.enter_async_context(http_face(answer, workers[1].next_step)) for _ in range(faces)
-        ]
-        pipe.send([*(worker.address for worker in workers), *urls])
+        pipe.send([worker.address for worker in workers])
         while True:
             workers[1].step_seconds = step.value
-            for worker in workers:  # what tests look at would grow for ever
+            for worker in workers:  # these lists are for tests and would grow without bound
                 worker.submitted.clear()
                 worker.cancelled.clear()
             await asyncio.sleep(0.05)
 
-    async def serve_until_killed() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            await serve(stack)
-
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_until_killed())
+        runner.run(serve())
 
 
 class Load:
@@ -140,31 +113,23 @@ def _load(url: str, streams: int, tokens: Synchronized[int]) -> None:
         runner.run(all_of_them())
 
 
-# ---------------------------------------------------------------- the two ways
+# ---------------------------------------------------------------- clients
 
 
-Ask = Callable[[list[int] | str, int], AsyncIterator[bytes]]
-"""A prompt and how many tokens; yields what is read, head and all."""
+Ask = Callable[[list[int], int], AsyncIterator[bytes]]
+"""Takes a prompt and a number of tokens. Yields the bytes of the answer, head included, as they come."""
 
 
 @contextlib.asynccontextmanager
-async def through(url: str, model: str | None = None) -> AsyncIterator[Ask]:
-    """A connection to a router that is kept; gives what asks for a completion and yields what is read.
-
-    Written by hand: a whole HTTP client would cost more than the router.
-    """
+async def through(url: str) -> AsyncIterator[Ask]:
+    """A connection to a router, used for one completion after another."""
     where = urlsplit(url)
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
 
-    async def ask(prompt: list[int] | str, max_tokens: int) -> AsyncIterator[bytes]:
+    async def ask(prompt: list[int], max_tokens: int) -> AsyncIterator[bytes]:
         body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "temperature": 0,
-            "model": model,
-        }
+            "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "temperature": 0
+        }  # fmt: skip
         sent = json.dumps(body).encode()
         writer.write(_HEAD % len(sent) + sent)
         last = b""
@@ -181,24 +146,24 @@ async def through(url: str, model: str | None = None) -> AsyncIterator[Ask]:
         writer.close()
 
 
-async def first_event(ask: Ask, prompt: list[int] | str, max_tokens: int = OUTPUT_TOKENS) -> float:
-    """Seconds; returns when the answer is complete."""
+async def first_event(ask: Ask, prompt: list[int]) -> float:
+    """Seconds to the first event. Reads the answer to its end."""
     began, first = time.perf_counter(), 0.0
-    async for seen in ask(prompt, max_tokens):
+    async for seen in ask(prompt, OUTPUT_TOKENS):
         if not first and b"data: {" in seen:
             first = time.perf_counter() - began
     return first
 
 
 class Direct:
-    """A stream to a worker, and nothing else."""
+    """A stream to a worker: writes one request, reads one message."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._channel = rpc.connect(address, secret)
         self._call = WorkerStub(self._channel).Attach(None)
 
     async def first_token(self, prompt: list[int]) -> float:
-        """Seconds."""
+        """Seconds to the first token."""
         sampling = pb.SamplingParams(temperature=1, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         work = pb.Request(request_id=os.urandom(16), prompt_ids=prompt, sampling=sampling, timeout_ms=60_000)
         submit = pb.SubmitPrefill(prefill_id=os.urandom(16), request=work)
@@ -217,17 +182,12 @@ class Direct:
 
 
 def prompt_of(number: int) -> list[int]:
-    """Of a session of its own."""
+    """Token ids. Two numbers give different sessions."""
     return random.Random(number).choices(range(3, 40_000), k=PROMPT_TOKENS)
 
 
-def text_of(number: int) -> str:
-    """As long a prompt, in words."""
-    return " ".join(random.Random(number).choices(_WORDS, k=PROMPT_TOKENS))
-
-
 def cpu_seconds(pid: int) -> float:
-    """Of a process, all of its threads and its children, so far."""
+    """CPU time so far of a process with its threads and children."""
     process = psutil.Process(pid)
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(each.user + each.system for each in times)

@@ -1,18 +1,21 @@
 """What a router adds to a request, what a token costs it, and how long it takes to choose workers.
 
-Three processes: fake workers behind their real gRPC service (`bench.fake_worker`), a router, started as a
-user starts one, and this client. Prompts are token ids, so nothing is tokenized. Interleaved, A B A B …:
+Three processes run: fake workers behind their real gRPC service (`bench.fakes.worker`), a router, started as
+a user starts it, and this client. Prompts are token ids, so the router tokenizes nothing. Two kinds of
+request alternate:
 
 A  a streamed completion through the router: from the request to the first event
-B  the same prompt submitted to the fake prefill worker: from the message to the first token
+B  the same prompt, submitted to the fake prefill worker: from the message to the first token
 
-added = A − B, pair by pair. It is measured on an idle router, and again while a fourth process keeps a number
-of streams open through it, each with a token every 20 ms. Tokens per core are measured with more streams than
-the router can keep up with: tokens that clients received ÷ CPU seconds of the router, all of its threads and
-processes; then the same with two router processes.
+`added` is A − B, pair by pair. It is measured on an idle router, and again while another process keeps
+streams open through it, each with a token every 20 ms.
 
-The longest stall of the router's event loop is measured beside one large request of each kind: the median of
-five for each kind, and the largest of these (`bench.stall`).
+`tokens_per_core` is measured with more streams than the router can keep up with: tokens that clients
+received, divided by the CPU seconds of the router with all its threads and processes. It is measured again
+with two router processes.
+
+`stall` is the longest stall of the event loop beside one large request (`bench.router.stall`): the median of
+five for each kind of request, and the largest of these medians.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ import uvloop
 
 import bench.contract as contract
 from bench.contract import MIN_PAIRS, Report, Row
-from bench.ends import (
+from bench.roles import Roles
+from bench.router.ends import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     Direct,
@@ -43,8 +47,7 @@ from bench.ends import (
     prompt_of,
     through,
 )
-from bench.roles import Roles
-from bench.stall import large_requests, longest_stalls
+from bench.router.stall import large_requests, longest_stalls
 from cluster.model import EMBEDDED_NAME
 from router.policy import DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
 
@@ -103,10 +106,11 @@ def saturated(router: dict, args: argparse.Namespace) -> Saturated:
 
 
 def decisions(workers: int, count: int, *, busy: float) -> list[float]:
-    """Microseconds of each choice of a prefill and a decode worker, among so many of each.
+    """Microseconds of each choice of a prefill and a decode worker, among `workers` of each.
 
-    Prompts of 2,000 tokens: a system prompt that every worker has cached, 12 chunks of a session that mostly
-    one has, and 11 new ones. `busy` is the share of decode workers without room.
+    Prompts have 2,000 tokens: 8 chunks of a system prompt that every worker has cached, 12 chunks of a
+    session that usually one worker has cached, and 11 new chunks. `busy` is the share of decode workers
+    without room.
     """
     rng = random.Random(1)
     loads = prefill_loads(workers, rng)
@@ -203,7 +207,7 @@ async def until_ready(url: str) -> None:
 
 
 def add_rows(report: Report, name: str, found: Pairs, *, bound: bool = True) -> None:
-    """`added` bounds the median; its p99 has a row of its own, whose bound is another."""
+    """`bound`: whether the median and the p99 have goals."""
     p99 = contract.percentile(found.added, 0.99)
     goals: list[dict] = [{"goal": g, "better": "lower"} if bound else {} for g in (1, 3)]
     report.add(Row(f"{name}.p50", statistics.median(found.added), "ms", p99=p99, **goals[0]))
@@ -216,7 +220,7 @@ def add_rows(report: Report, name: str, found: Pairs, *, bound: bool = True) -> 
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """The client's own pauses are not the router's."""
+    """A pause of the client must not count as the router's."""
     gc.collect()
     gc.disable()
     try:

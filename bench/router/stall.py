@@ -1,7 +1,7 @@
-"""The longest stall of a router's event loop beside one large request, seen by another client.
+"""The longest stall of the router's event loop beside one large request, as another client sees it.
 
-A process of its own asks for /health again and again over one connection. The loop answers that at once, so
-the longest time to an answer is the longest stall, plus what the machine's scheduler adds.
+A child process asks for /health again and again over one connection. The event loop itself answers, so the
+longest answer takes as long as the longest stall, plus the delays of the machine's scheduler.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import time
 from multiprocessing.sharedctypes import Synchronized
 from urllib.parse import urlsplit
 
-from bench.ends import CONTEXT
+from bench.router.ends import CONTEXT
 
 _PAUSE_S = 0.0005
 _ASK = b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n"
 _BYTES = (16 << 20) - 1024
-"""Below what a router takes by default (`--max-body-bytes`)."""
+"""Just below the default of `--max-body-bytes`."""
 _LONG_ANSWER = {"n": 16, "max_tokens": 1000}
 _SENTENCE = "The router chooses a worker, and sends it what to read. "
 
 
 def large_requests() -> dict[str, tuple[str, bytes]]:
-    """Paths and bodies: 300,000 messages, 16 MB of each of the things that can be long, and a long answer."""
+    """Path and body by name: 300,000 messages, 16 MB of each field that can be long, and a long answer."""
     text = _SENTENCE * (_BYTES // len(_SENTENCE))
     ids = [100] * (_BYTES // len("100, "))
     chat, short = "/v1/chat/completions", {"role": "user", "content": "Hi"}
@@ -43,7 +43,7 @@ def large_requests() -> dict[str, tuple[str, bytes]]:
 
 
 def longest_stalls(url: str, requests: dict[str, tuple[str, bytes]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds beside each of the requests, one at a time."""
+    """The longest stall beside each request, in milliseconds. Sends one request at a time."""
     found: dict[str, list[float]] = {name: [] for name in requests}
     with Watch(url) as watch:
         for _ in range(repeats):
@@ -53,7 +53,7 @@ def longest_stalls(url: str, requests: dict[str, tuple[str, bytes]], repeats: in
 
 
 class Watch:
-    """Asks until it is closed. `longest` is in seconds, and may be reset at any time."""
+    """Asks for /health until it is closed. `longest` is in seconds and may be reset at any time."""
 
     def __init__(self, url: str) -> None:
         self.longest = CONTEXT.Value("d", 0.0)
@@ -71,7 +71,7 @@ class Watch:
 
 
 def longest_stall(watch: Watch, url: str, path: str, body: bytes) -> float:
-    """Milliseconds, while one request is sent and answered."""
+    """The longest stall in milliseconds while one request is sent and answered."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
     watch.longest.value = 0.0

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 import kv_transfer as kv
-from bench.raw_sockets import MIB
+from bench.kv.raw_sockets import MIB
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 BLOCK = 16

@@ -1,6 +1,6 @@
 """Other transfer engines between two processes, from registered memory to registered memory, for `bench.kv`.
 
-    PYTHON bench/kv_peer_driver.py nixl-read|nixl-write|mooncake BYTES PIECES
+    PYTHON bench/peer_driver.py nixl-read|nixl-write|mooncake BYTES PIECES
 
 Run by a Python that has the engine installed; imports nothing of ours. For each line on stdin, a number of
 bytes, that many are moved and the seconds are printed. The environment tunes the engine.

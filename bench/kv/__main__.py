@@ -8,7 +8,7 @@
                        like of raw sockets, and of what NIXL and Mooncake call a transfer: from memory that is
                        registered to memory that is registered
 `….raw`                as many threads and connections move as many bytes from one buffer to another, with
-                       nothing beside (bench.raw_sockets)
+                       nothing beside (bench.kv.raw_sockets)
 `….vs_cubic`           the first next to raw sockets with the lanes' congestion control, where the machine has
                        another by default; its GB/s and CPU are `….raw_cubic`
 `….unchecked`          the first without checksums
@@ -17,7 +17,7 @@
 `….cpu`, `….raw.cpu`   CPU seconds for each GB, of all processes
 
 `--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: these engines, each installed for that Python, in turn with
-ours: `kv.vs.nixl_read.256MiB` is our GB/s, and the ratio to theirs (kv_peer_driver.py; settings in PEERS).
+ours: `kv.vs.nixl_read.256MiB` is our GB/s, and the ratio to theirs (peer_driver.py; settings in PEERS).
 `--table`: 1 to 16 lanes × 1 MiB to 1 GiB, arena to arena, with checksums and without, each next to raw
 sockets with as many streams.
 """
@@ -39,8 +39,8 @@ from pathlib import Path
 import torch
 
 from bench.contract import Report, Row, interleaved, paired_ratio, parser
-from bench.kv_pair import BLOCK, Pair, Settings, cpu_seconds
-from bench.raw_sockets import MIB, RawPair
+from bench.kv.pair import BLOCK, Pair, Settings, cpu_seconds
+from bench.kv.raw_sockets import MIB, RawPair
 
 SIZES = (64, 256)  # MiB
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the machine
@@ -139,7 +139,7 @@ class Peer:
 
     def __init__(self, name: str, python: str, most_bytes: int) -> None:
         _, _, pieces, environment = PEERS[name]
-        driver = Path(__file__).with_name("kv_peer_driver.py")
+        driver = Path(__file__).with_name("peer_driver.py")
         self._process = subprocess.Popen(
             [python, str(driver), name.replace("_", "-"), str(most_bytes), str(pieces)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
