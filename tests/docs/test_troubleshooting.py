@@ -1,0 +1,24 @@
+"""The messages that docs/troubleshooting.md quotes are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("cluster", "engine", "kv_transfer", "prefill_worker", "decode_worker", "router", "rpc", "worker")
+
+
+def source() -> str:
+    """The code of all packages, with string literals that continue on the next line joined."""
+    text = "\n".join(path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+def test_quoted_messages_exist() -> None:
+    rows = re.findall(r"^\| (.*?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    messages = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row) if quote.count(" ") > 1]
+    parts = {part.strip() for message in messages for part in message.split("…")} - {"", ":", "(", ")"}
+    assert len(parts) > 30
+    code = source()
+    assert not [part for part in parts if part not in code]
