@@ -1,85 +1,72 @@
-"""The three roles by hand, as under systemd or plain Kubernetes: given addresses, a shared secret, no Ray."""
+"""The three roles by hand, without Ray: docs/quickstart-two-machines.md as it stands, on two loopback addresses."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import os
+import random
+import re
 import signal
-import urllib.request
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench.roles import spawn
+from tests.pages import typed
 
 from .machine import Machine, until
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    """One on which `import ray` fails."""
+    """A machine on which `import ray` fails."""
     machine = Machine()
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('ray is not installed')")
-    secret = tmp_path / "secret"
-    secret.write_text("a secret of the whole cluster")
-    machine.environment |= {"PYTHONPATH": str(tmp_path), "BATON_CLUSTER_SECRET_FILE": str(secret)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    cpu = {"BATON_DEVICE": "cpu", "BATON_DTYPE": "float32", "BATON_NUM_THREADS": "1"}
+    machine.environment |= {"PYTHONPATH": str(tmp_path), "PATH": path, **cpu}
     yield machine
     machine.remove()
 
 
-@contextlib.contextmanager
-def role(machine: Machine, *command: str) -> Iterator[Any]:
-    """Runs a role; gives what it says it is once it is ready. SIGTERM ends it."""
-    process, lines = spawn(command[0], *command[1:], environment=machine.environment)
-    try:
-        with lines:
-            for line in lines:
-                message = json.loads(line)
-                assert "error" not in message, message
-                if "ready" in message:
-                    yield message["ready"]
-                    break
-            else:
-                raise AssertionError(f"{command[0]} ended before it was ready")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_prefill_decode_and_router_started_by_hand_without_ray(machine: Machine) -> None:
+def test_the_quick_start_for_two_machines(machine: Machine, tmp_path: Path) -> None:
     serve = machine.baton("serve", "--port", "0", "--ray-address", "127.0.0.1:1")
     assert serve.returncode == 2
     assert "pip install -e '.[ray]'" in serve.stderr
-    worker = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1")
-    with (
-        role(machine, "prefill", *worker) as prefill,
-        role(machine, "decode", *worker) as decode,
-        role(
-            machine, "router", "--port", "0", "--worker", prefill["address"], "--worker", decode["address"]
-        ) as router,
-    ):
+    network = f"127.{random.randrange(1, 255)}.{random.randrange(255)}."  # so that no port is in use
+    roles: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, step in enumerate(typed("docs/quickstart-two-machines.md")):
+            log = tmp_path / f"{number}.log"
+            command = step.command.replace("10.0.0.", network)
+            role = re.match(r"baton (prefill|decode|router) ", command)
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    ["bash", "-ec", f"exec {command}" if role else command],
+                    cwd=tmp_path,
+                    env=machine.environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            if role:
+                roles.append(process)
+            else:
+                assert process.wait(60) == 0, log.read_text()
+            for line in step.printed:
+                pattern = re.compile(line.replace(re.escape("10.0.0."), re.escape(network)))
 
-        def ready() -> bool | None:
-            try:
-                with urllib.request.urlopen(router["url"] + "/ready", timeout=5):
-                    return True
-            except OSError:
-                return None
+                def printed(log: Path = log, pattern: re.Pattern[str] = pattern) -> bool | None:
+                    return True if pattern.search(log.read_text()) else None
 
-        until(ready, 30, "the router is attached to both")
-        body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-        request = urllib.request.Request(
-            router["url"] + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            assert "Paris" in json.load(response)["choices"][0]["text"]
-        doctor = machine.baton("doctor", "--cluster", "--url", router["url"])
-        assert doctor.returncode == 0, doctor.stdout
-        assert "3 tokens in" in doctor.stdout
-        assert "model_fingerprint: the same at all" in doctor.stdout
-    machine.assert_no_trace()
+                until(printed, 60 if role else 0, f"{pattern.pattern} in {log.read_text()}")
+        assert len(roles) == 3
+        for process in roles:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        machine.assert_no_trace()
+    finally:
+        for process in roles:
+            process.kill()
+            process.wait()

@@ -1,0 +1,49 @@
+"""The commands of the pages: README.md, docs/ and the other Markdown files of the repository.
+
+A fenced block `bash` is a command that a test types. A block `bash no-test: REASON` is a command that no test
+types. A block `text` after a command shows what it prints, where … stands for anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+_FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.M)
+
+
+@dataclass(frozen=True)
+class Block:
+    info: str
+    """What follows the opening fence: a language, and where no test types it the reason."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Step:
+    command: str
+    printed: list[str]
+    """A regular expression for each line that the page shows."""
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    for found in _FENCE.finditer(page.read_text()):
+        yield Block(found[2].strip(), found[3])
+
+
+def typed(page: str) -> list[Step]:
+    """The commands of a page that a test has to type, in order. `page` is a path below the repository."""
+    found = list(blocks(ROOT / page))
+    return [
+        Step(block.text, _patterns(after.text) if after.info == "text" else [])
+        for block, after in zip(found, [*found[1:], Block("", "")], strict=True)
+        if block.info == "bash"
+    ]
+
+
+def _patterns(text: str) -> list[str]:
+    return [".*".join(map(re.escape, line.split("…"))) for line in text.splitlines()]
