@@ -26,8 +26,16 @@ class Block:
 @dataclass(frozen=True)
 class Step:
     command: str
-    printed: list[str]
-    """A regular expression for each line that the page shows."""
+    printed: str
+    """What the page shows below the command; empty if nothing."""
+
+    def missing(self, output: str) -> list[str]:
+        """The lines that the page shows and `output` has not."""
+        return [
+            line
+            for line in self.printed.splitlines()
+            if not re.search(".*".join(map(re.escape, line.split("…"))), output)
+        ]
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -39,11 +47,7 @@ def typed(page: str) -> list[Step]:
     """The commands of a page that a test has to type, in order. `page` is a path below the repository."""
     found = list(blocks(ROOT / page))
     return [
-        Step(block.text, _patterns(after.text) if after.info == "text" else [])
+        Step(block.text, after.text if after.info == "text" else "")
         for block, after in zip(found, [*found[1:], Block("", "")], strict=True)
         if block.info == "bash"
     ]
-
-
-def _patterns(text: str) -> list[str]:
-    return [".*".join(map(re.escape, line.split("…"))) for line in text.splitlines()]

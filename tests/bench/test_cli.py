@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shlex
 import signal
 import sys
@@ -22,8 +21,8 @@ from bench.load.fleet import REFUSALS, Refusals
 from bench.load.record import Failure, Record
 from tests.bench.mock_server import Behavior, Fault, MockServer
 from tests.bench.test_page import outcome
+from tests.pages import ROOT, blocks
 
-ROOT = Path(__file__).parents[2]
 MEASURED = (0, 3)  # 3: a busy machine may leave the client too little, and then it says so
 QUICK = ("--input-len", "20", "--output-len", "4", "--processes", "1", "--warmup", "0", "--quiet")
 
@@ -76,11 +75,11 @@ async def test_run_writes_all_it_is_asked_for(tmp_path: Path) -> None:
     assert "<svg" in files[2].read_text()
 
 
-async def test_the_readme_s_command_runs_as_it_is_typed(tmp_path: Path) -> None:
-    [line] = re.findall(r"^([\w./]*baton bench .+)$", (ROOT / "README.md").read_text(), re.M)
-    program, bench, *args = shlex.split(line)
-    assert program == ".venv/bin/baton", "it is on no PATH, unless the environment is activated"
-    assert bench == "bench"
+async def test_the_command_of_the_quick_start(tmp_path: Path) -> None:
+    [command] = [
+        block.text for block in blocks(ROOT / "docs/quickstart.md") if block.text.startswith("baton bench ")
+    ]
+    args = shlex.split(command)[2:]
     assert "--url" not in args, "where `make serve` listens"
     shorter = ("--duration", "0.5", "--warmup", "0", "--html", tmp_path / "report.html", "--quiet")
     async with MockServer(Behavior(ttft=0.01)) as server:

@@ -1,17 +1,22 @@
-"""The scripts of examples/ run against a cluster and print what they promise."""
+"""The scripts of examples/ and the commands of docs/quickstart.md print what they promise."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.pages import ROOT, Step, typed
+
 from .serve import Serve
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def main_of(script: str) -> Any:
@@ -40,3 +45,17 @@ def test_the_grpc_example(server: Serve, grpc_address: str, capsys: pytest.Captu
 def test_every_example_is_run() -> None:
     text = Path(__file__).read_text()
     assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in text] == []
+
+
+@pytest.mark.parametrize("step", typed("docs/quickstart.md"), ids=lambda step: step.command.split("\n")[0])
+def test_the_quick_start(server: Serve, step: Step) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", step.command.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")],
+        env=server.machine.environment | {"PATH": path, "BATON_URL": server.url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert step.missing(done.stdout) == [], done.stdout

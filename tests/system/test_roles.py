@@ -1,4 +1,4 @@
-"""The three roles by hand, without Ray: docs/quickstart-two-machines.md as it stands, on two loopback addresses."""
+"""The three roles by hand, without Ray: docs/quickstart-two-machines.md, typed on two loopback addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import typed
+from tests.pages import Step, typed
 
 from .machine import Machine, until
 
@@ -40,27 +40,26 @@ def test_the_quick_start_for_two_machines(machine: Machine, tmp_path: Path) -> N
     try:
         for number, step in enumerate(typed("docs/quickstart-two-machines.md")):
             log = tmp_path / f"{number}.log"
-            command = step.command.replace("10.0.0.", network)
-            role = re.match(r"baton (prefill|decode|router) ", command)
+            is_role = re.match(r"baton (prefill|decode|router) ", step.command)
+            command = f"exec {step.command}" if is_role else step.command
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    ["bash", "-ec", f"exec {command}" if role else command],
+                    ["bash", "-ec", command.replace("10.0.0.", network)],
                     cwd=tmp_path,
                     env=machine.environment,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
-            if role:
+
+            def missing(step: Step = step, log: Path = log) -> list[str]:
+                return step.missing(log.read_text().replace(network, "10.0.0."))
+
+            if is_role:
                 roles.append(process)
+                until(lambda missing=missing: None if missing() else True, 60, f"ready: {log}")
             else:
                 assert process.wait(60) == 0, log.read_text()
-            for line in step.printed:
-                pattern = re.compile(line.replace(re.escape("10.0.0."), re.escape(network)))
-
-                def printed(log: Path = log, pattern: re.Pattern[str] = pattern) -> bool | None:
-                    return True if pattern.search(log.read_text()) else None
-
-                until(printed, 60 if role else 0, f"{pattern.pattern} in {log.read_text()}")
+                assert missing() == [], log.read_text()
         assert len(roles) == 3
         for process in roles:
             process.send_signal(signal.SIGTERM)
