@@ -28,7 +28,7 @@ from typing import Any
 
 import bench.contract as contract
 from bench.contract import Report, Row
-from bench.load.session import INVALID as EXIT_INVALID
+from bench.load.commands import INVALID as EXIT_INVALID
 from bench.roles import Roles
 from bench.shapes import write_shape
 

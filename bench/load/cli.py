@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from bench.load.datasets import SAMPLE_TRACE
 from bench.load.flags import takes_options
 from bench.load.options import (
     Options,
@@ -26,6 +25,7 @@ from bench.load.options import (
     TraceOptions,
     WorkloadOptions,
 )
+from bench.load.traffic.datasets import SAMPLE_TRACE
 
 app = typer.Typer(
     name="bench",
@@ -61,7 +61,7 @@ def run(
     output: OutputOptions,
 ) -> int:
     """Measure a server under one load: closed loop by default, open loop with --rate."""
-    from bench.load.session import measure
+    from bench.load.commands import measure
 
     return asyncio.run(measure(_options(target, workload, shape, pace, slo, output), output))
 
@@ -107,7 +107,7 @@ def sweep(
     ] = 0.05,
 ) -> int:  # fmt: skip
     """Measure a row of loads, or search the highest rate that keeps to --slo."""
-    from bench.load.session import search, sweep_over
+    from bench.load.commands import search, sweep_over
 
     if sum(map(bool, (rates, concurrencies, find_rate))) != 1:
         raise ValueError("a sweep needs one of --rates, --concurrencies and --find-rate.")
@@ -156,7 +156,7 @@ def replay(
     ] = None,
 ) -> int:
     """Replay a trace: its times, lengths and shared prefixes."""
-    from bench.load.session import measure
+    from bench.load.commands import measure
 
     options = dataclasses.replace(
         _options(target, WorkloadOptions(), ShapeOptions(concurrency=concurrency), pace, slo, output),
@@ -184,8 +184,8 @@ def compare(
     ] = [],  # noqa: B006 - typer's default, never changed
 ) -> int:  # fmt: skip
     """Compare runs row by row; decide for CI with --fail-if."""
-    from bench.load import compare as comparing
-    from bench.load.table import console
+    from bench.load.report import compare as comparing
+    from bench.load.report.table import console
 
     if len(reports) < 2:
         raise ValueError(f"compare {reports[0]}: with what? Give two reports or more.")
@@ -207,8 +207,8 @@ def report(
     html: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
 ) -> int:
     """Draw one HTML page of one run or sweep, or of several side by side."""
-    from bench.load import compare as comparing
-    from bench.load.page import page
+    from bench.load.report import compare as comparing
+    from bench.load.report.page import page
 
     html.write_text(page([comparing.load(path) for path in reports], [path.stem for path in reports]))
     typer.echo(f"{html} written.")

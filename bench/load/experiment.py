@@ -12,18 +12,20 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.load import datasets, endpoint, self_check, server_stages
-from bench.load.client import ClientConfig
-from bench.load.exchange import new_http_session
-from bench.load.fleet import Fleet, Harvest
-from bench.load.measure import Summary, summarize
+from bench.load.measurement import self_check, server_stages
+from bench.load.measurement.self_check import SelfCheck
+from bench.load.measurement.server_stages import ServerView, Snapshot
+from bench.load.measurement.summary import Summary, summarize
 from bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
-from bench.load.record import Record
-from bench.load.request import Dialect, Target
-from bench.load.self_check import SelfCheck
-from bench.load.server_stages import ServerView, Snapshot
-from bench.load.tokenization import Tokenization
-from bench.load.workload import Listed, Session, Synthetic, Workload
+from bench.load.target import endpoint
+from bench.load.target.exchange import new_http_session
+from bench.load.target.record import Record
+from bench.load.target.request import Dialect, Target
+from bench.load.target.tokenization import Tokenization
+from bench.load.traffic import datasets
+from bench.load.traffic.client import ClientConfig
+from bench.load.traffic.fleet import Fleet, Harvest
+from bench.load.traffic.workload import Listed, Session, Synthetic, Workload
 
 _PROBE_TIMEOUT = 120.0
 _LISTED_SESSIONS = 2000  # of a data set, if no number of requests is given

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 
 import typer
 
-from bench.load.arrivals import ArrivalKind, Arrivals
-from bench.load.datasets import MOONCAKE_BLOCK
-from bench.load.distribution import SYNTAX, Distribution
-from bench.load.request import Api
-from bench.load.slo import SYNTAX as SLO_SYNTAX
-from bench.load.slo import Slo
-from bench.load.workload import DEFAULT_PRESET, PRESETS
+from bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
+from bench.load.measurement.slo import Slo
+from bench.load.target.request import Api
+from bench.load.traffic.arrivals import ArrivalKind, Arrivals
+from bench.load.traffic.datasets import MOONCAKE_BLOCK
+from bench.load.traffic.distribution import SYNTAX, Distribution
+from bench.load.traffic.workload import DEFAULT_PRESET, PRESETS
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 4

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import bench.contract as contract
 from bench.contract import Report, Row
-from bench.load.datasets import SAMPLE_TRACE
+from bench.load.traffic.datasets import SAMPLE_TRACE
 from bench.routing_sim.baselines import POLICIES, emptiest
 from bench.routing_sim.sizing import size
 from bench.routing_sim.traces import mooncake, multi_turn, shared_prefix

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from bench.load.datasets import MOONCAKE_BLOCK, read_trace
+from bench.load.traffic.datasets import MOONCAKE_BLOCK, read_trace
 from rpc import CHUNK_TOKENS
 from simulator.trace import Session, Trace, Turn
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.load.server_stages import Histogram, page_text
+from bench.load.measurement.server_stages import Histogram, page_text
 from cluster.http import checked, session
 from cluster.options import EndpointOptions
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.load.arrivals import Arrivals
-from bench.load.client import Client, ClientConfig
-from bench.load.record import Record
-from bench.load.request import Dialect, Target
-from bench.load.tokenization import WORDS, Tokenization
-from bench.load.workload import Session, Turn, Workload
+from bench.load.target.record import Record
+from bench.load.target.request import Dialect, Target
+from bench.load.target.tokenization import WORDS, Tokenization
+from bench.load.traffic.arrivals import Arrivals
+from bench.load.traffic.client import Client, ClientConfig
+from bench.load.traffic.workload import Session, Turn, Workload
 
 # Words that the mock server counts as one token each.
 SHORT_WORDS = tuple(w for w in WORDS if len(w) <= 5)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.load.table import rows_of
+from bench.load.report.table import rows_of
 
 PORT = 8197
 TTFT_MS, TOKENS = 200.0, 41

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench.load import datasets, results
 from bench.load.cli import app
-from bench.load.fleet import REFUSALS, Refusals
-from bench.load.record import Failure, Record
+from bench.load.report import results
+from bench.load.target.record import Failure, Record
+from bench.load.traffic import datasets
+from bench.load.traffic.fleet import REFUSALS, Refusals
 from tests.bench.mock_server import Behavior, Fault, MockServer
 from tests.bench.test_page import outcome
 from tests.pages import ROOT, blocks

@@ -9,12 +9,12 @@ from collections import Counter
 
 import pytest
 
-from bench.load.distribution import Distribution
-from bench.load.measure import summarize
-from bench.load.record import Record
-from bench.load.request import Dialect, Target
-from bench.load.slo import Slo
-from bench.load.workload import Listed, Session, Synthetic, Turn
+from bench.load.measurement.slo import Slo
+from bench.load.measurement.summary import summarize
+from bench.load.target.record import Record
+from bench.load.target.request import Dialect, Target
+from bench.load.traffic.distribution import Distribution
+from bench.load.traffic.workload import Listed, Session, Synthetic, Turn
 from tests.bench.mock_server import Behavior, Fault, MockServer
 from tests.bench.support import client_config, one_turn, open_loop, run_client
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from bench.contract import Report, Row
-from bench.load import compare
-from bench.load.compare import Condition
+from bench.load.report import compare
+from bench.load.report.compare import Condition
 
 
 def _report(detail: dict[str, Any] | None = None, **values: float) -> dict[str, Any]:

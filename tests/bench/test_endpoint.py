@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from bench.load import experiment
-from bench.load.endpoint import EndpointError
 from bench.load.experiment import Plan
 from bench.load.options import Options, PaceOptions, TargetOptions, WorkloadOptions
-from bench.load.request import Api
+from bench.load.target.endpoint import EndpointError
+from bench.load.target.request import Api
 from tests.bench.mock_server import BOS, TEMPLATE, Behavior, MockServer
 from tests.bench.support import run_client
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.load.compare import Condition
-from bench.load.distribution import Distribution
+from bench.load.measurement.slo import Bound, Slo
 from bench.load.options import (
     Options,
     OutputOptions,
@@ -20,7 +19,8 @@ from bench.load.options import (
     TraceOptions,
     WorkloadOptions,
 )
-from bench.load.slo import Bound, Slo
+from bench.load.report.compare import Condition
+from bench.load.traffic.distribution import Distribution
 
 
 @pytest.mark.parametrize(

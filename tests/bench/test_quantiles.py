@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bench.load.quantiles import Series
+from bench.load.measurement.quantiles import Series
 
 
 def test_nearest_rank() -> None:

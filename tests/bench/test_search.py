@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.load.search import LEAST_RATE, MOST_RATE, highest_rate
+from bench.load.measurement.search import LEAST_RATE, MOST_RATE, highest_rate
 
 
 def _search(capacity: float, first: float, precision: float = 0.05) -> tuple[float | None, list[float]]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from bench.load.self_check import check
-from bench.load.wire import Load
+from bench.load.measurement.self_check import check
+from bench.load.traffic.wire import Load
 
 IDLE = Load(elapsed=10.0, cpu=1.0, waited=0.1, stalls=[0.0005] * 1000)
 

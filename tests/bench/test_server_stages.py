@@ -8,8 +8,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench.load.exchange import new_http_session
-from bench.load.server_stages import Histogram, ServerView, Snapshot, between, pages, parse, scrape
+from bench.load.measurement.server_stages import (
+    Histogram,
+    ServerView,
+    Snapshot,
+    between,
+    pages,
+    parse,
+    scrape,
+)
+from bench.load.target.exchange import new_http_session
 from tests.bench.mock_server import Behavior, MockServer, _histogram
 
 QUEUE = "vllm:request_queue_time_seconds"

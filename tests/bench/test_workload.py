@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.load import datasets
-from bench.load.datasets import SAMPLE_CONVERSATIONS, SAMPLE_TRACE, Exchange, TraceLine
-from bench.load.distribution import Distribution
-from bench.load.samples import make
-from bench.load.tokenization import Composer, Segment, Tokenization
-from bench.load.workload import Listed, Session, Synthetic, Turn
+from bench.load.target.tokenization import Composer, Segment, Tokenization
+from bench.load.traffic import datasets
+from bench.load.traffic.datasets import SAMPLE_CONVERSATIONS, SAMPLE_TRACE, Exchange, TraceLine
+from bench.load.traffic.distribution import Distribution
+from bench.load.traffic.workload import Listed, Session, Synthetic, Turn
 from tests.bench.mock_server import count_tokens
 from tests.bench.support import EXACT
 
@@ -206,12 +204,6 @@ def test_a_list_is_sent_once_if_it_has_times_and_over_and_over_if_not() -> None:
     assert Listed(sessions, timed=True).count == 3
     assert Listed(sessions).count is None
     assert Listed(sessions).session(4) == sessions[1]
-
-
-def test_the_samples_are_what_the_script_makes() -> None:
-    rng = random.Random(make._SEED)
-    assert json.loads(SAMPLE_CONVERSATIONS.read_text()) == make.conversations(rng)
-    assert [json.loads(line) for line in SAMPLE_TRACE.read_text().splitlines()] == make.trace(rng)
 
 
 def test_the_samples_can_be_used() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from bench.contract import percentile
-from bench.load.arrivals import Arrivals
+from bench.load.traffic.arrivals import Arrivals
 from engine.core.chunk_limit import ChunkLimit
 from router.policy import ChunkOffer, PrefillLoads, PrefillRequest, PrefillWork, overflow
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.load.datasets import SAMPLE_TRACE
+from bench.load.traffic.datasets import SAMPLE_TRACE
 from bench.routing_sim.baselines import POLICIES, emptiest
 from bench.routing_sim.sizing import h200, size
 from bench.routing_sim.traces import mooncake, multi_turn, shared_prefix

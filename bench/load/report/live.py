@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from bench.contract import percentile
-from bench.load.fleet import Harvest
-from bench.load.record import Failure, Record
+from bench.load.target.record import Failure, Record
+from bench.load.traffic.fleet import Harvest
 
 _RECENT_SECONDS = 15.0
 _MOST_RECENT = 300

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from bench.load.record import Failure, Record
-from bench.load.sse import SSEError, SSEParser
+from bench.load.target.record import Failure, Record
+from bench.load.target.sse import SSEError, SSEParser
 
 # vLLM's word for a request that the server gave up, and what others call it.
 _ABORTED = {"abort", "error", "cancelled"}

@@ -1,4 +1,4 @@
-"""A client process: `python -m bench.load.client_process`, started by `fleet`.
+"""A client process: `python -m bench.load.traffic.client_process`, started by `fleet`.
 
 Life: config from stdin → Ready → Start → records on stdout as requests end → Load → exit. It ends at once if
 stdin does: then the parent has died.
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import uvloop
 
-from bench.load.client import Client, ClientConfig
-from bench.load.wire import Finished, Load, Progress, Ready, Start, Stop, commands, frame, read_frame
+from bench.load.traffic.client import Client, ClientConfig
+from bench.load.traffic.wire import Finished, Load, Progress, Ready, Start, Stop, commands, frame, read_frame
 
 STALL_PERIOD = 0.01
 _PROGRESS_PERIOD = 0.25

@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 import typer
 
 from bench.contract import Report, Row
-from bench.load import experiment, results, table
-from bench.load.endpoint import EndpointError
+from bench.load import experiment
 from bench.load.experiment import Outcome
-from bench.load.fleet import REFUSALS, Fleet
-from bench.load.live import Progression
+from bench.load.measurement.search import highest_rate
 from bench.load.options import Options, OutputOptions
-from bench.load.page import page
-from bench.load.search import highest_rate
+from bench.load.report import results, table
+from bench.load.report.live import Progression
+from bench.load.report.page import page
+from bench.load.target.endpoint import EndpointError
+from bench.load.traffic.fleet import REFUSALS, Fleet
 
 T = TypeVar("T")
 

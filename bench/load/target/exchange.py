@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import aiohttp
 
-from bench.load.answer import Answer
-from bench.load.record import Failure
-from bench.load.request import Target
+from bench.load.target.answer import Answer
+from bench.load.target.record import Failure
+from bench.load.target.request import Target
 
 _ERROR_BODY_BYTES = 4096
 # Servers close idle connections after as little as 5 s (uvicorn); one that closes as we send would be our

@@ -13,8 +13,8 @@ import msgspec
 
 from bench.contract import Report, Row
 from bench.load.experiment import Outcome
-from bench.load.measure import Summary
-from bench.load.quantiles import Estimate
+from bench.load.measurement.quantiles import Estimate
+from bench.load.measurement.summary import Summary
 
 LATENCIES = ("ttft", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e")
 _DIGITS = 4

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from bench.load.wire import Load
+from bench.load.traffic.wire import Load
 
 MAX_CPU = 0.9  # of one core, of the busiest client process: beyond it chunks queue in the client
 MAX_WAITED = 0.2  # share of the time that a client process was ready to run and had no core

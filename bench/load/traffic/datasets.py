@@ -11,8 +11,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from bench.load.tokenization import Segment
-from bench.load.workload import Session, Turn
+from bench.load.target.tokenization import Segment
+from bench.load.traffic.workload import Session, Turn
 
 SAMPLES = Path(__file__).parent / "samples"
 SAMPLE_TRACE = SAMPLES / "mooncake.jsonl"

@@ -15,11 +15,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.load.answer import Answer
-from bench.load.exchange import exchange
-from bench.load.record import Failure, Record
-from bench.load.request import Dialect, Target
-from bench.load.tokenization import WORDS, Composer, Segment, Tokenization
+from bench.load.target.answer import Answer
+from bench.load.target.exchange import exchange
+from bench.load.target.record import Failure, Record
+from bench.load.target.request import Dialect, Target
+from bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
 
 # From all extensions to none: the first that the server takes is spoken.
 _DIALECTS = (

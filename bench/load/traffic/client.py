@@ -15,13 +15,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.load.answer import Answer
-from bench.load.arrivals import Arrivals
-from bench.load.exchange import exchange, new_http_session
-from bench.load.record import Failure, Record
-from bench.load.request import Target
-from bench.load.tokenization import Composer, Tokenization
-from bench.load.workload import Session, Turn, Workload
+from bench.load.target.answer import Answer
+from bench.load.target.exchange import exchange, new_http_session
+from bench.load.target.record import Failure, Record
+from bench.load.target.request import Target
+from bench.load.target.tokenization import Composer, Tokenization
+from bench.load.traffic.arrivals import Arrivals
+from bench.load.traffic.workload import Session, Turn, Workload
 
 # uvloop's timers have a resolution of 1 ms: sleep until shortly before, then let the loop turn until it is
 # time.

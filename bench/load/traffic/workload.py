@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from bench.load.distribution import Distribution
-from bench.load.tokenization import Segment
+from bench.load.target.tokenization import Segment
+from bench.load.traffic.distribution import Distribution
 
 PRESETS = {"2000/150": ("2000", "150"), "256/64": ("256", "64")}  # input, output tokens
 DEFAULT_PRESET = "256/64"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from bench.load import svg
-from bench.load.results import LATENCIES
-from bench.load.style import CSS, JS
-from bench.load.svg import Chart, Line
-from bench.load.table import TITLES, ms, rows_of
+from bench.load.report import svg
+from bench.load.report.results import LATENCIES
+from bench.load.report.style import CSS, JS
+from bench.load.report.svg import Chart, Line
+from bench.load.report.table import TITLES, ms, rows_of
 
 Report = Mapping[str, Any]
 _COLORS = 8

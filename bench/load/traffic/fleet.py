@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.load.client import ClientConfig
-from bench.load.record import Failure, Record
-from bench.load.wire import Finished, Load, Progress, Ready, Start, Stop, frame, messages, read_frame
+from bench.load.target.record import Failure, Record
+from bench.load.traffic.client import ClientConfig
+from bench.load.traffic.wire import Finished, Load, Progress, Ready, Start, Stop, frame, messages, read_frame
 
 _HEADSTART_SECONDS = 0.2  # between the word to start and the start, for all clients to hear it
 _STOP_SECONDS = 10.0
@@ -137,10 +137,10 @@ class Fleet:
 
 async def _spawn(config: ClientConfig) -> asyncio.subprocess.Process:
     # Found from wherever `baton bench` was started, installed or not.
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.load.client_process",
+        sys.executable, "-m", "bench.load.traffic.client_process",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": path},

@@ -7,8 +7,8 @@ import struct
 
 import msgspec
 
-from bench.load.client import ClientConfig
-from bench.load.record import Record
+from bench.load.target.record import Record
+from bench.load.traffic.client import ClientConfig
 
 _LENGTH = struct.Struct("<I")
 

@@ -1,1 +1,0 @@
-"""Small generated data sets, so that nothing needs to be downloaded. `make.py` writes them."""

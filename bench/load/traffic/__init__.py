@@ -1,0 +1,1 @@
+"""The load: which requests are sent when, and the client processes that send them."""
