@@ -20,17 +20,17 @@ import setproctitle
 import uvloop
 from aiohttp import web
 
+from router.active_request import Services
 from router.admission.gate import Admission
 from router.config import RouterConfig
+from router.endpoints.frontend import Frontend
+from router.endpoints.grpc_server import GrpcEndpoint
+from router.endpoints.http_runner import HttpRunner
+from router.endpoints.http_server import HttpEndpoints
 from router.errors import ShuttingDown
-from router.faces.grpc_service import GrpcFace
-from router.faces.http import Front
-from router.faces.http_runner import HttpRunner
-from router.faces.intake import Intake
-from router.faces.serving import Services
 from router.metrics import Metrics
 from router.policy import PREFILL_POLICIES
-from router.processes.control import Answers, answer
+from router.processes.control import Commands, serve_commands
 from router.processes.listen import BACKLOG, listen
 from router.status import router_status
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -86,13 +86,13 @@ class Running:
     services: Services
     following: asyncio.Task[None]
     """Follows the workers; ends only by an error."""
-    intake: Intake
+    frontend: Frontend
     stop_listening: Callable[[], Awaitable[None]]
     """From now on nothing new is taken."""
 
     @property
     def draining(self) -> bool:
-        return self.intake.draining
+        return self.frontend.draining
 
 
 @contextlib.asynccontextmanager
@@ -127,11 +127,11 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
     )
     services.metrics.follow(pool, services.admission)
     pool.on_change = services.admission.dispatch
-    intake = Intake(config, services)
-    front = Front(config, services, intake)
-    grpc_face = GrpcFace(config, intake, pool, share=config.supervised)
+    frontend = Frontend(config, services)
+    http = HttpEndpoints(config, services, frontend)
+    grpc_endpoint = GrpcEndpoint(config, frontend, pool, share=config.supervised)
     runner = HttpRunner(
-        front.app,
+        http.app,
         services.metrics,
         handler_cancellation=True,
         access_log=None,
@@ -149,23 +149,23 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
 
         grpc_address = None
         if config.grpc_port is not None:
-            grpc_address = await grpc_face.start(config.host, config.grpc_port)
+            grpc_address = await grpc_endpoint.start(config.host, config.grpc_port)
 
         async def stop_listening() -> None:
-            if not intake.draining:
-                intake.draining = True
+            if not frontend.draining:
+                frontend.draining = True
                 await site.stop()
-                await grpc_face.drain()
+                await grpc_endpoint.drain()
 
         scheme = "http" if config.tls is None else "https"
         url = f"{scheme}://{url_host(config.host)}:{port}"
-        yield Running(url, grpc_address, services, following, intake, stop_listening)
+        yield Running(url, grpc_address, services, following, frontend, stop_listening)
         await stop_listening()
         await _cut(services)
     finally:
         await runner.cleanup()
-        await grpc_face.close()
-        await intake.close()
+        await grpc_endpoint.close()
+        await frontend.close()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await asyncio.to_thread(services.tracer.close)
@@ -183,12 +183,12 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
         log.info("listening on %s, gRPC: %s", router.url, router.grpc_address or "off")
         ready = {"url": router.url, "grpc_address": router.grpc_address, "pid": os.getpid()}
         _report(config.ready_fd, {"ready": ready}, last=True)
-        router.intake.start()
+        router.frontend.start()
         stopped = asyncio.create_task(signals.get())
         others = {router.following}
         if config.control_fd is not None:
-            answers = _answers(config, router, signals)
-            others.add(asyncio.create_task(answer(config.control_fd, answers)))
+            commands = _commands(config, router, signals)
+            others.add(asyncio.create_task(serve_commands(config.control_fd, commands)))
         await asyncio.wait({stopped, *others}, return_when=asyncio.FIRST_COMPLETED)
         for other in others:
             if other.done():
@@ -201,8 +201,8 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
     return 0
 
 
-def _answers(config: RouterConfig, router: Running, signals: asyncio.Queue[int]) -> Answers:
-    """To the supervisor of several processes."""
+def _commands(config: RouterConfig, router: Running, signals: asyncio.Queue[int]) -> Commands:
+    """What the supervisor of several processes may ask of this one."""
 
     async def metrics() -> bytes:
         return router.services.metrics.exposition()

@@ -9,8 +9,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from router.active_request import Services
 from router.config import RouterConfig
-from router.faces.serving import Services
 from router.workers.connection import WorkerConnection
 from rpc import worker_pb2 as pb
 

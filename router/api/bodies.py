@@ -31,9 +31,9 @@ from router.api.fields import (
 )
 from router.api.messages import Message
 from router.api.structured import ResponseFormat, Structure, StructuredOutputs
+from router.api.tools import NamedTool, Tool, ToolChoice
 from router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refuse
 from router.errors import InvalidRequest, Unsupported
-from router.tools import NamedTool, Tool, ToolChoice
 
 MAX_LOGPROBS = 20
 MAX_TIMEOUT = 86_400.0  # seconds

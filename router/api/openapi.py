@@ -1,13 +1,13 @@
-"""`/openapi.json`, from the models of what is asked and what is answered."""
+"""The document `/openapi.json`, made from the models of requests and responses."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router.api import replies
+from router.api import responses
 from router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _SCHEMA = "#/components/schemas/{model}"
@@ -22,40 +22,41 @@ class Operation:
     method: str
     path: str
     summary: str
-    reply: type[BaseModel] | str | None = None
-    """Of a success: JSON, or else its content type; None is an empty one."""
+    response: type[BaseModel] | str | None = None
+    """Of a success: the model of its JSON, or its content type. None: the response is empty."""
     body: type[BaseModel] | None = None
     chunk: type[BaseModel] | None = None
-    """One server-sent event, where `stream` was asked for."""
+    """One server-sent event of a stream."""
     errors: tuple[int, ...] = ()
+    """HTTP statuses of its errors."""
     open: bool = False
     """Needs no API key."""
     admin: bool = False
-    """On the admin port where there is one."""
-    parameters: tuple[str, ...] = field(default=())
-    """Of the path."""
+    """Is on the admin port, if the router has one."""
+    parameters: tuple[str, ...] = ()
+    """Names in the path."""
 
 
 OPERATIONS = (
     Operation(
-        "post", "/v1/chat/completions", "Answer a chat.", replies.ChatReply,
-        body=ChatBody, chunk=replies.ChatChunk, errors=_GENERATION,
+        "post", "/v1/chat/completions", "Answer a chat.", responses.ChatResponse,
+        body=ChatBody, chunk=responses.ChatChunk, errors=_GENERATION,
     ),
     Operation(
-        "post", "/v1/completions", "Continue a text.", replies.CompletionReply,
-        body=CompletionBody, chunk=replies.CompletionChunk, errors=_GENERATION,
+        "post", "/v1/completions", "Continue a text.", responses.CompletionResponse,
+        body=CompletionBody, chunk=responses.CompletionChunk, errors=_GENERATION,
     ),
-    Operation("get", "/v1/models", "The model that is served.", replies.ModelList, errors=(401,)),
+    Operation("get", "/v1/models", "The model that is served.", responses.ModelList, errors=(401,)),
     Operation(
-        "get", "/v1/models/{id}", "The same by its id.", replies.ModelCard, errors=(401, 404),
+        "get", "/v1/models/{id}", "The model with this id.", responses.ModelCard, errors=(401, 404),
         parameters=("id",),
     ),
     Operation(
-        "post", "/tokenize", "Text or messages to token ids.", replies.TokenizeReply,
+        "post", "/tokenize", "Text or messages to token ids.", responses.TokenizeResponse,
         body=TokenizeBody, errors=_REQUEST,
     ),
     Operation(
-        "post", "/detokenize", "Token ids to text.", replies.DetokenizeReply,
+        "post", "/detokenize", "Token ids to text.", responses.DetokenizeResponse,
         body=DetokenizeBody, errors=_REQUEST,
     ),
     Operation("get", "/health", "The process serves.", open=True),
@@ -65,21 +66,24 @@ OPERATIONS = (
         "get", "/metrics/targets", "Where Prometheus finds the workers' metrics (HTTP service discovery).",
         "application/json", errors=(401,), admin=True,
     ),
-    Operation("get", "/version", "Of Baton.", replies.VersionReply, open=True),
+    Operation("get", "/version", "The version of Baton.", responses.VersionResponse, open=True),
     Operation("get", "/openapi.json", "This description.", "application/json", open=True),
     Operation(
-        "get", "/status", "The router and its workers.", replies.StatusReply, errors=(401,), admin=True
+        "get", "/status", "The router and its workers.", responses.StatusResponse, errors=(401,), admin=True
     ),
 )  # fmt: skip
 
 
 @cache
 def description(version: str, keys: bool, admin: bool) -> dict[str, Any]:
-    """An OpenAPI 3.1 document; `keys`: this router asks for API keys; `admin`: it has no admin port."""
-    asked = [operation.body for operation in OPERATIONS if operation.body]
-    given = [r for o in OPERATIONS for r in (o.reply, o.chunk) if isinstance(r, type)]
-    models = [(model, "validation") for model in asked]
-    models += [(model, "serialization") for model in [*given, replies.ErrorReply]]
+    """Returns an OpenAPI 3.1 document.
+
+    `keys`: the router demands API keys. `admin`: it serves the admin endpoints itself, without an admin port.
+    """
+    bodies = [operation.body for operation in OPERATIONS if operation.body]
+    sent = [r for o in OPERATIONS for r in (o.response, o.chunk) if isinstance(r, type)]
+    models = [(model, "validation") for model in bodies]
+    models += [(model, "serialization") for model in [*sent, responses.ErrorResponse]]
     _, schemas = models_json_schema(models, ref_template=_SCHEMA)  # pyrefly: ignore[bad-argument-type]
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
     if keys:
@@ -99,12 +103,12 @@ def description(version: str, keys: bool, admin: bool) -> dict[str, Any]:
 
 def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if isinstance(operation.reply, str):
-        content[operation.reply] = {}
-    elif operation.reply is not None:
-        content["application/json"] = _schema(operation.reply)
+    if isinstance(operation.response, str):
+        content[operation.response] = {}
+    elif operation.response is not None:
+        content["application/json"] = _schema(operation.response)
     if operation.chunk is not None:
-        # Each event's data is one of these, and the last one's is [DONE].
+        # The data of each event is a chunk. The data of the last event is [DONE].
         content["text/event-stream"] = {"x-event-schema": _ref(operation.chunk)}
     errors = [code for code in operation.errors if keys or code != 401]
     described: dict[str, Any] = {
@@ -114,7 +118,7 @@ def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
             **{
                 str(code): {
                     "description": "An error in OpenAI's shape",
-                    "content": {"application/json": _schema(replies.ErrorReply)},
+                    "content": {"application/json": _schema(responses.ErrorResponse)},
                 }
                 for code in errors
             },

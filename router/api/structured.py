@@ -1,48 +1,31 @@
-"""Structured output: what a request says about the form of its answer, in OpenAI's words and in vLLM's.
+"""Structured output: the form that a request demands of its output, in OpenAI's fields or in vLLM's.
 
-    response_format, structured_outputs ──▶ Structure ──▶ checked ──▶ worker's StructuredOutput
-
-The workers enforce it. Here it is only compiled, by the same library over an alphabet of bytes and within
-narrow bounds, so that who wrote what is no schema, regular expression or grammar learns it before any worker
-is asked, and nothing reaches a worker that a compiler cannot take.
+Both become one `Structure`. `router.preparation.grammar_checker` compiles it once to find errors, and workers
+enforce it.
 """
 
 import json
 import re
-import sys
-from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from router.api.fields import invalid, one_of
 from router.api.unsupported import refuse
-from router.errors import ApiError, InvalidRequest
-from router.processes.children import ChildDied, Children
 from rpc import worker_pb2 as pb
-
-MAX_LENGTH = 1 << 17
-"""Characters of a schema, regular expression or grammar; workers have the same bound."""
-WHITESPACE = r"[ \n\r\t]{1,32}"
-"""Between the parts of a tool's arguments; workers have the same for other JSON."""
-_REMEMBERED = 64
-"""Texts that were found valid last, and are not compiled again."""
-
-_CHILD = str(Path(__file__).with_name("grammar_child.py"))
 
 Schema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What the output must be like."""
+    """A constraint on the output."""
 
     kind: Literal["json_schema", "regex", "grammar"]
     text: str
     field: str
-    """Where the client said so."""
+    """The field of the request that demands it."""
 
     @property
     def message(self) -> pb.StructuredOutput:
@@ -50,7 +33,7 @@ class Structure:
 
 
 class JsonSchema(BaseModel):
-    """Always enforced, whatever `strict` says."""
+    """Workers always enforce the schema. `strict` has no effect."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -63,7 +46,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's."""
+    """OpenAI's field `response_format`."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -86,7 +69,7 @@ class ResponseFormat(BaseModel):
 
 
 _JSON_OBJECT = Structure("json_schema", '{"type": "object"}', "response_format")
-# vLLM's, and what may stand there all the same because it asks for nothing.
+# Members of vLLM's field that are refused, each with the values that have no effect and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (False,),
     "disable_additional_properties": (False,), "disable_fallback": (False, True),
@@ -94,7 +77,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's: one of these."""
+    """vLLM's field `structured_outputs`: exactly one of its members is set."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -131,43 +114,3 @@ class StructuredOutputs(BaseModel):
         if self.grammar is not None:
             return Structure("grammar", self.grammar, f"{field}.grammar")
         return _JSON_OBJECT
-
-
-class Checker:
-    """Finds out whether structures can be compiled, and remembers those that can.
-
-    What clients write may hang or crash the compiler: a child process compiles (`grammar_child`).
-    """
-
-    def __init__(self, name: str) -> None:
-        self._valid: OrderedDict[Structure, Structure] = OrderedDict()
-        self._children = Children([sys.executable, "-I", _CHILD, name], 1)
-
-    async def check(self, given: Structure, key: str) -> Structure:
-        """Returns what workers understand; `key` names the client's key. Raises InvalidRequest naming the
-        field, and ApiError when the compiler cannot start."""
-        if not 0 < len(given.text) <= MAX_LENGTH:
-            text = f"{given.field}: must have 1 to {MAX_LENGTH} characters, not {len(given.text)}"
-            raise InvalidRequest(text, param=given.field)
-        if (checked := self._valid.get(given)) is None:
-            wrong, text = await self._compile(given, key)
-            if wrong is not None:
-                reason = " ".join(wrong.removesuffix("<non-verbose/>").split())
-                raise InvalidRequest(f"{given.field}: {reason}", param=given.field)
-            checked = self._valid[given] = Structure(given.kind, text, given.field)
-            if len(self._valid) > _REMEMBERED:
-                self._valid.popitem(last=False)
-        return checked
-
-    async def close(self) -> None:
-        await self._children.close()
-
-    async def _compile(self, given: Structure, key: str) -> tuple[str | None, str]:
-        """Returns what is wrong with it, and the text in the form of workers."""
-        question = json.dumps([given.kind, given.text]).encode()
-        try:
-            return json.loads(await self._children.ask(key, question))
-        except ChildDied as died:
-            if died.blameless:
-                raise ApiError(f"the router has no process to compile this grammar: {died}") from died
-            return "too much to compile", ""

@@ -1,6 +1,11 @@
-"""From the bytes that a client sent to token ids, without stopping the event loop.
+"""Turns the bytes of a client into token ids without blocking the event loop.
 
-Life of a request here: bytes → `prepare`: parsed, validated, chat template, tokenizer → `Prepared`. The event
-loop does this itself for a small body. A larger body goes to a child process (`preparer` → `wire` → `child`),
-because JSON, pydantic, Jinja and the tokenizer all hold the GIL, so that a thread would stop the loop, too.
+Life of a request here:
+
+1. `Preparer` receives its bytes. It prepares a small body itself. A larger body goes to a child process,
+   because JSON, pydantic, Jinja and the tokenizer hold the GIL: in a thread they would block the event loop
+   too.
+2. `prepare` parses and validates it, renders the chat template and tokenizes. The result is `Prepared`.
+3. `wire` carries request and reply between the router and `child`.
+4. `grammar_checker` compiles the grammar of a request with structured output, in a child process of its own.
 """

@@ -1,4 +1,4 @@
-"""The child process: gets the tokenizer once, then bodies, and answers with what was made of each."""
+"""The child process: its first frame is the tokenizer, and each later frame is a body to prepare."""
 
 import ctypes
 import gc
@@ -12,23 +12,23 @@ from setproctitle import setproctitle
 
 from router.errors import ApiError
 from router.preparation.prepare import prepare
-from router.preparation.wire import answer_of, failure_of, read_question, refusal_of
+from router.preparation.wire import encode_crash, encode_error, encode_prepared, read_request
 from router.text.tokenizer import ModelTokenizer
 
 CPU_SECONDS = 20
-"""For one body. Then the process is killed, and the router starts another one."""
+"""Of one body. A signal then ends the process, and the router starts another."""
 MEMORY_BYTES = 4 << 30
 _NICE = 5
-"""The event loop comes first where cores are few."""
+"""A lower priority than the event loop, for machines with few cores."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LENGTH = struct.Struct("<I")
 
 
 def main(name: str) -> None:
     setproctitle(name)
-    # A busy child would notice the end of its stdin only when it has answered.
+    # Without this, a busy child would notice the end of the router only after its body.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the router: this process ends with its stdin
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the router; this process ends with its stdin
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -39,24 +39,24 @@ def main(name: str) -> None:
     tokenizer = ModelTokenizer.restored(state)
     gc.freeze()
     _write(b"")
-    while (question := _read()) is not None:
-        # Its signal ends the process, whatever the process is doing.
+    while (request := _read()) is not None:
+        # The timer's signal ends the process even inside a library.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        answer = answered(question, tokenizer)
+        reply = reply_to(request, tokenizer)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(answer)
+        _write(reply)
 
 
-def answered(question: bytes, tokenizer: ModelTokenizer) -> bytes:
-    kind, served, raw = read_question(question)
+def reply_to(request: bytes, tokenizer: ModelTokenizer) -> bytes:
+    kind, served, raw = read_request(request)
     try:
-        return answer_of(prepare(kind, raw, tokenizer, served))
+        return encode_prepared(prepare(kind, raw, tokenizer, served))
     except ApiError as error:
-        return refusal_of(error)
+        return encode_error(error)
     except MemoryError:
-        sys.exit(1)  # the limit: the router refuses the body
-    except Exception as error:  # noqa: BLE001  (a defect of ours: the router logs it)
-        return failure_of(error)
+        sys.exit(1)  # the memory limit: the router refuses the body
+    except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
+        return encode_crash(error)
 
 
 def _read() -> bytes | None:
@@ -64,8 +64,8 @@ def _read() -> bytes | None:
     return sys.stdin.buffer.read(*_LENGTH.unpack(head)) if head else None
 
 
-def _write(answer: bytes) -> None:
-    sys.stdout.buffer.write(_LENGTH.pack(len(answer)) + answer)
+def _write(reply: bytes) -> None:
+    sys.stdout.buffer.write(_LENGTH.pack(len(reply)) + reply)
     sys.stdout.buffer.flush()
 
 

@@ -1,4 +1,4 @@
-"""What is made of a client's bytes before workers are chosen. Pure. Takes seconds for the largest bodies."""
+"""Makes token ids of the bytes of a client. Pure. The largest bodies take seconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, 
 from router.text.tokenizer import ModelTokenizer
 
 Kind = Literal["chat", "completion", "message", "tokenize", "detokenize"]
-"""What the bytes are: a JSON body by its endpoint, or the message of a gRPC call."""
+"""What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a router serves."""
+    """The model that a router serves, and its context."""
 
     model_name: str
     context: Context
@@ -37,18 +37,19 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request to generate. Its prompts are token ids."""
+    """A validated request to generate."""
 
     options: ChatOptions | CompletionOptions
     prompts: list[list[int]]
+    """Token ids."""
     echoes: list[str]
-    """What the answers to each prompt begin with; empty unless the client asked for `echo`."""
+    """The text that the choices of each prompt begin with. Empty unless the client asked for `echo`."""
 
 
 def prepare(
     kind: Kind, raw: bytes | bytearray, tokenizer: ModelTokenizer, served: Served
 ) -> Prepared | bytes:
-    """Returns a request to generate, or the JSON answer of /tokenize and /detokenize.
+    """Returns a request to generate, or the JSON response of /tokenize and /detokenize.
 
     Raises InvalidRequest and ModelNotFound.
     """
@@ -106,8 +107,8 @@ def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> 
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
     tokens = tokenizer.encode(text, add_special_tokens=special)
-    answer = {"count": len(tokens), "max_model_len": served.context.positions, "tokens": tokens}
-    return msgspec.json.encode(answer)
+    response = {"count": len(tokens), "max_model_len": served.context.positions, "tokens": tokens}
+    return msgspec.json.encode(response)
 
 
 def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:
@@ -131,13 +132,17 @@ def _rendered(tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[
     tools = body.offered_tools
     if not tokenizer.takes_tools:
         if tools:
-            raise Unsupported("tools is not supported: this model's chat template knows none", param="tools")
+            raise Unsupported(
+                "tools is not supported: this model's chat template does not support tools", param="tools"
+            )
         for i, message in enumerate(messages):
             if message.about_tools:
-                text = f"messages[{i}]: this model's chat template knows no tool calls and no results of them"
+                text = (
+                    f"messages[{i}]: this model's chat template does not support tool calls and their results"
+                )
                 raise Unsupported(text, param=f"messages[{i}]")
     if body.continue_final_message and messages[-1].tool_calls:
-        text = "continue_final_message: the last message has tool_calls, after which no text can go on"
+        text = "continue_final_message: the last message has tool_calls, and no text can follow them"
         raise InvalidRequest(text, param="continue_final_message")
     try:
         return tokenizer.render_chat(
@@ -154,8 +159,8 @@ def _rendered(tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[
 def _encoded(
     tokenizer: ModelTokenizer, text: str, field: str, served: Served, *, add_special_tokens: bool
 ) -> list[int]:
-    """Of a prompt that leaves room for output."""
-    # Without this, text of any length would be tokenized only to learn that it does not fit.
+    """Returns the token ids of a prompt. Raises ContextLengthExceeded when it leaves no room for output."""
+    # Without this check, a text of any length would be tokenized before it is refused.
     if len(text) > served.context.positions * tokenizer.longest_token:
         reason = f"{field}: {len(text)} characters do not fit into a context of {served.context}"
         raise ContextLengthExceeded(reason, param=field)

@@ -1,23 +1,23 @@
-"""Prepares bodies: small ones at once, larger ones in child processes."""
+"""Prepares bodies: small ones on the event loop, larger ones in child processes."""
 
 import logging
 import sys
 
+from router.child_pool import ChildDied, ChildPool
 from router.errors import ApiError, InvalidRequest
 from router.preparation import child
 from router.preparation.prepare import Kind, Prepared, Served, prepare
-from router.preparation.wire import question_head, read_answer
-from router.processes.children import ChildDied, Children
+from router.preparation.wire import read_reply, request_head
 from router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 
 SMALL_BYTES = 16 << 10
-"""Takes some 10 ms at most. A child takes a fraction of a millisecond longer, so most requests stay here."""
+"""A body up to this size takes 10 ms at most. The event loop prepares it, which saves the way to a child."""
 LONG_BYTES = 256 << 10
-"""May take half a second and more, up to the limit of a child."""
+"""A body above this size may take half a second or more."""
 CHILDREN = 2
-"""One for each kind: bodies above `LONG_BYTES`, and smaller ones, which may use both."""
+"""At most one of them works on a body above `LONG_BYTES`, so the other stays free for smaller bodies."""
 
 
 class Preparer:
@@ -26,22 +26,22 @@ class Preparer:
     def __init__(self, tokenizer: ModelTokenizer, name: str) -> None:
         self._tokenizer = tokenizer
         command = [sys.executable, "-m", child.__name__, name]
-        self._children = Children(command, CHILDREN, tokenizer.state, long_bytes=LONG_BYTES)
+        self._children = ChildPool(command, CHILDREN, tokenizer.state, long_bytes=LONG_BYTES)
 
     async def prepare(self, kind: Kind, raw: bytes | bytearray, served: Served, key: str) -> Prepared | bytes:
-        """As `prepare.prepare`; `key` names the client's key. Raises ApiError."""
+        """As `prepare.prepare`. `key` names the client's API key. Raises ApiError."""
         if len(raw) <= SMALL_BYTES:
             return prepare(kind, raw, self._tokenizer, served)
         try:
-            return read_answer(await self._children.ask(key, question_head(kind, served), raw))
+            return read_reply(await self._children.call(key, request_head(kind, served), raw))
         except ChildDied as died:
-            if died.blameless:
+            if not died.caused_by_request:
                 raise ApiError(f"the router has no process to prepare this request: {died}") from died
             limits = f"{child.CPU_SECONDS} s or {child.MEMORY_BYTES >> 30} GiB"
-            raise InvalidRequest(f"it takes more than {limits} to prepare this request") from died
+            raise InvalidRequest(f"the preparation of this request takes more than {limits}") from died
 
     async def start(self) -> None:
-        """Starts the children now, so that the first large request does not wait for it."""
+        """Starts the children, so that the first large body does not wait for it."""
         try:
             await self._children.start()
         except ChildDied as died:

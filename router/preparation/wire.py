@@ -1,7 +1,7 @@
-"""How a router and its children exchange bodies and what was made of them.
+"""The messages between a router and the children that prepare bodies.
 
-A question is a line of JSON, [kind, model name, positions, sliding window], then the client's bytes. An
-answer is MessagePack.
+A request is a line of JSON, [kind, model name, positions, sliding window], then the client's bytes. A reply
+is MessagePack.
 """
 
 import json
@@ -19,86 +19,86 @@ from rpc.logs import stack_without_text
 log = logging.getLogger(__name__)
 
 MAX_OPTIONS_BYTES = 512 << 10
-"""Of the fields beside the prompt, which the router itself has to read."""
+"""Limit for the fields beside the prompt, because the router parses them on the event loop."""
 _PROMPT = {"messages", "prompt", "chat_template_kwargs"}
 _ERRORS = {kind.__name__: kind for kind in all_errors()}
 assert array("I").itemsize == 4
 
 
-class _Request(msgspec.Struct, tag=True, array_like=True):
+class _Prepared(msgspec.Struct, tag=True, array_like=True):
     chat: bool
     options: bytes
     prompts: list[bytes]
     echoes: list[str]
 
 
-class _Answer(msgspec.Struct, tag=True, array_like=True):
+class _Response(msgspec.Struct, tag=True, array_like=True):
     body: bytes
 
 
-class _Refusal(msgspec.Struct, tag=True, array_like=True):
+class _Error(msgspec.Struct, tag=True, array_like=True):
     error: str
     message: str
     param: str | None
 
 
-class _Failure(msgspec.Struct, tag=True, array_like=True):
+class _Crash(msgspec.Struct, tag=True, array_like=True):
     stack: str
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Request | _Answer | _Refusal | _Failure).decode
+_decode = msgspec.msgpack.Decoder(_Prepared | _Response | _Error | _Crash).decode
 
 
-def question_head(kind: Kind, served: Served) -> bytes:
+def request_head(kind: Kind, served: Served) -> bytes:
     context = served.context
     head = [kind, served.model_name, context.positions, context.sliding_window]
     return json.dumps(head).encode() + b"\n"
 
 
-def read_question(question: bytes) -> tuple[Kind, Served, bytes]:
-    head, _, raw = question.partition(b"\n")
+def read_request(request: bytes) -> tuple[Kind, Served, bytes]:
+    head, _, raw = request.partition(b"\n")
     kind, model_name, positions, sliding_window = json.loads(head)
     return kind, Served(model_name, Context(positions, sliding_window)), raw
 
 
-def answer_of(prepared: Prepared | bytes) -> bytes:
-    """Raises InvalidRequest when the router would have to read too much."""
+def encode_prepared(prepared: Prepared | bytes) -> bytes:
+    """Raises InvalidRequest when the fields beside the prompt are too large."""
     if isinstance(prepared, bytes):
-        return _encode(_Answer(prepared))
+        return _encode(_Response(prepared))
     chosen = prepared.options
     options = chosen.model_dump_json(
         by_alias=True,
         exclude_unset=True,
         exclude=_PROMPT,
-        warnings=False,  # pydantic does not expect what a PlainValidator made, and writes it all the same
+        warnings=False,  # about values of a PlainValidator, which pydantic writes nevertheless
     ).encode()
     if len(options) > MAX_OPTIONS_BYTES:
-        text = f"the fields beside the prompt take {len(options)} bytes, and may take {MAX_OPTIONS_BYTES}"
+        text = f"the fields beside the prompt take {len(options)} bytes, more than {MAX_OPTIONS_BYTES}"
         raise InvalidRequest(text)
     prompts = [array("I", prompt).tobytes() for prompt in prepared.prompts]
-    return _encode(_Request(isinstance(chosen, ChatOptions), options, prompts, prepared.echoes))
+    return _encode(_Prepared(isinstance(chosen, ChatOptions), options, prompts, prepared.echoes))
 
 
-def refusal_of(error: ApiError) -> bytes:
-    return _encode(_Refusal(type(error).__name__, error.message, error.param))
+def encode_error(error: ApiError) -> bytes:
+    return _encode(_Error(type(error).__name__, error.message, error.param))
 
 
-def failure_of(error: Exception) -> bytes:
-    return _encode(_Failure("\n".join(stack_without_text(error))))
+def encode_crash(error: Exception) -> bytes:
+    return _encode(_Crash("\n".join(stack_without_text(error))))
 
 
-def read_answer(answer: bytes) -> Prepared | bytes:
-    """Raises ApiError where the child did."""
-    match _decode(answer):
-        case _Request(chat, options, prompts, echoes):
+def read_reply(reply: bytes) -> Prepared | bytes:
+    """Raises the ApiError that the child raised, or one without details if the child had a defect."""
+    match _decode(reply):
+        case _Prepared(chat, options, prompts, echoes):
             kind = ChatOptions if chat else CompletionOptions
             token_ids = [array("I", prompt).tolist() for prompt in prompts]
             return Prepared(kind.model_validate_json(options), token_ids, echoes)
-        case _Answer(body):
+        case _Response(body):
             return body
-        case _Refusal(error, message, param):
+        case _Error(error, message, param):
             raise _ERRORS[error](message, param=param)
-        case _Failure(stack):
+        case _Crash(stack):
             log.error("preparing a request failed\n%s", stack)
             raise ApiError("the request failed inside the router")

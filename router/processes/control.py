@@ -1,35 +1,38 @@
-"""What the processes of one router say to the one that supervises them: answers, over a socket pair.
+"""Commands from the supervisor to the processes of one router, over a socket pair for each process.
 
-A question is a line (`metrics`, `status`, `ping`), its answer four bytes of length and as many more. So are
-the orders `drain` and `stop`, since a signal might reach a whole group and come twice. There is one question
-at a time. When the supervisor goes, the socket ends, and its processes with it.
+A command is a line: `metrics`, `status`, `ping`, `drain` or `stop`. The reply is a length of four bytes and
+the payload. The supervisor sends one command at a time. `drain` and `stop` are commands, not signals, because
+a signal to the whole process group would arrive twice. When the supervisor ends, the socket closes and the
+processes end.
 """
 
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
-ANSWER_SECONDS = 10.0
+REPLY_SECONDS = 10.0
+"""A process that takes longer counts as hung."""
 _LENGTH_BYTES = 4
 _MAX_BYTES = 64 << 20
 
-Answers = Mapping[str, Callable[[], Awaitable[bytes]]]
+Commands = Mapping[str, Callable[[], Awaitable[bytes]]]
+"""For each command the function that makes its reply."""
 
 
-async def answer(control_fd: int, answers: Answers) -> None:
-    """Until the supervisor is gone."""
+async def serve_commands(control_fd: int, commands: Commands) -> None:
+    """Replies to commands until the supervisor ends."""
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=control_fd))
     try:
-        while question := (await reader.readline()).decode().strip():
-            payload = await answers[question]()
+        while command := (await reader.readline()).decode().strip():
+            payload = await commands[command]()
             writer.write(len(payload).to_bytes(_LENGTH_BYTES) + payload)
             await writer.drain()
     finally:
         writer.close()
 
 
-class Asker:
-    """The supervisor's end."""
+class ControlClient:
+    """The supervisor's end of the socket pair."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -37,19 +40,23 @@ class Asker:
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
-    async def on(cls, sock: socket.socket) -> "Asker":
+    async def connect(cls, sock: socket.socket) -> "ControlClient":
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
-    async def ask(self, question: str) -> bytes:
-        """Raises ConnectionError when the process is gone, TimeoutError when it hangs: then it must end."""
-        async with self._one_at_a_time, asyncio.timeout(ANSWER_SECONDS):
-            self._writer.write(question.encode() + b"\n")
+    async def send(self, command: str) -> bytes:
+        """Returns the reply. Raises ConnectionError when the process has ended.
+
+        Raises TimeoutError when the process hangs. Its late reply could follow a later command, so the caller
+        must kill the process.
+        """
+        async with self._one_at_a_time, asyncio.timeout(REPLY_SECONDS):
+            self._writer.write(command.encode() + b"\n")
             try:
                 size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES))
-                assert size <= _MAX_BYTES, f"an answer of {size} bytes"
+                assert size <= _MAX_BYTES, f"a reply of {size} bytes"
                 return await self._reader.readexactly(size)
             except asyncio.IncompleteReadError as error:
-                raise ConnectionResetError("the process is gone") from error
+                raise ConnectionResetError("the process has ended") from error
 
     def close(self) -> None:
         self._writer.close()

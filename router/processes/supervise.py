@@ -1,12 +1,12 @@
-"""One router as several processes on one port, each with an event loop and a core of its own.
+"""One router as several processes on one port. Each process has its own event loop.
 
-The supervisor serves no client. It reserves the ports, starts the processes, which all listen there
-(SO_REUSEPORT: the kernel spreads connections), starts one again that died or hangs, and answers for all of
-them on the admin port: `/metrics`, `/status`, `/health`, `/ready`. If the first start of a process fails, the
-router ends: another try would fail, too. If a later start fails, the supervisor tries again after a pause,
-and the other processes go on.
+The supervisor serves no client. It reserves the ports, starts the processes, which all listen there with
+SO_REUSEPORT (the kernel spreads the connections), and restarts one that dies or hangs. On the admin port it
+serves `/metrics`, `/status`, `/health` and `/ready` for all of them. If the first start of a process fails,
+the router ends, because another try would fail too. If a later start fails, the supervisor retries after a
+pause, and the other processes go on.
 
-Life: reserve → start → all listen: ready → (SIGTERM: all drain, SIGINT: all end) → all have ended.
+Life: reserve the ports → start → all listen: ready → SIGTERM: all drain, SIGINT: all stop → all have ended.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ import setproctitle
 from aiohttp import web
 
 from router.config import RouterConfig
-from router.processes.control import Asker
+from router.processes.control import ControlClient
 from router.processes.listen import listen, reserve
 from router.processes.merged_metrics import MergedMetrics
 from router.status import scrape_targets
@@ -34,21 +34,25 @@ from rpc.ports import url_host
 log = logging.getLogger(__name__)
 
 PING_SECONDS = 2.0
-LAST_WORDS_SECONDS = 15.0
-"""Beyond the drain, for ending."""
+END_SECONDS = 15.0
+"""For processes to end, after their drain."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
-"""Seconds between two starts of a process of which the first failed."""
-
+"""Seconds before another start, after a start that failed."""
 
 _COUNTS = ("requests", "waiting_for_turn", "waiting_for_room", "waiting_for_workers", "waiting_tokens")
 
 
 class _CannotServe(Exception):
-    """The first start of a process failed, in words for the user."""
+    """The first start of a process failed. The message is for the user."""
 
 
 class _Process:
-    """One of them, from its start to its end. `said`: the last of its ready pipe."""
+    """One process of the router, from its start to its end.
+
+    Attributes:
+        ready: its URL and addresses, once it listens.
+        error: the error that it reported, or "".
+    """
 
     def __init__(self, number: int, config: RouterConfig, ports: list[str]) -> None:
         self.number = number
@@ -63,17 +67,18 @@ class _Process:
                 *config.command, *ports, "--ready-fd", str(writer),
                 "--process-number", str(number), "--control-fd", str(theirs.fileno()),
             ]  # fmt: skip
-            # Blocks for the milliseconds of a fork, but must be in this thread: the process dies with it.
+            # Blocks the loop for milliseconds, but must run in this thread: the process dies with its parent
+            # thread.
             self._popen = subprocess.Popen(command, pass_fds=(writer, theirs.fileno()))
             undo.pop_all()
         self._control, self._pipe = ours, reader
         self.pid = self._popen.pid
-        self._asker: Asker | None = None
+        self._client: ControlClient | None = None
 
     async def follow(self, report: "_Report | None") -> None:
-        """Until it listens, or its pipe ends without that. Passes its progress on to `report`."""
+        """Reads its ready pipe until it listens or the pipe ends. Passes its progress on to `report`."""
         loop = asyncio.get_running_loop()
-        self._asker = await Asker.on(self._control)
+        self._client = await ControlClient.connect(self._control)
         reader = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._pipe, "rb", 0)
@@ -87,7 +92,7 @@ class _Process:
                     report.line(message)
 
     async def ended(self) -> int:
-        """Its exit code."""
+        """Waits for its end. Returns the exit code."""
         dead = asyncio.Event()
         pidfd = os.pidfd_open(self.pid)
         loop = asyncio.get_running_loop()
@@ -99,21 +104,21 @@ class _Process:
             os.close(pidfd)
         return self._popen.wait()
 
-    async def ask(self, question: str) -> bytes:
-        """Raises ConnectionError. One that does not answer is killed, which others will see."""
-        if self.ready is None or self._asker is None:
-            raise ConnectionResetError("it does not listen yet")
+    async def send(self, command: str) -> bytes:
+        """Returns the reply. Raises ConnectionError if there is none. Kills a process that hangs."""
+        if self.ready is None or self._client is None:
+            raise ConnectionResetError("the process does not listen yet")
         try:
-            return await self._asker.ask(question)
+            return await self._client.send(command)
         except TimeoutError as error:
-            log.error("process %d does not answer: killed", self.number)
+            log.error("process %d hangs and is killed", self.number)
             self.kill()
-            raise ConnectionResetError("it hangs") from error
+            raise ConnectionResetError("the process hangs") from error
 
-    async def order(self, what: str) -> None:
-        """To drain or to stop; one that does not listen yet is killed."""
+    async def send_or_kill(self, command: str) -> None:
+        """Sends `drain` or `stop`. A process that does not listen yet is killed."""
         try:
-            await self.ask(what)
+            await self.send(command)
         except ConnectionError:
             self.kill()
 
@@ -122,12 +127,12 @@ class _Process:
             self._popen.kill()
 
     def close(self) -> None:
-        if self._asker is not None:
-            self._asker.close()
+        if self._client is not None:
+            self._client.close()
 
 
 class _Report:
-    """The ready pipe of whoever started us."""
+    """The ready pipe to the parent of the supervisor."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -147,7 +152,7 @@ class Supervisor:
     """Owns the processes, the reserved ports and the admin port."""
 
     def __init__(self, config: RouterConfig) -> None:
-        assert config.command, "somebody must say how to start a process"
+        assert config.command, "the command that starts a process"
         self._config = config
         self._report = _Report(config.ready_fd)
         self._metrics = MergedMetrics()
@@ -157,7 +162,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
-        """Returns the exit code. Raises ValueError for what a user got wrong."""
+        """Returns the exit code. Raises ValueError for a mistake of the user."""
         config = self._config
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -174,7 +179,7 @@ class Supervisor:
 
     async def _serve(self, ports: list[str], admin_url: str) -> int:
         lives = [asyncio.create_task(self._keep(n, ports)) for n in range(self._config.processes)]
-        saying = asyncio.create_task(self._say_ready(admin_url))
+        reporting = asyncio.create_task(self._report_ready(admin_url))
         stopped = asyncio.create_task(self._signals.get())
         try:
             await asyncio.wait({stopped, *lives}, return_when=asyncio.FIRST_COMPLETED)
@@ -189,22 +194,22 @@ class Supervisor:
             return 1
         finally:
             self._stopping.set()
-            for task in (saying, stopped):
+            for task in (reporting, stopped):
                 task.cancel()
             for process in self._processes.values():
                 process.kill()
             await asyncio.gather(*lives, return_exceptions=True)
 
     async def _stop(self, signum: int, lives: list[asyncio.Task[None]]) -> None:
-        """Passes signals on until all have ended."""
+        """Sends the processes the command for this signal, and for later ones, until all have ended."""
         self._stopping.set()
         all_ended = asyncio.gather(*lives, return_exceptions=True)
         drain = self._config.drain_timeout if signum == signal.SIGTERM else 0.0
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain + LAST_WORDS_SECONDS):
+            async with asyncio.timeout(drain + END_SECONDS):
                 while not all_ended.done():
-                    what = "drain" if signum == signal.SIGTERM else "stop"
-                    await asyncio.gather(*(p.order(what) for p in list(self._processes.values())))
+                    command = "drain" if signum == signal.SIGTERM else "stop"
+                    await asyncio.gather(*(p.send_or_kill(command) for p in list(self._processes.values())))
                     again = asyncio.create_task(self._signals.get())
                     await asyncio.wait({all_ended, again}, return_when=asyncio.FIRST_COMPLETED)
                     signum = again.result() if again.done() else signum
@@ -226,18 +231,18 @@ class Supervisor:
                 return
             if listened:
                 has_listened, backoff = True, FIRST_BACKOFF
-                log.error("process %d %s; starting it again", number, why)
+                log.error("process %d %s; restarting it", number, why)
                 continue
             if not has_listened:
                 raise _CannotServe(why)
-            log.error("process %d: %s; starting it again in %g s", number, why, backoff)
+            log.error("process %d: %s; restarting it in %g s", number, why, backoff)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(backoff):
                     await self._stopping.wait()
             backoff = min(2 * backoff, LAST_BACKOFF)
 
     async def _live(self, process: _Process, report: _Report | None) -> tuple[bool, str]:
-        """Until its end. Returns whether it listened, and why it ended."""
+        """Waits for the end of the process. Returns whether it listened, and why it ended."""
         number = process.number
         self._processes[number] = process
         following = asyncio.create_task(process.follow(report))
@@ -260,9 +265,9 @@ class Supervisor:
         while True:
             await asyncio.sleep(PING_SECONDS)
             with contextlib.suppress(ConnectionError):
-                await process.ask("ping")
+                await process.send("ping")
 
-    async def _say_ready(self, admin_url: str) -> None:
+    async def _report_ready(self, admin_url: str) -> None:
         while not (ready := self._all_ready()):
             await self._listens.wait()
             self._listens.clear()
@@ -279,7 +284,7 @@ class Supervisor:
 
     @contextlib.asynccontextmanager
     async def _admin(self) -> AsyncIterator[str]:
-        """Listens there; gives the URL."""
+        """Listens on the admin port, and yields its URL."""
         config = self._config
         app = web.Application()
         app.add_routes(
@@ -302,20 +307,20 @@ class Supervisor:
         finally:
             await runner.cleanup()
 
-    async def _ask_all(self, question: str) -> dict[int, bytes]:
-        """Of those that answer."""
-        asked = sorted(self._processes.items())
-        answers = await asyncio.gather(*(p.ask(question) for _, p in asked), return_exceptions=True)
+    async def _send_all(self, command: str) -> dict[int, bytes]:
+        """Returns the replies of the processes that reply."""
+        processes = sorted(self._processes.items())
+        replies = await asyncio.gather(*(p.send(command) for _, p in processes), return_exceptions=True)
         found: dict[int, bytes] = {}
-        for (number, _), given in zip(asked, answers, strict=True):
-            if isinstance(given, bytes):
-                found[number] = given
-            elif not isinstance(given, ConnectionError):
-                raise given
+        for (number, _), reply in zip(processes, replies, strict=True):
+            if isinstance(reply, bytes):
+                found[number] = reply
+            elif not isinstance(reply, ConnectionError):
+                raise reply
         return found
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
-        pages = await self._ask_all("metrics")
+        pages = await self._send_all("metrics")
         text = self._metrics.page({str(number): page for number, page in pages.items()})
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
@@ -326,19 +331,19 @@ class Supervisor:
         return web.json_response(await self._status())
 
     async def _status(self) -> dict[str, Any]:
-        found = {number: json.loads(text) for number, text in (await self._ask_all("status")).items()}
+        found = {number: json.loads(text) for number, text in (await self._send_all("status")).items()}
         return merged_status(found, self._config)
 
     async def _get_health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if await self._ask_all("ping") else 503)
+        return web.Response(status=200 if await self._send_all("ping") else 503)
 
     async def _get_ready(self, request: web.Request) -> web.Response:
-        found = [json.loads(text)["router"] for text in (await self._ask_all("status")).values()]
+        found = [json.loads(text)["router"] for text in (await self._send_all("status")).values()]
         return web.Response(status=200 if _ready(found) else 503)
 
 
 def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]:
-    """As of one router: `router` in sums, `processes` one by one, the rest as the first one sees it."""
+    """Merges the status of all processes. `router` has sums, the workers are those of the first process."""
     routers = [status["router"] for status in found.values()]
     counts = {name: sum(router[name] for router in routers) for name in _COUNTS}
     return {
@@ -357,12 +362,12 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
 
 
 def _ready(routers: list[dict[str, Any]]) -> bool:
-    """Clients meet only processes that listen: one that is being started again does no harm."""
+    """True when every process that listens is ready. One that restarts gets no connections."""
     return bool(routers) and all(r["ready"] and r["state"] == "serving" for r in routers)
 
 
 def supervise(config: RouterConfig) -> int:
-    """Runs the processes until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
+    """Runs the processes until SIGTERM or SIGINT. Raises ValueError for a mistake of the user."""
     setproctitle.setproctitle(f"{config.title}: router {config.index}")
     logging.config.dictConfig(config.logging())
     return asyncio.run(Supervisor(config).run())

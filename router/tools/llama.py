@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from router.tools.definitions import Tool
+from router.api.tools import Tool
 from router.tools.parser import SPACE, CallReader, Piece, ToolParser, arguments_grammar
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 
-from router.tools.definitions import Tool
+from router.api.tools import Tool
 from router.tools.parser import SPACE, CallReader, Marker, Piece, ToolParser, arguments_grammar
 
 CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"

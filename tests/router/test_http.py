@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.api import replies
+from router.api import responses
 from router.text.tokenizer import load_tokenizer
 from rpc import worker_pb2 as pb
 
@@ -347,7 +347,7 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
     assert status["workers"][0]["incarnation"] == f"{cluster.prefills[0].incarnation:016x}"
 
 
-async def raw(cluster: Cluster, sent: bytes) -> tuple[int, dict[str, str], replies.ErrorDetail]:
+async def raw(cluster: Cluster, sent: bytes) -> tuple[int, dict[str, str], responses.ErrorDetail]:
     """Status, headers and error of what is answered to these bytes."""
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port), family=socket.AF_INET)
@@ -359,7 +359,7 @@ async def raw(cluster: Cluster, sent: bytes) -> tuple[int, dict[str, str], repli
             body = await reader.readexactly(int(named["Content-Length"]))
     finally:
         writer.close()
-    return int(status.split()[1]), named, replies.ErrorReply.model_validate_json(body).error
+    return int(status.split()[1]), named, responses.ErrorResponse.model_validate_json(body).error
 
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -7,7 +7,7 @@ import openapi_spec_validator
 import pytest
 
 from router.admission.keys import api_keys
-from router.api import replies
+from router.api import responses
 from router.api.openapi import OPERATIONS
 from router.text.tokenizer import ModelTokenizer
 
@@ -46,23 +46,28 @@ async def test_the_routes_are_those_that_are_described(cluster: Cluster):
             expected = 200 if operation.body is None else 400
             assert response.status == expected, operation
             if expected == 400:
-                replies.ErrorReply.model_validate_json(await response.read())
-            elif isinstance(operation.reply, type):
-                operation.reply.model_validate_json(await response.read())
+                responses.ErrorResponse.model_validate_json(await response.read())
+            elif isinstance(operation.response, type):
+                operation.response.model_validate_json(await response.read())
 
 
 @pytest.mark.parametrize(
     ("path", "body", "reply", "chunk"),
     [
-        ("/v1/completions", {"prompt": "x", "logprobs": 1}, replies.CompletionReply, replies.CompletionChunk),
-        ("/v1/completions", {"prompt": "x"}, replies.CompletionReply, replies.CompletionChunk),
+        (
+            "/v1/completions",
+            {"prompt": "x", "logprobs": 1},
+            responses.CompletionResponse,
+            responses.CompletionChunk,
+        ),
+        ("/v1/completions", {"prompt": "x"}, responses.CompletionResponse, responses.CompletionChunk),
         (
             "/v1/chat/completions",
             {**CHAT, "logprobs": True, "top_logprobs": 2, "return_token_ids": True},
-            replies.ChatReply,
-            replies.ChatChunk,
+            responses.ChatResponse,
+            responses.ChatChunk,
         ),
-        ("/v1/chat/completions", CHAT, replies.ChatReply, replies.ChatChunk),
+        ("/v1/chat/completions", CHAT, responses.ChatResponse, responses.ChatChunk),
     ],
 )
 async def test_answers_are_as_described(cluster: Cluster, path: str, body: Any, reply: Any, chunk: Any):
@@ -77,7 +82,7 @@ async def test_answers_are_as_described(cluster: Cluster, path: str, body: Any, 
 async def test_the_other_answers_are_as_described(cluster: Cluster):
     status, answer = await cluster.post("/tokenize", prompt="Hello")
     assert status == 200
-    replies.TokenizeReply.model_validate(answer)
+    responses.TokenizeResponse.model_validate(answer)
     status, answer = await cluster.post("/detokenize", tokens=answer["tokens"])
     assert status == 200
-    replies.DetokenizeReply.model_validate(answer)
+    responses.DetokenizeResponse.model_validate(answer)

@@ -17,17 +17,17 @@ import grpc
 import psutil
 import pytest
 
+from router.active_request import ActiveRequests
 from router.admission.gate import Account
 from router.admission.keys import ANYBODY, ApiKey
 from router.api.bodies import ChatBody, ChatOptions, CompletionBody
 from router.api.jobs import Context
+from router.endpoints.grpc_server import SERVICE
 from router.errors import ApiError, ContextLengthExceeded, InvalidRequest
-from router.faces.grpc_service import SERVICE
-from router.faces.serving import ActiveAnswers
-from router.preparation.child import answered
+from router.preparation.child import reply_to
 from router.preparation.prepare import Kind, Prepared, Served, prepare
 from router.preparation.preparer import SMALL_BYTES, Preparer
-from router.preparation.wire import MAX_OPTIONS_BYTES, question_head, read_answer
+from router.preparation.wire import MAX_OPTIONS_BYTES, read_reply, request_head
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import inference_pb2 as ipb
 from rpc.inference_pb2_grpc import InferenceStub
@@ -49,7 +49,7 @@ LONG = "a b " * SMALL_BYTES
 
 
 def in_child(kind: Kind, raw: bytes, tokenizer: ModelTokenizer) -> Prepared | bytes:
-    return read_answer(answered(question_head(kind, SERVED) + raw, restored(tokenizer)))
+    return read_reply(reply_to(request_head(kind, SERVED) + raw, restored(tokenizer)))
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def test_a_defect_in_a_child_is_logged_without_its_text(
 
     monkeypatch.setattr("router.preparation.child.prepare", broken)
     with pytest.raises(ApiError) as failure:
-        read_answer(answered(question_head("chat", SERVED) + b"{}", tokenizer))
+        read_reply(reply_to(request_head("chat", SERVED) + b"{}", tokenizer))
     assert failure.value.status == 500
     assert "RuntimeError" in caplog.text
     assert "text of a client" not in caplog.text
@@ -168,7 +168,7 @@ def test_a_defect_in_a_child_is_logged_without_its_text(
 
 
 def processes(cluster: Cluster) -> list[psutil.Process]:
-    found = [child._process for child in cluster.router.intake._preparer._children._idle]
+    found = [child._process for child in cluster.router.frontend._preparer._children._idle]
     return [psutil.Process(process.pid) for process in found if process is not None]
 
 
@@ -208,7 +208,7 @@ async def test_a_body_of_which_a_child_dies_is_refused(cluster: Cluster, number:
     (process,) = processes(cluster)
     process.suspend()
     asked = asyncio.create_task(cluster.post("/tokenize", prompt=LONG))
-    await cluster.until(lambda: bool(cluster.router.intake._preparer._children._asked))
+    await cluster.until(lambda: bool(cluster.router.frontend._preparer._children._calls))
     process.send_signal(number)
     with contextlib.suppress(psutil.NoSuchProcess):
         process.resume()
@@ -221,7 +221,7 @@ async def test_a_body_of_which_a_child_dies_is_refused(cluster: Cluster, number:
 
 
 async def test_a_drain_waits_for_a_request_that_is_being_prepared():
-    active = ActiveAnswers()
+    active = ActiveRequests()
     with active.preparing():
         waiting = asyncio.create_task(active.wait_for_none())
         await asyncio.sleep(0)
@@ -240,7 +240,7 @@ async def test_limits_come_before_the_work(
         http, admission = cluster.http, cluster.router.services.admission
         headers = {"Authorization": "Bearer secret"}
         monkeypatch.setattr(Preparer, "prepare", lambda *_: pytest.fail("work began"))
-        account = cluster.router.intake.authorize("Bearer secret")
+        account = cluster.router.frontend.authorize("Bearer secret")
 
         async def refused(path: str, body: Any) -> str:
             async with http.post(cluster.url + path, json=body, headers=headers) as response:

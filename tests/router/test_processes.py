@@ -278,7 +278,7 @@ async def test_a_failed_restart_leaves_the_other_processes(
     broken.touch()
     descriptors = psutil.Process().num_fds()
     os.kill(before[1], signal.SIGKILL)
-    await until(lambda: "starting it again in 0.02 s" in caplog.text)
+    await until(lambda: "restarting it in 0.02 s" in caplog.text)
     assert psutil.Process().num_fds() <= descriptors
     broken.unlink()
     await until(supervisor._all_ready)

@@ -340,7 +340,7 @@ async def test_nobody_comes(tokenizer: ModelTokenizer, tmp_path: Path):
 async def test_a_stream_that_waits_is_kept_alive_and_then_told(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("router.faces.http_answer.KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("router.endpoints.http_response.KEEPALIVE_SECONDS", 0.1)
     async with make_cluster(tokenizer, tmp_path, prefill=0, worker_wait=0.5, overflow=False) as cluster:
         body = {"prompt": "x", "stream": True}
         async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:

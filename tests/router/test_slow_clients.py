@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from router import active_request
 from router.errors import ApiError
-from router.faces import serving
 from router.generation.choice import Delta
 from router.generation.outbox import MAX_TAKEN, Outbox, Token
 from router.text.tokenizer import ModelTokenizer
@@ -93,7 +93,7 @@ async def test_a_stream_that_nobody_reads(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: int
 ):
     """It ends when nothing was read for a while, or, before, when too much waits; both workers are free."""
-    monkeypatch.setattr(serving, "MAX_UNREAD_TOKENS", unread)
+    monkeypatch.setattr(active_request, "MAX_UNREAD_TOKENS", unread)
     timeout = 0.5 if unread > 50 else 60.0
     async with make_cluster(tokenizer, tmp_path, client_timeout=timeout) as cluster:
         cluster.decodes[0].step_seconds = 0.0005
@@ -114,7 +114,7 @@ async def test_a_stream_that_nobody_reads(
                     raw = raw[-4096:] + chunk
                     if raw.endswith(b"0\r\n\r\n"):
                         break
-                assert b"left too much of its answer unread" in raw
+                assert b"left too much of its response unread" in raw
         await cluster.idle()
 
 
@@ -148,7 +148,7 @@ async def test_an_answer_that_nobody_reads(
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
             read = 0
             await cluster.idle()
-            await cluster.until(lambda: "reads nothing" in caplog.text)
+            await cluster.until(lambda: "does not read its response" in caplog.text)
             with contextlib.suppress(ConnectionError):
                 while chunk := await reader.read(1 << 20):
                     read += len(chunk)
@@ -202,7 +202,7 @@ async def test_a_whole_answer_is_written_as_it_comes(cluster: Cluster):
     before = deltas_alive()
     asked = asyncio.create_task(cluster.complete(**(LONG | {"stream": False})))
     active = cluster.router.services.active
-    await cluster.until(lambda: any(answer.usage().completion_tokens >= 50 for answer in active._answers))
+    await cluster.until(lambda: any(request.usage().completion_tokens >= 50 for request in active._requests))
     assert deltas_alive() - before < 25, "of 50"
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)

@@ -10,8 +10,9 @@ import grpc
 import pytest
 from llguidance.gbnf_to_lark import any_to_lark
 
-from router.api.structured import MAX_LENGTH, Checker, Structure
+from router.api.structured import Structure
 from router.errors import InvalidRequest
+from router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
 from rpc import inference_pb2 as ipb
 from rpc import worker_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub
@@ -122,21 +123,21 @@ async def test_grpc(cluster: Cluster, given: ipb.StructuredOutputs, expected: pb
 
 
 @contextlib.asynccontextmanager
-async def running_checker() -> AsyncIterator[Checker]:
-    checker = Checker("baton: test grammars")
+async def running_checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker("baton: test grammars")
     yield checker
     await checker.close()
 
 
 async def test_what_was_found_valid_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
     compiled = []
-    original = Checker._compile
+    original = GrammarChecker._compile
 
-    async def compile_(self: Checker, given: Structure, key: str) -> Any:
+    async def compile_(self: GrammarChecker, given: Structure, key: str) -> Any:
         compiled.append(given.text)
         return await original(self, given, key)
 
-    monkeypatch.setattr(Checker, "_compile", compile_)
+    monkeypatch.setattr(GrammarChecker, "_compile", compile_)
     async with running_checker() as checker:
         for text in ("a", "b", "a", "a"):
             await checker.check(Structure("regex", text, "f"), "")
@@ -152,7 +153,7 @@ async def test_what_was_found_valid_is_not_compiled_again(monkeypatch: pytest.Mo
 async def test_a_question_that_is_given_up_answers_no_other():
     async with running_checker() as checker:
         slow = asyncio.create_task(checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f"), ""))
-        while not checker._children._asked:  # noqa: ASYNC110
+        while not checker._children._calls:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         slow.cancel()
         assert await asyncio.gather(slow, return_exceptions=True)

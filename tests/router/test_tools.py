@@ -10,7 +10,7 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from router.api import replies
+from router.api import responses
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 
 from .conftest import TEXT, Cluster, make_cluster
@@ -60,7 +60,7 @@ def joined(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None]:
     message: dict[str, Any] = {"content": None, "refusal": None}
     reason = None
     for event in events:
-        replies.ChatChunk.model_validate(event)
+        responses.ChatChunk.model_validate(event)
         choice = event["choices"][0]
         assert reason is None
         reason = choice["finish_reason"]
@@ -91,7 +91,7 @@ async def test_calls_of_an_answer_and_of_a_stream(calling: Cluster):
     body = {"messages": CHAT, "tools": TOOLS}
     status, answer = await calling.post("/v1/chat/completions", **body)
     assert status == 200
-    replies.ChatReply.model_validate(answer)
+    responses.ChatResponse.model_validate(answer)
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     message = without_ids(choice["message"])
@@ -266,7 +266,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
 
     param, message = await refused(cluster, tools=TOOLS)
     assert param == "tools"
-    assert "chat template knows none" in message
+    assert "chat template does not support tools" in message
     param, message = await refused(
         cluster, messages=[*CHAT, {"role": "tool", "tool_call_id": "1", "content": "x"}]
     )

@@ -1,4 +1,9 @@
-"""Answers one generation request: admitted, generated, taken piece by piece by whichever face it came to."""
+"""A request while it generates. The HTTP or gRPC endpoint that received it takes its deltas and sends them.
+
+Life of a request here: `ActiveRequest` is made → `generating` opens: one `Generation` for each choice starts
+→ `take` returns deltas until every choice has its last one → `generating` closes: what still runs is
+cancelled.
+"""
 
 import asyncio
 import logging
@@ -23,12 +28,13 @@ from rpc.tracing import Attributes, Span, Tracer
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_TOKENS = 2048
-"""Of each choice, beside what sockets hold."""
+"""Tokens of one choice that wait for the endpoint. With more than this for each choice the request is cut
+off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """What requests share."""
+    """What all requests of a router use."""
 
     tokenizer: ModelTokenizer
     pool: WorkerPool
@@ -38,70 +44,76 @@ class Services:
     model_name: str
     request_timeout: float
     worker_wait: float
-    active: "ActiveAnswers" = field(default_factory=lambda: ActiveAnswers())
+    active: "ActiveRequests" = field(default_factory=lambda: ActiveRequests())
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Tokens of a request, as its client is told."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Of the prompts', those found in a prefix cache."""
+    """Prompt tokens that were found in a prefix cache."""
 
 
-class ActiveAnswers:
-    """The requests that are being answered."""
+class ActiveRequests:
+    """The requests that generate, and a count of those that are being prepared."""
 
     def __init__(self) -> None:
-        self._answers: set[Answer] = set()
+        self._requests: set[ActiveRequest] = set()
         self._preparing = 0
         self._none = asyncio.Event()
         self._none.set()
 
     def __len__(self) -> int:
-        return len(self._answers)
+        """Requests that generate."""
+        return len(self._requests)
 
-    def add(self, answer: "Answer") -> None:
-        self._answers.add(answer)
+    def add(self, request: "ActiveRequest") -> None:
+        self._requests.add(request)
         self._none.clear()
 
-    def discard(self, answer: "Answer") -> None:
-        self._answers.discard(answer)
-        self._tell()
+    def discard(self, request: "ActiveRequest") -> None:
+        self._requests.discard(request)
+        self._update_none()
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """While it is open, one more request is about to be answered."""
+        """Counts one more request that is being prepared, while it is open."""
         self._preparing += 1
         self._none.clear()
         try:
             yield
         finally:
             self._preparing -= 1
-            self._tell()
+            self._update_none()
 
-    def _tell(self) -> None:
-        if not self._answers and not self._preparing:
+    def _update_none(self) -> None:
+        if not self._requests and not self._preparing:
             self._none.set()
 
     def abort(self, error: ApiError) -> None:
-        for answer in self._answers:
-            answer.abort(error)
+        """Ends every request that generates with this error."""
+        for request in self._requests:
+            request.abort(error)
 
     async def wait_for_none(self) -> None:
+        """Returns when no request generates and none is being prepared."""
         await self._none.wait()
 
 
-class Answer:
-    """One request's generations, until the last of them ended or the client went.
+class ActiveRequest:
+    """The generations of one request, until the last of them ends or the client disconnects.
 
     Attributes:
-        body: what was asked for, without the prompts.
-        prompts: as token ids.
-        echoes: what the answers to each prompt begin with, if the client asked for that.
+        body: the fields of the request, without its prompts.
+        prompts: token ids of each prompt.
+        echoes: the texts that the choices of each prompt begin with. Empty unless the client asked for
+            `echo`.
         name: the request's id as its client knows it.
-        choices: `body.n` for each prompt, in that order.
-        metrics: of the router.
+        choices: `body.n` for each prompt, in the order of the prompts.
+        metrics: those of the router.
     """
 
     def __init__(
@@ -141,7 +153,7 @@ class Answer:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Generates while it is open; however it closes, no generation is left.
+        """Generates while it is open. When it closes, all generations have ended or are cancelled.
 
         Raises Overloaded and RateLimited.
         """
@@ -176,14 +188,14 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """Every choice has its last delta."""
+        """Every choice has had its last delta."""
         return all(choice.finish_reason for choice in self.choices)
 
     async def take(self, timeout: float) -> list[tuple[int, Delta]]:
-        """What was added to which choice since the last time, waiting for the first.
+        """Waits for deltas. Returns those since the last call, each with the index of its choice.
 
-        Empty when nothing came for `timeout` seconds. Raises ApiError, with which the answer ends, once all
-        that came before has been taken.
+        The list is empty when none came for `timeout` seconds. Raises the ApiError that ended the request,
+        after all deltas before it were taken.
         """
         if self._error is not None:
             raise self._error
@@ -194,7 +206,7 @@ class Answer:
                 break
             choice = self.choices[index]
             if choice.finish_reason:
-                continue  # a token behind a stop string
+                continue  # a token after a stop string
             delta = choice.push(item)
             if delta.finish_reason:
                 self._generations[index].cancel()
@@ -238,7 +250,7 @@ class Answer:
             span.end(error or ("" if self.finished else "aborted"))
 
     def usage(self) -> Usage:
-        """So far."""
+        """Counts up to now."""
         return Usage(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
@@ -246,14 +258,14 @@ class Answer:
         )
 
     def abort(self, error: ApiError) -> None:
-        """From outside: what is not finished ends with this error."""
+        """Ends every generation that has not finished with this error."""
         for index, generation in enumerate(self._generations):
             if not generation.done:
                 generation.cancel()
                 self._outbox.put(index, error)
 
     def _unread(self) -> None:
-        self.abort(TooSlow("the client left too much of its answer unread"))
+        self.abort(TooSlow("the client left too much of its response unread"))
 
     def _close(self, seconds: float) -> None:
         metrics = self.metrics

@@ -1,4 +1,4 @@
-"""Tools and the choice among them, as clients write them."""
+"""The fields `tools` and `tool_choice` of a request."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -7,18 +7,23 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 
 from router.api.fields import invalid
 from router.api.messages import FUNCTION_NAME
-from router.api.structured import WHITESPACE
+
+WHITESPACE = r"[ \n\r\t]{1,32}"
+"""Between the parts of a tool's arguments. Workers allow the same in other JSON."""
 
 
 class Function(BaseModel):
-    """`strict` is accepted; arguments are held to the schema where `tool_choice` demands a call."""
+    """A function that the model may call.
+
+    `strict` has no effect: workers enforce `parameters` when `tool_choice` demands a call.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema of an object; none: no arguments."""
+    """JSON schema of an object. None: the function takes no arguments."""
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -39,7 +44,7 @@ class Tool(BaseModel):
 
     @property
     def schema_text(self) -> str:
-        """Of the arguments, as workers enforce it."""
+        """The JSON schema of the arguments, as workers enforce it."""
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
         return json.dumps({**spaced, **(self.function.parameters or nothing)})
@@ -52,7 +57,7 @@ class NamedFunction(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """The one that must be called."""
+    """A `tool_choice` that names the tool to call."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

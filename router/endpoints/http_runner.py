@@ -1,6 +1,6 @@
-"""Runs the HTTP application, and answers bytes that are not HTTP in OpenAI's shape.
+"""Runs the HTTP application. Bytes that are not valid HTTP get an error in OpenAI's shape.
 
-aiohttp answers these before any middleware, as plain text, and logs the bytes.
+aiohttp itself responds to such bytes before any middleware runs, with plain text, and logs the bytes.
 """
 
 import logging
@@ -10,18 +10,19 @@ from aiohttp import web
 from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.web_protocol import RequestHandler
 
+from router.endpoints.frontend import request_name
 from router.errors import ApiError, InvalidRequest, UnsupportedMediaType
-from router.faces.intake import request_name
 from router.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 ENCODINGS = ("identity", "gzip", "deflate")
-"""Those of a body. aiohttp ignores unknown ones, and reads more where other libraries are installed."""
+"""Accepted encodings of a body. aiohttp ignores unknown ones, and reads more if optional libraries are
+installed."""
 
 
 def unsupported_encoding() -> UnsupportedMediaType:
-    return UnsupportedMediaType("the Content-Encoding of a body must be gzip or deflate, or left out")
+    return UnsupportedMediaType("the Content-Encoding of a body must be gzip or deflate, if there is one")
 
 
 class HttpRunner(web.AppRunner):
@@ -39,7 +40,7 @@ class HttpRunner(web.AppRunner):
 
 
 class _Server(web.Server):
-    """A copy of another server with connections of its own kind."""
+    """Copies the server that aiohttp made, but with `_Connection` as its connections."""
 
     def __init__(self, other: web.Server, metrics: Metrics, **arguments: Any) -> None:
         factory = other.request_factory
@@ -64,20 +65,23 @@ class _Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Ends a connection. `status` is 400 for what is not HTTP, else a handler raised `exc`."""
+        """Responds and closes the connection.
+
+        `status` is 400 for invalid HTTP, otherwise a handler raised `exc`.
+        """
         if request.writer.output_size or isinstance(exc, ConnectionError):
-            raise ConnectionError("an answer has begun, or the client went")
+            raise ConnectionError("the response has begun, or the client disconnected")
         error: ApiError
         if isinstance(exc, ContentEncodingError):
             error = unsupported_encoding()
         elif status == 400:
-            # The first line is the reason. The others show what was read, which may be a key or a prompt.
+            # The first line is the reason. The other lines quote the bytes, which may hold a key or a prompt.
             reason = (message or "").partition("\n")[0].rstrip(":")
             error = InvalidRequest(f"the request is not valid HTTP: {reason}")
-            log.debug("a request of %s is not valid HTTP: %s", request.remote, type(exc).__name__)
+            log.debug("a request from %s is not valid HTTP: %s", request.remote, type(exc).__name__)
         else:
             error = ApiError("the request failed inside the router")
-            log.error("a request of %s failed", request.remote, exc_info=exc)
+            log.error("a request from %s failed", request.remote, exc_info=exc)
         self._metrics.failed(error)
         headers = {"x-request-id": request_name(None)}
         response = web.json_response(error.body, status=error.status, headers=headers)

@@ -1,6 +1,8 @@
-"""What the router answers, as models: `/openapi.json` is made from them, and tests hold the answers to them.
+"""The JSON of responses, as models. `/openapi.json` is made from them, and tests validate responses with
+them.
 
-Answers themselves are plain dicts (`answers`): to validate each token's would cost more than to make it.
+The router itself builds responses as plain dicts (`router.endpoints.response_builder`), because a model for
+each token would cost more than the rest of its response.
 """
 
 from typing import Annotated, Any, Literal
@@ -8,28 +10,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Reply(BaseModel):
+class Response(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ErrorDetail(Reply):
+class ErrorDetail(Response):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorReply(Reply):
-    """Any answer that is no success."""
+class ErrorResponse(Response):
+    """The body of every response that is not a success."""
 
     error: ErrorDetail
 
 
-class PromptTokensDetails(Reply):
+class PromptTokensDetails(Response):
     cached_tokens: int
 
 
-class UsageReply(Reply):
+class UsageResponse(Response):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -40,7 +42,7 @@ FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class TopLogprob(Reply):
+class TopLogprob(Response):
     token: str
     logprob: float
     bytes: list[Annotated[int, Field(ge=0, le=255)]]
@@ -50,36 +52,36 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Reply):
+class ChatLogprobs(Response):
     content: list[TokenLogprob]
 
 
-class CompletionLogprobs(Reply):
+class CompletionLogprobs(Response):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class CalledFunctionReply(Reply):
+class CalledFunctionResponse(Response):
     name: str
     arguments: str
 
 
-class ToolCallReply(Reply):
+class ToolCallResponse(Response):
     id: str
     type: Literal["function"]
-    function: CalledFunctionReply
+    function: CalledFunctionResponse
 
 
-class AssistantMessage(Reply):
+class AssistantMessage(Response):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ToolCallReply] | None = None
+    tool_calls: list[ToolCallResponse] | None = None
 
 
-class ChatChoice(Reply):
+class ChatChoice(Response):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
@@ -88,23 +90,26 @@ class ChatChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class ChatReply(Reply):
+class ChatResponse(Response):
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: UsageReply
+    usage: UsageResponse
     prompt_token_ids: list[int] | None = None
 
 
-class FunctionDelta(Reply):
+class FunctionDelta(Response):
     name: str | None = None
     arguments: str
 
 
-class ToolCallDelta(Reply):
-    """The first one of a call has its id, type and name; `arguments` are to be joined."""
+class ToolCallDelta(Response):
+    """A part of a tool call.
+
+    The first part has id, type and name. Clients join the `arguments` of all parts.
+    """
 
     index: int
     id: str | None = None
@@ -112,13 +117,13 @@ class ToolCallDelta(Reply):
     function: FunctionDelta
 
 
-class AssistantDelta(Reply):
+class AssistantDelta(Response):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(Reply):
+class ChatChunkChoice(Response):
     index: int
     delta: AssistantDelta
     logprobs: ChatLogprobs | None
@@ -127,19 +132,19 @@ class ChatChunkChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class ChatChunk(Reply):
-    """One event of a stream; the last one has usage and no choice, where it was asked for."""
+class ChatChunk(Response):
+    """One event of a stream. If usage was asked for, the last event has it, and no choice."""
 
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: UsageReply | None = None
+    usage: UsageResponse | None = None
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionChunkChoice(Reply):
+class CompletionChunkChoice(Response):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -150,30 +155,30 @@ class CompletionChunkChoice(Reply):
 
 
 class CompletionChoice(CompletionChunkChoice):
-    finish_reason: FinishReason  # pyrefly: ignore[bad-override]  (never assigned)
+    finish_reason: FinishReason  # pyrefly: ignore[bad-override]  (fields are never assigned)
 
 
-class CompletionChunk(Reply):
-    """One event of a stream; the last one has usage and no choice, where it was asked for."""
+class CompletionChunk(Response):
+    """One event of a stream. If usage was asked for, the last event has it, and no choice."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChunkChoice]
-    usage: UsageReply | None = None
+    usage: UsageResponse | None = None
 
 
-class CompletionReply(Reply):
+class CompletionResponse(Response):
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: UsageReply
+    usage: UsageResponse
 
 
-class ModelCard(Reply):
+class ModelCard(Response):
     id: str
     object: Literal["model"]
     created: int
@@ -183,27 +188,27 @@ class ModelCard(Reply):
     max_model_len: int
 
 
-class ModelList(Reply):
+class ModelList(Response):
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class TokenizeReply(Reply):
+class TokenizeResponse(Response):
     count: int
     max_model_len: int
     tokens: list[int]
 
 
-class DetokenizeReply(Reply):
+class DetokenizeResponse(Response):
     prompt: str
 
 
-class VersionReply(Reply):
+class VersionResponse(Response):
     version: str
 
 
-class WorkerReply(Reply):
-    """`description` and `status` are the messages of that name in proto/worker.proto."""
+class WorkerResponse(Response):
+    """A worker. `description` and `status` are WorkerDescription and WorkerStatus of proto/worker.proto."""
 
     address: str
     role: Literal["prefill", "decode", "unknown"]
@@ -217,7 +222,7 @@ class WorkerReply(Reply):
     status: dict[str, Any]
 
 
-class RouterReply(Reply):
+class RouterResponse(Response):
     index: int
     pid: int
     model: str
@@ -230,9 +235,9 @@ class RouterReply(Reply):
     waiting_tokens: int
 
 
-class StatusReply(Reply):
-    """`cluster` is what the supervisor of `baton serve` says; null without one."""
+class StatusResponse(Response):
+    """`cluster` is the report of the supervisor of `baton serve`; null without one."""
 
-    router: RouterReply
-    workers: list[WorkerReply]
+    router: RouterResponse
+    workers: list[WorkerResponse]
     cluster: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""An answer over HTTP: whole, or as a stream of server-sent events."""
+"""Sends a response over HTTP: whole, or as a stream of server-sent events."""
 
 import asyncio
 import logging
@@ -7,15 +7,16 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from router.api.answers import Format
+from router.active_request import ActiveRequest
+from router.endpoints.response_builder import ResponseBuilder
 from router.errors import ApiError
-from router.faces.serving import Answer
 
 log = logging.getLogger(__name__)
 
 KEEPALIVE_SECONDS = 5.0
-CANNOT_WAIT_BYTES = 16 << 10
-"""A transport with less in its buffer takes more at once (asyncio's and uvloop's low-water mark)."""
+"""Without a delta for this time, a stream sends a comment."""
+LOW_WATER_BYTES = 16 << 10
+"""A transport with fewer buffered bytes never makes a writer wait (low-water mark of asyncio and uvloop)."""
 _KEEPALIVE = b": waiting\n\n"
 _DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -23,36 +24,36 @@ _encode = msgspec.json.Encoder().encode
 
 async def respond(
     request: web.Request,
-    answer: Answer,
-    answer_format: Format,
+    active: ActiveRequest,
+    builder: ResponseBuilder,
     headers: dict[str, str],
     client_timeout: float,
 ) -> web.StreamResponse:
-    """Raises ApiError as long as nothing was sent.
+    """Generates, and sends the response. Raises ApiError if nothing has been sent yet.
 
-    A client that leaves what it is sent unread for `client_timeout` seconds is cut off.
+    Cuts the connection when the client reads nothing for `client_timeout` seconds.
     """
-    with answer.generating():
-        if answer.body.stream:
-            return await _stream(request, answer, answer_format, headers, client_timeout)
-        while not answer.finished:
-            for index, delta in await answer.take(KEEPALIVE_SECONDS):
-                answer_format.add(index, delta)
-        body = _encode(answer_format.whole())
+    with active.generating():
+        if active.body.stream:
+            return await _stream(request, active, builder, headers, client_timeout)
+        while not active.finished:
+            for index, delta in await active.take(KEEPALIVE_SECONDS):
+                builder.add(index, delta)
+        body = _encode(builder.whole())
     response = web.Response(body=body, content_type="application/json", headers=headers)
     try:
         async with asyncio.timeout(client_timeout):
             await response.prepare(request)
             await response.write_eof()
     except TimeoutError:
-        _cut(request, answer)
+        _cut(request, active)
     return response
 
 
 async def _stream(
     request: web.Request,
-    answer: Answer,
-    answer_format: Format,
+    active: ActiveRequest,
+    builder: ResponseBuilder,
     headers: dict[str, str],
     client_timeout: float,
 ) -> web.StreamResponse:
@@ -64,49 +65,49 @@ async def _stream(
             "X-Accel-Buffering": "no",
         }
     )
-    options = answer.body.stream_options
-    always = options is not None and options.usage_in_each_chunk
+    options = active.body.stream_options
+    with_usage = options is not None and options.usage_in_each_chunk
     last: list[dict[str, Any]] = []
     try:
-        while not answer.finished:
-            deltas = await answer.take(KEEPALIVE_SECONDS)
+        while not active.finished:
+            deltas = await active.take(KEEPALIVE_SECONDS)
             if not response.prepared:
                 await response.prepare(request)
-            events = (_event(answer_format.chunk(index, delta, usage=always)) for index, delta in deltas)
+            events = (_event(builder.chunk(index, delta, usage=with_usage)) for index, delta in deltas)
             await _write(request, response, b"".join(events) or _KEEPALIVE, client_timeout)
         if options is not None and options.usage_at_the_end:
-            last.append(answer_format.usage_chunk())
+            last.append(builder.usage_chunk())
     except ApiError as error:
         if not response.prepared:
             raise
-        answer.metrics.failed(error)
+        active.metrics.failed(error)
         last.append(error.body)
     except ConnectionResetError:
-        return response  # the client went, before we were cancelled for it
+        return response  # the client disconnected, and aiohttp has not cancelled this task yet
     except TimeoutError:
-        _cut(request, answer)
+        _cut(request, active)
         return response
     try:
         await _write(request, response, b"".join(map(_event, last)) + _DONE, client_timeout)
     except TimeoutError:
-        _cut(request, answer)
+        _cut(request, active)
     return response
 
 
 async def _write(
     request: web.Request, response: web.StreamResponse, data: bytes, client_timeout: float
 ) -> None:
-    """Raises TimeoutError when the client leaves too much unread for too long."""
+    """Raises TimeoutError when the transport's buffer is full and stays full for `client_timeout` seconds."""
     transport = request.transport
-    if transport is not None and transport.get_write_buffer_size() + len(data) < CANNOT_WAIT_BYTES:
+    if transport is not None and transport.get_write_buffer_size() + len(data) < LOW_WATER_BYTES:
         await response.write(data)  # a timer for each token would cost more than the write
     else:
         async with asyncio.timeout(client_timeout):
             await response.write(data)
 
 
-def _cut(request: web.Request, answer: Answer) -> None:
-    log.info("request %s: its client reads nothing", answer.name)
+def _cut(request: web.Request, active: ActiveRequest) -> None:
+    log.info("request %s: the client does not read its response", active.name)
     if request.transport is not None:
         request.transport.abort()
 

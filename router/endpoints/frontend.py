@@ -1,4 +1,4 @@
-"""The door that every face of the router shares: who may come in, under which name, and with what."""
+"""What the HTTP and the gRPC endpoint share: API keys, limits, and the preparation of a request."""
 
 import asyncio
 import math
@@ -9,34 +9,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from router.active_request import ActiveRequest, Services
 from router.admission.gate import Account, Entry
 from router.admission.keys import ANYBODY, ApiKey, KeyRing
 from router.api.bodies import ChatOptions, CompletionOptions
 from router.api.jobs import Context, make_jobs
-from router.api.structured import MAX_LENGTH, Checker, Structure
+from router.api.structured import Structure
 from router.config import RouterConfig
 from router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
-from router.faces.serving import Answer, Services
+from router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
 from router.preparation.prepare import Kind, Prepared, Served
 from router.preparation.preparer import Preparer
 from rpc.tracing import valid_traceparent
 
 TOKEN_BYTES = 4
-"""Of a body, as an estimate before its prompt is tokenized."""
-_NAMEABLE = re.compile(r"[\x21-\x7e]{1,128}")
+"""Bytes of a body for each prompt token, as an estimate before the prompt is tokenized."""
+_VALID_NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def request_name(sent: str | None) -> str:
-    """The client's own id for its request where it can stand in a header and in a log, else a new one."""
-    return sent if sent and _NAMEABLE.fullmatch(sent) else os.urandom(16).hex()
+    """Returns the id that the client sent, if it is safe in a header and in a log.
+
+    Otherwise returns a new one.
+    """
+    return sent if sent and _VALID_NAME.fullmatch(sent) else os.urandom(16).hex()
 
 
-class Intake:
-    """From a client's bytes to an answer that is ready to run.
+class Frontend:
+    """Turns the bytes of a client into an `ActiveRequest`. Owns the child processes that help with it.
 
     Attributes:
-        draining: nothing new is taken.
-        metrics: of the router.
+        draining: new requests are refused.
+        metrics: those of the router.
     """
 
     def __init__(self, config: RouterConfig, services: Services) -> None:
@@ -44,18 +48,18 @@ class Intake:
         self.metrics = services.metrics
         self._model_name = config.model_name
         self._services = services
-        self._checker = Checker(f"{config.title}: router {config.index} grammars")
+        self._checker = GrammarChecker(f"{config.title}: router {config.index} grammars")
         self._preparer = Preparer(services.tokenizer, f"{config.title}: router {config.index} bodies")
         self._starting: asyncio.Task[None] | None = None
         self._keys = KeyRing(config.api_keys)
         self._accounts = {key: Account(key, 1 / config.processes) for key in (ANYBODY, *config.api_keys)}
 
     def authorize(self, authorization: str) -> Account:
-        """Takes the value of that header. Raises Unauthorized."""
+        """Returns the account for the value of the authorization header. Raises Unauthorized."""
         return self._accounts[self._keys.authorize(authorization)]
 
     def start(self) -> None:
-        """Starts the processes that prepare large bodies. Without it they start when the first one comes."""
+        """Starts the child processes for large bodies now. Otherwise the first large body starts them."""
         self._starting = asyncio.create_task(self._preparer.start())
 
     async def close(self) -> None:
@@ -67,7 +71,7 @@ class Intake:
 
     @property
     def capacity(self) -> int:
-        """Positions that one request may have, prompt and output together."""
+        """Tokens that one request may have, prompt and output together."""
         own, smallest = self._services.tokenizer.max_model_len, self._services.pool.capacity
         return own if smallest is None else min(own, smallest)
 
@@ -77,7 +81,7 @@ class Intake:
 
     @contextmanager
     def admit(self, account: Account, size: int) -> Iterator[Entry]:
-        """Lets a request to generate in, with a body of `size` bytes, of which nothing has been read yet.
+        """Admits a request with a body of `size` bytes, before the body is parsed.
 
         Raises ShuttingDown, Overloaded and RateLimited.
         """
@@ -87,7 +91,7 @@ class Intake:
         with self._services.admission.enter(account, estimate) as entry:
             yield entry
 
-    async def answer(
+    async def prepare(
         self,
         kind: Kind,
         raw: bytes | bytearray,
@@ -97,10 +101,15 @@ class Intake:
         session: str | None,
         timeout: float | None,
         traceparent: str | None,
-    ) -> Answer:
-        """`name` is the request's id as its client knows it, `session` what it calls its conversation,
-        `timeout` the seconds that it waits, where that is not in the body, `traceparent` the W3C header
-        of its trace.
+    ) -> ActiveRequest:
+        """Parses, validates and tokenizes the body `raw` of an admitted request.
+
+        Args:
+            name: the request's id as its client knows it.
+            session: the client's name for its conversation.
+            timeout: seconds that the client waits, from a header or from gRPC; the body may hold a lower
+                limit.
+            traceparent: the W3C header of the client's trace.
 
         Raises ApiError.
         """
@@ -121,7 +130,7 @@ class Intake:
                 structure=await self._structure(body, entry.key.name),
             )
         deadline = began + min(limit, math.inf if body.timeout is None else body.timeout)
-        return Answer(
+        return ActiveRequest(
             self._services,
             prepared,
             jobs,
@@ -134,14 +143,14 @@ class Intake:
     async def convert(
         self, kind: Literal["tokenize", "detokenize"], raw: bytes | bytearray, account: Account
     ) -> bytes:
-        """The JSON answer. Raises ApiError."""
+        """Returns the JSON response to /tokenize or /detokenize. Raises ApiError."""
         account.enter()
         try:
-            answer = await self._prepare(kind, raw, account.key, self._services.request_timeout)
+            response = await self._prepare(kind, raw, account.key, self._services.request_timeout)
         finally:
             account.leave()
-        assert isinstance(answer, bytes)
-        return answer
+        assert isinstance(response, bytes)
+        return response
 
     async def _prepare(
         self, kind: Kind, raw: bytes | bytearray, key: ApiKey, timeout: float
@@ -153,12 +162,12 @@ class Intake:
             raise TimedOut(f"the request was not prepared within {timeout:g} s") from None
 
     async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
-        """What workers are to enforce. Raises InvalidRequest."""
+        """Returns the constraint that workers must enforce on the output. Raises InvalidRequest."""
         if not isinstance(body, ChatOptions) or not body.offered_tools:
             return body.structure and await self._checker.check(body.structure, key)
         tokenizer = self._services.tokenizer
         if tokenizer.tool_format is None:
-            text = "tools is not supported: how this model writes calls is unknown, see --tool-call-parser"
+            text = "tools is not supported: this model's tool call format is unknown, see --tool-call-parser"
             raise Unsupported(text, param="tools")
         if not body.must_call:
             return None

@@ -1,4 +1,5 @@
-"""The gRPC face: `baton.v1.Inference`, with health and reflection. It answers as the HTTP face does."""
+"""The gRPC endpoint: `baton.v1.Inference`, with health and reflection. Same limits and errors as over
+HTTP."""
 
 import asyncio
 import logging
@@ -7,10 +8,10 @@ import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from router.active_request import ActiveRequest
 from router.config import RouterConfig
+from router.endpoints.frontend import Frontend, request_name
 from router.errors import ApiError, TooSlow
-from router.faces.intake import Intake, request_name
-from router.faces.serving import Answer
 from router.generation.choice import Delta
 from router.workers.pool import WorkerPool
 from rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
@@ -19,8 +20,9 @@ from rpc import inference_pb2 as pb
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-_WAIT_SECONDS = 60.0  # gRPC keeps the connection alive by itself
-_LAST_WORDS_SECONDS = 0.5
+_WAIT_SECONDS = 60.0  # no keepalive messages: gRPC itself keeps the connection alive
+_GRACE_SECONDS = 0.5
+"""For the last messages of running calls, when the server stops."""
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -38,16 +40,18 @@ _FINISH: dict[str | None, pb.Delta.FinishReason] = {
 }
 
 
-class GrpcFace:
-    """Owns the gRPC server of a router, and keeps what health says current.
+class GrpcEndpoint:
+    """Owns the gRPC server of a router, and updates its health service.
 
-    Health: "" says that the process serves, "baton.v1.Inference" that it also has a worker of each role.
+    Health of the service "": the process serves. Health of "baton.v1.Inference": it also has a worker of each
+    role.
     """
 
     def __init__(
-        self, config: RouterConfig, intake: Intake, pool: WorkerPool, *, share: bool = False
+        self, config: RouterConfig, frontend: Frontend, pool: WorkerPool, *, share: bool = False
     ) -> None:
-        self._intake = intake
+        """`share`: other processes of this router listen on the same port."""
+        self._frontend = frontend
         self._client_timeout = config.client_timeout
         self._pool = pool
         self._health = HealthServicer()
@@ -59,7 +63,7 @@ class GrpcFace:
             message_timeout=config.client_timeout,
             share=share,
         )
-        # Not by the generated function: it would parse a message before the handler sees the client's key.
+        # The generated function would parse the message before the handler checks the API key.
         generate = grpc.unary_stream_rpc_method_handler(
             self._generate, response_serializer=pb.GenerateResponse.SerializeToString
         )
@@ -68,7 +72,7 @@ class GrpcFace:
         self._following: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
-        """Returns the address at which it listens. Raises ValueError when it cannot."""
+        """Listens, and returns the address. Raises ValueError when the port cannot be had."""
         try:
             bound = add_port(self._server, host, port, self._tls)
         except OSError as error:
@@ -78,15 +82,15 @@ class GrpcFace:
         return f"{url_host(host)}:{bound}"
 
     async def drain(self) -> None:
-        """Says that it is going. It still listens: clients keep their connections, and are told on them."""
+        """Tells health clients that it stops. It still listens, and refuses new calls with an error."""
         self._health.stop()
 
     async def close(self) -> None:
-        """Cuts what still runs; an answer that is complete reaches its client."""
+        """Ends the calls that still run. A response that is complete still reaches its client."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
-        await self._server.stop(_LAST_WORDS_SECONDS)
+        await self._server.stop(_GRACE_SECONDS)
 
     async def _follow_readiness(self) -> None:
         while True:
@@ -108,9 +112,9 @@ class GrpcFace:
         name = request_name(metadata.get("x-request-id"))
         context.set_trailing_metadata((("x-request-id", name),))
         try:
-            account = self._intake.authorize(metadata.get("authorization", ""))
-            with self._intake.admit(account, len(raw)) as entry:
-                answer = await self._intake.answer(
+            account = self._frontend.authorize(metadata.get("authorization", ""))
+            with self._frontend.admit(account, len(raw)) as entry:
+                active = await self._frontend.prepare(
                     "message",
                     raw,
                     entry,
@@ -119,30 +123,30 @@ class GrpcFace:
                     timeout=context.time_remaining(),
                     traceparent=metadata.get("traceparent"),
                 )
-                del raw  # may be large, and the answer may take long
-                with answer.generating():
-                    await _write(answer, context, self._client_timeout)
+                del raw  # frees the body, which may be large, before the generation, which may be long
+                with active.generating():
+                    await _write(active, context, self._client_timeout)
         except ApiError as error:
             await self._refuse(context, error, name)
         except Exception:
             if context.cancelled():
-                return  # the client went: nobody is there to be told
-            # A bug of ours must not look like the client's: it is logged whole, and the client learns its id.
+                return  # the client disconnected
+            # A bug in the router: the log has its stack, and the client gets the id of the request.
             log.exception("request %s", name)
             await self._refuse(context, ApiError(f"request {name} failed inside the router"), name)
 
     async def _refuse(self, context: grpc.aio.ServicerContext, error: ApiError, name: str) -> None:
-        self._intake.metrics.failed(error)
-        said = {"x-request-id": name, "error-code": error.code, "error-param": error.param}
+        self._frontend.metrics.failed(error)
+        metadata = {"x-request-id": name, "error-code": error.code, "error-param": error.param}
         if error.retry_after is not None:
-            said["retry-after"] = str(error.retry_after)
-        trailing = tuple((key, value) for key, value in said.items() if value is not None)
+            metadata["retry-after"] = str(error.retry_after)
+        trailing = tuple((key, value) for key, value in metadata.items() if value is not None)
         await context.abort(_CODES[error.status], error.message, trailing)
 
 
-async def _write(answer: Answer, context: grpc.aio.ServicerContext, client_timeout: float) -> None:
-    while not answer.finished:
-        deltas = await answer.take(_WAIT_SECONDS)
+async def _write(active: ActiveRequest, context: grpc.aio.ServicerContext, client_timeout: float) -> None:
+    while not active.finished:
+        deltas = await active.take(_WAIT_SECONDS)
         if deltas:
             response = pb.GenerateResponse(deltas=[_delta(*delta) for delta in deltas])
             try:
@@ -150,7 +154,7 @@ async def _write(answer: Answer, context: grpc.aio.ServicerContext, client_timeo
                     await context.write(response)
             except TimeoutError:
                 raise TooSlow(f"the client read nothing for {client_timeout:g} s") from None
-    used = answer.usage()
+    used = active.usage()
     usage = pb.Usage(
         prompt_tokens=used.prompt_tokens,
         completion_tokens=used.completion_tokens,
@@ -170,9 +174,9 @@ def _delta(index: int, delta: Delta) -> pb.Delta:
         written.stop_string = delta.stop_reason
     elif delta.stop_reason is not None:
         written.stop_token_id = delta.stop_reason
-    given = delta.token.logprobs
-    if given is not None:
-        written.logprobs.logprob = given.logprob
-        top = zip(given.top_ids, given.top_logprobs, strict=True)
+    logprobs = delta.token.logprobs
+    if logprobs is not None:
+        written.logprobs.logprob = logprobs.logprob
+        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         written.logprobs.top.extend(pb.TopLogprob(token_id=t, logprob=logprob) for t, logprob in top)
     return written

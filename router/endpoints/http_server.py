@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI's endpoints, and those by which a router is watched."""
+"""The HTTP endpoints: OpenAI's API, and those for operators (health, metrics, status)."""
 
 import asyncio
 import logging
@@ -11,15 +11,15 @@ from typing import Any, Literal
 from aiohttp import web
 
 from router import errors
+from router.active_request import Services
 from router.admission.gate import Account
-from router.api.answers import ChatFormat, CompletionFormat, Format
 from router.api.bodies import MAX_TIMEOUT
 from router.api.openapi import OPERATIONS, description
 from router.config import RouterConfig
-from router.faces.http_answer import respond
-from router.faces.http_runner import ENCODINGS, unsupported_encoding
-from router.faces.intake import Intake, request_name
-from router.faces.serving import Services
+from router.endpoints.frontend import Frontend, request_name
+from router.endpoints.http_response import respond
+from router.endpoints.http_runner import ENCODINGS, unsupported_encoding
+from router.endpoints.response_builder import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from router.status import router_status, scrape_targets
 from rpc.ports import url_host
 
@@ -33,13 +33,13 @@ _ADMIN = ("/metrics", "/metrics/targets", "/status")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open}
 
 
-class Front:
-    """Routes and their handlers."""
+class HttpEndpoints:
+    """The routes of the HTTP server and their handlers."""
 
-    def __init__(self, config: RouterConfig, services: Services, intake: Intake) -> None:
+    def __init__(self, config: RouterConfig, services: Services, frontend: Frontend) -> None:
         self._config = config
         self._services = services
-        self._intake = intake
+        self._frontend = frontend
         self._created = int(time.time())
         self.app = web.Application(middlewares=[self._guard])
         self.app.add_routes(
@@ -56,7 +56,7 @@ class Front:
                 web.get("/openapi.json", self._openapi),
             ]
         )
-        if not config.supervised:  # else on the admin port, which answers for all processes
+        if not config.supervised:  # otherwise the admin port serves them for all processes
             for path, handler in zip(_ADMIN, (self._metrics, self._targets, self._status), strict=True):
                 self.app.router.add_get(path, handler)
 
@@ -64,12 +64,12 @@ class Front:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Gives it an id, checks its key, and says what went wrong in OpenAI's shape."""
+        """Gives the request an id, checks its API key, and turns errors into responses of OpenAI's shape."""
         request_id = request_name(request.headers.get("x-request-id"))
         _REQUEST_ID.set(request_id)
         try:
             if request.path not in _OPEN:
-                _ACCOUNT.set(self._intake.authorize(request.headers.get("authorization", "")))
+                _ACCOUNT.set(self._frontend.authorize(request.headers.get("authorization", "")))
             return await handler(request)
         except errors.ApiError as error:
             return self._refuse(error, request_id)
@@ -84,14 +84,14 @@ class Front:
             refused = errors.MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}")
             return self._refuse(refused, request_id, Allow=allowed)
         except (ConnectionResetError, asyncio.CancelledError):
-            raise  # the client went
+            raise  # the client disconnected
         except web.HTTPException:
             raise
         except Exception:
-            # A bug of ours must not look like the client's: it is logged whole, and the client learns its id.
+            # A bug in the router: the log has its stack, and the client gets the id of the request.
             log.exception("request %s", request_id)
             if request.writer.output_size:
-                raise  # an answer has begun: all that is left is to close the connection
+                raise  # the response has begun: aiohttp closes the connection
             return self._refuse(errors.ApiError(f"request {request_id} failed inside the router"), request_id)
 
     def _refuse(self, error: errors.ApiError, request_id: str, **more: str) -> web.Response:
@@ -104,18 +104,18 @@ class Front:
     # ------------------------------------------------------------ generation
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, "chat", ChatFormat)
+        return await self._generate(request, "chat", ChatResponseBuilder)
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, "completion", CompletionFormat)
+        return await self._generate(request, "completion", CompletionResponseBuilder)
 
-    async def _answer(
-        self, request: web.Request, kind: Literal["chat", "completion"], form: type[Format]
+    async def _generate(
+        self, request: web.Request, kind: Literal["chat", "completion"], builder: type[ResponseBuilder]
     ) -> web.StreamResponse:
         name = _REQUEST_ID.get()
         raw = await self._read(request)
-        with self._intake.admit(_ACCOUNT.get(), len(raw)) as entry:
-            answer = await self._intake.answer(
+        with self._frontend.admit(_ACCOUNT.get(), len(raw)) as entry:
+            active = await self._frontend.prepare(
                 kind,
                 raw,
                 entry,
@@ -124,26 +124,26 @@ class Front:
                 timeout=_seconds(request.headers.get("x-request-timeout")),
                 traceparent=request.headers.get("traceparent"),
             )
-            del raw  # may be large, and the answer may take long
-            written = form(answer, self._config.model_name, self._services.tokenizer)
+            del raw  # frees the body, which may be large, before the generation, which may be long
+            building = builder(active, self._config.model_name, self._services.tokenizer)
             headers = {"x-request-id": name}
-            return await respond(request, answer, written, headers, self._config.client_timeout)
+            return await respond(request, active, building, headers, self._config.client_timeout)
 
     async def _read(self, request: web.Request) -> bytearray:
-        """The body, which must be JSON, and come within the client's timeout."""
+        """Returns the body. Its type must be JSON, and it must arrive within the client's timeout."""
         _check_type(request.headers.get("content-type"))
         if request.headers.get("content-encoding", "identity").lower() not in ENCODINGS:
             raise unsupported_encoding()
         body = bytearray()
         try:
             async with asyncio.timeout(self._config.client_timeout):
-                async for piece in request.content.iter_any():  # `request.read` would copy and keep all of it
+                async for piece in request.content.iter_any():  # `request.read` would copy it and keep it
                     body += piece
                     if len(body) > self._config.max_body_bytes:
                         text = f"the body is larger than {self._config.max_body_bytes} bytes"
                         raise errors.BodyTooLarge(text)
         except TimeoutError:
-            text = f"the body did not come within {self._config.client_timeout:g} s"
+            text = f"the body did not arrive within {self._config.client_timeout:g} s"
             raise errors.TooSlow(text) from None
         except web.RequestPayloadError as error:
             encoding = request.headers.get("content-encoding", "identity")
@@ -151,7 +151,7 @@ class Front:
             raise errors.InvalidRequest(text) from error
         return body
 
-    # ------------------------------------------------------------ about the model
+    # ------------------------------------------------------------ the model
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._card()]})
@@ -165,7 +165,7 @@ class Front:
         name = self._config.model_name
         return {
             "id": name, "object": "model", "created": self._created, "owned_by": "baton", "root": name,
-            "parent": None, "max_model_len": self._intake.capacity,
+            "parent": None, "max_model_len": self._frontend.capacity,
         }  # fmt: skip
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -175,17 +175,17 @@ class Front:
         return await self._convert(request, "detokenize")
 
     async def _convert(self, request: web.Request, kind: Literal["tokenize", "detokenize"]) -> web.Response:
-        body = await self._intake.convert(kind, await self._read(request), _ACCOUNT.get())
+        body = await self._frontend.convert(kind, await self._read(request), _ACCOUNT.get())
         headers = {"x-request-id": _REQUEST_ID.get()}
         return web.Response(body=body, content_type="application/json", headers=headers)
 
-    # ------------------------------------------------------------ about the router
+    # ------------------------------------------------------------ the router
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
     async def _ready(self, request: web.Request) -> web.Response:
-        if self._intake.draining:
+        if self._frontend.draining:
             raise errors.ShuttingDown("the router is shutting down")
         if not self._services.pool.complete:
             raise errors.NoWorker("there is no worker of one of the roles")
@@ -203,14 +203,19 @@ class Front:
         return _json(description(_version(), keys=keys, admin=admin))
 
     async def _status(self, request: web.Request) -> web.Response:
-        return _json(await router_status(self._config, self._services, self._intake.draining))
+        return _json(await router_status(self._config, self._services, self._frontend.draining))
 
     async def _targets(self, request: web.Request) -> web.Response:
-        return _json(scrape_targets(await router_status(self._config, self._services, self._intake.draining)))
+        return _json(
+            scrape_targets(await router_status(self._config, self._services, self._frontend.draining))
+        )
 
 
 def _check_type(header: str | None) -> None:
-    """As vLLM does. Browsers send other types, or none, to another origin without asking it first."""
+    """Raises UnsupportedMediaType unless the body is JSON, as vLLM does.
+
+    A browser sends a body of another type to another origin without asking for permission first.
+    """
     sent = "none" if header is None else repr(header[:80])
     if header is None or header.partition(";")[0].strip().lower() != "application/json":
         text = f"the Content-Type must be application/json, not {sent}"
@@ -218,7 +223,7 @@ def _check_type(header: str | None) -> None:
 
 
 def _seconds(header: str | None) -> float | None:
-    """Of x-request-timeout, for clients that cannot add a field to the body."""
+    """Returns the value of x-request-timeout, a header for clients that cannot add a field to the body."""
     if header is None:
         return None
     try:
@@ -235,7 +240,7 @@ def _version() -> str:
     try:
         return version("baton-llm")
     except PackageNotFoundError:
-        return "unknown"  # run from a checkout that is not installed
+        return "unknown"  # runs from a checkout, without installation
 
 
 def _json(payload: Any) -> web.Response:

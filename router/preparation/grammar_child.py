@@ -1,9 +1,8 @@
-"""A process that compiles clients' grammars, so that the router need not.
+"""A child process that compiles the grammars of clients.
 
-What a client wrote may take minutes to compile, or overflow the compiler's stack: then this process ends, and
-the router starts another (`router.processes.children`). A question is JSON, [kind, text]. So is the answer:
-what is wrong or null, and the text for workers. As a script, without the other modules, it starts in a tenth
-of a second.
+A grammar may take minutes to compile, or overflow the compiler's stack. Then this process dies, and
+`router.child_pool` starts another. A request is JSON, [kind, text]. The reply is JSON too: [error or null,
+text for workers]. The script imports no other module of the router, so it starts in a tenth of a second.
 """
 
 import json
@@ -21,14 +20,14 @@ from setproctitle import setproctitle
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 2 << 30
 STACK_BYTES = 1 << 20
-"""Workers have eight times as much, so what fits here fits there."""
+"""An eighth of the workers' stack: a grammar that compiles here also compiles there."""
 LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-"""llguidance's, as workers set them."""
+"""Limits of llguidance. Workers set the same."""
 
 
 def main(name: str) -> None:
@@ -38,25 +37,25 @@ def main(name: str) -> None:
     alphabet = LLTokenizer("byte")
     threading.stack_size(STACK_BYTES)
     length = struct.Struct("<I")
-    answer = b""  # the first frame says that it is ready
+    reply = b""  # the first frame tells the parent that this process is ready
     while True:
-        sys.stdout.buffer.write(length.pack(len(answer)) + answer)
+        sys.stdout.buffer.write(length.pack(len(reply)) + reply)
         sys.stdout.buffer.flush()
         if not (head := sys.stdin.buffer.read(length.size)):
             return
         kind, text = json.loads(sys.stdin.buffer.read(*length.unpack(head)))
-        answers: list[tuple[str | None, str]] = []
-        thread = threading.Thread(target=compile_, args=(alphabet, kind, text, answers))
-        # Its signal ends the process, whatever the compiler is doing.
+        replies: list[tuple[str | None, str]] = []
+        thread = threading.Thread(target=compile_, args=(alphabet, kind, text, replies))
+        # The timer's signal ends the process even while the compiler runs.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         thread.start()
         thread.join()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answer = json.dumps(answers[0]).encode()
+        reply = json.dumps(replies[0]).encode()
 
 
-def compile_(alphabet: LLTokenizer, kind: str, text: str, answers: list[tuple[str | None, str]]) -> None:
-    """Adds what is wrong, or None, and the text in the form in which workers understand it."""
+def compile_(alphabet: LLTokenizer, kind: str, text: str, replies: list[tuple[str | None, str]]) -> None:
+    """Adds one reply: the error or None, and the text as workers read it."""
     try:
         match kind:
             case "json_schema":
@@ -64,13 +63,13 @@ def compile_(alphabet: LLTokenizer, kind: str, text: str, answers: list[tuple[st
             case "regex":
                 grammar = LLMatcher.grammar_from_regex(text)
             case _:
-                text = any_to_lark(text)  # of GBNF, which users of llama.cpp and xgrammar write
+                text = any_to_lark(text)  # from GBNF, the format of llama.cpp and xgrammar
                 grammar = LLMatcher.grammar_from_lark(text)
         matcher = LLMatcher(alphabet, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         matcher.compute_bitmask()
-        answers.append((matcher.get_error() or None, text))
-    except Exception as error:  # noqa: BLE001  (the translator from GBNF raises bare ones)
-        answers.append((str(error), text))
+        replies.append((matcher.get_error() or None, text))
+    except Exception as error:  # noqa: BLE001  (the translator from GBNF raises bare Exceptions)
+        replies.append((str(error), text))
 
 
 if __name__ == "__main__":

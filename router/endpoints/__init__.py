@@ -1,0 +1,10 @@
+"""The servers for clients: OpenAI's HTTP API and gRPC.
+
+Life of a request here:
+
+1. `http_server` or `grpc_server` receives it.
+2. `Frontend.authorize` checks the API key, `admit` the limits, and `prepare` makes an `ActiveRequest` of the
+   bytes.
+3. The endpoint takes the deltas of the `ActiveRequest` and sends them: `grpc_server` as messages,
+   `http_response` as one JSON object or as server-sent events, which `response_builder` builds.
+"""

@@ -1,0 +1,173 @@
+"""The pool of child processes: fair turns, and a new child after one died."""
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from router.child_pool import ChildDied, ChildPool
+
+# Replies with its pid, its first frame and the request. The request "die" ends it, and "wait" takes a while.
+# "kill PATH" adds a line to the file and kills the child, if the file has fewer than two lines.
+SCRIPT = """
+import os, struct, sys, time
+length = struct.Struct("<I")
+def read():
+    head = sys.stdin.buffer.read(length.size)
+    return sys.stdin.buffer.read(*length.unpack(head)) if head else sys.exit()
+def write(reply):
+    sys.stdout.buffer.write(length.pack(len(reply)) + reply)
+    sys.stdout.buffer.flush()
+first_frame = read()
+if first_frame == b"never":
+    sys.exit(3)
+write(b"")
+while True:
+    request = read()
+    if request == b"die":
+        sys.exit(4)
+    if request[:5] == b"kill ":
+        with open(request[5:], "a+") as file:
+            file.seek(0)
+            if len(file.readlines()) < 2:
+                print(file=file, flush=True)
+                os.kill(os.getpid(), 9)
+    if request[:4] == b"wait":
+        time.sleep(0.2)
+    write(b"%d %b %b %b" % (os.getpid(), first_frame, request, os.environ.get("BATON_API_KEY", "").encode()))
+"""
+
+COMMAND = [sys.executable, "-S", "-c", SCRIPT]
+Make = Callable[..., ChildPool]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        def made(count: int = 1, first_frame: bytes = b"hello", long_bytes: float = math.inf) -> ChildPool:
+            pool = ChildPool(COMMAND, count, first_frame, long_bytes=long_bytes)
+            stack.push_async_callback(pool.close)
+            return pool
+
+        yield made
+
+
+async def call(pool: ChildPool, *parts: bytes, key: str = "") -> tuple[int, bytes]:
+    pid, _, rest = (await pool.call(key, *parts)).partition(b" ")
+    return int(pid), rest
+
+
+async def test_one_child_serves_all_requests_without_the_secrets_of_the_router(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("BATON_API_KEY", "private")
+    pool = make()
+    first, rest = await call(pool, b"a", b"b" * 1_000_000)
+    assert rest == b"hello a" + b"b" * 1_000_000 + b" ", "BATON_API_KEY is not in its environment"
+    assert await call(pool, b"c") == (first, b"hello c ")
+
+
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_a_child_that_died_between_requests_is_replaced(loop: Callable[[], asyncio.AbstractEventLoop]):
+    async def check() -> None:
+        pool = ChildPool(COMMAND, 1, b"hello")
+        first, _ = await call(pool, b"a")
+        os.kill(first, signal.SIGSEGV)
+        [child] = pool._idle
+        while child._process is not None and not child._is_dead(child._process):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        second, _ = await call(pool, b"a")
+        assert second != first
+        await pool.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(check())
+
+
+async def test_a_child_that_died_of_a_request_is_replaced(make: Make):
+    pool = make()
+    with pytest.raises(ChildDied) as died:
+        await call(pool, b"die")
+    assert died.value.caused_by_request
+    assert (await call(pool, b"a"))[1] == b"hello a "
+
+
+async def test_a_child_that_does_not_start_is_not_caused_by_the_request(make: Make):
+    pool = make(first_frame=b"never")
+    for _ in range(2):
+        with pytest.raises(ChildDied) as died:
+            await call(pool, b"a")
+        assert not died.value.caused_by_request
+
+
+async def test_a_request_whose_child_is_killed_is_sent_once_more(make: Make, tmp_path: Path):
+    pool = make()
+    for lines, killed in (("\n", False), ("", True)):
+        (tmp_path / "kills").write_text(lines)
+        request = b"kill " + bytes(tmp_path / "kills")
+        if killed:
+            with pytest.raises(ChildDied, match="exit code -9") as died:
+                await call(pool, request)
+            assert not died.value.caused_by_request
+        else:
+            assert (await call(pool, request))[1] == b"hello " + request + b" "
+
+
+async def test_a_cancelled_request_does_not_confuse_replies(make: Make):
+    pool = make()
+    first, _ = await call(pool, b"a")
+    cancelled = asyncio.create_task(call(pool, b"wait"))
+    still_waiting = asyncio.create_task(call(pool, b"b"))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    still_waiting.cancel()
+    assert await call(pool, b"c") == (first, b"hello c ")
+    await asyncio.gather(cancelled, still_waiting, return_exceptions=True)
+
+
+async def test_keys_take_turns(make: Make):
+    pool = make()
+    order: list[str] = []
+
+    async def add(key: str) -> None:
+        await call(pool, bytes(100), key=key)
+        order.append(key)
+
+    await asyncio.gather(*(add(key) for key in ["flood"] * 20 + ["other"] * 2))
+    assert order.index("other") <= 2
+    assert order[:6].count("other") == 2
+
+
+async def test_children_work_at_the_same_time(make: Make):
+    pool = make(count=2)
+    (first, _), (second, _) = await asyncio.gather(call(pool, b"wait"), call(pool, b"wait"))
+    assert first != second
+
+
+async def test_one_child_stays_free_for_short_requests(make: Make):
+    """And a long request does not starve."""
+    pool = make(count=2, long_bytes=8)
+    order: list[bytes] = []
+
+    async def add(request: bytes) -> None:
+        order.append((await call(pool, request))[1].split()[1])
+
+    # Without the limit, the two long requests, which come first, would occupy both children.
+    requests = [b"wait-long"] * 2 + [b"a"] * 10
+    await asyncio.gather(*map(add, requests))
+    assert order[:10] == [b"a"] * 10
+    cancelled = [asyncio.create_task(add(request)) for request in requests]
+    await asyncio.sleep(0)
+    for task in cancelled:
+        task.cancel()
+    await asyncio.gather(*cancelled, return_exceptions=True)
+    assert (await call(pool, b"b"))[1] == b"hello b "
+    assert not pool._waiting_long
