@@ -168,19 +168,19 @@ def api() -> str:
     document = description("", keys=True, admin=True)
     rows = []
     for operation in OPERATIONS:
-        types = [operation.body, operation.reply, operation.chunk]
-        body, reply, chunk = (
+        types = [operation.body, operation.response, operation.chunk]
+        body, response, chunk = (
             "" if each is None else each if isinstance(each, str) else type_of({"$ref": each.__name__})
             for each in types
         )
         place = "admin port, if there is one" if operation.admin else "client port"
         rows.append(
             (
-                f"`{operation.method.upper()} {operation.path}`", operation.summary, body, reply, chunk,
+                f"`{operation.method.upper()} {operation.path}`", operation.summary, body, response, chunk,
                 ", ".join(map(str, operation.errors)), "no" if operation.open else "yes", place,
             )
         )  # fmt: skip
-    head = ("endpoint", "what it does", "body", "answer", "event of a stream", "errors", "key", "served on")
+    head = ("endpoint", "what it does", "body", "response", "event of a stream", "errors", "key", "served on")
     parts = [API.rstrip(), "## Endpoints", table(head, rows), ERRORS.rstrip(), "## Types"]
     for name, schema in document["components"]["schemas"].items():
         parts.append(f"### {name}")

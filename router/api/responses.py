@@ -10,28 +10,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Response(BaseModel):
+class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ErrorDetail(Response):
+class ErrorDetail(ResponseModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorResponse(Response):
+class ErrorResponse(ResponseModel):
     """The body of every response that is not a success."""
 
     error: ErrorDetail
 
 
-class PromptTokensDetails(Response):
+class PromptTokensDetails(ResponseModel):
     cached_tokens: int
 
 
-class UsageResponse(Response):
+class Usage(ResponseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -42,7 +42,7 @@ FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class TopLogprob(Response):
+class TopLogprob(ResponseModel):
     token: str
     logprob: float
     bytes: list[Annotated[int, Field(ge=0, le=255)]]
@@ -52,36 +52,36 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Response):
+class ChatLogprobs(ResponseModel):
     content: list[TokenLogprob]
 
 
-class CompletionLogprobs(Response):
+class CompletionLogprobs(ResponseModel):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class CalledFunctionResponse(Response):
+class OutputFunction(ResponseModel):
     name: str
     arguments: str
 
 
-class ToolCallResponse(Response):
+class OutputToolCall(ResponseModel):
     id: str
     type: Literal["function"]
-    function: CalledFunctionResponse
+    function: OutputFunction
 
 
-class AssistantMessage(Response):
+class AssistantMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ToolCallResponse] | None = None
+    tool_calls: list[OutputToolCall] | None = None
 
 
-class ChatChoice(Response):
+class ChatChoice(ResponseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
@@ -90,22 +90,22 @@ class ChatChoice(Response):
     token_ids: list[int] | None = None
 
 
-class ChatResponse(Response):
+class ChatResponse(ResponseModel):
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: UsageResponse
+    usage: Usage
     prompt_token_ids: list[int] | None = None
 
 
-class FunctionDelta(Response):
+class FunctionDelta(ResponseModel):
     name: str | None = None
     arguments: str
 
 
-class ToolCallDelta(Response):
+class ToolCallDelta(ResponseModel):
     """A part of a tool call.
 
     The first part has id, type and name. Clients join the `arguments` of all parts.
@@ -117,13 +117,13 @@ class ToolCallDelta(Response):
     function: FunctionDelta
 
 
-class AssistantDelta(Response):
+class AssistantDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(Response):
+class ChatChunkChoice(ResponseModel):
     index: int
     delta: AssistantDelta
     logprobs: ChatLogprobs | None
@@ -132,7 +132,7 @@ class ChatChunkChoice(Response):
     token_ids: list[int] | None = None
 
 
-class ChatChunk(Response):
+class ChatChunk(ResponseModel):
     """One event of a stream. If usage was asked for, the last event has it, and no choice."""
 
     id: str
@@ -140,11 +140,11 @@ class ChatChunk(Response):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: UsageResponse | None = None
+    usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionChunkChoice(Response):
+class CompletionChunkChoice(ResponseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -158,7 +158,7 @@ class CompletionChoice(CompletionChunkChoice):
     finish_reason: FinishReason  # pyrefly: ignore[bad-override]  (fields are never assigned)
 
 
-class CompletionChunk(Response):
+class CompletionChunk(ResponseModel):
     """One event of a stream. If usage was asked for, the last event has it, and no choice."""
 
     id: str
@@ -166,19 +166,19 @@ class CompletionChunk(Response):
     created: int
     model: str
     choices: list[CompletionChunkChoice]
-    usage: UsageResponse | None = None
+    usage: Usage | None = None
 
 
-class CompletionResponse(Response):
+class CompletionResponse(ResponseModel):
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: UsageResponse
+    usage: Usage
 
 
-class ModelCard(Response):
+class ModelCard(ResponseModel):
     id: str
     object: Literal["model"]
     created: int
@@ -188,26 +188,26 @@ class ModelCard(Response):
     max_model_len: int
 
 
-class ModelList(Response):
+class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class TokenizeResponse(Response):
+class TokenizeResponse(ResponseModel):
     count: int
     max_model_len: int
     tokens: list[int]
 
 
-class DetokenizeResponse(Response):
+class DetokenizeResponse(ResponseModel):
     prompt: str
 
 
-class VersionResponse(Response):
+class VersionResponse(ResponseModel):
     version: str
 
 
-class WorkerResponse(Response):
+class WorkerStatus(ResponseModel):
     """A worker. `description` and `status` are WorkerDescription and WorkerStatus of proto/worker.proto."""
 
     address: str
@@ -222,7 +222,7 @@ class WorkerResponse(Response):
     status: dict[str, Any]
 
 
-class RouterResponse(Response):
+class RouterStatus(ResponseModel):
     index: int
     pid: int
     model: str
@@ -235,9 +235,9 @@ class RouterResponse(Response):
     waiting_tokens: int
 
 
-class StatusResponse(Response):
+class StatusResponse(ResponseModel):
     """`cluster` is the report of the supervisor of `baton serve`; null without one."""
 
-    router: RouterResponse
-    workers: list[WorkerResponse]
+    router: RouterStatus
+    workers: list[WorkerStatus]
     cluster: dict[str, Any] | None
