@@ -1,7 +1,9 @@
-"""Baton's benches: `python -m bench.NAME [--json PATH] [--device cpu|cuda] [--short]`.
+"""Baton's benches: `python -m bench.NAME [--json PATH] [--device cpu|cuda] [--short]`. README.md lists them.
 
-Each module measures one thing side by side with its baseline in the same run, prints a table and, with
-`--json`, writes the report of `bench.contract`. Life of a bench: parse → warm up → measure A B A B … →
-one row per result → `Report.finish()`. A bench exits 0 when it could measure, whatever it measured, and 2
-when the machine lacks what it needs.
+Life of a bench:
+
+1. Parse the arguments. Exit with 2 if this machine cannot measure.
+2. Warm up.
+3. Measure Baton and its baseline in turns: A B A B …
+4. Add one row per result. `Report.finish` prints the table and writes the JSON file.
 """

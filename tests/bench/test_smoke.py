@@ -64,6 +64,11 @@ def test_every_bench_has_a_run() -> None:
     assert {*ON_GPU, *ON_CPU, "load"} == benches()
 
 
+def test_the_readme_names_every_bench() -> None:
+    index = (ROOT / "bench" / "README.md").read_text()
+    assert not {name for name in benches() - {"load"} if f"`python -m bench.{name}" not in index}
+
+
 @pytest.mark.parametrize("name", [*ON_GPU, *ON_CPU])
 def test_without_a_gpu_it_refuses_to_measure_one(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
