@@ -1,4 +1,4 @@
-"""The commands of the pages: README.md, docs/ and the other Markdown files of the repository.
+"""The pages: README.md, docs/, the README of each package, and the commands in them.
 
 A fenced block `bash` is a command that a test types. A block `bash no-test: REASON` is a command that no test
 types. A block `text` after a command shows what it prints, where … stands for anything.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
 _FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.M)
 
 

@@ -6,9 +6,8 @@ import re
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."]
-PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))]
+from tests.pages import PAGES, ROOT
+
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
