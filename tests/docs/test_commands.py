@@ -1,4 +1,4 @@
-"""Each command of the pages is typed by a test, or says why not, and uses flags that exist."""
+"""Each command of the pages is typed by a test, or says why not. It uses flags and files that exist."""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ def test_commands(page: Path) -> None:
         if language == "bash":
             assert page in TYPED or re.fullmatch("no-test: .+", untested), block.text
     assert not {" ".join(words): said for words in baton_lines(page) if (said := wrong(words))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths(page: Path) -> None:
+    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != ".")
+    named = set(re.findall(rf"[` ](?:\./)?((?:{folders})/[\w./-]*\w)", page.read_text()))
+    missing = [path for path in named if not (ROOT / path).exists() and not (page.parent / path).exists()]
+    assert [path for path in missing if "NAME" not in path] == []
 
 
 @pytest.mark.parametrize("words", [["baton", "decode", "--ttl"], ["baton", "bench", "run", "--rat"]])
