@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.device import DEVICE
 
+pytest_plugins = ["tests.leftovers"]
+
 # A busy machine is no failure of what is tested.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")

@@ -230,17 +230,19 @@ async def test_a_router_process_uses_the_workers_of_the_services(
     process, told_by = spawn(
         "router", "--port", "0", "--model", EMBEDDED_NAME, *names, environment=environment
     )
+    # A timeout of pytest would break into the event loop, and the router could outlive the test.
     with process, told_by:
         try:
-            told = await asyncio.to_thread(told_by.read)
-            url = re.search(r'"url": "([^"]*)"', told)
-            assert url, told
-            async with aiohttp.ClientSession(url[1]) as http, asyncio.timeout(30):
-                assert (await http.get("/ready")).status == 503
+            async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+                told = await asyncio.to_thread(told_by.read)
+                url = re.search(r'"url": "([^"]*)"', told)
+                assert url, told
+                ready = url[1] + "/ready"
+                assert (await http.get(ready)).status == 503
                 for service, worker in zip(SERVICES, workers, strict=True):
                     host, _, port = worker.address.rpartition(":")
                     server.put(service, service, [endpoint(host)], port=int(port))
-                while (await http.get("/ready")).status != 200:  # noqa: ASYNC110
+                while (await http.get(ready)).status != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         finally:
             process.kill()

@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-
-import pytest
+from collections.abc import Callable
 
 from bench.chaos.cluster import Worker
-from bench.chaos.processes import KINDS
 from bench.chaos.streams import Case, Stream, new_session, read
 
 from .recovery import LONG, MIXED, SHORT, Broken, each_has
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_killed_in_mid_stream(broken: Broken, kind: str) -> None:
-    """Prefill while it computes and streams four long prompts, then decode under all eight streams."""
-    await asyncio.to_thread(broken.all_back)
-    ends: list[int] = []
+async def test_killed_and_hung_in_mid_stream(broken: Broken) -> None:
+    """Prefill's transfer process is killed while four long prompts stream, then decode's engine hangs under
+    all eight streams.
 
-    def kill(role: str) -> None:
+    `tests/worker/test_deaths.py` ends each kind of process. The tests below and `test_continuation.py` kill
+    service and engine processes under streams.
+    """
+    await asyncio.to_thread(broken.all_back)
+    codes: list[int] = []
+
+    def strike(role: str, how: Callable[[Worker], None]) -> None:
         victim = broken.busiest(role)
         count = len(victim.exits) + 1
-        victim.kill(kind)
-        ends.append(victim.wait_exit(count))
+        how(victim)
+        codes.append(victim.wait_exit(count))
 
     await broken.ride(
-        MIXED, (broken.transferring, lambda: kill("prefill")), (each_has(3), lambda: kill("decode"))
+        MIXED,
+        (broken.transferring, lambda: strike("prefill", lambda worker: worker.kill("transfer"))),
+        (each_has(3), lambda: strike("decode", lambda worker: worker.hang("engine"))),
     )
-    code = -signal.SIGKILL if kind == "service" else 1
-    assert ends == [code, code], "the whole worker ends with any of its parts"
+    assert codes == [1, 1], "the whole worker ends with any of its processes"
     await broken.settled()
-
-
-async def test_hung_engines_are_as_good_as_dead(broken: Broken) -> None:
-    """First decode's in mid-stream, then the engine of the prefill worker that computes what was lost."""
-    await asyncio.to_thread(broken.all_back)
-
-    def hang(role: str) -> None:
-        broken.busiest(role).hang("engine")
-
-    def prefilling(streams: list[Stream]) -> bool:
-        return broken.attempts("prefill") > 0
-
-    before = sum(len(worker.exits) for worker in broken.cluster.workers)
-    await broken.ride(SHORT, (each_has(3), lambda: hang("decode")), (prefilling, lambda: hang("prefill")))
-    await broken.settled()
-    assert sum(len(worker.exits) for worker in broken.cluster.workers) == before + 2
 
 
 async def test_decode_killed_before_its_ack_costs_no_second_prefill(broken: Broken) -> None:

@@ -1,0 +1,64 @@
+"""A test run that leaves processes behind fails. It names them and ends them.
+
+A leftover process started during the run and works in this checkout. Init has adopted it, or it is still a
+child of pytest. Processes that a user started beside the run have another parent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 3.0
+"""Seconds. A child that dies with its parent may outlive it for a moment."""
+_FOUND = pytest.StashKey[list[str]]()
+
+
+def left_behind(since: float) -> Iterator[psutil.Process]:
+    """Yields the leftover processes that started after `since` (psutil's `create_time`)."""
+    for process in psutil.process_iter():
+        try:
+            if process.create_time() <= since or not Path(process.cwd()).is_relative_to(ROOT):
+                continue
+            parent = process.parent()
+            if parent is None or parent.pid == 1 or parent.name() == "systemd":
+                yield process
+            elif parent.pid == os.getpid() and "multiprocessing" not in " ".join(process.cmdline()):
+                yield process  # multiprocessing's own helpers end with pytest
+        except psutil.Error:
+            continue  # it has ended, or it belongs to another user
+
+
+def end(processes: list[psutil.Process]) -> list[str]:
+    """Kills the processes that do not end by themselves soon. Returns a line for each."""
+    _, alive = psutil.wait_procs(processes, PATIENCE)
+    lines = []
+    for process in alive:
+        try:
+            lines.append(f"{process.pid}: {' '.join(process.cmdline()).strip()}")
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    return lines
+
+
+@pytest.hookimpl(trylast=True)  # after pytest-xdist has ended its processes
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # a process of pytest-xdist: the one that started it looks
+    since = psutil.Process().create_time()
+    session.config.stash[_FOUND] = end(list(left_behind(since)))
+    if session.config.stash[_FOUND]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if found := config.stash.get(_FOUND, []):
+        terminalreporter.section("processes that tests left behind (killed)", red=True)
+        for line in found:
+            terminalreporter.write_line(line)

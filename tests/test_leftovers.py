@@ -1,0 +1,45 @@
+"""Leftover processes of a test run are found."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests import leftovers
+
+SLEEP = "import time; time.sleep(60)"
+STARTER = f"""
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-S", "-c", {SLEEP!r}], stdout=subprocess.DEVNULL).pid)
+"""
+
+
+def test_an_orphan_of_the_run_is_found_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "PATIENCE", 0.0)
+    started = subprocess.run([sys.executable, "-S", "-c", STARTER], stdout=subprocess.PIPE, check=True)
+    orphan = psutil.Process(int(started.stdout))
+    line = f"{orphan.pid}: {' '.join(orphan.cmdline())}"
+    assert orphan in leftovers.left_behind(psutil.Process().create_time())
+    assert orphan not in leftovers.left_behind(orphan.create_time()), "it is older than the run"
+    ended = os.pidfd_open(orphan.pid)
+    assert leftovers.end([orphan]) == [line]
+    assert select.select([ended], [], [], 5)[0]
+    os.close(ended)
+
+
+def test_a_process_that_a_user_started_is_not_found() -> None:
+    """Its parent is another process than pytest and init."""
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', sys.argv[1]])"
+    with subprocess.Popen([sys.executable, "-S", "-c", parent, SLEEP]) as shell:
+        user = psutil.Process(shell.pid)
+        while not (children := user.children()):
+            time.sleep(0.01)
+        found = list(leftovers.left_behind(psutil.Process().create_time()))
+        children[0].kill()
+    assert children[0] not in found
