@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -173,7 +174,7 @@ class LocalCluster:
             unless_it_is_up.callback(self.close)
             for role, count in self._counts.items():
                 self.workers += [Worker(self, role, i, self._flags[role]) for i in range(count)]
-            port = str(_free_port())  # the same for all of its lives
+            port = str(free_port())  # the same for all of its lives
             # Named, so that a router can start while all workers are down.
             flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
             self._router = Worker(self, "router", 0, (*flags, *self._router_flags))
@@ -283,7 +284,11 @@ def leaks_when_idle(url: str, key: str = "", within: float = WHOLE_S) -> dict[st
     return found
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing uses. Linux gives ports below 32768 to no outgoing connection, so a
+    process may listen on this port later, and again after a restart."""
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -12,11 +12,11 @@ from typing import Any
 import openai
 import pytest
 
-from bench.chaos.cluster import LocalCluster
+from bench.chaos.cluster import LocalCluster, free_port
 from bench.chaos.streams import expected
 from tests.otlp import Receiver
 
-from .machine import Machine, free_port
+from .machine import Machine
 from .recovery import FLAGS, LONG, SHORT, Broken
 from .serve import Serve
 

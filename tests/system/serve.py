@@ -8,10 +8,10 @@ import subprocess
 import urllib.request
 from typing import Any
 
-from bench.chaos.cluster import leaks_when_idle
+from bench.chaos.cluster import free_port, leaks_when_idle
 from cluster.processes import Process
 
-from .machine import BATON, Machine, alive, answers, free_port, listening, titled, tree, until
+from .machine import BATON, Machine, alive, answers, listening, titled, tree, until
 
 START_S, STOP_S = 120.0, 60.0
 

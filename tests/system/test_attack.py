@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from bench.chaos.cluster import LocalCluster, leaks_when_idle
+from bench.chaos.cluster import LocalCluster, free_port, leaks_when_idle
 from bench.chaos.processes import resident_bytes
 from bench.chaos.streams import Case, Stream, new_session, read
 
 from .attack import BLOWS, Target
-from .machine import command_lines, free_port
+from .machine import command_lines
 from .recovery import FLAGS
 
 KEY, ATTACKER = "sk-of-a-client-who-is-served", "sk-of-the-client-who-attacks"

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from bench.chaos.cluster import leaks_when_idle
+from bench.chaos.cluster import free_port, leaks_when_idle
 from bench.chaos.load import Load, judge
 from bench.chaos.streams import Case, cases, expected
 
-from .machine import Machine, alive, command_lines, free_port, titled, tree, until
+from .machine import Machine, alive, command_lines, titled, tree, until
 from .raylets import Raylets
 
 T = TypeVar("T")

@@ -12,9 +12,10 @@ import httpx2
 import openai
 from openai.types import Completion
 
+from bench.chaos.cluster import free_port
 from tests.conftest import Certificates
 
-from .machine import Machine, command_lines, free_port
+from .machine import Machine, command_lines
 from .serve import Serve
 
 KEY, SECRET = "sk-of-a-test-and-nobody-else", "a cluster secret of a test and nobody else"
