@@ -1,4 +1,4 @@
-"""What a router is told when it starts."""
+"""The configuration of a router."""
 
 import os
 from dataclasses import dataclass, field
@@ -13,78 +13,81 @@ from rpc import TlsFiles, logs
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Raises ValueError naming the flag and the remedy."""
+    """The configuration of one router. Raises ValueError naming the flag and the remedy."""
 
     model: str | None
-    """Path of a Hugging Face directory or a GGUF file, or a hub id. Only its tokenizer is read. None: that of
-    the workers, to be asked for by `ask_workers` before the router runs."""
+    """A Hugging Face directory, a GGUF file, or a hub id. The router reads only its tokenizer. None: the
+    model of the workers; `ask_workers` asks them for it before the router runs."""
     secret: bytes = field(repr=False)
     """The cluster secret."""
     served_model_name: str | None = None
-    """The id clients use; None is `model`."""
+    """The model id for clients. None: `model`."""
     revision: str | None = None
     chat_template: str | None = None
-    """Path of a Jinja file; None is the model's own."""
+    """Path of a Jinja file. None: the model's own chat template."""
     tool_call_parser: str | None = None
-    """How the model writes tool calls: one of `router.tools.FORMATS`; None is told from the chat template."""
+    """The format of tool calls, one of `router.tools.FORMATS`. None: found in the chat template."""
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: chosen by the system, and reported."""
+    """0: the system chooses, and the router reports it."""
     grpc_port: int | None = None
-    """Of `baton.v1.Inference`; 0: chosen by the system, and reported. None: no gRPC."""
+    """Port of `baton.v1.Inference`. 0: the system chooses, and the router reports it. None: no gRPC."""
     tls: TlsFiles | None = None
-    """Of both faces for clients; with `ca_certs` clients must show a certificate."""
+    """For HTTP and gRPC clients. With `ca_certs` clients must show a certificate."""
     cluster_tls: TlsFiles | None = None
-    """Towards workers."""
+    """For connections to workers."""
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
-    """When there are any, clients must send one of them."""
+    """If there are any, clients must send one of them."""
     workers: tuple[str, ...] = ()
-    """gRPC addresses, for good."""
+    """gRPC addresses of workers that are always there."""
     workers_file: str | None = None
-    """One address a line; read again whenever it is replaced."""
+    """A file with one address a line, read again when it is replaced."""
     discovery: Discovery | None = None
-    """Finds workers by other means than a list or a file."""
+    """Another source of worker addresses, in place of list and file."""
     cluster_file: str | None = None
-    """What a supervisor knows of all roles, as JSON, replaced atomically; part of `/status`."""
+    """A JSON file with the supervisor's report on all roles, for `/status`. The supervisor replaces it
+    atomically."""
     request_timeout: float = 600.0
-    """Seconds that one request may take in all."""
+    """Seconds from the arrival of a request to its end."""
     client_timeout: float = 30.0
-    """Seconds that a client may take to send a body, or to read what waits for it."""
+    """Seconds for a client to send a body, or to read a full send buffer."""
     keep_alive: float = 75.0
-    """Seconds that a connection may be idle, and that headers may take."""
+    """Seconds that a connection may be idle, and seconds for a client to send the headers."""
     worker_wait: float = 60.0
-    """Seconds that a request waits while a role has no worker."""
+    """Seconds that a request waits when a role has no worker."""
     drain_timeout: float = 60.0
-    """Seconds that running requests have after SIGTERM."""
+    """Seconds for running requests to finish after SIGTERM."""
     overflow: bool = True
-    """Decode workers prefill where the second token is there earlier then."""
+    """A decode worker prefills when the second token is expected earlier that way."""
     routing_policy: str = "sticky"
-    """How a prefill worker is chosen: one of `router.policy.PREFILL_POLICIES`."""
+    """The policy that chooses a prefill worker, one of `router.policy.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20
     max_waiting_tokens: int = 1_000_000
-    """Prompt tokens of requests without a first token; beyond it clients get 429."""
+    """Limit for the prompt tokens of all requests without a first token. Beyond it clients get 429."""
     log_format: logs.Format = "text"
     log_level: logs.Level = "info"
     otlp_endpoint: str | None = None
-    """http://HOST:PORT of an OTLP/gRPC receiver of traces; None: no traces."""
+    """http://HOST:PORT of an OTLP/gRPC receiver of traces. None: no traces."""
     processes: int = 1
-    """That listen on the same port, and share the work."""
+    """Number of processes that listen on the same port."""
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
-    """Where `/metrics` and `/status` are answered for all processes; 0: chosen by the system, and reported.
-    None: by the one process, on `port`."""
+    """Port of `/metrics` and `/status` for all processes. 0: the system chooses, and the router reports it.
+    None: one process serves them on `port`."""
     command: tuple[str, ...] = ()
-    """Starts one more process of this router, given further flags. Needed with an admin port."""
+    """Command that starts one more process of this router, with further flags. Needed with an admin port."""
     process_number: int | None = None
-    """Of this process, when a supervisor started it; then `control_fd` is its end of the socket pair."""
+    """Number of this process among those of a supervisor. None: there is no supervisor."""
     control_fd: int | None = None
+    """This process' end of the socket pair to its supervisor."""
     index: int = 0
-    """Its number among the routers, for people."""
+    """Number of this router, for logs and status."""
     title: str = "baton"
-    """What the titles of its processes begin with."""
+    """First part of the titles of its processes."""
     ready_fd: int | None = None
+    """Pipe to the parent, for progress and for the addresses once the router listens."""
     id: bytes = field(default_factory=lambda: os.urandom(16))
-    """Names this life of it to workers and in logs."""
+    """Random id of this start of the router, for workers and logs."""
 
     def __post_init__(self) -> None:
         def require(flag: str, holds: bool, bound: str, value: object) -> None:
@@ -103,7 +106,9 @@ class RouterConfig:
         require("admin-port", 0 <= (self.admin_port or 0) <= 65_535, "0 to 65535", self.admin_port)
         require("router-processes", self.processes >= 1, "at least 1", self.processes)
         if self.processes > 1 and self.admin_port is None:
-            raise ValueError(f"--router-processes {self.processes}: needs --admin-port, to speak for all")
+            raise ValueError(
+                f"--router-processes {self.processes}: needs --admin-port, which serves all of them"
+            )
         require("index", self.index >= 0, "at least 0", self.index)
         parsers = ", ".join(FORMATS)
         require(
@@ -127,17 +132,17 @@ class RouterConfig:
 
     @property
     def supervised(self) -> bool:
-        """It is one of several processes."""
+        """True for a process that a supervisor started."""
         return self.process_number is not None
 
     @property
     def model_name(self) -> str:
         name = self.served_model_name or self.model
-        assert name is not None, "a router runs once its model is known"
+        assert name is not None, "the router runs after its model is known"
         return name
 
     def discovered(self) -> Discovery:
-        """Where the workers are found."""
+        """Returns the source of worker addresses."""
         if self.discovery is not None:
             return self.discovery
         if self.workers_file is not None:
@@ -145,5 +150,5 @@ class RouterConfig:
         return StaticDiscovery(self.workers)
 
     def logging(self) -> dict[str, Any]:
-        speaker = {"role": "router", "index": self.index, "incarnation": self.incarnation}
-        return logs.log_config(self.log_format, self.log_level, speaker, exception_text=False)
+        process = {"role": "router", "index": self.index, "incarnation": self.incarnation}
+        return logs.log_config(self.log_format, self.log_level, process, exception_text=False)

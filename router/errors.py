@@ -1,10 +1,16 @@
-"""What goes wrong with a request, in the shape in which OpenAI's API says it."""
+"""The errors of requests, with the status and the body that OpenAI's API gives them."""
 
 from typing import Any
 
 
 class ApiError(Exception):
-    """An answer to a client: as an HTTP status, or as an SSE event once a stream has begun."""
+    """An error for the client: an HTTP status and body, or an event if a stream has begun.
+
+    Attributes:
+        status: the HTTP status.
+        type, code, param: as in OpenAI's API. `param` is the field at fault.
+        retry_after: seconds after which another try may succeed.
+    """
 
     status = 500
     type = "server_error"
@@ -18,6 +24,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """The JSON body."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
@@ -26,7 +33,7 @@ class InvalidRequest(ApiError):
 
 
 class Unsupported(InvalidRequest):
-    """Well-formed, but a feature that Baton does not have."""
+    """A valid request for a feature that Baton does not have."""
 
     code = "unsupported_value"
 
@@ -64,19 +71,19 @@ class Overloaded(ApiError):
 
 
 class RateLimited(Overloaded):
-    """What this client may use is used up; others are served."""
+    """This client has reached the limits of its API key. Others are served."""
 
     code = "rate_limit_exceeded"
 
 
 class TooSlow(ApiError):
-    """The client did not send its request in time, or did not read its answer."""
+    """The client did not send its request in time, or did not read its response."""
 
     status, type, code = 408, "invalid_request_error", "request_timeout"
 
 
 class Failed(ApiError):
-    """Given up after repeated failures of workers."""
+    """The request failed on too many workers."""
 
     code = "request_failed"
 
@@ -94,9 +101,10 @@ class TimedOut(ApiError):
 
 
 def error_code(kind: type[ApiError]) -> str:
-    """For metrics; what clients see is `code`."""
+    """Returns the label of this error in metrics. Clients see `code`."""
     return kind.code or "internal"
 
 
 def all_errors(kind: type[ApiError] = ApiError) -> list[type[ApiError]]:
+    """Returns `kind` and all its subclasses."""
     return [kind, *(error for child in kind.__subclasses__() for error in all_errors(child))]

@@ -1,6 +1,11 @@
-"""What clients write and read: OpenAI's and vLLM's fields, and nothing of how they are served.
+"""The fields that clients send and receive: OpenAI's, and vLLM's beside them.
 
-A body is validated into one of the models of `bodies` (made of `fields`, `messages`, `structured` and
-`router.tools`), becomes `jobs`, token ids only, and comes back as one of the models of `replies`, filled by
-`answers`. `openapi` is made from these models.
+Life of a request here:
+
+1. A body is validated into a model of `bodies`, which is made of `fields`, `messages`, `structured` and
+   `tools`. A gRPC message becomes the same model (`grpc_body`). `unsupported` refuses fields that Baton does
+   not have.
+2. `jobs` makes one `Job` for each choice: token ids and sampling parameters.
+
+`responses` has the models of responses. `openapi` describes both.
 """

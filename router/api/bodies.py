@@ -1,6 +1,6 @@
-"""Requests as clients write them: OpenAI's fields, and vLLM's beside them.
+"""The bodies of requests: OpenAI's fields, and vLLM's beside them.
 
-Types are strict. Fields in `unsupported` are refused by name; unknown ones are ignored, as in vLLM.
+Types are strict. Fields in `unsupported` are refused by name. Unknown fields are ignored, as in vLLM.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -41,7 +41,7 @@ MAX_TOOLS = 128
 
 
 class Body(BaseModel):
-    """Anything that is posted."""
+    """The fields that all bodies have."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
@@ -52,8 +52,9 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
-    """None: as continuous_usage_stats, a field of vLLM, where the default of this one is true."""
+    """None: as `continuous_usage_stats`."""
     continuous_usage_stats: Nullable[bool] = False
+    """vLLM's: usage in each chunk."""
 
     @property
     def usage_at_the_end(self) -> bool:
@@ -65,7 +66,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """What both kinds of completion share."""
+    """The fields that chat and text completions share."""
 
     stream: Nullable[bool] = False
     stream_options: StreamOptions | None = None
@@ -101,13 +102,13 @@ class GenerationBody(Body):
         return refuse(data, GENERATION)
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Self:
+    def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream to be true", "stream_options")
         return self
 
     @model_validator(mode="after")
-    def _one_structure(self) -> Self:
+    def _check_structure(self) -> Self:
         if self.structured_outputs is not None and self.response_format is not None:
             raise invalid("structured_outputs excludes response_format", "structured_outputs")
         if self.ignore_eos and (self.structure is not None or self.must_call):
@@ -116,31 +117,33 @@ class GenerationBody(Body):
 
     @property
     def structure(self) -> Structure | None:
-        """What the output must be like, as far as the client said so."""
+        """The constraint on the output, if the client set one."""
         given = self.structured_outputs or self.response_format
         return given.structure if given is not None else None
 
     @property
     def must_call(self) -> bool:
-        """The answer is to be tool calls, and nothing else."""
+        """True if the output must be tool calls and nothing else."""
         return False
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """How many alternatives per token; None is no logprobs at all."""
+        """Number of alternatives for each token. None: no logprobs at all."""
         raise NotImplementedError
 
     @property
     def max_tokens_field(self) -> str:
+        """The field that limits the output, for error messages."""
         return "max_tokens"
 
     @property
     def max_tokens_wanted(self) -> int | None:
+        """The client's limit for output tokens."""
         return self.max_tokens
 
 
 class CompletionOptions(GenerationBody):
-    """A completion without its prompt."""
+    """The fields of a text completion without its prompt."""
 
     prompt_field: ClassVar[str] = "prompt"
 
@@ -150,11 +153,11 @@ class CompletionOptions(GenerationBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_fields_of_chats(cls, data: Any) -> Any:
+    def _refuse_chat_fields(cls, data: Any) -> Any:
         return refuse(data, COMPLETION)
 
     @model_validator(mode="after")
-    def _no_prompt_logprobs(self) -> Self:
+    def _check_echo(self) -> Self:
         if self.echo and self.logprobs is not None:
             raise unsupported("echo is not supported together with logprobs", "echo")
         return self
@@ -171,43 +174,44 @@ class CompletionBody(CompletionOptions):
 
 
 class RenderedBody(Body):
-    """The fields that say how a chat template makes a prompt of messages."""
+    """The fields that control how a chat template renders messages."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: TemplateSettings | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     add_generation_prompt: bool | None = None
-    """None: true, unless the final message is continued."""
+    """None: true, unless `continue_final_message` is true."""
     continue_final_message: Nullable[bool] = False
     add_special_tokens: bool | None = None
-    """None: true for a prompt, false for messages, because their template writes these tokens."""
+    """None: true for a prompt, false for messages, because chat templates write these tokens themselves."""
 
     @model_validator(mode="after")
-    def _one_end(self) -> Self:
+    def _check_end_of_prompt(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
             raise invalid("continue_final_message excludes add_generation_prompt", "continue_final_message")
         return self
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the prompt tells the model of."""
+        """The tools that the prompt describes."""
         return self.tools or []
 
     @property
     def template_settings(self) -> dict[str, Any]:
-        """Variables of the template. As in vLLM, a reasoning effort also says whether to think at all."""
+        """Variables of the template. As in vLLM, the reasoning effort also sets `enable_thinking`."""
         effort = self.reasoning_effort
         asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
         return asked | (self.chat_template_kwargs or {})
 
     @property
     def ends_with_generation_prompt(self) -> bool:
+        """True if the rendered prompt ends with the head of the assistant's message."""
         given = self.add_generation_prompt
         return not self.continue_final_message if given is None else given
 
 
 class ChatOptions(RenderedBody, GenerationBody):
-    """A chat completion without its messages."""
+    """The fields of a chat completion without its messages."""
 
     prompt_field: ClassVar[str] = "messages"
 
@@ -219,17 +223,17 @@ class ChatOptions(RenderedBody, GenerationBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_fields_of_completions(cls, data: Any) -> Any:
+    def _refuse_completion_fields(cls, data: Any) -> Any:
         return refuse(data, CHAT)
 
     @model_validator(mode="after")
-    def _logprobs_first(self) -> Self:
+    def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
         return self
 
     @model_validator(mode="after")
-    def _known_tools(self) -> Self:
+    def _check_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -247,7 +251,7 @@ class ChatOptions(RenderedBody, GenerationBody):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """What the model learns of; it may call none of these where tool_choice is none."""
+        """The tools that the prompt describes: none if `tool_choice` is none."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -256,13 +260,14 @@ class ChatOptions(RenderedBody, GenerationBody):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The same, without those that tool_choice excludes."""
+        """The offered tools that `tool_choice` allows to call."""
         choice = self.tool_choice
         name = choice.function.name if isinstance(choice, NamedTool) else None
         return [tool for tool in self.offered_tools if name in (None, tool.function.name)]
 
     @property
     def many_calls(self) -> bool:
+        """True if the output may have several tool calls."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -296,7 +301,7 @@ class TokenizeBody(RenderedBody):
         return refuse(data, TOKENIZE)
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
+    def _check_prompt(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("needs either prompt or messages", "prompt")
         return self
@@ -312,7 +317,10 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], raw: bytes | bytearray) -> B:
-    """Of JSON. Raises InvalidRequest naming the field, what is wrong with it, and what was sent."""
+    """Parses and validates JSON.
+
+    Raises InvalidRequest with the field, the reason and the value that was sent.
+    """
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -320,7 +328,7 @@ def parse(kind: type[B], raw: bytes | bytearray) -> B:
 
 
 def validate(kind: type[B], fields: dict[str, Any]) -> B:
-    """The same of what came by another way than JSON."""
+    """Validates fields that are already parsed. Raises InvalidRequest like `parse`."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

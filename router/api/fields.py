@@ -1,4 +1,4 @@
-"""Kinds of values that fields of requests have: what may stand there, and what is made of it."""
+"""Types of request fields: their validators, and the JSON schemas of what clients may send."""
 
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,7 +12,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 
 Prompts = list[str | list[int]]
 
-# What a client may write where the validators below make one kind of value of it.
+# What clients may send, for the JSON schema. The validators below normalize it.
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -20,13 +20,12 @@ PromptInput = Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_lengt
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
 
-
-# What a chat template may be told beside messages and tools, like Qwen 3's `enable_thinking`.
+# Variables of a chat template beside messages and tools, such as Qwen 3's `enable_thinking`.
 TemplateSettings = Annotated[dict[Annotated[str, Field(max_length=64)], Any], Field(max_length=64)]
 
 
 class _NullIsDefault:
-    """Makes null as good as leaving the field out: many clients write out every field that they know."""
+    """Reads null as an absent field, because many clients send every field that they know."""
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(kind)
@@ -50,12 +49,12 @@ class TextPart(BaseModel):
 
 
 def invalid(reason: str, param: str | None = None) -> PydanticCustomError:
-    """To be raised by a validator. `param` names the field where it is not the one that is validated."""
+    """Returns an error for a validator to raise. `param` names the field, if it is not the validated one."""
     return _error("invalid", reason, param)
 
 
 def unsupported(reason: str, param: str | None = None) -> PydanticCustomError:
-    """The same for what is well-formed, but a feature that Baton does not have."""
+    """Returns the error for a valid value that asks for a feature that Baton does not have."""
     return _error("unsupported", reason, param)
 
 
@@ -64,7 +63,7 @@ def _error(kind: Literal["invalid", "unsupported"], reason: str, param: str | No
 
 
 def one_of(kinds: UnionType, what: str) -> PlainValidator:
-    """A value of one of these kinds, with one error for all of them."""
+    """Returns a validator that accepts these types, and has one error message for all of them."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, kinds):
@@ -75,7 +74,7 @@ def one_of(kinds: UnionType, what: str) -> PlainValidator:
 
 
 def prompts(value: Any) -> Prompts:
-    """One text, one list of token ids, or a list of either."""
+    """Normalizes `prompt`: a text, a list of token ids, or a list of either becomes a list."""
     if isinstance(value, str) or _is_ids(value):
         listed = [value]
     elif isinstance(value, list) and all(isinstance(prompt, str) or _is_ids(prompt) for prompt in value):
@@ -94,6 +93,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def stops(value: Any) -> list[str]:
+    """Normalizes `stop`: null, a string or a list becomes a list."""
     listed = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(stop, str) for stop in listed):
         raise invalid("must be a string or a list of strings")
@@ -103,7 +103,7 @@ def stops(value: Any) -> list[str]:
 
 
 def text(value: Any) -> str:
-    """Message content: a string, or OpenAI's list of parts, of which only text is supported."""
+    """Normalizes the content of a message: null, a string or a list of text parts becomes a string."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):

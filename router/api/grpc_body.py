@@ -1,4 +1,4 @@
-"""The message of a gRPC call as one of the bodies of the HTTP API."""
+"""Turns the message of a gRPC call into a body of the HTTP API."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from rpc import inference_pb2 as pb
 
 
 def parse_message(raw: bytes) -> ChatBody | CompletionBody:
-    """Takes the fields that are set under the names that they have in JSON. Raises InvalidRequest."""
+    """Validates the fields that are set, under their JSON names. Raises InvalidRequest."""
     try:
         request = pb.GenerateRequest.FromString(raw)
     except DecodeError:
-        raise InvalidRequest("the message is no baton.v1.GenerateRequest") from None
+        raise InvalidRequest("the message is not a baton.v1.GenerateRequest") from None
     fields: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
     for name in ("stop", "stop_token_ids"):
         if name in fields:

@@ -1,4 +1,4 @@
-"""From a validated request to what is to be generated. Text ends here: from now on there are token ids."""
+"""Makes jobs of a validated request: token ids and sampling parameters for each choice."""
 
 import os
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ _SEED_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What one request may have."""
+    """The context length of a model, as its workers serve it."""
 
     positions: int
-    """Prompt and output together."""
+    """Tokens of prompt and output together."""
     sliding_window: bool = False
-    """The model's window ends the context there."""
+    """The limit is the sliding window of the model."""
 
     def __str__(self) -> str:
         return f"{self.positions}, the model's sliding window" if self.sliding_window else f"{self.positions}"
@@ -32,7 +32,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be generated: token ids and primitive types only."""
+    """One choice to generate."""
 
     prompt_ids: list[int]
     sampling: pb.SamplingParams
@@ -53,7 +53,11 @@ class Job:
         retried: bool,
         alone: bool,
     ) -> pb.Request:
-        """As workers are asked: with what was emitted so far, and the time that is left for the rest."""
+        """Returns the request for a worker.
+
+        `output_ids` were emitted already. `seconds` are left until the deadline. `retried` and `alone` are
+        fields of the message.
+        """
         return pb.Request(
             request_id=request_id,
             prompt_ids=self.prompt_ids,
@@ -80,10 +84,7 @@ def make_jobs(
     tenant: bytes,
     structure: Structure | None,
 ) -> list[Job]:
-    """`n` jobs for each prompt, in the order of the answer's choices.
-
-    Raises InvalidRequest.
-    """
+    """Returns `n` jobs for each prompt, in the order of the choices. Raises InvalidRequest."""
     session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size)
     sampling["structured_output"] = structure and structure.message
@@ -108,7 +109,7 @@ def make_jobs(
 
 
 def output_room(prompt_tokens: int, field: str, context: Context) -> int:
-    """How many tokens the output may have. Raises ContextLengthExceeded when there is room for none."""
+    """Returns how many tokens fit after the prompt. Raises ContextLengthExceeded when none does."""
     room = context.positions - prompt_tokens
     if room < 1:
         text = f"{field}: {prompt_tokens} tokens leave no room for output in a context of {context}"
@@ -123,7 +124,6 @@ def _max_tokens(body: ChatOptions | CompletionOptions, prompt_tokens: int, conte
         return min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else room
     if wanted > room:
         name = body.max_tokens_field
-        # Without the prompt it would fit: then the prompt is too long as much as the output.
         text = f"{name}: {wanted} and a prompt of {prompt_tokens} tokens exceed the context of {context}"
         raise ContextLengthExceeded(text, param=name)
     return wanted
@@ -136,7 +136,7 @@ def _sampling(body: ChatOptions | CompletionOptions, vocab_size: int) -> dict[st
     bias: dict[int, float] = {}
     for key, value in (body.logit_bias or {}).items():
         if not key.isdecimal() or int(key) >= vocab_size:
-            text = f"logit_bias: {key[:20]!r} is no token id below {vocab_size}"
+            text = f"logit_bias: {key[:20]!r} is not a token id below {vocab_size}"
             raise InvalidRequest(text, param="logit_bias")
         bias[int(key)] = value
     for token_id in body.stop_token_ids or ():
@@ -160,7 +160,7 @@ def _sampling(body: ChatOptions | CompletionOptions, vocab_size: int) -> dict[st
 
 
 def _session_key(session: str | None, prompt_ids: list[int], chunks: list[int], salt: bytes) -> int:
-    """By what the client calls it; else sessions are told apart by how they begin."""
+    """Returns the key of the client's session name, or else of the first chunks of the prompt."""
     if session:
         return xxhash.xxh3_64_intdigest(salt + session.encode(errors="replace"))
     if chunks:

@@ -1,4 +1,4 @@
-"""The messages of a chat, as clients write them and as chat templates read them."""
+"""The messages of a chat, as clients send them and as chat templates read them."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -16,7 +16,7 @@ class CalledFunction(BaseModel):
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     arguments: str
-    """A JSON object."""
+    """The text of a JSON object."""
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Self:
@@ -34,7 +34,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call that an earlier answer made."""
+    """A tool call in an earlier message of the assistant."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -67,10 +67,14 @@ class Message(BaseModel):
 
     @property
     def about_tools(self) -> bool:
+        """True if it has tool calls or the result of one."""
         return self.role == "tool" or bool(self.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
-        """As templates know it: `developer` is OpenAI's newer name of `system`, arguments are no text."""
+        """Returns the message as chat templates read it.
+
+        The role `developer`, OpenAI's newer name, becomes `system`. Arguments become objects.
+        """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,

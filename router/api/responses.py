@@ -1,5 +1,4 @@
-"""The JSON of responses, as models. `/openapi.json` is made from them, and tests validate responses with
-them.
+"""The JSON of responses, as models for `/openapi.json` and for tests.
 
 The router itself builds responses as plain dicts (`router.endpoints.response_builder`), because a model for
 each token would cost more than the rest of its response.

@@ -1,15 +1,15 @@
-"""The fields of OpenAI, vLLM and SGLang that Baton knows and does not have. It refuses them by name.
+"""Fields of OpenAI, vLLM and SGLang that Baton does not have, and the errors that refuse them.
 
-To ignore one of them would give another answer than the client asked for. Not refused are fields that change
-no answer: `stream_interval` only says how large the chunks are, `session_id` which requests belong together,
-`spaces_between_special_tokens` has no effect on byte-exact text.
+To ignore such a field would return a result that the client did not ask for. Fields that do not change the
+result are not listed, and are ignored: `stream_interval` (size of chunks), `session_id` (requests that belong
+together) and `spaces_between_special_tokens` (no effect on byte-exact text).
 """
 
 from typing import Any
 
 from router.api.fields import unsupported
 
-# Each name, and the values that ask for nothing.
+# For each field the values that have no effect, and are accepted.
 GENERATION: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],), "audio": (), "bad_words": ([],), "best_of": (1,), "bootstrap_host": (),
     "bootstrap_port": (), "bootstrap_room": (), "cache_salt": (), "chat_template": (),
@@ -37,13 +37,13 @@ TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": (), "return_token_strs"
 
 _ROUTED = "Baton chooses the workers and moves the KV cache by itself; leave it out"
 _NAMED = "name the request in the header x-request-id"
-# What to do instead, where there is something.
+# What the client can do instead, added to the error message.
 _REMEDIES = {
     "bootstrap_host": _ROUTED,
     "bootstrap_port": _ROUTED,
     "bootstrap_room": _ROUTED,
     "ebnf": "use structured_outputs.grammar",
-    "echo": "the answer holds only the new text; put the last message before it",
+    "echo": "the response holds only the new text; put the last message before it",
     "ec_transfer_params": _ROUTED,
     "guided_choice": "use structured_outputs.choice",
     "guided_grammar": "use structured_outputs.grammar",
@@ -62,16 +62,17 @@ _REMEDIES = {
     "return_token_strs": "send the token ids to /detokenize",
     "rid": _NAMED,
     "stop_regex": "use stop",
-    "thinking_token_budget": "limit the whole answer with max_tokens",
+    "thinking_token_budget": "limit the whole output with max_tokens",
     "top_logprobs": "use logprobs",
     "vllm_xargs": "Baton has no such extensions; leave it out",
 }
 
 
 def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
-    """Returns `data` if it has none of the fields, or only with values that ask for nothing.
+    """Returns `data`, unless it has one of the fields with a value that has an effect.
 
-    `nested`: `data` is no body, and its own place names it better.
+    Raises the error for a validator otherwise. `nested`: `data` is a part of the body, and the error names
+    its path instead of the field.
     """
     for name, harmless in fields.items():
         value = data.get(name) if isinstance(data, dict) else None

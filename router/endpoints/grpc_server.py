@@ -1,4 +1,4 @@
-"""The gRPC endpoint: `baton.v1.Inference`, with health and reflection. Same limits and errors as over
+"""The gRPC endpoint: `baton.v1.Inference`, with health and reflection. Limits and errors are those of
 HTTP."""
 
 import asyncio

@@ -1,9 +1,8 @@
-"""One page of metrics for all processes of a router.
+"""Merges the metrics of all processes of a router into one page.
 
-Each process counts by itself, without files or locks between them (which is what `prometheus_client`'s own
-multiprocess mode would put under every observation); only a scrape pays for adding up. Counters and
-histograms of a process that died stay in the sums, as last scraped: a sum that fell would look like a restart
-of all of them.
+Each process counts in its own memory, without files or locks. (`prometheus_client`'s multiprocess mode writes
+each observation to a mapped file.) Only a scrape pays for the sums. Counters and histograms of a process that
+died stay in the sums as last scraped, because a sum that falls would look like a restart of all processes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,9 +11,9 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-# What every process says of the same thing: the largest is shown.
+# Every process reports the same fact. The page has the largest value.
 _ALIKE = {"baton:workers", "baton:workers_left_out", "baton:router_start_time_seconds"}
-# What belongs to one operating system process: shown for each, told apart by a label.
+# These belong to one operating system process. The page has each value, with a label `process`.
 _OWN = ("process_", "python_")
 _GROWING = ("counter", "histogram")
 
@@ -24,20 +23,23 @@ Sums = dict[Family, dict[tuple[str, Labels], float]]
 
 
 class MergedMetrics:
-    """Owned by the supervisor; remembers each process' last page."""
+    """The last metrics of each process. Owned by the supervisor."""
 
     def __init__(self) -> None:
         self._last: dict[str, Sums] = {}
         self._ended: Sums = {}
 
     def ended(self, process: str) -> None:
-        """That process is gone; what it counted stays."""
+        """Keeps the counters of a process that has ended."""
         for family, samples in self._last.pop(process, {}).items():
             if family[1] in _GROWING and not family[0].startswith(_OWN):
                 _add(self._ended.setdefault(family, {}), samples)
 
     def page(self, pages: Mapping[str, bytes]) -> bytes:
-        """`pages`: of each process that answered; one that did not is shown as it was last."""
+        """Returns the merged page.
+
+        `pages` has one for each process that replied; others count with their last one.
+        """
         self._last |= {process: _parse(process, page.decode()) for process, page in pages.items()}
         sums: Sums = {}
         for found in (self._ended, *self._last.values()):

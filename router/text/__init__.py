@@ -1,5 +1,7 @@
-"""Between text and tokens, at the edge of the router: nothing behind it knows text.
+"""Conversion between text and tokens. Behind the router there are only tokens.
 
-`model_files` finds a model's files, `tokenizer` reads them; a `chat_template` makes one text of a chat's
-messages; the `detokenizer` turns tokens back, as they come.
+- `model_files` finds the tokenizer files of a model, and `tokenizer` loads them (`gguf_tokenizer` from a GGUF
+  file).
+- `chat_template` renders the messages of a chat as one text, which `tokenizer` turns into tokens.
+- `detokenizer` turns tokens back into text as they arrive, and finds stop strings.
 """

@@ -1,6 +1,7 @@
-"""From chat messages to the text that a model was trained on: its Jinja template, sandboxed.
+"""Renders chat messages with the model's Jinja template, in a sandbox.
 
-Templates come with the model, never from a request. They get what transformers gives them.
+Templates come with the model, never from a request. They get the same variables and functions as in
+transformers.
 """
 
 import json
@@ -15,15 +16,16 @@ import jinja2.parser
 import jinja2.sandbox
 
 _END = "THE FINAL MESSAGE GOES ON HERE\v"
-"""Marks the end of the final message in a rendered text. A template that strips messages removes the \\v."""
+"""Marks the end of the final message in the rendered text. A template that strips messages removes the
+\\v."""
 
 
 class ChatTemplateError(ValueError):
-    """The template refuses these messages; the text says why and is for the client."""
+    """The template refuses these messages. The text is for the client."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a trainer may learn from; here it is only passed through."""
+    """Accepts the tag `{% generation %}`, which marks text for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -33,11 +35,11 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """Raises ValueError when `source` is no template.
+    """A chat template. Raises ValueError when `source` is not valid Jinja.
 
     Attributes:
-        takes_tools: it can tell a model which tools there are.
-        state: the arguments that make a copy of it in another process.
+        takes_tools: it can describe tools to the model.
+        state: keyword arguments for a copy in another process.
     """
 
     def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
@@ -51,7 +53,7 @@ class ChatTemplate:
             self._template = environment.from_string(source, globals=offered)
             self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template is no valid Jinja: {error}") from error
+            raise ValueError(f"the chat template is not valid Jinja: {error}") from error
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
     def render(
@@ -63,8 +65,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """`settings` are variables of this template's own. `add_generation_prompt` ends the text with the
-        head of an answer, `continue_final_message` with the content of the last message.
+        """Returns the text for the model.
+
+        Args:
+            settings: further variables of the template.
+            add_generation_prompt: end the text with the head of the assistant's next message.
+            continue_final_message: end the text with the content of the last message.
 
         Raises ChatTemplateError when the template refuses the messages or fails on them.
         """
@@ -80,7 +86,7 @@ class ChatTemplate:
         try:
             text = self._template.render({**(settings or {}), **ours})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # A template is a program of the model's author: what it trips over is in the messages.
+            # The template works for other messages, so the cause of the error is in these messages.
             raise ChatTemplateError(
                 f"the model's chat template does not take these messages: {error}"
             ) from error
@@ -88,9 +94,9 @@ class ChatTemplate:
 
 
 def _cut_at_end(text: str) -> str:
-    """Cuts what the template adds after the last message, as transformers does.
+    """Cuts the text after the content of the last message, as transformers does.
 
-    If the template strips messages, the content loses its last spaces here too.
+    If the template strips messages, the content loses its trailing spaces here too.
     """
     content, end, rest = text.rpartition(_END.rstrip())
     if not end:

@@ -1,7 +1,7 @@
-"""What a GGUF file says of its model before the tensors: the vocabulary, the chat template, the context.
+"""Reads the metadata of a GGUF file: vocabulary, chat template, context length.
 
-The layout is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package's reader, which
-makes arrays of every token and every merge, takes three seconds for a vocabulary of 49,152.
+The layout is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` package
+takes three seconds for a vocabulary of 49,152, because it makes an array of every token and every merge.
 """
 
 import mmap
@@ -20,7 +20,10 @@ _HEADER = struct.Struct("<4sIQQ")
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Scalars, strings, and lists of these, by key. Raises ValueError when it is no whole GGUF file."""
+    """Returns scalars, strings and lists of these, by key.
+
+    Raises ValueError when the file is not a complete GGUF file.
+    """
     try:
         with path.open("rb") as file:
             return _Metadata(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).read()
@@ -36,7 +39,7 @@ class _Metadata:
     def read(self) -> dict[str, Any]:
         magic, version, _, count = self._unpack(_HEADER)
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("it does not begin as one of version 2 or 3 does")
+            raise ValueError("it does not begin like a file of version 2 or 3")
         return {self._string(): self._value(self._unpack(_UINT32)[0]) for _ in range(count)}
 
     def _value(self, kind: int) -> Any:

@@ -1,9 +1,9 @@
-"""A tokenizer out of a GGUF file's metadata, which has no tokenizer.json.
+"""Makes a tokenizer of a GGUF file's metadata. Such a file has no tokenizer.json.
 
-Byte-level BPE ("gpt2" in the file's words) is supported, built as transformers builds it from the same file.
-How text is split before the merges is only named there ("smollm"). That model's own tokenizer.json also
-splits off every digit, which tells when several spaces come before one; transformers does not, and its
-tokens are what Baton promises.
+Only byte-level BPE is supported ("gpt2" in the file), built in the same way as transformers builds it. The
+file holds only the name of the rule that splits text before the merges, for example "smollm". The
+tokenizer.json of that model also splits off every digit, which changes the tokens of several spaces before a
+digit. transformers does not do that for a GGUF file, and Baton gives the same tokens as transformers.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ _TEKKEN = (
 )
 _SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2, "tekken": _TEKKEN}
 _PLAIN = ("default", "gpt-2", "smollm")
-_CONTROL, _USER_DEFINED = 3, 4  # among a file's types of tokens
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens in the file
 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """What a router takes from a GGUF file."""
+    """The part of a GGUF file that a router needs."""
 
     tokenizer: Tokenizer
     chat_template: str | None
@@ -40,7 +40,7 @@ class GGUFModel:
 
 
 def read_gguf(path: Path) -> GGUFModel:
-    """Raises ValueError when it is no GGUF file, or its kind of tokenizer is not supported."""
+    """Raises ValueError when it is not a GGUF file, or has a tokenizer that is not supported."""
     get = read_metadata(path).get
     kind, split = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2":

@@ -1,4 +1,4 @@
-"""Where a model's tokenizer, chat template and context length are: a directory, a GGUF file, or the hub."""
+"""Finds the tokenizer, chat template and context length of a model, on disk or on the hub."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "config.json", "chat_tem
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A Hugging Face directory, as far as a router needs it."""
+    """The part of a Hugging Face directory that a router needs."""
 
     path: Path
     tokenizer_config: dict[str, Any]
@@ -28,15 +28,15 @@ class ModelDirectory:
         return length
 
     def special_token(self, name: str) -> str | None:
-        """Content of "bos_token" or "eos_token"; older files keep it in an object."""
+        """Returns the text of "bos_token" or "eos_token". Older files keep it in an object."""
         token = self.tokenizer_config.get(name)
         return token.get("content") if isinstance(token, dict) else token
 
 
 def locate(model: str, revision: str | None) -> Path:
-    """The path that `model` names; a hub id's tokenizer files are downloaded, its weights are not.
+    """Returns the path of a model. For a hub id, downloads the tokenizer files, but no weights.
 
-    Raises ValueError when there is nothing.
+    Raises ValueError when there is no such model.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -48,17 +48,17 @@ def locate(model: str, revision: str | None) -> Path:
     except HFValidationError as error:
         raise ValueError(f"--model {model}: neither a path nor the id of a model on the hub") from error
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ValueError(f"--model {model}: not a path, and not to be had from the hub: {error}") from error
+        raise ValueError(f"--model {model}: not a path, and the hub does not provide it: {error}") from error
 
 
 def read_directory(path: Path) -> ModelDirectory:
-    """Raises ValueError when a file that a router needs is missing or malformed."""
+    """Reads the directory. Raises ValueError when a file is missing or malformed."""
     if not (path / "tokenizer.json").is_file():
         raise ValueError(f"{path} has no tokenizer.json (slow tokenizers are not supported)")
     tokenizer_config = _read_json(path / "tokenizer_config.json")
     template_file = path / "chat_template.jinja"
     template = template_file.read_text() if template_file.is_file() else tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return ModelDirectory(path, tokenizer_config, _read_json(path / "config.json"), template)
 

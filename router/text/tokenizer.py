@@ -1,4 +1,4 @@
-"""Text to tokens and tokens to text, for every kind of model that a router can serve."""
+"""Turns text into tokens and tokens into text, for all models that a router can serve."""
 
 import json
 from collections.abc import Callable
@@ -19,12 +19,12 @@ class ModelTokenizer:
     """A model's tokenizer and chat template. Immutable, and shared by all requests.
 
     Attributes:
-        max_model_len: positions that the model was made for; its workers may offer fewer.
-        takes_tools: the chat template knows tools.
-        tool_format: how the model calls them; None: nobody knows.
+        max_model_len: context length of the model. Its workers may serve a shorter one.
+        takes_tools: the chat template can describe tools.
+        tool_format: the format of the model's tool calls. None: unknown.
         vocab_size: every token id is below it.
-        longest_token: no token stands for more characters of a text.
-        vocabulary_fingerprint: workers whose model has another one mean other text by the same ids.
+        longest_token: characters of the longest token.
+        vocabulary_fingerprint: differs from a worker's if the same ids mean other text there.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ModelTokenizer:
 
     @cached_property
     def state(self) -> bytes:
-        """Makes a copy of it in another process: see `restored`."""
+        """The bytes from which `restored` makes a copy in another process."""
         state = {
             "tokenizer": self._tokenizer.to_str(),
             "template": None if self._template is None else self._template.state,
@@ -63,6 +63,7 @@ class ModelTokenizer:
 
     @classmethod
     def restored(cls, state: bytes) -> Self:
+        """Returns a copy of the tokenizer with this `state`."""
         given = json.loads(state)
         template, name = given["template"], given["tool_format"]
         return cls(
@@ -76,7 +77,7 @@ class ModelTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Raises ChatTemplateError (a ValueError) when the model has no template or its template refuses."""
+        """Raises ValueError when the model has no chat template, or the template refuses the messages."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(
@@ -88,6 +89,7 @@ class ModelTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
+        """As `ChatTemplate.render`. Raises ValueError also when the model has no chat template."""
         if self._template is None:
             raise ValueError("this model has no chat template; use /v1/completions, or give --chat-template")
         return self._template.render(
@@ -99,12 +101,12 @@ class ModelTokenizer:
         )
 
     def lark(self, text: str) -> str:
-        """How a grammar for workers writes one token, or else a text."""
+        """Returns the Lark expression for `text`: a token, if it is one, or else a string."""
         token_id = self._tokenizer.token_to_id(text)
         return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """What is no UTF-8 becomes U+FFFD."""
+        """Invalid UTF-8 becomes U+FFFD."""
         kept = (t for t in token_ids if not (skip_special_tokens and t in self._special))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
 
@@ -112,7 +114,7 @@ class ModelTokenizer:
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What this token adds to a text that goes on; often not a whole number of characters."""
+        """Returns the bytes of a token inside a text. They may end inside a character."""
         spelled = self._bytes.get(token_id)
         if spelled is None:
             spelled = self._added.get(token_id)
@@ -130,11 +132,13 @@ def load_tokenizer(
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
 ) -> ModelTokenizer:
-    """Of a Hugging Face directory, a GGUF file or a hub id.
+    """Loads the tokenizer of a Hugging Face directory, a GGUF file or a hub id.
 
-    `chat_template` is the path of a Jinja file that replaces the model's own, `tool_call_parser` the name of
-    a tool format, which else is told from the template. Raises ValueError when something is missing,
-    unreadable or of an unsupported kind.
+    Args:
+        chat_template: path of a Jinja file that replaces the model's own template.
+        tool_call_parser: name of a tool format. None: found in the chat template.
+
+    Raises ValueError when a file is missing, unreadable or not supported.
     """
     path = locate(model, revision)
     if path.is_dir():
@@ -164,7 +168,10 @@ def load_tokenizer(
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    """How an ordinary token's name says its bytes. Raises ValueError for a decoder that it cannot tell."""
+    """Returns a function from the name of an ordinary token to its bytes.
+
+    Raises ValueError for an unknown decoder.
+    """
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {"type": "none"}
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
@@ -183,7 +190,7 @@ def _spell_sentencepiece(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for U+0100 and up."""
+    """Maps GPT-2's alphabet to bytes: printable bytes are themselves, the others are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     spelled = {chr(byte): bytes([byte]) for byte in printable}

@@ -1,4 +1,4 @@
-"""Which format a model writes tool calls in."""
+"""The formats of tool calls, by name and by chat template."""
 
 from router.tools.hermes import HermesParser
 from router.tools.llama import LlamaParser
@@ -6,8 +6,8 @@ from router.tools.mistral import MistralParser
 from router.tools.parser import ToolParser
 
 FORMATS: dict[str, type[ToolParser]] = {p.name: p for p in (HermesParser, LlamaParser, MistralParser)}
-# What a template that teaches a format has in it.
-_SIGNS = {
+# A text that is in the chat templates of models with this format.
+_MARKS = {
     "<tool_call>": HermesParser,
     "[TOOL_CALLS]": MistralParser,
     '{"name": function name, "parameters":': LlamaParser,
@@ -15,5 +15,5 @@ _SIGNS = {
 
 
 def format_of(template: str) -> type[ToolParser] | None:
-    """The format that a chat template teaches, if it is one of these."""
-    return next((parser for sign, parser in _SIGNS.items() if sign in template), None)
+    """Returns the format that this chat template uses, or None if it is unknown."""
+    return next((parser for mark, parser in _MARKS.items() if mark in template), None)

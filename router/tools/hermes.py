@@ -1,4 +1,4 @@
-"""Nous Hermes, Qwen 2.5, Qwen 3 and more: <tool_call>{"name": …, "arguments": {…}}</tool_call> among text."""
+"""The format of Hermes, Qwen 2.5 and Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,7 +14,7 @@ class HermesParser(ToolParser):
     def __init__(self) -> None:
         super().__init__()
         self._open, self._close = Marker(OPEN), Marker(CLOSE)
-        self._space = ""  # before a call it is no content
+        self._space = ""  # held back, because space before a call is not content
         self._call: CallReader | None = None
 
     @classmethod

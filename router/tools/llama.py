@@ -1,4 +1,4 @@
-"""Llama 3.x: an answer that is nothing but {"name": …, "parameters": {…}}, or several of these."""
+"""The format of Llama 3.x: the whole output is {"name": …, "parameters": {…}}, or several of these."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -7,13 +7,13 @@ from router.tools.parser import SPACE, CallReader, Piece, ToolParser, arguments_
 
 
 class LlamaParser(ToolParser):
-    """Before it may come the special token <|python_tag|>, which is no part of the text."""
+    """The special token <|python_tag|> may precede the calls. It is not part of the text."""
 
     name = "llama3_json"
 
     def __init__(self) -> None:
         super().__init__()
-        self._between = ""  # characters after the last call that may or may not be content
+        self._between = ""  # characters since the last call, which may be content
         self._call: CallReader | None = None
         self._only_content = False
 
@@ -48,6 +48,6 @@ class LlamaParser(ToolParser):
             yield Piece(self._between)
 
     def _give_up(self, raw: str) -> Iterator[Piece]:
-        """What comes from here on is no call."""
+        """Reads this and all further text as content."""
         self._only_content, self._call = True, None
         yield Piece(self._between + raw)

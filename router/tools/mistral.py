@@ -1,4 +1,7 @@
-"""Mistral: [TOOL_CALLS] and then [{"name": …, "arguments": {…}}, …], or later NAME[ARGS]{…} for each call."""
+"""The formats of Mistral: [TOOL_CALLS] [{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]NAME[ARGS]{…}.
+
+Newer models write the second one.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +19,8 @@ class MistralParser(ToolParser):
     def __init__(self) -> None:
         super().__init__()
         self._marker = Marker(CALLS)
-        self._head: str | None = None  # what follows the marker until a call begins; None: content
-        self._listed = False  # the calls are in brackets
+        self._head: str | None = None  # text between the marker and a call; None: outside of calls
+        self._listed = False  # the calls are in a list
         self._call: CallReader | None = None
 
     @classmethod
@@ -43,7 +46,7 @@ class MistralParser(ToolParser):
             self._head += character
 
     def _begin(self, head: str) -> Iterator[Piece]:
-        """A call's first bracket."""
+        """Begins a call, at its first brace. `head` is the text before it."""
         call = CallReader()
         if not self._listed:
             name = head.strip(SPACE).removesuffix(ARGS).strip(SPACE)
@@ -63,7 +66,7 @@ class MistralParser(ToolParser):
             if not call.begun:
                 yield Piece(call.raw)
             self._call = None
-            # After a call in brackets comes a comma or the other bracket, after any other a marker.
+            # In a list, a comma or the closing bracket follows. Otherwise content or the next marker follows.
             self._head = None if named else ""
 
     def _end(self) -> Iterator[Piece]:

@@ -1,6 +1,6 @@
-"""Text of a model, character by character, becomes content and tool calls.
+"""Parsers that find tool calls in the text of a model.
 
-One character at a time, so that it does not matter in which pieces the text comes.
+They read one character at a time, so the result does not depend on the pieces in which the text arrives.
 """
 
 import json
@@ -15,37 +15,45 @@ SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Something that is certain."""
+    """A piece of content or of a tool call. Later text cannot change it."""
 
     text: str = ""
-    """Of the content, or of the arguments of a call."""
+    """Content, or arguments of a call."""
     call: int | None = None
-    """Which call it belongs to, counted from 0; None: the content."""
+    """The index of the call. None: this is content."""
     name: str | None = None
-    """Of the function, with the first piece of a call."""
+    """The name of the function, in the first piece of a call."""
 
 
 class ToolParser:
-    """Of one text. A format says what its characters mean in `_take`, and what is left in `_end`."""
+    """Parses one text. A format implements `_take` for each character, and `_end` for the end of the text.
+
+    Attributes:
+        num_calls: tool calls so far.
+    """
 
     name: ClassVar[str]
-    """By which users choose it: vLLM's."""
+    """The name for --tool-call-parser, as in vLLM."""
     specials: ClassVar[tuple[str, ...]] = ()
-    """Special tokens that the format is made of: they are to be part of the text."""
+    """Special tokens of the format. The tokenizer leaves them in the text."""
 
     def __init__(self) -> None:
         self.num_calls = 0
 
     @classmethod
     def grammar(cls, tools: Sequence[Tool], *, many: bool, spell: Callable[[str], str]) -> str:
-        """Lark (llguidance's), for a call of one of the tools, or several. `spell` writes a special token."""
+        """Returns a Lark grammar (llguidance's dialect) for one call, or for several if `many`.
+
+        `spell` turns a special token into its form in a grammar.
+        """
         raise NotImplementedError
 
     def push(self, text: str) -> list[Piece]:
+        """Takes the next text. Returns the pieces that are certain now."""
         return _joined(piece for character in text for piece in self._take(character))
 
     def finish(self) -> list[Piece]:
-        """What was held back, now that nothing follows."""
+        """Returns the pieces that were held back, at the end of the text."""
         return _joined(self._end())
 
     def _take(self, character: str) -> Iterator[Piece]:
@@ -55,7 +63,7 @@ class ToolParser:
         raise NotImplementedError
 
     def _read(self, call: "CallReader", character: str) -> Iterator[Piece]:
-        """What one more character of a call makes certain."""
+        """Passes a character on to a call. Yields the pieces that are certain now."""
         before, new = call.begun, call.take(character)
         if call.begun and not before:
             self.num_calls += 1
@@ -65,7 +73,7 @@ class ToolParser:
 
 
 def _joined(pieces: Iterator[Piece]) -> list[Piece]:
-    """With neighbours that belong together as one."""
+    """Joins adjacent pieces of the same content or call."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
@@ -77,14 +85,14 @@ def _joined(pieces: Iterator[Piece]) -> list[Piece]:
 
 
 class Marker:
-    """Finds a fixed text in a stream of characters, and holds back what may be its beginning."""
+    """Finds a fixed text in a stream of characters. Holds back a possible beginning of it."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.held = ""
 
     def take(self, character: str) -> tuple[str, bool]:
-        """What is certainly not the marker, and whether the marker is complete (nothing is held then)."""
+        """Returns the text that is not part of the marker, and whether the marker is complete."""
         self.held += character
         if self.held.endswith(self._text):
             before, self.held = self.held[: -len(self._text)], ""
@@ -95,15 +103,16 @@ class Marker:
 
 
 class CallReader:
-    """Reads one call written as a JSON object, {"name": NAME, "arguments": {...}}; "parameters" is as good as
-    "arguments". These become pieces as they come, once the name is known.
+    """Reads one call, a JSON object {"name": NAME, "arguments": {...}}, or with "parameters" for "arguments".
+
+    Returns the arguments as they arrive, once the name is known.
 
     Attributes:
         raw: all characters so far.
         done: the object is complete.
-        broken: it is not such an object; characters after that were not looked at.
+        broken: it is not such an object. The reader ignores further characters.
         begun: the call has a name and arguments.
-        reading_arguments: they are open.
+        reading_arguments: the object of the arguments is not closed yet.
     """
 
     def __init__(self) -> None:
@@ -111,18 +120,19 @@ class CallReader:
         self.done = self.broken = self.begun = self.reading_arguments = False
         self.name: str | None = None
         self._depth = 0  # open brackets
-        self._string = ""  # what is open: "" or the string so far, with its quote
+        self._string = ""  # the open string so far, with its quote, or ""
         self._escaped = False
-        self._key: str | None = None  # of the member whose value is awaited or read
-        self._last = ""  # string that ended last, at depth 1
-        self._arguments: str | None = None  # None: not yet; what was read and is not a piece yet
+        self._key: str | None = None  # of the member whose value follows or is read
+        self._last = ""  # the last complete string at depth 1
+        self._arguments: str | None = None  # read, but not returned yet; None: before them
 
     @property
     def over(self) -> bool:
+        """True if the object is complete or broken."""
         return self.done or self.broken
 
     def take(self, character: str) -> str:
-        """Returns what is new of the arguments (which end with the object's closing bracket or before)."""
+        """Takes a character. Returns the new part of the arguments."""
         self.raw += character
         self._scan(character)
         if self.name is None or self._arguments is None:
@@ -133,7 +143,7 @@ class CallReader:
 
     def _scan(self, character: str) -> None:
         if not self._string and (character == "<" or (self._depth == 0 and character not in "{" + SPACE)):
-            self.broken = True  # JSON has it only in strings; a tag that closes the call may begin with it
+            self.broken = True  # JSON has "<" only in strings; the closing tag of the call may begin here
             return
         if self._arguments is not None and self.reading_arguments:
             self._arguments += character
@@ -192,7 +202,7 @@ def _parsed(text: str) -> str | None:
 
 
 def arguments_grammar(tools: Sequence[Tool], key: str) -> str:
-    """Lark rules: `call` is one of the tools, called as CallReader reads it."""
+    """Returns Lark rules in which `call` is a call of one of the tools, in the form that CallReader reads."""
     calls, rules = [], []
     for i, tool in enumerate(tools):
         head = json.dumps(f'{{"name": "{tool.function.name}", "{key}": ')

@@ -212,7 +212,7 @@ def test_what_cannot_be_loaded_is_said_clearly(directory: Path, tmp_path: Path, 
     refused("cannot be read as GGUF", tmp_path / "x.gguf")
     refused("--chat-template", directory, chat_template=str(tmp_path / "absent.jinja"))
     (tmp_path / "broken.jinja").write_text("{% if %}")
-    refused("no valid Jinja", directory, chat_template=str(tmp_path / "broken.jinja"))
+    refused("not valid Jinja", directory, chat_template=str(tmp_path / "broken.jinja"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     broken = tmp_path / "broken"
