@@ -76,11 +76,7 @@ def build_engine(
         if on_gpu:
             warm_up(runner, _rehearsal(config, pool.max_model_len, runner, pool.num_blocks), starting)
         if on_gpu and config.cuda_graphs:
-            runner.capture(
-                config.max_num_batched_tokens,
-                by_layer=kv_sink is not None,
-                progress=lambda done: starting("capturing graphs", done),
-            )
+            runner.capture(config.max_num_batched_tokens, lambda done: starting("capturing graphs", done))
     model_config = replace(model_config, max_model_len=pool.max_model_len)
     return Engine(
         config,
@@ -126,5 +122,6 @@ def _measure(
     free, total = torch.cuda.mem_get_info(device)
     graphs = 0
     if config.cuda_graphs:
+        # All graphs share one memory pool, which must hold a step of decodes and a step of LARGEST rows.
         graphs = step.decode + step.any * LARGEST // max(LARGEST, config.max_num_batched_tokens)
     return MemoryUse(total, free, weights, step.any, graphs)

@@ -53,6 +53,7 @@ class Step:
     num_decodes: int
     prefills: list[tuple[int, int]]  # (start, stop) positions of each longer chunk
     sampled_rows: np.ndarray  # [sampled] int64: indices of the tokens that get a next token
+    hands_over: bool  # KV of some chunk leaves layer by layer, so `layer_done` must be called
     variant: Variant
     draws: Draws[np.ndarray]  # [sampled] each
 
@@ -66,6 +67,7 @@ def arrange(
     variant: Variant,
     draws: Draws[np.ndarray],
     *,
+    hands_over: bool,
     block_size: int,
     table_width: int | None,
 ) -> Step:
@@ -74,7 +76,7 @@ def arrange(
     Chunk i computes positions [starts[i], stops[i]) of a request with block table tables[i]; chunks of one
     token come first. `token_ids` has the tokens of all chunks in order. `sampled` has the numbers of the
     chunks that get a token, ascending. `table_width`: blocks in a row of the block tables; None: as many as
-    the longest table has."""
+    the longest table has. `hands_over` as in `Step`."""
     ends_at = np.array(stops)
     lengths = ends_at - np.array(starts)
     num_decodes = int((lengths == 1).sum())
@@ -92,6 +94,7 @@ def arrange(
         num_decodes=num_decodes,
         prefills=list(zip(starts[num_decodes:], stops[num_decodes:], strict=True)),
         sampled_rows=ends[list(sampled)] - 1,
+        hands_over=hands_over,
         variant=variant,
         draws=draws,
     )

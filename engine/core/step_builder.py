@@ -40,6 +40,7 @@ def build_step(
         [c.live.blocks for c in chunks],
         sampled,
         *draws_of(requests, vocabulary),
+        hands_over=any(c.live.handover for c in chunks),
         block_size=block_size,
         table_width=table_width,
     )

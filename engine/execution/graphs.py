@@ -3,15 +3,15 @@
     capture, for each size ──▶ replay: inputs into static memory ─▶ forward ─▶ logits ─▶ choose
 
 *forward* goes from token ids to the hidden states of all rows. Some of its graphs are for steps that only
-decode, others for steps with chunks of prompts after the decodes; each for several numbers of rows. *logits*
-computes the logits of the sampled rows, and *choose* samples their tokens. Both have graphs for several
-numbers of sampled rows.
+decode. Others are for steps with chunks of prompts after the decodes. Each kind has graphs for several
+numbers of rows. *logits* computes the logits of the sampled rows, and *choose* samples their tokens. Both
+have graphs for several numbers of sampled rows.
 
 A step is padded to the next captured size. Padding rows have slot −1 and are in no context and no tile, so
 they write nothing and attend to nothing.
 
-If KV is handed over layer by layer, *forward* is cut at the point where the KV of a layer is written.
-`layer_done` is called between the two graphs.
+A forward pass with chunks is cut in each layer, at the point where the KV of the layer is written: it is one
+graph more than there are layers. `layer_done` is called between two graphs, so that KV can be handed over.
 
 All graphs share one memory pool, since only one graph runs at a time. Their results (hidden states, logits,
 tokens) are in other memory. The inputs of a step are contiguous, so one copy moves them all.
@@ -19,7 +19,7 @@ tokens) are in other memory. The inputs of a step are contiguous, so one copy mo
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -72,7 +72,7 @@ class Size(NamedTuple):
     """The steps that a forward graph can replay."""
 
     rows: int  # at most
-    chunks: bool  # False: each row is a decode
+    chunks: bool  # False: only decodes; one graph that does not call `layer_done`
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -87,6 +87,17 @@ def chunk_sizes(most: int) -> list[int]:
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(16, 1 << sizes[-1].bit_length() - 3))
     return [*sizes[:-1], most] if most > 16 else [most]
+
+
+def size_for(step: Step, sizes: Iterable[Size]) -> Size | None:
+    """The smallest of these sizes that can replay the step. None: no graph can.
+
+    A chunk of one token counts as a decode in a step. If its KV is handed over, the step needs a graph that
+    calls `layer_done`."""
+    if len(step.prefills) > CHUNKS:
+        return None
+    rows, chunks = len(step.token_ids), bool(step.prefills) or step.hands_over
+    return min((size for size in sizes if size.chunks == chunks and size.rows >= rows), default=None)
 
 
 class _Inputs:
@@ -140,25 +151,20 @@ class StepGraphs:
         dtype: torch.dtype,
         block_size: int,
         max_num_batched_tokens: int,
-        by_layer: bool,
         progress: Callable[[float], None],
     ) -> None:
         """Captures steps of up to len(tokens) requests.
 
         `tokens` [requests] int64, on the device, is the runner's: each step writes its sampled tokens there,
-        and the next step reads them. `by_layer`: only steps without decodes have graphs, which are cut where
-        `layer_done` is called. Otherwise all kinds of steps have graphs, and `layer_done` is not called."""
+        and the next step reads them."""
         device, requests = tokens.device, len(tokens)
         self._network = network
         self._tokens = tokens
         self._widths = widths
         self._block_size = block_size
-        self._by_layer = by_layer
-        with_chunks = chunk_sizes(min(LARGEST, max_num_batched_tokens))
         self._batch_sizes = batch_sizes(requests)
-        self._sizes = [Size(rows, True) for rows in with_chunks]
-        if not by_layer:
-            self._sizes += [Size(rows, False) for rows in self._batch_sizes]
+        self._sizes = [Size(rows, True) for rows in chunk_sizes(min(LARGEST, max_num_batched_tokens))]
+        self._sizes += [Size(rows, False) for rows in self._batch_sizes]
         rows = max(size.rows for size in self._sizes)
         self._hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
         self._logits = torch.empty((requests, widths.vocabulary), dtype=torch.float32, device=device)
@@ -201,10 +207,7 @@ class StepGraphs:
 
     def size(self, step: Step) -> Size | None:
         """The size that this step is padded to. None: no graph can replay the step."""
-        if (self._by_layer and step.num_decodes) or len(step.prefills) > CHUNKS:
-            return None
-        rows, chunks = len(step.token_ids), bool(step.prefills)
-        return min((s for s in self._sizes if s.chunks == chunks and s.rows >= rows), default=None)
+        return size_for(step, self._sizes)
 
     def forward(self, size: Size, step: Step, layer_done: LayerDone) -> None:
         """Launches the forward pass of a step. `size` is the result of `self.size(step)`."""
@@ -247,17 +250,16 @@ class StepGraphs:
 
     def _run_forward(self, size: Size, layer_done: LayerDone) -> None:
         static, rows = self._static, size.rows
-        decodes = 0 if self._by_layer else min(rows, len(self._tokens))
         attention = AttentionMetadata(
             block_size=self._block_size,
             slots=static["slots"][:rows],
             block_tables=static["tables"],
             contexts=static["contexts"],
-            num_decodes=decodes,
+            num_decodes=min(rows, len(self._tokens)),
             prefills=[],
             tiles=static["tiles"][: rows // self._widths.tile + CHUNKS] if size.chunks else None,
         )
-        cut = layer_done if self._by_layer else lambda _: None
+        cut = layer_done if size.chunks else lambda _: None
         hidden = self._network.forward(static["token_ids"][:rows], static["positions"][:rows], attention, cut)
         self._hidden[:rows].copy_(hidden)
 

@@ -124,7 +124,7 @@ class Rehearsal:
         return arrange(
             [0] * sum(count for _, count in chunks), starts, stops,
             [sequence.blocks for sequence, _ in chunks], sampled, variant, _draws(len(sampled), variant),
-            block_size=self._block_size, table_width=table_width,
+            hands_over=False, block_size=self._block_size, table_width=table_width,
         )  # fmt: skip
 
 

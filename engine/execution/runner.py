@@ -108,11 +108,8 @@ class ModelRunner:
         self.kv_cache = []
 
     @torch.inference_mode()
-    def capture(
-        self, max_num_batched_tokens: int, *, by_layer: bool, progress: Callable[[float], None]
-    ) -> None:
-        """Captures graphs, which replay steps from now on; the cache must stay where it is. `by_layer`: the
-        graphs of steps with prompts are cut where `layer_done` is called."""
+    def capture(self, max_num_batched_tokens: int, progress: Callable[[float], None]) -> None:
+        """Captures graphs, which replay steps from now on; the cache must stay where it is."""
         assert self.table_width is not None, "a CPU has no graphs"
         config = self._config
         tile = SHORT.tokens(config.num_heads // config.num_kv_heads)
@@ -124,14 +121,13 @@ class ModelRunner:
             dtype=self._dtype,
             block_size=self.block_size,
             max_num_batched_tokens=max_num_batched_tokens,
-            by_layer=by_layer,
             progress=progress,
         )
 
     @torch.inference_mode()
     def run(self, step: Step, layer_done: LayerDone) -> Launched:
         """Enqueues the forward pass. `layer_done(i)` is called when the KV of layer i is written (on CUDA:
-        when its writing is enqueued), except by graphs that were not captured by layer. `sample` must be
+        when its writing is enqueued). A graph of a step that only decodes does not call it. `sample` must be
         called before the next `run`."""
         began, rows, graphs = self._moment(), len(step.sampled_rows), self._graphs
         size = graphs.size(step) if graphs is not None else None

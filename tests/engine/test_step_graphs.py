@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, PrefillChunk
-from engine.execution.graphs import batch_sizes, chunk_sizes
+from engine import Engine, EngineRequest, PrefillChunk
+from engine.core.live_request import LiveRequest, Phase
+from engine.core.scheduler import Chunk
+from engine.core.step_builder import build_step
+from engine.execution.graphs import CHUNKS, Size, batch_sizes, chunk_sizes, size_for
 from tests.device import DEVICE
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 2, 15, 16, 17, 40, 70, 100)]
@@ -28,6 +31,33 @@ def test_at_most_a_fifth_of_the_rows_is_padding_above_64() -> None:
     for rows in range(65, 1025):
         padded = next(size for size in sizes if size >= rows)
         assert padded - rows <= padded / 5
+
+
+SIZES = [Size(rows, chunks) for rows in (8, 64) for chunks in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "handover", "size"),
+    [
+        pytest.param([1] * 9, [], Size(64, False), id="decodes"),
+        pytest.param([1, 7], [], Size(8, True), id="a chunk beside a decode"),
+        pytest.param([1, 7], [1], Size(8, True), id="a chunk that is handed over"),
+        pytest.param([1, 1], [0], Size(8, True), id="one token that is handed over"),
+        pytest.param([1, 64], [], None, id="too many rows"),
+        pytest.param([2] * (CHUNKS + 1), [], None, id="too many chunks"),
+    ],
+)
+def test_a_step_that_hands_kv_over_is_cut_by_layer(
+    lengths: list[int], handover: list[int], size: Size | None
+) -> None:
+    chunks = []
+    for number, length in enumerate(lengths):
+        live = LiveRequest(EngineRequest(bytes([number]), [3] * length), Phase.RUNNING, number)
+        live.handover = number in handover
+        live.blocks.extend(range(length))
+        chunks.append(Chunk(live, 0, length))
+    step, _ = build_step(chunks, 199, block_size=1, table_width=None)
+    assert size_for(step, SIZES) == size
 
 
 class LayersSeen:
@@ -61,9 +91,10 @@ class LayersSeen:
 def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
     tiny_engine: Callable[..., Engine], request_of: Any, budget: int
 ) -> None:
-    """With and without graphs, for prompts alone and together, whole and in chunks."""
+    """With and without graphs, for prompts alone and together, whole and in chunks, beside a decode."""
     seen: list[LayersSeen] = []
-    tokens: list[dict[bytes, int]] = []
+    tokens: list[dict[bytes, list[int]]] = []
+    decoding = request_of(99, [7, 8, 9], max_tokens=200, ignore_eos=True)
     for graphs in (False, True):
         sink = LayersSeen()
         engine = sink.engine = tiny_engine(
@@ -74,15 +105,18 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
             max_num_seqs=8,
         )
         sink.order.clear()
-        found: dict[bytes, int] = {}
+        found: dict[bytes, list[int]] = {decoding.id: []}
+        engine.add(decoding)
         for number, prompt in enumerate(PROMPTS):
             engine.add(request_of(number, prompt, max_tokens=2), handover=True)
             if number % 3 == 0:
                 continue  # two at once
-            while engine.has_work:
+            while engine.stats().running + engine.stats().waiting > 1:
                 for output in engine.step().outputs:
-                    found[output.id] = output.token
-                    engine.release(output.id)
+                    found.setdefault(output.id, []).append(output.token)
+                    if output.id != decoding.id:
+                        engine.release(output.id)
+        engine.cancel(decoding.id)
         engine.assert_whole()
         layers = engine.model_config.num_layers
         assert sink.order == list(range(layers)) * (len(sink.order) // layers)
