@@ -1,0 +1,52 @@
+"""docs/reference/metrics.md lists exactly the series that each role exports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from prometheus_client import Metric
+
+from engine import EngineStats
+from kv_transfer import TransferStats
+from router.metrics import Metrics as RouterMetrics
+from worker.messages import EngineStatus, RequestCounts
+from worker.metrics import Metrics as WorkerMetrics
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+SUFFIX = {"counter": "_total", "info": "_info"}
+
+
+def names(families: Iterable[Metric]) -> set[str]:
+    found = {family.name + SUFFIX.get(family.type, "") for family in families}
+    return {name for name in found if not name.startswith(("process_", "python_"))}
+
+
+def documented(letter: str) -> set[str]:
+    rows = re.findall(r"^\| `([^`]+)` \| \w \| [^|]* \| ([RPD ]+) \|", PAGE.read_text(), re.M)
+    return {name for name, roles in rows if letter in roles.split()}
+
+
+def test_router() -> None:
+    metrics = RouterMetrics("model")
+    pool: Any = SimpleNamespace(connections=[], waiters=[])
+    admission: Any = SimpleNamespace(waiting_tokens=0, held_tokens=0, queue=[], waiting_for_room=0)
+    metrics.follow(pool, admission)
+    assert names(metrics.registry.collect()) == documented("R")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_workers(role: Literal["prefill", "decode"]) -> None:
+    metrics = WorkerMetrics(role, "model")
+    stats = EngineStats(**{field.name: 1 for field in fields(EngineStats)})
+    counts = RequestCounts(**{field.name: 1 for field in fields(RequestCounts)})
+    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True)
+    empty = {f.name: {} if "dict" in str(f.type) else 0 for f in msgspec.structs.fields(TransferStats)}
+    metrics.transfer_stats = msgspec.convert(empty, TransferStats)
+    assert names(metrics.registry.collect()) == documented(role[0].upper())
