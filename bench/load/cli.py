@@ -1,7 +1,7 @@
 """The command `baton bench`: run, sweep, replay, compare, report.
 
 Exit codes: 0 measured; 1 nothing could be measured, the server refused many requests in a row, or a --fail-if
-holds; 2 what was asked for is wrong; 3 the client could not keep up, the numbers are invalid; 130 stopped by
+holds; 2 a mistake in the options; 3 the client could not keep up, so the numbers are invalid; 130 stopped by
 Ctrl-C.
 """
 
@@ -21,6 +21,7 @@ from bench.load.options import (
     PaceOptions,
     ShapeOptions,
     SloOptions,
+    SweepOptions,
     TargetOptions,
     TraceOptions,
     WorkloadOptions,
@@ -29,9 +30,9 @@ from bench.load.traffic.datasets import SAMPLE_TRACE
 
 app = typer.Typer(
     name="bench",
-    help="Load tests of any OpenAI-compatible server: TTFT, TTIT, throughput and goodput to rely on.\n\n"
-    "Latency counts from the intended send time, failed requests are misses, and a run in which this client "
-    "could not keep up is marked invalid.",
+    help="Load tests of any OpenAI-compatible server: TTFT, TTIT, throughput and goodput.\n\n"
+    "Latency counts from the intended send time. A failed request counts as a miss. A run in which this "
+    "client could not keep up is marked invalid.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
@@ -81,51 +82,19 @@ def sweep(
     pace: PaceOptions,
     slo: SloOptions,
     output: OutputOptions,
-    rates: Annotated[
-        str,
-        typer.Option(
-            metavar="R,R,…", help="Open loops of these rates.", show_default="none", rich_help_panel="Sweep"
-        ),
-    ] = "",
-    concurrencies: Annotated[
-        str,
-        typer.Option(
-            metavar="N,N,…", help="Closed loops of so many users.", show_default="none",
-            rich_help_panel="Sweep",
-        ),
-    ] = "",
-    find_rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="PER_SECOND", help="Search the highest rate within --slo, from this one on.",
-            show_default="none",
-            rich_help_panel="Sweep",
-        ),
-    ] = None,
-    precision: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of the rate found, by bisection.", rich_help_panel="Sweep")
-    ] = 0.05,
-) -> int:  # fmt: skip
-    """Measure a row of loads, or search the highest rate that keeps to --slo."""
+    loads: SweepOptions,
+) -> int:
+    """Measure several loads one after another, or search the highest rate that meets --slo."""
     from bench.load.commands import search, sweep_over
 
-    if sum(map(bool, (rates, concurrencies, find_rate))) != 1:
-        raise ValueError("a sweep needs one of --rates, --concurrencies and --find-rate.")
     if shape.rate is not None:
         raise ValueError(f"--rate {shape.rate:g}: a sweep sets the rate itself. Leave it out.")
-    if find_rate is not None and not slo.slo:
+    if loads.find_rate is not None and not slo.slo:
         raise ValueError("--find-rate needs an objective: give --slo, like ttft.p99=300,ttit.p99=50.")
-    if not precision > 0:
-        raise ValueError(f"--precision {precision:g} must be a positive number, like 0.05.")
-    if concurrencies:
-        users = _numbers("--concurrencies", concurrencies)
-        shapes = [dataclasses.replace(shape, concurrency=_whole("--concurrencies", n)) for n in users]
-    else:
-        first = [find_rate] if find_rate is not None else _numbers("--rates", rates)
-        shapes = [dataclasses.replace(shape, rate=rate) for rate in first]
-    points = [_options(target, workload, s, pace, slo, output) for s in shapes]
-    if find_rate is not None:
-        return asyncio.run(search(points[0], output, find_rate, precision))
+    shapes = [dataclasses.replace(shape, **load) for load in loads.loads]
+    points = [_options(target, workload, each, pace, slo, output) for each in shapes]
+    if loads.find_rate is not None:
+        return asyncio.run(search(points[0], output, loads.find_rate, loads.precision))
     # The prompts of all points follow from one seed.
     points = [dataclasses.replace(point, seed=points[0].seed) for point in points]
     return asyncio.run(sweep_over(points, output))
@@ -177,13 +146,13 @@ def compare(
     fail_if: Annotated[
         list[str],
         typer.Option(
-            metavar="CONDITION", help="Exit with 1 if it holds; may be repeated. A row of the reports: "
+            metavar="CONDITION", help="Exit with 1 if this holds for a row; may be repeated: "
             "ttit.p99>+5%, throughput.requests<-5%, ttft.p50>+20 (ms more), requests.failed>0.",
             show_default="never",
         ),
     ] = [],  # noqa: B006 - typer's default, never changed
 ) -> int:  # fmt: skip
-    """Compare runs row by row; decide for CI with --fail-if."""
+    """Compare runs row by row. For CI, --fail-if turns a change into an exit code."""
     from bench.load.report import compare as comparing
     from bench.load.report.table import console
 
@@ -225,19 +194,3 @@ def _options(
 ) -> Options:
     options = Options(target=target, workload=workload, shape=shape, pace=pace, slo=slo, label=output.label)
     return options if pace.seed is None else dataclasses.replace(options, seed=pace.seed)
-
-
-def _numbers(option: str, text: str) -> list[float]:
-    try:
-        numbers = [float(x) for x in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(n > 0 for n in numbers):
-        raise ValueError(f"{option} {text!r}: give positive numbers separated by commas, like 1,2,4,8.")
-    return numbers
-
-
-def _whole(option: str, number: float) -> int:
-    if number != int(number):
-        raise ValueError(f"{option} {number:g}: users are whole numbers.")
-    return int(number)

@@ -116,7 +116,7 @@ class Plan:
             "extra_body": self.target.extra_body or None,
             "slo": str(slo.objectives) or None,
             "attainment": slo.attainment if slo.slo else None,
-            "warm_up": "detected" if pace.warm_up is None else pace.warm_up,
+            "warm_up": "detected" if pace.warmup is None else pace.warmup,
             "seed": options.seed,
             "timeout_s": pace.timeout,
             "drain_s": pace.drain,
@@ -188,7 +188,7 @@ def _reduce(plan: Plan, options: Options, harvest: Harvest, server: ServerView) 
     summary = summarize(
         harvest.records,
         options.slo.objectives,
-        warm_up=options.pace.warm_up,
+        warm_up=options.pace.warmup,
         ramp=options.shape.arrivals == "ramp",
         attainment=options.slo.attainment,
     )

@@ -1,23 +1,27 @@
-"""Makes typer commands of functions that take dataclasses: every field annotated with a typer.Option is a
-flag.
-"""
+"""Turns functions that take option groups (dataclasses) into typer commands."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
+
+
+def flag(text: str, metavar: str | None = None, *aliases: str, shown: str | bool = True, **more: Any) -> Any:
+    """A field of an option group: the flag `--field-name`, and its aliases. `shown` replaces the default."""
+    return typer.Option(*aliases, help=text, metavar=metavar, show_default=shown, **more)
 
 
 def takes_options(function: Callable[..., int]) -> Callable[..., None]:
-    """`function`'s parameters are dataclasses, whose fields become flat options, or ordinary typer
-    parameters.
+    """Each parameter of `function` is an option group, or an ordinary typer parameter.
 
-    What it returns is the exit code. A ValueError, also one of a dataclass's own checks, is the user's: a
-    line that names value and remedy, and exit code 2.
+    `function` returns the exit code. A ValueError, also of a group's own checks, is a mistake of the user:
+    the command prints it and exits with 2.
     """
     hints = get_type_hints(function, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -46,17 +50,17 @@ def takes_options(function: Callable[..., int]) -> Callable[..., None]:
     return command
 
 
-def _parameters_of(group: type) -> list[inspect.Parameter]:
+def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
-    found = []
     for field in fields(group):
+        type_, declared = get_args(hints[field.name])
+        info: OptionInfo = copy.copy(declared)
+        # typer takes the first name of an Annotated option from `default`.
+        info.default = "--" + field.name.replace("_", "-")
+        info.rich_help_panel = group.panel
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        found.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if default is MISSING else default,
-                annotation=hints[field.name],
-            )
+        if info.show_default is True and default in (None, "", False, []):
+            info.show_default = "off" if default is False else "none"
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, info]
         )
-    return found

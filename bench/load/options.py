@@ -1,7 +1,6 @@
-"""What a user asks for: every flag once, checked as far as that needs no server.
+"""What a user asks for: every flag once, checked as far as possible without the server.
 
-Names are those of `vllm bench serve` where it has the thing (`--request-rate`, `--max-concurrency`,
-`--num-prompts`, `--burstiness`, …, beside our shorter ones).
+Where `vllm bench serve` has the same flag, its name is accepted, too (`--request-rate`, `--num-prompts`, …).
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-import typer
-
+from bench.load.flags import flag
 from bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
 from bench.load.measurement.slo import Slo
 from bench.load.target.request import Api
@@ -31,45 +29,31 @@ DEFAULT_DURATION = 30.0
 _MOST_PROCESSES = 8
 
 
-def _flag(panel: str, *names: str, shown: str | bool = True, metavar: str | None = None, text: str) -> Any:
-    return typer.Option(*names, help=text, show_default=shown, metavar=metavar, rich_help_panel=panel)
-
-
-_T, _W, _L, _O = "Target", "Workload", "Load", "Objectives and output"
-
-
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """Whom to measure."""
+    """The server to measure."""
 
-    url: Annotated[
-        str, _flag(_T, "--url", "--base-url", metavar="URL", text="Any OpenAI-compatible server.")
-    ] = DEFAULT_URL
-    model: Annotated[
-        str | None, _flag(_T, "--model", metavar="NAME", shown="the server's first", text="Model to ask for.")
-    ] = None
-    api: Annotated[
-        Api, _flag(_T, "--api", text="completions: /v1/completions; chat: /v1/chat/completions.")
-    ] = "completions"
+    panel: ClassVar = "Target"
+    url: Annotated[str, flag("Any OpenAI-compatible server.", "URL", "--base-url")] = DEFAULT_URL
+    model: Annotated[str | None, flag("Model to ask for.", "NAME", shown="the server's first")] = None
+    api: Annotated[Api, flag("completions: /v1/completions; chat: /v1/chat/completions.")] = "completions"
     api_key: Annotated[
         str | None,
-        typer.Option(
-            "--api-key", metavar="KEY", envvar="BATON_API_KEY", rich_help_panel=_T, show_default="none",
-            help="Rather set the variable: arguments are visible to everybody on the machine.",
+        flag(
+            "Prefer the variable: every user can read arguments.",
+            "KEY",
+            envvar="BATON_API_KEY",
         ),
-    ] = None  # fmt: skip
-    extra_body: Annotated[
-        str, _flag(_T, "--extra-body", metavar="JSON", shown="none", text='More fields, like {"top_p": 0.9}.')
-    ] = ""
-    session_header: Annotated[
-        str,
-        _flag(_T, "--session-header", metavar="NAME", text="Header with a session's id, sent in every turn."),
-    ] = "x-session-id"
+    ] = None
+    extra_body: Annotated[str, flag('More fields, like {"top_p": 0.9}.', "JSON")] = ""
+    session_header: Annotated[str, flag("Header with the session's id, sent in every turn.", "NAME")] = (
+        "x-session-id"
+    )
     metrics_url: Annotated[
         list[str],
-        _flag(
-            _T, "--metrics-url", metavar="URL", shown="URL/metrics, and of Baton's workers",
-            text="Prometheus page with the server's stages; may be repeated for several workers.",
+        flag(
+            "Prometheus page with the server's stages; may be repeated for several workers.", "URL",
+            shown="URL/metrics, and of Baton's workers",
         ),
     ] = field(default_factory=list)  # fmt: skip
 
@@ -82,7 +66,7 @@ class TargetOptions:
 
     @property
     def base(self) -> str:
-        """Without the slash or the /v1 that clients' configurations often end with."""
+        """Without a slash or /v1 at the end, which many configurations of clients have."""
         return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
     @property
@@ -104,55 +88,28 @@ class TargetOptions:
 class WorkloadOptions:
     """What to send: lengths, or the conversations of a data set."""
 
+    panel: ClassVar = "Workload"
     preset: Annotated[
-        str | None,
-        _flag(
-            _W,
-            "--preset",
-            metavar="IN/OUT",
-            shown=DEFAULT_PRESET,
-            text=f"Lengths by name: {', '.join(PRESETS)}.",
-        ),
+        str | None, flag(f"Lengths by name: {', '.join(PRESETS)}.", "IN/OUT", shown=DEFAULT_PRESET)
     ] = None
     input_len: Annotated[
         str | None,
-        _flag(
-            _W, "--input-len", "--random-input-len", metavar="TOKENS", shown="the preset's",
-            text=f"Prompt tokens, exact: {SYNTAX}",
-        ),
-    ] = None  # fmt: skip
+        flag(f"Prompt tokens, exact: {SYNTAX}", "TOKENS", "--random-input-len", shown="the preset's"),
+    ] = None
     output_len: Annotated[
-        str | None,
-        _flag(
-            _W, "--output-len", "--random-output-len", metavar="TOKENS", shown="the preset's",
-            text="Output tokens, likewise.",
-        ),
-    ] = None  # fmt: skip
-    prefix_len: Annotated[
-        int,
-        _flag(_W, "--prefix-len", metavar="TOKENS", text="Of the prompt, how many a group has in common."),
-    ] = 0
-    prefix_groups: Annotated[
-        int, _flag(_W, "--prefix-groups", metavar="N", text="Groups of prompts that share their prefix.")
-    ] = 0
-    turns: Annotated[
-        str,
-        _flag(
-            _W,
-            "--turns",
-            metavar="N",
-            text="Requests in a session, each with all before it: a number as above.",
-        ),
-    ] = "1"
-    think_time: Annotated[
-        str,
-        _flag(_W, "--think-time", metavar="SECONDS", text="Between an answer and the next turn: likewise."),
-    ] = "0"
+        str | None, flag("Output tokens: likewise.", "TOKENS", "--random-output-len", shown="the preset's")
+    ] = None
+    prefix_len: Annotated[int, flag("Prompt tokens that a group has in common.", "TOKENS")] = 0
+    prefix_groups: Annotated[int, flag("Groups of prompts that share their prefix.", "N")] = 0
+    turns: Annotated[str, flag("Requests of a session, each with all before it: a number as above.", "N")] = (
+        "1"
+    )
+    think_time: Annotated[str, flag("From an answer to the next turn: likewise.", "SECONDS")] = "0"
     dataset: Annotated[
         Path | None,
-        _flag(
-            _W, "--dataset", "--dataset-path", metavar="FILE", shown="none",
-            text="ShareGPT-style JSON with conversations; 'sample' is one that comes with Baton.",
+        flag(
+            "ShareGPT-style JSON with conversations; 'sample' is one that comes with Baton.", "FILE",
+            "--dataset-path",
         ),
     ] = None  # fmt: skip
 
@@ -164,25 +121,25 @@ class WorkloadOptions:
                 f"--prefix-groups {self.prefix_groups} and --prefix-len {self.prefix_len}: "
                 "give both, or none."
             )
-        if self.prefix_groups and self.input_distribution.least <= self.prefix_len:
+        least = self.input_distribution.least
+        if self.prefix_groups and least <= self.prefix_len:
             raise ValueError(
                 f"--prefix-len {self.prefix_len}: the prefix is part of the prompt, but --input-len "
-                f"{self.input_distribution} can be as short as {self.input_distribution.least:g}."
+                f"{self.input_distribution} can be as short as {least:g}."
             )
         if self.turn_distribution.least < 1 and self.turn_distribution.kind in ("fixed", "uniform"):
             raise ValueError(f"--turns {self.turns}: a session has at least one turn. Try uniform:1,8.")
-        if self.dataset is not None and (
-            self.preset or self.input_len or self.output_len or self.prefix_groups
-        ):
-            raise ValueError(
-                f"--dataset {self.dataset} brings its own lengths. Leave out --preset, --input-len, "
-                "--output-len and the prefixes."
-            )
-        if self.dataset is not None and self.turn_distribution.kind != "fixed":
-            raise ValueError(
-                f"--turns {self.turns}: with --dataset it is the most turns of one conversation, a number."
-            )
-        self.input_distribution, self.output_distribution, self.think_distribution  # noqa: B018 - for errors
+        if self.dataset is not None:
+            if self.preset or self.input_len or self.output_len or self.prefix_groups:
+                raise ValueError(
+                    f"--dataset {self.dataset} brings its own lengths. Leave out --preset, --input-len, "
+                    "--output-len and the prefixes."
+                )
+            if self.turn_distribution.kind != "fixed":
+                raise ValueError(
+                    f"--turns {self.turns}: with --dataset, give a number: the most turns of a conversation."
+                )
+        self.output_distribution, self.think_distribution  # noqa: B018 - read for their errors
 
     @property
     def input_distribution(self) -> Distribution:
@@ -190,9 +147,8 @@ class WorkloadOptions:
 
     @property
     def output_distribution(self) -> Distribution:
-        return Distribution.parse(
-            self.output_len or PRESETS[self.preset or DEFAULT_PRESET][1], "--output-len"
-        )
+        text = self.output_len or PRESETS[self.preset or DEFAULT_PRESET][1]
+        return Distribution.parse(text, "--output-len")
 
     @property
     def turn_distribution(self) -> Distribution:
@@ -207,19 +163,12 @@ class WorkloadOptions:
 class TraceOptions:
     """What to send, and when: a trace in Mooncake's format."""
 
-    speed: Annotated[
-        float, _flag(_W, "--speed", metavar="FACTOR", text="2 replays the trace in half its time.")
-    ] = 1.0
+    panel: ClassVar = "Workload"
+    speed: Annotated[float, flag("2 replays the trace in half its time.", "FACTOR")] = 1.0
     length_scale: Annotated[
-        float,
-        _flag(
-            _W, "--length-scale", metavar="FACTOR",
-            text="Scales blocks, inputs and outputs alike, for models with a short context.",
-        ),
-    ] = 1.0  # fmt: skip
-    block_size: Annotated[
-        int, _flag(_W, "--block-size", metavar="TOKENS", text="Tokens of one of the trace's hash ids.")
-    ] = MOONCAKE_BLOCK
+        float, flag("Scales blocks, inputs and outputs alike, for models with a short context.", "FACTOR")
+    ] = 1.0
+    block_size: Annotated[int, flag("Tokens of one hash id of the trace.", "TOKENS")] = MOONCAKE_BLOCK
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -231,52 +180,34 @@ class TraceOptions:
 class ShapeOptions:
     """How much load. Without `rate` it is a closed loop."""
 
+    panel: ClassVar = "Load"
     rate: Annotated[
         float | None,
-        _flag(
-            _L, "--rate", "--request-rate", metavar="PER_SECOND", shown="closed loop",
-            text="Open loop: sessions started a second, whatever the server does.",
+        flag(
+            "Open loop: sessions started per second, whatever the server does.", "PER_SECOND",
+            "--request-rate", shown="closed loop",
         ),
     ] = None  # fmt: skip
     concurrency: Annotated[
         int | None,
-        _flag(
-            _L, "--concurrency", "--max-concurrency", metavar="N", shown=f"{DEFAULT_CONCURRENCY} users",
-            text="Closed loop: users. With --rate: the most in flight; a wait for a place is latency.",
+        flag(
+            "Closed loop: users. With --rate: the most in flight; waiting for a place counts as latency.",
+            "N", "--max-concurrency", shown=f"{DEFAULT_CONCURRENCY} users",
         ),
     ] = None  # fmt: skip
-    arrivals: Annotated[
-        ArrivalKind, _flag(_L, "--arrivals", text="How an open loop's starts are spread.")
-    ] = "poisson"
+    arrivals: Annotated[ArrivalKind, flag("How an open loop spreads its starts.")] = "poisson"
     burstiness: Annotated[
-        float,
-        _flag(
-            _L,
-            "--burstiness",
-            metavar="SHAPE",
-            text="Of gamma: below 1 burstier than Poisson, above smoother.",
-        ),
+        float, flag("For gamma: below 1 is burstier than Poisson, above 1 smoother.", "SHAPE")
     ] = 1.0
-    ramp_to: Annotated[
-        float | None,
-        _flag(
-            _L,
-            "--ramp-to",
-            metavar="PER_SECOND",
-            shown="none",
-            text="Of ramp: the rate at the end of --duration.",
-        ),
-    ] = None
+    ramp_to: Annotated[float | None, flag("For ramp: rate at the end of --duration.", "PER_SECOND")] = None
 
     def __post_init__(self) -> None:
         _check_positive(
             {
-                "--rate": self.rate,
-                "--concurrency": self.concurrency,
-                "--burstiness": self.burstiness,
+                "--rate": self.rate, "--concurrency": self.concurrency, "--burstiness": self.burstiness,
                 "--ramp-to": self.ramp_to,
             }
-        )
+        )  # fmt: skip
         if (self.arrivals == "ramp") != (self.ramp_to is not None):
             raise ValueError("--arrivals ramp and --ramp-to need each other: give both, or none.")
         if self.burstiness != 1.0 and self.arrivals != "gamma":
@@ -285,79 +216,62 @@ class ShapeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PaceOptions:
-    """How long, and by how many processes."""
+    """How long, and with how many processes."""
 
+    panel: ClassVar = "Load"
     duration: Annotated[
         float | None,
-        _flag(
-            _L, "--duration", metavar="SECONDS", shown=f"{DEFAULT_DURATION:g}, unless --requests",
-            text="How long new requests are sent.",
-        ),
-    ] = None  # fmt: skip
-    requests: Annotated[
-        int | None,
-        _flag(
-            _L, "--requests", "--num-prompts", metavar="N", shown="no limit", text="Sessions to send at most."
-        ),
+        flag("How long to send new requests.", "SECONDS", shown=f"{DEFAULT_DURATION:g}, unless --requests"),
     ] = None
-    warm_up: Annotated[
+    requests: Annotated[
+        int | None, flag("Sessions to send at most.", "N", "--num-prompts", shown="no limit")
+    ] = None
+    warmup: Annotated[
         float | None,
-        _flag(
-            _L, "--warmup", metavar="SECONDS", shown="detected",
-            text="Excluded from all results. Detected by MSER-5 on TTFT; 0 excludes nothing.",
+        flag(
+            "Excluded from all results. Detected by MSER-5 on TTFT; 0 excludes nothing.", "SECONDS",
+            shown="detected",
         ),
     ] = None  # fmt: skip
     drain: Annotated[
-        float,
-        _flag(
-            _L, "--drain", metavar="SECONDS", text="Wait for answers after the last was sent; others fail.",
-        ),
-    ] = 60.0  # fmt: skip
-    timeout: Annotated[
-        float, _flag(_L, "--timeout", metavar="SECONDS", text="Of one request; a slower one has failed.")
-    ] = 600.0
+        float, flag("Wait so long for answers after the last request; later answers fail.", "SECONDS")
+    ] = 60.0
+    timeout: Annotated[float, flag("Of one request; a slower one has failed.", "SECONDS")] = 600.0
     processes: Annotated[
-        int | None,
-        _flag(
-            _L, "--processes", metavar="N", shown="half the cores", text="Client processes to share the load."
-        ),
+        int | None, flag("Client processes that share the load.", "N", shown="half the cores")
     ] = None
     seed: Annotated[
         int | None,
-        _flag(
-            _L, "--seed", metavar="N", shown="random",
-            text="Same seed, same prompts and times; a new one each run keeps prefix caches from helping.",
+        flag(
+            "The same seed gives the same prompts and times. A new seed for each run defeats prefix caches.",
+            "N", shown="random",
         ),
     ] = None  # fmt: skip
 
     def __post_init__(self) -> None:
         _check_positive(
             {
-                "--duration": self.duration,
-                "--requests": self.requests,
-                "--timeout": self.timeout,
+                "--duration": self.duration, "--requests": self.requests, "--timeout": self.timeout,
                 "--processes": self.processes,
             }
-        )
-        for option, value in {"--warmup": self.warm_up, "--drain": self.drain, "--seed": self.seed}.items():
+        )  # fmt: skip
+        for option, value in {"--warmup": self.warmup, "--drain": self.drain, "--seed": self.seed}.items():
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{option} {value:g} must not be negative.")
-        if self.warm_up is not None and self.duration is not None and self.warm_up >= self.duration:
+        if self.warmup is not None and self.duration is not None and self.warmup >= self.duration:
             raise ValueError(
-                f"--warmup {self.warm_up:g} leaves nothing of --duration {self.duration:g}. Make it shorter."
+                f"--warmup {self.warmup:g} leaves nothing of --duration {self.duration:g}. Make it shorter."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SloOptions:
-    """What is good enough."""
+    """The objectives."""
 
-    slo: Annotated[
-        str, _flag(_O, "--slo", "--goodput", metavar="LIMITS", shown="none", text=f"{SLO_SYNTAX}.")
-    ] = ""
+    panel: ClassVar = "Objectives and output"
+    slo: Annotated[str, flag(f"{SLO_SYNTAX}.", "LIMITS", "--goodput")] = ""
     attainment: Annotated[
-        float,
-        _flag(_O, "--attainment", metavar="SHARE", text="Of the requests must be good for a run to be."),
+        float, flag("Share of the requests that must meet the limits for the run to meet them.", "SHARE")
     ] = 0.99
 
     def __post_init__(self) -> None:
@@ -372,26 +286,17 @@ class SloOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where results go beside the terminal."""
+    """Where results go, beside the terminal."""
 
-    json: Annotated[
-        Path | None, _flag(_O, "--json", metavar="FILE", shown="none", text="Write the results as JSON.")
-    ] = None
-    html: Annotated[
-        Path | None,
-        _flag(_O, "--html", metavar="FILE", shown="none", text="Write the report as one HTML page."),
-    ] = None
-    jsonl: Annotated[
-        Path | None,
-        _flag(_O, "--jsonl", metavar="FILE", shown="none", text="Write every request as a line of JSON."),
-    ] = None
-    label: Annotated[
-        str, _flag(_O, "--label", metavar="TEXT", shown="none", text="What reports call this run.")
-    ] = ""
-    quiet: Annotated[bool, _flag(_O, "--quiet", shown="off", text="No progress on stderr.")] = False
+    panel: ClassVar = "Objectives and output"
+    json: Annotated[Path | None, flag("Write the results as JSON.", "FILE")] = None
+    html: Annotated[Path | None, flag("Write the report as one HTML page.", "FILE")] = None
+    jsonl: Annotated[Path | None, flag("Write every request as a line of JSON.", "FILE")] = None
+    label: Annotated[str, flag("Name of this run in reports.", "TEXT")] = ""
+    quiet: Annotated[bool, flag("No progress on stderr.")] = False
 
     def __post_init__(self) -> None:
-        """A run must not be lost for a directory that is not there."""
+        """Checks the files before the run, whose results would be lost otherwise."""
         for option, path in {"--json": self.json, "--html": self.html, "--jsonl": self.jsonl}.items():
             if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
                 raise ValueError(
@@ -400,8 +305,38 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Which loads to measure, or which rate to search."""
+
+    panel: ClassVar = "Sweep"
+    rates: Annotated[str, flag("Open loops with these rates.", "R,R,…")] = ""
+    concurrencies: Annotated[str, flag("Closed loops with these numbers of users.", "N,N,…")] = ""
+    find_rate: Annotated[
+        float | None, flag("Search the highest rate within --slo, beginning with this one.", "PER_SECOND")
+    ] = None
+    precision: Annotated[float, flag("Of the rate that --find-rate finds.", "SHARE")] = 0.05
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.rates, self.concurrencies, self.find_rate))) != 1:
+            raise ValueError("a sweep needs one of --rates, --concurrencies and --find-rate.")
+        _check_positive({"--precision": self.precision})
+        self.loads  # noqa: B018 - read for its error
+
+    @property
+    def loads(self) -> list[dict[str, Any]]:
+        """The fields of `ShapeOptions` that differ from run to run."""
+        if self.concurrencies:
+            users = _numbers("--concurrencies", self.concurrencies)
+            if any(n != int(n) for n in users):
+                raise ValueError(f"--concurrencies {self.concurrencies}: users are whole numbers.")
+            return [{"concurrency": int(n)} for n in users]
+        rates = [self.find_rate] if self.find_rate is not None else _numbers("--rates", self.rates)
+        return [{"rate": rate} for rate in rates]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """One run. `trace`, if there is one, says when and what; then `shape` only limits what is in flight."""
+    """One run. A `trace` decides what is sent and when; then `shape` only limits the requests in flight."""
 
     target: TargetOptions = field(default_factory=TargetOptions)
     workload: WorkloadOptions = field(default_factory=WorkloadOptions)
@@ -429,7 +364,7 @@ class Options:
 
     @property
     def process_count(self) -> int:
-        """Half of the cores are left to the rest of the machine."""
+        """Leaves half of the cores to the rest of the machine."""
         return self.pace.processes or max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
 
 
@@ -438,3 +373,13 @@ def _check_positive(values: dict[str, float | None]) -> None:
         if value is not None and not 0 < value < math.inf:
             hint = " For as fast as possible, give --concurrency instead." if option == "--rate" else ""
             raise ValueError(f"{option} {value:g} must be a positive number.{hint}")
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        numbers = [float(x) for x in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < n < math.inf for n in numbers):
+        raise ValueError(f"{option} {text!r}: give positive numbers separated by commas, like 1,2,4,8.")
+    return numbers

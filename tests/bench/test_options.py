@@ -77,7 +77,7 @@ def test_objectives() -> None:
         (lambda: ShapeOptions(rate=1, burstiness=2), r"--burstiness 2 is for --arrivals gamma"),
         (lambda: PaceOptions(duration=0), r"--duration 0"),
         (lambda: PaceOptions(drain=-1), r"--drain -1"),
-        (lambda: PaceOptions(duration=10, warm_up=10), r"--warmup 10 leaves nothing of --duration 10"),
+        (lambda: PaceOptions(duration=10, warmup=10), r"--warmup 10 leaves nothing of --duration 10"),
         (lambda: SloOptions(slo="ttft<5"), r"--slo 'ttft<5'.*METRIC=LIMIT"),
         (lambda: SloOptions(slo="tpot=5"), r"--slo 'tpot=5': cannot read 'tpot=5'.*ttit"),
         (lambda: SloOptions(slo="ttft.p95=5"), r"'ttft.p95=5'.*p99"),

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from bench.load.report import svg
 from bench.load.report.results import LATENCIES
-from bench.load.report.style import CSS, JS
 from bench.load.report.svg import Chart, Line
 from bench.load.report.table import TITLES, ms, rows_of
 
 Report = Mapping[str, Any]
+# The page holds its style and its script: it loads nothing.
+CSS, JS = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
 _COLORS = 8
 _QUANTILES = ("p50", "p90", "p99", "p99.9", "max")
 _ADDED_STAGES = ("queue", "prefill", "exposed_transfer", "decode")  # follow each other in a request
