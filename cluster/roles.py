@@ -144,7 +144,7 @@ def run_router(given: options.RouterRole) -> int:
         if config.model is None:
             from router.workers.ask import ask_workers
 
-            described = ask_workers(config)
+            described = ask_workers(config.discovered(), config.secret, config.cluster_tls, config.logging())
             if described is None:
                 return 0
             config = _with_model(config, described)

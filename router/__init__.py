@@ -1,17 +1,17 @@
 """The router: OpenAI's HTTP API, and gRPC, in front of prefill and decode workers.
 
-Life of a request:
+1. `endpoints` receives an HTTP body or a gRPC message.
+2. `admission` checks the client's key and limits, and accepts or refuses the request.
+3. `preparation` validates the body (`api`), applies the chat template and tokenizes (`text`). A child process
+   does that for a large body.
+4. One `generation` for each choice waits for free capacity, chooses a prefill and a decode worker (`policy`),
+   and sends both their part at the same time (`workers`).
+5. The generation emits each output token once, from the worker that sends it first, through worker failures.
+6. Tokens become text, which ends at stop strings and may contain tool calls (`text`, `tools`).
+7. `endpoints` builds and sends the response.
 
-1. `endpoints`: an HTTP body or a gRPC message arrives.
-2. `admission`: its API key and the router's limits admit it.
-3. `preparation`: it is validated (`api`), rendered by the chat template and tokenized (`text`), in a child
-   process if its body is large.
-4. `generation`: one for each choice. `policy` chooses a prefill and a decode worker, and `workers` sends both
-   their part at the same time. Each output token is emitted once, even when workers fail.
-5. `text` and `tools`: tokens become text, stop strings and tool calls.
-6. `endpoints`: the response is built and sent.
-
-`processes` runs several processes of one router on one port.
+`processes` runs several processes of one router on one port. README.md in this folder shows all places where a
+request may wait.
 """
 
 from router.admission.keys import api_keys

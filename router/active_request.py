@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from router.admission.gate import Admission, Entry
-from router.api.jobs import Job
+from router.admission.queue import Admission, Entry
 from router.errors import ApiError, TooSlow
 from router.generation.choice import Choice, Delta
 from router.generation.generation import Generation
-from router.generation.outbox import Outbox
+from router.generation.job import Job
+from router.generation.token_queue import TokenQueue
 from router.metrics import Metrics
 from router.preparation.prepare import Prepared
 from router.text.tokenizer import ModelTokenizer
@@ -146,7 +146,7 @@ class ActiveRequest:
         self._jobs = jobs
         self._entry = entry
         self._deadline = deadline
-        self._outbox = Outbox(MAX_UNREAD_TOKENS * len(jobs), self._unread)
+        self._token_queue = TokenQueue(MAX_UNREAD_TOKENS * len(jobs), self._unread)
         self._traceparent = traceparent
         self._generations: list[Generation] = []
         self._error: ApiError | None = None
@@ -168,7 +168,8 @@ class ActiveRequest:
                         job,
                         turn,
                         services.pool,
-                        self._outbox,
+                        services.admission.parked,
+                        self._token_queue,
                         services.metrics,
                         index=index,
                         name=self.name,
@@ -200,7 +201,7 @@ class ActiveRequest:
         if self._error is not None:
             raise self._error
         deltas: list[tuple[int, Delta]] = []
-        for index, item in await self._outbox.take(timeout):
+        for index, item in await self._token_queue.take(timeout):
             if isinstance(item, ApiError):
                 self._error = item
                 break
@@ -262,7 +263,7 @@ class ActiveRequest:
         for index, generation in enumerate(self._generations):
             if not generation.done:
                 generation.cancel()
-                self._outbox.put(index, error)
+                self._token_queue.put(index, error)
 
     def _unread(self) -> None:
         self.abort(TooSlow("the client left too much of its response unread"))

@@ -1,4 +1,4 @@
-"""What a router counts, under the names that dashboards for vLLM already read; `baton:` is what is ours."""
+"""The metrics of a router. Names that begin with `vllm:` have the meaning that they have in vLLM."""
 
 import time
 from collections.abc import Iterable
@@ -15,16 +15,16 @@ from prometheus_client import (
     generate_latest,
 )
 
-from router.admission.gate import Admission
+from router.admission.queue import Admission
 from router.errors import ApiError, all_errors, error_code
 from router.policy.overflow import REASONS
-from router.workers.connection import State
+from router.workers.connection import WorkerState
 from router.workers.pool import WorkerPool
 from rpc import worker_pb2 as pb
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 
-disable_created_metrics()  # one more series for each, which nobody reads
+disable_created_metrics()  # they double the number of series
 
 _LATENCY = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640
@@ -43,10 +43,9 @@ DEADLINES = ("request", "worker_wait")
 
 
 class Metrics:
-    """All series carry the labels `model_name` and `role`. Owned by one router.
+    """Of one router. All series have the labels `model_name` and `role`.
 
-    Every value that a label is known to take is exported from the start, so that rates and alerts see the
-    first event too.
+    Every known label value is exported from the start, so that rates and alerts see the first event too.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -91,7 +90,7 @@ class Metrics:
         started.set(time.time())
 
     def follow(self, pool: WorkerPool, admission: Admission) -> None:
-        """From now on a scrape also tells who waits for what, and which workers there are."""
+        """Adds the gauges of waiting requests and of workers, which each scrape reads anew."""
         self._gauge("baton:tokens_waiting", "Prompt tokens of requests without a first token.").set_function(
             lambda: admission.waiting_tokens
         )
@@ -100,13 +99,16 @@ class Metrics:
         ).set_function(lambda: admission.held_tokens)
         self._gauge(
             "baton:requests_waiting_for_turn", "Requests that the router holds back, fairly between keys."
-        ).set_function(lambda: len(admission.queue) - admission.waiting_for_room)
+        ).set_function(lambda: len(admission.queue) - admission.waiting_for_decode)
         self._gauge(
             "baton:requests_waiting_for_room", "Requests that wait for room on a decode worker."
-        ).set_function(lambda: admission.waiting_for_room)
+        ).set_function(lambda: admission.waiting_for_decode)
         self._gauge("baton:requests_waiting_for_worker", "Requests while a role has no worker.").set_function(
-            lambda: len(pool.waiters)
+            lambda: len(admission.parked.without_worker)
         )
+        self._gauge(
+            "baton:requests_waiting_for_retry", "Requests that wait for the retry budget."
+        ).set_function(lambda: len(admission.parked.without_budget))
         workers = self._family(
             Gauge, "baton:workers", "Workers on this router's list.", "worker_role", "state"
         )
@@ -116,11 +118,11 @@ class Metrics:
         for role, name in ((pb.ROLE_PREFILL, "prefill"), (pb.ROLE_DECODE, "decode")):
             left_out.labels(**self._labels, worker_role=name).set_function(
                 lambda role=role: sum(
-                    c.breaker.out_for(time.monotonic()) > 0 and c.description.role == role
+                    c.breaker.open_for(time.monotonic()) > 0 and c.description.role == role
                     for c in pool.connections
                 )
             )
-            for state in State:
+            for state in WorkerState:
                 labelled = workers.labels(**self._labels, worker_role=name, state=str(state))
                 labelled.set_function(
                     lambda role=role, state=state: sum(
@@ -129,11 +131,11 @@ class Metrics:
                 )
 
     def failed(self, error: ApiError) -> None:
-        """A request was answered with it."""
+        """Counts a request that was answered with an error."""
         self._errors[error_code(type(error))].inc()
 
     def exposition(self) -> bytes:
-        """In Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     # ------------------------------------------------------------ families

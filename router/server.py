@@ -1,7 +1,9 @@
-"""The router process: comes up, serves until a signal, and goes in order.
+"""The router process: starts, serves until a signal, and stops.
 
-SIGTERM drains: nothing new is taken, running requests finish within `drain_timeout`. SIGINT, or a second
-signal, ends them at once. Then the connections to workers close, which cancels whatever was left there.
+1. Loads the tokenizer, listens, and connects to the workers.
+2. SIGTERM drains: the router takes no new request, and running requests finish within `drain_timeout`.
+   SIGINT or a second signal ends running requests at once.
+3. The connections to workers close, which cancels what the workers still compute.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ import uvloop
 from aiohttp import web
 
 from router.active_request import Services
-from router.admission.gate import Admission
+from router.admission.queue import Admission
 from router.config import RouterConfig
 from router.endpoints.frontend import Frontend
 from router.endpoints.grpc_server import GrpcEndpoint
@@ -41,20 +43,20 @@ from rpc.tracing import open_tracer
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_SECONDS = 5.0
-"""For telling clients that their request was cut."""
+ERROR_SECONDS = 5.0
+"""Time to send clients the error that ends their request."""
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _OWN_MAPPING_BYTES = 1 << 20
 
 
 def main(config: RouterConfig) -> int:
-    """Runs the router until SIGTERM or SIGINT. Raises ValueError for what a user got wrong."""
+    """Runs the router until SIGTERM or SIGINT. Raises ValueError for invalid configuration."""
     number = f".{config.process_number}" if config.supervised else ""
     setproctitle.setproctitle(f"{config.title}: router {config.index}{number}")
     logging.config.dictConfig(config.logging())
     _return_large_buffers()
     _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
-    assert config.model is not None, "the workers were asked for it"
+    assert config.model is not None, "`ask_workers` gave the model"
     tokenizer = load_tokenizer(
         config.model,
         revision=config.revision,
@@ -62,7 +64,7 @@ def main(config: RouterConfig) -> int:
         tool_call_parser=config.tool_call_parser,
     )
     gc.collect()
-    gc.freeze()  # what is there now stays: looking through all of it again would take some 15 ms each time
+    gc.freeze()  # each full collection would take some 15 ms longer
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config, tokenizer))
 
@@ -78,17 +80,17 @@ def _return_large_buffers() -> None:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningRouter:
     """A router that listens."""
 
     url: str
     grpc_address: str | None
     services: Services
     following: asyncio.Task[None]
-    """Follows the workers; ends only by an error."""
+    """Follows discovery. Ends only with an error."""
     frontend: Frontend
     stop_listening: Callable[[], Awaitable[None]]
-    """From now on nothing new is taken."""
+    """Takes no new requests from now on."""
 
     @property
     def draining(self) -> bool:
@@ -96,8 +98,8 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[Running]:
-    """Listens while the context is open; what still runs when it closes is cut."""
+async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[RunningRouter]:
+    """Listens while the context is open. Requests that still run when it closes end with an error."""
     policy = PREFILL_POLICIES[config.routing_policy]
     model = RouterModel(config.model_name, tokenizer.vocab_size, tokenizer.vocabulary_fingerprint)
     pool = WorkerPool(
@@ -113,7 +115,10 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
         tokenizer=tokenizer,
         pool=pool,
         admission=Admission(
-            config.max_waiting_tokens, pool.window, pool.room, shared=len(config.api_keys) > 1
+            config.max_waiting_tokens,
+            pool.prefill_window,
+            pool.free_capacity,
+            shared=len(config.api_keys) > 1,
         ),
         metrics=Metrics(config.model_name),
         tracer=open_tracer(
@@ -126,7 +131,8 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
         worker_wait=config.worker_wait,
     )
     services.metrics.follow(pool, services.admission)
-    pool.on_change = services.admission.dispatch
+    pool.on_capacity = services.admission.dispatch
+    pool.on_ready = services.admission.parked.worker_ready
     frontend = Frontend(config, services)
     http = HttpEndpoints(config, services, frontend)
     grpc_endpoint = GrpcEndpoint(config, frontend, pool, share=config.supervised)
@@ -159,7 +165,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
 
         scheme = "http" if config.tls is None else "https"
         url = f"{scheme}://{url_host(config.host)}:{port}"
-        yield Running(url, grpc_address, services, following, frontend, stop_listening)
+        yield RunningRouter(url, grpc_address, services, following, frontend, stop_listening)
         await stop_listening()
         await _cut(services)
     finally:
@@ -172,11 +178,11 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
 
 
 async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
-    """Until a signal."""
+    """Serves until a signal. Returns the exit status."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # One of several processes gets its orders from the supervisor, and only from there.
+        # With several processes, the supervisor gets the signals and sends commands to each.
         given = (lambda: None) if config.supervised else partial(signals.put_nowait, number)
         loop.add_signal_handler(number, given)
     async with running(config, tokenizer) as router:
@@ -194,15 +200,15 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
             if other.done():
                 other.result()
         if not stopped.done():
-            return 1  # its supervisor is gone
+            return 1  # the supervisor ended
         await router.stop_listening()
         if stopped.result() == signal.SIGTERM:
             await _drain(router.services, signals, config.drain_timeout)
     return 0
 
 
-def _commands(config: RouterConfig, router: Running, signals: asyncio.Queue[int]) -> Commands:
-    """What the supervisor of several processes may ask of this one."""
+def _commands(config: RouterConfig, router: RunningRouter, signals: asyncio.Queue[int]) -> Commands:
+    """Returns the handlers of the supervisor's commands."""
 
     async def metrics() -> bytes:
         return router.services.metrics.exposition()
@@ -225,7 +231,7 @@ def _commands(config: RouterConfig, router: Running, signals: asyncio.Queue[int]
 
 
 async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float) -> None:
-    """Waits for running requests; a further signal ends the wait."""
+    """Waits for running requests. Another signal ends the wait."""
     log.info("draining %d requests", len(services.active))
     waits = {asyncio.create_task(services.active.wait_for_none()), asyncio.create_task(signals.get())}
     await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -234,10 +240,10 @@ async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float
 
 
 async def _cut(services: Services) -> None:
-    """Ends what still runs, telling its client."""
+    """Ends running requests with an error, and waits until clients have it."""
     services.active.abort(ShuttingDown("the router is shutting down", retry_after=1))
-    with contextlib.suppress(TimeoutError):  # of clients that do not read: the connection is closed on them
-        await asyncio.wait_for(services.active.wait_for_none(), LAST_WORDS_SECONDS)
+    with contextlib.suppress(TimeoutError):  # a client that does not read gets no error
+        await asyncio.wait_for(services.active.wait_for_none(), ERROR_SECONDS)
 
 
 def _report(ready_fd: int | None, line: dict[str, object], *, last: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What `baton status` shows: the router, and every worker as it is now."""
+"""The status that `baton status` shows: of the router and of every worker."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ _ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
 
 
 async def router_status(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
-    """Asks all workers at once; one that does not answer is shown as last reported."""
-    pool = services.pool
+    """Asks all workers at once. For a worker that does not answer it shows the last report."""
+    pool, admission = services.pool, services.admission
     return {
         "router": {
             "index": config.index,
@@ -28,10 +28,10 @@ async def router_status(config: RouterConfig, services: Services, draining: bool
             "state": "draining" if draining else "serving",
             "ready": pool.complete,
             "requests": len(services.active),
-            "waiting_for_turn": len(services.admission.queue) - services.admission.waiting_for_room,
-            "waiting_for_room": services.admission.waiting_for_room,
-            "waiting_for_workers": len(pool.waiters),
-            "waiting_tokens": services.admission.waiting_tokens,
+            "waiting_for_turn": len(admission.queue) - admission.waiting_for_decode,
+            "waiting_for_room": admission.waiting_for_decode,
+            "waiting_for_workers": len(admission.parked.without_worker),
+            "waiting_tokens": admission.waiting_tokens,
         },
         "workers": list(await asyncio.gather(*map(_worker, pool.connections))),
         "cluster": _cluster(config.cluster_file),
@@ -39,7 +39,7 @@ async def router_status(config: RouterConfig, services: Services, draining: bool
 
 
 def _cluster(file: str | None) -> dict[str, Any] | None:
-    """As its supervisor sees it; None where nobody supervises, or has said anything yet."""
+    """The supervisor's report of all roles; None without a supervisor, or before its first report."""
     try:
         return json.loads(Path(file).read_text()) if file is not None else None
     except FileNotFoundError:
@@ -47,7 +47,10 @@ def _cluster(file: str | None) -> dict[str, Any] | None:
 
 
 def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The workers' metrics, for Prometheus' HTTP service discovery. Of what `router_status` said."""
+    """Returns the metrics addresses of the workers for Prometheus' HTTP service discovery.
+
+    `status` comes from `router_status`.
+    """
     return [
         {
             "targets": [worker["description"]["metrics_address"]],
@@ -69,21 +72,23 @@ async def _worker(connection: WorkerConnection) -> dict[str, Any]:
         "state": str(connection.state),
         "reason": connection.reason,
         "remedy": connection.remedy,
-        "attempts": connection.attempts,
+        "attempts": len(connection.attempts),
         "description": _plain(described),
         "status": _plain(status),
     }
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Like MessageToDict, but with numbers as numbers and defaults included."""
+    """Like MessageToDict, but 64-bit numbers stay numbers and default values are included."""
     plain: dict[str, Any] = {}
     for described in message.DESCRIPTOR.fields:
         value = getattr(message, described.name)
         if described.enum_type is not None:
-            known = described.enum_type.values_by_number.get(value)  # None: the worker is newer
+            known = described.enum_type.values_by_number.get(
+                value
+            )  # None: an unknown value of a newer worker
             value = str(value) if known is None else known.name.lower()
         elif described.name == "incarnation":
-            value = f"{value:016x}"  # JavaScript cannot hold it as a number
+            value = f"{value:016x}"  # too large for a number in JavaScript
         plain[described.name] = value
     return plain

@@ -72,7 +72,8 @@ def simulate(
             blocks = -(-tokens // BLOCK)
             if blocks > worker.free or worker.running >= SEATS:
                 outcome.refused += 1
-                load.refused(tokens)
+                load.ended(tokens)
+                load.full = True
                 continue
             worker.free -= blocks
             worker.running += 1

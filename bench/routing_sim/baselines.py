@@ -35,5 +35,5 @@ POLICIES: dict[str, PrefillPolicy] = {
 
 def emptiest(loads: list[DecodeLoad], *, tokens: int, rng: random.Random) -> str | None:
     """The decode worker with the least pressure of all, by its last report."""
-    found = [load for load in loads if load.has_room(tokens)]
+    found = [load for load in loads if load.fits(tokens)]
     return min(found, key=lambda load: load.pressure).worker if found else None

@@ -1,9 +1,12 @@
-"""Which waiting item is next: lowest rank first, then the key that was served least, then order of arrival.
+"""A fair queue between keys.
 
-Each key has a counter of the tokens that it was served. The key with the lowest counter is next. A key that
-comes back after a pause starts at the level of the others, so that it has no claim for the time it was away
-(virtual token counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Keys that
-always have something waiting are served within one request of each other in tokens, whatever they send.
+The next item has the lowest rank; among these it belongs to the key that was served least; among the items of
+a key the first that came is next.
+
+Each key has a counter of the tokens that it was served. A key that returns after a pause starts at the level
+of the others, so that it gains nothing by the pause. Keys that always have an item waiting are served
+equally, to within one request. Source: virtual token counters, Sheng et al., "Fairness in Serving Large
+Language Models", OSDI 2024.
 """
 
 from bisect import bisect_left, insort
@@ -15,20 +18,20 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[K, T]):
-    """Pure: no clock, no tasks. Finding the next costs a step for each key that waits at the best rank.
+    """Pure: no clock, no tasks. `pop` takes time in proportion to the waiting keys.
 
     Attributes:
-        served: tokens charged to each key so far, lifted after pauses; of keys ever seen.
+        served: tokens charged to each key ever seen, raised to the level of the others after a pause.
     """
 
     def __init__(self) -> None:
         self.served: dict[K, float] = {}
-        # rank → key → (ticket, item) by ticket; none of the inner ones is empty
+        # rank → key → [(ticket, item)] by ticket; no empty entries
         self._waiting: dict[int, dict[K, list[tuple[int, T]]]] = {}
-        self._queued: dict[K, int] = {}  # key → items waiting, at any rank
+        self._queued: dict[K, int] = {}  # key → waiting items of any rank
         self._places: dict[int, tuple[int, K]] = {}
         self._tickets = 0
-        self._level = 0.0  # counter of the key that was served last
+        self._level = 0.0  # `served` of the key that was served last
 
     def __len__(self) -> int:
         return len(self._places)
@@ -37,7 +40,7 @@ class FairQueue(Generic[K, T]):
         return ticket in self._places
 
     def push(self, key: K, rank: int, item: T, ticket: int | None = None) -> int:
-        """Returns its ticket. An item that waits again gives the ticket that it had, and keeps its place."""
+        """Returns the item's ticket. An item that waits again passes its old ticket, and keeps its place."""
         if key not in self._queued:
             others = (self.served[other] for other in self._queued)
             self.served[key] = max(self.served.get(key, 0.0), min(others, default=self._level))
@@ -55,25 +58,27 @@ class FairQueue(Generic[K, T]):
         self._places[ticket] = (rank, key)
 
     def pop(self, may_go: Callable[[K, T], bool] = lambda key, item: True) -> T | None:
-        """The next one of the keys that may go; None when there is none. `may_go` is asked about each key,
-        with its item that would go."""
+        """Removes and returns the next item; None if no key may go.
+
+        `may_go` gets each waiting key and its first item.
+        """
         for rank in sorted(self._waiting):
             keys = self._waiting[rank]
             allowed = [key for key, items in keys.items() if may_go(key, items[0][1])]
             if allowed:
-                # Among equals the one that came first: tickets grow.
+                # Among equal keys the item with the lowest ticket came first.
                 key = min(allowed, key=lambda k: (self.served[k], keys[k][0][0]))
                 self._level = self.served[key]
                 return self._take(keys[key][0][0])
         return None
 
     def remove(self, ticket: int) -> None:
-        """It does not wait any more. Harmless when it was popped or removed before."""
+        """Removes an item. Does nothing if it was popped or removed before."""
         if ticket in self._places:
             self._take(ticket)
 
     def charge(self, key: K, tokens: float) -> None:
-        """The key was served so much."""
+        """Counts tokens that the key was served."""
         self.served[key] = self.served.get(key, 0.0) + tokens
 
     def _take(self, ticket: int) -> T:

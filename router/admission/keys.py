@@ -1,14 +1,14 @@
-"""API keys: who may come in, how much of this router each may use, and whose cached prefixes it shares.
+"""API keys: which clients may use the router, their limits, and with which keys they share cached prefixes.
 
-A key file is TOML, one table for each key, named for people:
+A key file is TOML with one table for each key. The table's name is the key's name in logs and errors:
 
     [alice]
-    key = "sk-…"                # or sha256 = "…", in hex, so that the file itself holds no secret
-    max-requests = 8            # at the same time; all that follow are optional
+    key = "sk-…"                # or sha256 = "…", in hex, so that the file holds no secret
+    max-requests = 8            # at the same time; this and the following are optional
     tokens-per-minute = 100000  # prompt and output together
-    salt = "team a"             # cached prefixes are shared among keys of the same salt only
+    salt = "team a"             # only keys with the same salt share cached prefixes
 
-Keys are kept as SHA-256 only, which is enough for what is random and long.
+The router keeps only the SHA-256 of a key, which is safe for long random keys.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _FIELDS = {"key": str, "sha256": str, "max-requests": int, "tokens-per-minute": 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One client. `name` is for people, and unique."""
+    """One client. `name` is unique."""
 
     name: str
     sha256: bytes
@@ -39,7 +39,7 @@ class ApiKey:
 
     @property
     def tenant(self) -> bytes:
-        """What workers know the key by. They give tenants equal shares of their prefill steps."""
+        """The key's id at the workers, which give tenants equal shares of their prefill steps."""
         return hashlib.blake2b(self.name.encode(), digest_size=8).digest()
 
     @classmethod
@@ -50,12 +50,12 @@ class ApiKey:
         return cls(name, hashlib.sha256(key.strip().encode()).digest(), **limits)
 
 
-ANYBODY = ApiKey("", b"")
-"""Where no keys are asked for."""
+ANY_CLIENT = ApiKey("", b"")
+"""The client of a router without keys."""
 
 
 def api_keys(plain: Sequence[str], path: str | None) -> tuple[ApiKey, ...]:
-    """Those given one by one, called 1, 2, …, and those of a key file. Raises ValueError."""
+    """Returns the keys of --api-key, named 1, 2, …, and those of a key file. Raises ValueError."""
     given = tuple(ApiKey.of(str(number), key) for number, key in enumerate(plain, 1))
     keys = given if path is None else given + read_key_file(path)
     KeyRing(keys)
@@ -63,7 +63,7 @@ def api_keys(plain: Sequence[str], path: str | None) -> tuple[ApiKey, ...]:
 
 
 def read_key_file(path: str) -> tuple[ApiKey, ...]:
-    """Raises ValueError naming the file, the key and the field."""
+    """Raises ValueError that names the file, the key and the field."""
     where = f"--api-key-file {path}"
     try:
         with Path(path).open("rb") as file:
@@ -75,7 +75,7 @@ def read_key_file(path: str) -> tuple[ApiKey, ...]:
     try:
         tables = tomllib.loads(raw.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        # The parser's own words may quote the line, and so a key.
+        # The parser's message may quote a line that holds a key.
         raise ValueError(f'{where} is not valid TOML; it takes tables like [name] with key = "…"') from None
     if not tables:
         raise ValueError(f'{where} holds no keys; it takes tables like [name] with key = "…"')
@@ -117,7 +117,10 @@ def _sha256(where: str, table: Mapping[str, Any]) -> bytes:
 
 
 class KeyRing:
-    """All keys of a router. Without any, everybody may come in. Raises ValueError when two are the same."""
+    """All keys of a router. Without keys any client is accepted.
+
+    Raises ValueError if two keys have the same name or value.
+    """
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = tuple(keys)
@@ -126,13 +129,13 @@ class KeyRing:
                 raise ValueError(f"--api-key, --api-key-file: two keys have the same {what}")
 
     def authorize(self, authorization: str) -> ApiKey:
-        """Takes the value of that header. Raises Unauthorized."""
+        """Returns the key in the value of an Authorization header. Raises Unauthorized."""
         if not self._keys:
-            return ANYBODY
+            return ANY_CLIENT
         scheme, _, key = authorization[:MAX_HEADER].partition(" ")
         sent = hashlib.sha256(key.strip().encode(errors="replace")).digest()
         found = None
-        for known in self._keys:  # all of them, so that the time says nothing about which
+        for known in self._keys:  # compares all keys, so that the time does not reveal which matched
             if hmac.compare_digest(sent, known.sha256):
                 found = known
         if scheme.lower() != "bearer" or found is None:

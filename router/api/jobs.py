@@ -9,6 +9,7 @@ import xxhash
 from router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions
 from router.api.structured import Structure
 from router.errors import ContextLengthExceeded, InvalidRequest
+from router.generation.job import Job
 from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 
@@ -28,49 +29,6 @@ class Context:
 
     def __str__(self) -> str:
         return f"{self.positions}, the model's sliding window" if self.sliding_window else f"{self.positions}"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One choice to generate."""
-
-    prompt_ids: list[int]
-    sampling: pb.SamplingParams
-    session_key: int
-    chunks: list[int]
-    """Hashes of the prompt's full 64-token chunks."""
-    priority: int = 0
-    cache_salt: bytes = b""
-    tenant: bytes = b""
-
-    def request(
-        self,
-        request_id: bytes,
-        name: str,
-        output_ids: list[int],
-        *,
-        seconds: float,
-        retried: bool,
-        alone: bool,
-    ) -> pb.Request:
-        """Returns the request for a worker.
-
-        `output_ids` were emitted already. `seconds` are left until the deadline. `retried` and `alone` are
-        fields of the message.
-        """
-        return pb.Request(
-            request_id=request_id,
-            prompt_ids=self.prompt_ids,
-            output_ids=output_ids,
-            sampling=self.sampling,
-            timeout_ms=max(1, int(1000 * seconds)),
-            priority=self.priority,
-            alone=alone,
-            retried=retried,
-            cache_salt=self.cache_salt,
-            tenant=self.tenant,
-            name=name,
-        )
 
 
 def make_jobs(

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Literal
 
 from router.active_request import ActiveRequest, Services
-from router.admission.gate import Account, Entry
-from router.admission.keys import ANYBODY, ApiKey, KeyRing
+from router.admission.account import Account
+from router.admission.keys import ANY_CLIENT, ApiKey, KeyRing
+from router.admission.queue import Entry
 from router.api.bodies import ChatOptions, CompletionOptions
 from router.api.jobs import Context, make_jobs
 from router.api.structured import Structure
@@ -52,7 +53,7 @@ class Frontend:
         self._preparer = Preparer(services.tokenizer, f"{config.title}: router {config.index} bodies")
         self._starting: asyncio.Task[None] | None = None
         self._keys = KeyRing(config.api_keys)
-        self._accounts = {key: Account(key, 1 / config.processes) for key in (ANYBODY, *config.api_keys)}
+        self._accounts = {key: Account(key, 1 / config.processes) for key in (ANY_CLIENT, *config.api_keys)}
 
     def authorize(self, authorization: str) -> Account:
         """Returns the account for the value of the authorization header. Raises Unauthorized."""
@@ -72,7 +73,7 @@ class Frontend:
     @property
     def capacity(self) -> int:
         """Tokens that one request may have, prompt and output together."""
-        own, smallest = self._services.tokenizer.max_model_len, self._services.pool.capacity
+        own, smallest = self._services.tokenizer.max_model_len, self._services.pool.max_positions
         return own if smallest is None else min(own, smallest)
 
     @property

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from router import errors
 from router.active_request import Services
-from router.admission.gate import Account
+from router.admission.account import Account
 from router.api.bodies import MAX_TIMEOUT
 from router.api.openapi import OPERATIONS, description
 from router.config import RouterConfig

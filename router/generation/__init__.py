@@ -1,7 +1,9 @@
-"""The life of one generation, from a prompt to its last token, through whatever happens to workers.
+"""The life of one generation, from the prompt to the last token, through failures of workers.
 
-It asks for a prefill and a decode at a time (`attempt`), emits each token once (`emit`) into its answer
-(`output`, `outbox`, `choice`), and begins again from what was emitted when a worker fails: as often as
-`strikes` allow, when the `retry_budget` lets it (`retries`). What it has to wait for is in `waiting` and
-`room`.
+1. A `generation` gets a `job`: the token ids of a prompt and the sampling parameters.
+2. It asks one prefill and one decode worker (`attempt`).
+3. `emit` makes sure that each output token is emitted exactly once. `token_writer` puts it into the
+   `token_queue` of the request and measures latency. There `choice` turns tokens into text.
+4. If a worker fails, it starts new attempts from prompt + output. `failure_count` ends that after too many
+   failures, the retry budget in `admission` slows it down, and `deadlines` bounds all waits.
 """

@@ -1,4 +1,4 @@
-"""What a generation asks workers for: one prefill and one decode at a time, each with a fresh id."""
+"""The attempts of a generation: at most one prefill and one decode at a time, each with a new id."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,22 @@ from rpc import worker_pb2 as pb
 
 
 @dataclass(slots=True)
-class Prefill:
+class PrefillAttempt:
     id: bytes
     worker: WorkerConnection
     work: PrefillWork
-    base: int  # output tokens that were emitted before it: the index of its own token
+    base: int
+    """Output tokens emitted before it, which is the output index of its own token."""
     handover: bool = True
+    """A decode worker takes over the KV. False if the prefill's token is the last one."""
     sent: bool = False
     answered: bool = False
-    over: bool = False  # decode has what it needs of it; only its token may still be on the way
-    replaces: bool = False  # decode was first pointed at another one
-    refetched: bool = False  # decode is the second to ask for its KV, which may be gone
+    over: bool = False
+    """The decode worker has the KV. Only the prefill's token may still come."""
+    replaces: bool = False
+    """The decode worker was told to fetch from another prefill before."""
+    refetched: bool = False
+    """A second decode worker fetches the KV, which the prefill worker may have released."""
 
     @property
     def source(self) -> pb.PrefillSource:
@@ -29,8 +34,10 @@ class Prefill:
 
 
 @dataclass(slots=True)
-class Decode:
+class DecodeAttempt:
     id: bytes
     worker: WorkerConnection
-    here: bool = False  # it prefills too
+    prefills: bool = False
+    """The decode worker computes the prompt itself (overflow)."""
     joined: bool = False
+    """Its first token came."""

@@ -1,29 +1,34 @@
-"""One choice of an answer: its tokens become text, cut at stop strings."""
+"""Turns the tokens of one generation into text, which ends at stop strings.
+
+A choice is one of the alternative texts of an OpenAI answer.
+"""
 
 from collections.abc import Set
 from dataclasses import dataclass
 
-from router.generation.outbox import Token
+from router.generation.token_queue import Token
 from router.text.detokenizer import Detokenizer, StopStrings
 from router.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one token adds to a choice."""
+    """The part that one token adds to a choice."""
 
     text: str
     token: Token
     finish_reason: str | None
-    stop_reason: str | int | None  # the stop string or stop token id that ended it; None for EOS
-    first: bool  # of its choice
+    stop_reason: str | int | None
+    """The stop string or stop token id that ended the choice; None for EOS."""
+    first: bool
+    """This is the first delta of its choice."""
 
 
 class Choice:
-    """Owns the text state of one generation. It keeps no delta: a stream may be long.
+    """Owns the text state of one generation. It does not keep deltas, because a stream may be long.
 
     Attributes:
-        num_tokens: tokens so far, including the one that ended it.
+        num_tokens: tokens so far, including the last one.
         finish_reason: None until the last delta.
     """
 
@@ -44,10 +49,11 @@ class Choice:
         self._min_tokens = min_tokens
 
     def push(self, token: Token) -> Delta:
-        """A delta with a finish reason is the last one, also where the token itself was not."""
+        """Returns the delta of a token. A finish reason marks the last delta, at a stop string before the
+        last token of the model."""
         reason = token.finish_reason or None
         stop_reason: str | int | None = None
-        # The token that stops the model is no part of the text.
+        # The stop token is not part of the text.
         text = "" if reason == "stop" else self._detokenizer.push(token.token_id)
         if reason:
             text += self._detokenizer.finish()

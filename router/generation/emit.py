@@ -1,24 +1,24 @@
-"""Emit once: which of the tokens that workers send become part of a request's output.
+"""Decides which tokens from workers become output, so that each output index is emitted exactly once.
 
-Prefill and decode both send the first token, attempts are replaced while their messages are still on the
-way, and a lost attempt may speak again. So: a token counts only if it comes from the one live prefill or the
-one live decode, and each output index is emitted exactly once, in order, from whichever brings it first.
+Prefill and decode both send the first token, and messages of replaced attempts may come late. So a token
+counts only if it comes from the current prefill or the current decode. The first of both to send the next
+output index wins.
 """
 
 from enum import Enum, auto
 
 
 class Verdict(Enum):
-    EMIT = auto()  # the request's next token
-    DROP = auto()  # known already, or from an attempt that counts no more
-    BROKEN = auto()  # this decode continues another text than the client's: end the attempt
+    EMIT = auto()  # the next token of the output
+    DROP = auto()  # emitted before, or from an attempt that was replaced
+    BROKEN = auto()  # the decode continues another text than the emitted one: end the attempt
 
 
 class EmitOnce:
-    """One request's output so far, and the attempts that may add to it. No I/O, no clock.
+    """The output of one request so far, and the attempts that may add to it. Pure: no I/O, no clock.
 
     Attributes:
-        output_ids: what was emitted, in order. Owned here; read it, do not change it.
+        output_ids: emitted tokens in order. Only this class changes it.
     """
 
     __slots__ = ("_base", "_decode_id", "_ended", "_prefill_id", "output_ids")
@@ -31,7 +31,7 @@ class EmitOnce:
         self._ended = False
 
     def begin_prefill(self, prefill_id: bytes) -> int:
-        """Makes it the live one, in place of any other. Returns the output index that its token will have."""
+        """Makes this the current prefill. Returns the output index of its token."""
         self._prefill_id = prefill_id
         self._base = len(self.output_ids)
         return self._base
@@ -46,11 +46,11 @@ class EmitOnce:
         self._decode_id = None
 
     def end(self) -> None:
-        """The request is over: nothing is emitted any more."""
+        """Drops all tokens from now on."""
         self._ended = True
 
     def offer(self, attempt_id: bytes, output_index: int, token_id: int) -> Verdict:
-        """Decides about one token, and records it when it is to be emitted."""
+        """Decides about one token, and records it if it is emitted."""
         if self._ended:
             return Verdict.DROP
         emitted = len(self.output_ids)

@@ -1,23 +1,19 @@
-"""Where work goes: pure functions over a snapshot of the workers, one file each.
+"""Routing policies: pure functions that choose a worker from a snapshot of the loads, one file each.
 
-A policy sees loads and returns a choice. It keeps nothing, waits for nothing, and knows neither connections
-nor clocks, so that the same objects run in the router and in `simulator`.
+A policy has no state and knows neither connections nor clocks, so that the same objects run in the router and
+in `simulator`.
 
-Prefill: `PrefillLoads` follows what workers report and what this router sends, and makes a
-`PrefillSnapshot` for each choice: the seconds of work ahead at each worker, its speed, and how much of the
-prompt it has cached (`ChunkIndex`). A `PrefillPolicy` takes that and a request, and returns a worker.
-`PrefillSnapshot.seconds` is the estimated time until a worker has its first token.
-
-Overflow: `overflow` says whether a decode worker prefills a request itself, from that estimate, what the
-worker has to spare (`ChunkOffer`), and what it has cached (`DecodeCaches`).
-
-Decode: `two_choices` over a list of `DecodeLoad`, which follow what workers report and what this router asks
-of them.
+1. Prefill: `PrefillLoads` tracks what workers report and what this router sends. For each choice it makes a
+   `PrefillSnapshot`: the seconds of work ahead at each worker, its speed, and the cached part of the prompt
+   (`ChunkIndex`). A `PrefillPolicy` takes the snapshot and the request, and returns a worker.
+2. Decode: `two_choices` chooses from a list of `DecodeLoad`.
+3. Overflow: `overflow` decides whether a decode worker prefills a request itself. It compares the estimate of
+   `PrefillSnapshot.seconds` with the worker's spare speed (`ChunkOffer`) and its cache (`DecodeCaches`).
 """
 
 from router.policy.decode_caches import DecodeCaches
-from router.policy.decode_load import DecodeLoad, FreeRoom, free_room
-from router.policy.overflow import ChunkOffer, Reason, overflow
+from router.policy.decode_load import DecodeLoad, FreeCapacity, free_capacity
+from router.policy.overflow import ChunkOffer, OverflowReason, overflow
 from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads, PrefillWork
 from router.policy.ring import Ring
@@ -32,15 +28,15 @@ __all__ = [
     "ChunkOffer",
     "DecodeCaches",
     "DecodeLoad",
-    "FreeRoom",
+    "FreeCapacity",
+    "OverflowReason",
     "PrefillLoads",
     "PrefillPolicy",
     "PrefillRequest",
     "PrefillSnapshot",
     "PrefillWork",
-    "Reason",
     "Ring",
-    "free_room",
+    "free_capacity",
     "overflow",
     "round_robin",
     "sticky",

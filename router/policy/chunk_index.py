@@ -1,9 +1,8 @@
-"""Which prefill workers have which prefixes: an index from chunk hash to workers.
+"""An index from chunk hash to the workers that have the chunk in their prefix cache.
 
-A worker has a chunk (64 tokens, `rpc.chunk_hash`) when it reported so, or while a prompt with it, which this
-router sent there, waits for its first token: the next turn, or the next user of a system prompt, may come
-before the report does. What was expected and not reported is forgotten with the attempt, so only reports
-last.
+A chunk is 64 tokens (`rpc.chunk_hash`). A worker counts as having a chunk after it reports it. It also counts
+while a prompt with the chunk, which this router sent, waits for its first token: the next request with the
+same prefix may come before the report. When the attempt ends, only the report counts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,28 +13,28 @@ MAX_LEVELS = 8
 
 
 class Overlap:
-    """How many tokens of one prompt each worker need not compute: full blocks of what it has of the prompt's
-    beginning, and never the last position."""
+    """The cached tokens of one prompt at each worker: whole blocks, and never the last position."""
 
     __slots__ = ("_levels",)
 
     def __init__(self, levels: list[tuple[int, int]]) -> None:
-        """(tokens, rows that have at least so many), the fewest tokens first."""
+        """`levels`: (tokens, set of rows with at least so many cached), in ascending order."""
         self._levels = levels
 
     @property
     def most(self) -> int:
-        """Of any."""
+        """The most cached tokens at any worker."""
         return self._levels[-1][0] if self._levels else 0
 
     def of(self, row: int) -> int:
+        """Cached tokens at one worker."""
         for tokens, rows in reversed(self._levels):
             if rows >> row & 1:
                 return tokens
         return 0
 
     def holders(self) -> list[int]:
-        """The rows that have most; empty where that is nothing."""
+        """The rows with the most cached tokens; empty if nothing is cached."""
         left = self._levels[-1][1] if self._levels else 0
         rows = []
         while left:
@@ -46,13 +45,13 @@ class Overlap:
 
 
 class ChunkIndex:
-    """Workers are rows, and sets of them the bits of an int: an intersection over 1,000 workers is 50 ns."""
+    """Workers are rows. A set of rows is an int: the intersection of sets of 1,000 rows takes 50 ns."""
 
     def __init__(self) -> None:
-        self._holders: dict[int, int] = {}  # chunk → rows that have it; no empty ones
-        self._bits: list[int] = []  # row → its bit, the one object for all chunks that only it has
+        self._holders: dict[int, int] = {}  # chunk → rows that have it; no empty sets
+        self._bits: list[int] = []  # row → its bit: one shared object for all chunks that only this row has
         self._reported: list[set[int]] = []
-        self._expected: list[dict[int, int]] = []  # row → chunk → prompts that will bring it
+        self._expected: list[dict[int, int]] = []  # row → chunk → prompts that will cache it
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -64,7 +63,7 @@ class ChunkIndex:
             self._expected.append({})
 
     def reported(self, row: int) -> int:
-        """How many chunks the worker says it has."""
+        """Number of chunks that the worker reported."""
         return len(self._reported[row])
 
     def add(self, row: int, chunks: Iterable[int]) -> None:
@@ -82,7 +81,7 @@ class ChunkIndex:
                     self._release(row, chunk)
 
     def expect(self, row: int, chunks: Iterable[int]) -> None:
-        """A prompt with these chunks was sent there. Ends with `unexpect`."""
+        """A prompt with these chunks was sent to the worker. `unexpect` undoes it."""
         expected = self._expected[row]
         for chunk in chunks:
             expected[chunk] = expected.get(chunk, 0) + 1
@@ -98,11 +97,11 @@ class ChunkIndex:
                     self._release(row, chunk)
 
     def clear(self, row: int) -> None:
-        """Nothing is known of its cache; what is expected stays."""
+        """Forgets what the worker reported, but not what is expected."""
         self.discard(row, list(self._reported[row]))
 
     def forget(self, row: int) -> None:
-        """The worker is gone, and with it what was expected of it."""
+        """Forgets a worker that is gone, with what was expected of it."""
         self.clear(row)
         for chunk in self._expected[row]:
             self._release(row, chunk)
@@ -121,10 +120,10 @@ class ChunkIndex:
             del self._holders[chunk]
 
     def overlap(self, chunks: Sequence[int], tokens: int, block_size: int, among: int) -> Overlap:
-        """What the workers of `among`, a set of rows, have of the beginning of a prompt of so many tokens.
+        """Finds the cached beginning of a prompt at each worker of `among`, a set of rows.
 
-        A prefix ends at its first missing chunk. Stops where nobody has more, so what nobody knows costs one
-        lookup. Of more than `MAX_LEVELS` different lengths the longest count.
+        A cached prefix ends at its first missing chunk. The search stops where no worker has more, so an
+        unknown prompt costs one lookup. Of the different lengths only the longest `MAX_LEVELS` count.
         """
         levels: list[tuple[int, int]] = []  # (chunks, rows that have at least so many)
         rows = among

@@ -1,5 +1,7 @@
-"""Which decode workers have the beginning of a prompt in their prefix caches, where these are on: what they
-decoded, and with it the turn before."""
+"""The prefix caches of decode workers, which keep what they decoded: the turn before in a conversation.
+
+Empty unless the workers run with a prefix cache.
+"""
 
 import random
 from collections.abc import Collection, Sequence
@@ -10,10 +12,10 @@ from router.policy.two_choices import two_choices
 
 
 class DecodeCaches:
-    """Owned by one router. A worker's *row* is its number from `join` to `leave`.
+    """Owned by one router. A worker's row is its number from `join` to `leave`.
 
     Attributes:
-        index: whose caches have what. Owned here; `add`, `discard` and `clear` are the worker's reports.
+        index: the cached chunks. The caller applies the workers' reports to it.
     """
 
     def __init__(self) -> None:
@@ -22,7 +24,7 @@ class DecodeCaches:
         self._serving = 0  # a set of rows
 
     def join(self, load: DecodeLoad) -> int:
-        """A worker came, with nothing cached. Returns its row."""
+        """Adds a worker with an empty cache. Returns its row."""
         if None not in self._loads:
             self._loads.append(None)
             self.index.grow(len(self._loads))
@@ -40,12 +42,14 @@ class DecodeCaches:
         bit = 1 << row
         self._serving = self._serving | bit if serving else self._serving & ~bit
 
-    def holders(
+    def candidates(
         self, chosen: int, *, chunks: Sequence[int], tokens: int, rng: random.Random, avoid: Collection[str]
     ) -> list[tuple[str, int]]:
-        """Who may prefill a prompt of so many tokens, each with how many of them it has cached: the worker
-        (its row) that was chosen for the request in any case; then, if they have more and room, one of those
-        that have most."""
+        """Returns the workers that may prefill a prompt, each with its number of cached tokens.
+
+        The first is the worker with the row `chosen`. The second, if there is one, has more cached than any
+        other, and capacity.
+        """
         load = self._loads[chosen]
         assert load is not None
         if not len(self.index):

@@ -1,29 +1,28 @@
-"""What a router knows of one decode worker between two reports: what it reported, and what this router did
-since."""
+"""The load of one decode worker: its last report, and what this router sent it since."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class FreeRoom(NamedTuple):
-    """What decode workers have free, all together."""
+class FreeCapacity(NamedTuple):
+    """Free capacity of all decode workers together."""
 
-    seats: float
-    """In their batches."""
+    slots: float
+    """Requests that fit into their batches."""
     positions: float
-    """Of KV."""
+    """KV positions."""
 
 
 @dataclass(slots=True)
 class DecodeLoad:
-    """Owned by the connection to the worker (or a simulated one).
+    """Owned by the connection to the worker, or by a simulated worker.
 
     Attributes:
-        blocks_free: as reported, less what this router's reservations took since, plus what they gave back.
-        running: requests that it has or will have, other routers' as last reported.
-        full: it had no room for a reservation, and nothing was heard of room since.
-        own: of `running`, those of this router.
+        blocks_free: as reported, less the blocks of later reservations of this router.
+        running: requests that the worker has or will have. Those of other routers are as reported.
+        full: the worker refused a reservation, and has not reported free capacity since.
+        own: the part of `running` that this router sent.
     """
 
     worker: str
@@ -37,10 +36,10 @@ class DecodeLoad:
 
     def reported(self, *, blocks_free: int, running: int) -> None:
         self.blocks_free, self.full = blocks_free, False
-        self.running = max(self.own, running)  # what is on its way there was not counted
+        self.running = max(self.own, running)  # the report misses requests that are on their way
 
     def sent(self, tokens: int) -> None:
-        """A reservation of so many positions is asked for. Ends with `ended` or `refused`."""
+        """A reservation of `tokens` positions was sent. `ended` undoes it."""
         self.blocks_free -= self._blocks(tokens)
         self.running += 1
         self.own += 1
@@ -51,21 +50,19 @@ class DecodeLoad:
         self.own -= 1
         self.full = False
 
-    def refused(self, tokens: int) -> None:
-        """There was no room: nobody else is sent there for now."""
-        self.ended(tokens)
-        self.full = True
-
     @property
     def pressure(self) -> float:
-        """The scarcer of memory and batch slots: 0 is idle, 1 is full."""
+        """Use of KV blocks or of batch slots, whichever is higher: 0 is idle, 1 is full."""
         blocks = 1 - self.blocks_free / self.blocks_total if self.blocks_total else 1.0
         batch = self.running / self.max_running if self.max_running else 1.0
         return max(blocks, batch)
 
-    def has_room(self, tokens: int) -> bool:
-        """One request more than the batch has seats may be sent. The worker's refusal is how an autoscaler
-        learns that more room is wanted."""
+    def fits(self, tokens: int) -> bool:
+        """Whether a reservation of `tokens` positions may be sent.
+
+        One request more than the batch has slots may be sent. If the worker refuses it, its report tells the
+        autoscaler that more capacity is needed.
+        """
         if self.full or self.running > self.max_running:
             return False
         return self.blocks_free * self.block_size >= tokens
@@ -74,9 +71,9 @@ class DecodeLoad:
         return -(-tokens // self.block_size)
 
 
-def free_room(loads: Iterable[DecodeLoad]) -> FreeRoom:
-    seats = positions = 0
+def free_capacity(loads: Iterable[DecodeLoad]) -> FreeCapacity:
+    slots = positions = 0
     for load in loads:
-        seats += max(0, load.max_running - load.running)
+        slots += max(0, load.max_running - load.running)
         positions += max(0, load.blocks_free) * load.block_size
-    return FreeRoom(seats, positions)
+    return FreeCapacity(slots, positions)

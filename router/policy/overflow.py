@@ -1,9 +1,8 @@
-"""Whether a decode worker prefills a request itself, because its second token is there earlier then.
+"""Decides whether a decode worker prefills a request itself, because its second token then comes earlier.
 
-A decode worker takes prompts in chunks so small that those who decode beside them hardly notice. A prompt
-that fits into one chunk, by itself or because the worker has the rest of it cached, saves the handover; any
-other is worth it only where the prefill workers have a queue, so that what decode has to spare becomes
-capacity for prefill.
+A decode worker computes prompts in small chunks, which hardly slow down the decodes beside them. A prompt
+that fits into one chunk, perhaps after its cached part, saves the handover. A longer prompt gains only if the
+prefill workers have a queue: it then uses the spare speed of the decode worker.
 """
 
 import math
@@ -12,29 +11,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 HANDOVER_STEPS = 2.0
-"""Decode steps from prefill's token to decode's next one."""
+"""Decode steps between the token of prefill and the first token of decode."""
 
-Reason = Literal["short", "cached", "saturated", "no_prefill"]
-REASONS: tuple[Reason, ...] = ("short", "cached", "saturated", "no_prefill")
+OverflowReason = Literal["short", "cached", "saturated", "no_prefill"]
+REASONS: tuple[OverflowReason, ...] = ("short", "cached", "saturated", "no_prefill")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOffer:
-    """What a decode worker has to spare, as it reports it. Tokens 0: nothing, or it is not known yet."""
+    """Spare prefill speed of a decode worker, as reported. `tokens` is 0 if it is unknown or none."""
 
     tokens: int
-    """Of prompts, that it takes in one step."""
+    """Prompt tokens in one step."""
     seconds: float
-    """That such a step takes."""
+    """Duration of a step with so many prompt tokens."""
     step_seconds: float
-    """That a step without takes."""
+    """Duration of a step without prompt tokens."""
     waiting: int = 0
-    """Prompt tokens that it has to compute before."""
+    """Prompt tokens that it computes before this request."""
     cached: int = 0
-    """Of this prompt, tokens that it need not compute."""
+    """Cached tokens of this prompt."""
 
     def second_token(self, tokens: int) -> float:
-        """Seconds until then for a prompt of so many tokens; infinite where nothing is offered."""
+        """Seconds until the second token of a prompt of `tokens` tokens; infinite without an offer."""
         if not self.tokens:
             return math.inf
         full, rest = divmod(self.waiting + tokens - self.cached, self.tokens)
@@ -47,18 +46,18 @@ class ChunkOffer:
 
 def overflow(
     tokens: int, prefill_seconds: float | None, offers: Sequence[ChunkOffer]
-) -> tuple[int, Reason] | None:
-    """Which of these should, and why; None when none should.
+) -> tuple[int, OverflowReason] | None:
+    """Returns the index of the offer to take, and the reason; None to use a prefill worker.
 
     Args:
-        tokens: of the prompt.
-        prefill_seconds: until the first token from the best prefill worker; None: there is none.
-        offers: the first is of the decode worker that would take the request in any case.
+        tokens: length of the prompt.
+        prefill_seconds: estimate until the first token of the chosen prefill worker; None: there is none.
+        offers: the first is that of the decode worker that was chosen to decode.
     """
     best = min(range(len(offers)), key=lambda i: offers[i].second_token(tokens))
     offer = offers[best]
     if prefill_seconds is None:
-        return best, "no_prefill"  # slowly is better than not at all
+        return best, "no_prefill"  # the only way to compute the prompt
     if offer.second_token(tokens) >= prefill_seconds + HANDOVER_STEPS * offers[0].step_seconds:
         return None
     if offer.waiting + tokens <= offer.tokens:

@@ -1,4 +1,4 @@
-"""What every prefill policy is: a pure function of a snapshot and a request."""
+"""The interface of a prefill policy: a pure function of a snapshot and a request."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,36 +12,37 @@ from router.policy.ring import Ring
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRequest:
     key: int
-    """64-bit hash of its session."""
+    """64-bit hash of the session."""
     tokens: int
-    """Positions to have KV of, cached or not."""
+    """Positions that need KV, including cached ones."""
     chunks: Sequence[int] = ()
-    """Hashes of its full 64-token chunks (`rpc.chunk_hashes`); those of what follows the prompt may be
-    missing."""
+    """Hashes of the prompt's full 64-token chunks (`rpc.chunk_hashes`). Output tokens may have none."""
     arrival: int = 0
-    """How many came before it."""
+    """Number of requests before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSnapshot:
-    """The prefill workers at the moment of one choice. Arrays are indexed by row; workers that must not be
-    chosen wait infinitely long, and have nothing cached. `PrefillLoads` makes it."""
+    """The prefill workers at the time of one choice, made by `PrefillLoads`. Arrays are indexed by row.
+
+    A worker that must not be chosen has an infinite `wait` and nothing cached.
+    """
 
     ring: Ring
-    """Of all workers that may be chosen, were they not avoided."""
+    """All workers that take work, including avoided ones."""
     rows: np.ndarray
-    """int64: those that may be chosen, never none, ordered by their workers' names."""
+    """int64[n], n ≥ 1: the rows that may be chosen, in order of their workers' names."""
     wait: np.ndarray
-    """float64, seconds: the uncached tokens that will be computed before the request's, at measured speed."""
+    """float64, seconds: time to compute the uncached tokens that are ahead, at measured speed."""
     speed: np.ndarray
     """float64, tokens/s."""
     cached: Overlap
-    """Of the request's prefix, what the prefix caches are believed to have."""
+    """The cached beginning of the request at each worker, as far as known."""
 
     def seconds(self, request: PrefillRequest, row: int) -> float:
-        """The estimated time until this worker has sampled the request's first token."""
+        """Estimated time until this worker samples the request's first token."""
         return float(self.wait[row] + (request.tokens - self.cached.of(row)) / self.speed[row])
 
 
 PrefillPolicy = Callable[[PrefillSnapshot, PrefillRequest], int]
-"""Returns the row of the worker to ask."""
+"""Returns the row of the chosen worker."""

@@ -1,10 +1,10 @@
-"""What a router knows of its prefill workers: how much waits at each, how fast it computes, what it has
-cached.
+"""The loads of the prefill workers: waiting tokens, speed and cached chunks of each.
 
-Between two reports, a second apart, the queue of a worker is what it reported, plus what this router sent
-there since, less what it computes in that time at the speed it reported; but never less than what this router
-itself knows to be waiting there. What other routers sent since is not known: it is why `two_choices` draws
-and `sticky` spreads sessions by a ring instead of sending everything to whoever seems idle.
+Workers report once a second. Between reports the queue of a worker is estimated: the reported tokens, plus
+what this router sent since, less what the worker computes in that time at its reported speed. It is never
+less than this router's own waiting tokens. Work that other routers sent since is unknown. So a policy must
+not simply send everything to the worker that seems idle: `sticky` spreads sessions by a ring, `two_choices`
+draws.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,48 +17,47 @@ from router.policy.prefill import PrefillRequest, PrefillSnapshot
 from router.policy.ring import Ring
 
 UNKNOWN_SPEED = 1_000.0
-"""Tokens/s of a worker that has computed nothing yet, where no other is known either."""
+"""Tokens/s of a worker that has no measured speed, if no other worker has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """One prefill that was sent to a worker. `chunks` are expected in its cache until it ends."""
+    """One prefill that was sent to a worker. Its `chunks` are expected in the cache until it ends."""
 
     tokens: int
-    """Uncached, by the estimate at the time of the choice."""
+    """Uncached tokens, as estimated at the time of the choice."""
     chunks: Sequence[int] = ()
 
 
 class PrefillLoads:
-    """Owned by one router (or a simulated one). A worker's *row* is its number from `join` to `leave`. Times
-    are seconds of one monotonic clock.
+    """Owned by one router, or a simulated one. A worker's row is its number from `join` to `leave`.
+
+    Times are seconds of one monotonic clock.
 
     Attributes:
-        index: whose caches have what. Owned here; `add`, `discard` and `clear` are the worker's reports.
+        index: the cached chunks. The caller applies the workers' reports to it.
     """
 
     def __init__(self) -> None:
         self.index = ChunkIndex()
         self._names: list[str] = []  # by row; "": free
         self._serving: list[bool] = []
-        self._tokens: list[float] = []  # waiting at time `_at`, reported and sent
+        self._tokens: list[float] = []  # waiting at time `_at`
         self._at: list[float] = []
-        self._own: list[int] = []  # tokens of this router's prefills without a first token
+        self._own: list[int] = []  # tokens of prefills that this router sent, without a first token
         self._speed = np.ones(0)
-        self._clear_at = np.zeros(0)  # when `_tokens` will have been computed
-        self._own_seconds = np.zeros(0)  # that `_own` takes
+        self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
+        self._own_seconds = np.zeros(0)  # time to compute `_own`
         self._measured = np.zeros(0, bool)
         self._block_sizes: list[int] = []
-        self._block_size = (
-            1  # the largest, where they differ: rather too little than too much counts as cached
-        )
+        self._block_size = 1  # the largest, so that the cached tokens are not overestimated
         self._ring = Ring({})
         self._rows = np.zeros(0, np.int64)
-        self._among = 0  # as a set
-        self._stale = False  # the four are
+        self._among = 0  # `_rows` as a set of bits
+        self._stale = False  # the four fields above need an update
 
     def join(self, name: str, *, block_size: int, now: float) -> int:
-        """A worker came, with nothing waiting and nothing cached. Returns its row."""
+        """Adds a worker with an empty queue and an empty cache. Returns its row."""
         assert name
         row = self._names.index("") if "" in self._names else self._new_row()
         self._names[row], self._serving[row], self._stale = name, True, True
@@ -102,10 +101,10 @@ class PrefillLoads:
         self._clear_at[row] = self._at[row] + self._tokens[row] / speed
         self._own_seconds[row] = self._own[row] / speed
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ changes
 
     def reported(self, row: int, *, tokens_waiting: int, tokens_per_s: float, now: float) -> None:
-        """By the worker. `tokens_per_s`: 0 until it is known."""
+        """Applies a report of the worker. `tokens_per_s` is 0 if unknown."""
         self._tokens[row], self._at[row] = tokens_waiting, now
         if tokens_per_s > 0:
             first = not self._measured[row]
@@ -115,14 +114,14 @@ class PrefillLoads:
         self._changed(row)
 
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
-        """By this router."""
+        """This router sent a prefill."""
         self._tokens[row], self._at[row] = self._waiting(row, now) + work.tokens, now
         self._own[row] += work.tokens
         self._changed(row)
         self.index.expect(row, work.chunks)
 
     def ended(self, row: int, work: PrefillWork, *, computed: bool, now: float) -> None:
-        """Its first token came, or else it was given up."""
+        """The first token came (`computed`), or the prefill was cancelled."""
         waiting = self._waiting(row, now)
         self._own[row] -= work.tokens
         if not computed:
@@ -134,15 +133,15 @@ class PrefillLoads:
         computed = self._speed[row] * (now - self._at[row])
         return max(self._own[row], self._tokens[row] - computed)
 
-    # ------------------------------------------------------------ how it stands
+    # ------------------------------------------------------------ the current state
 
     @property
     def serving(self) -> int:
-        """Workers that may be chosen."""
+        """Number of workers that may be chosen."""
         return sum(self._serving)
 
     def tokens_per_s(self) -> float:
-        """Of all that may be chosen; 0 until something was computed."""
+        """Measured speed of all workers that may be chosen; 0 if none is known."""
         self._settle()
         measured = self._rows[self._measured[self._rows]]
         return float(self._speed[measured].sum())
@@ -150,8 +149,10 @@ class PrefillLoads:
     def snapshot(
         self, request: PrefillRequest, now: float, avoid: Collection[int] = ()
     ) -> PrefillSnapshot | None:
-        """None when there is no worker to choose. Those in `avoid` are to be chosen only when there is no
-        other."""
+        """Makes the snapshot for one choice; None if there is no worker.
+
+        Rows in `avoid` may be chosen only if there is no other.
+        """
         self._settle()
         rows = self._rows
         if avoid:
@@ -181,5 +182,5 @@ class PrefillLoads:
 
 
 def _set_of(rows: np.ndarray) -> int:
-    """As the bits of an int."""
+    """Returns the rows as bits of an int."""
     return sum(1 << row for row in rows.tolist())

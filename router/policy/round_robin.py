@@ -1,5 +1,4 @@
-"""Prefill: each worker in turn. For comparison, and where nothing is ever cached and all prompts are
-alike."""
+"""Prefill: each worker in turn. For comparison, and for equal prompts without prefix caches."""
 
 from router.policy.prefill import PrefillRequest, PrefillSnapshot
 

@@ -1,22 +1,22 @@
-"""Prefill: where the session's prefix is, unless the wait there costs more than computing it again.
+"""Prefill: the worker that has the session's prefix cached, unless computing it elsewhere is faster.
 
-1. The session's *home* is found by consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam
-   2018): the first worker on the ring, from the session's point on, whose wait is within `BOUND` times the
-   mean. So sessions, and with them cache space, spread evenly; new ones avoid the busy; a hot one overflows
-   to its neighbours on the ring, which are others for each session: many routers with the same old loads do
-   not all run to the same worker.
-2. The home is left only for a worker that has most of the prefix cached, and only where that costs less time:
+1. Each session has a home worker, by consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam
+   2018): the first worker on the ring, from the session's point on, with a wait of at most `BOUND` times the
+   mean. So sessions and their cached KV spread evenly, and new sessions avoid busy workers. A session whose
+   home is busy goes to the next worker on the ring. That worker differs between sessions, so many routers
+   with the same old loads do not all choose the same worker.
+2. Another worker is chosen only if it has the most of the prefix cached, and if it costs less:
 
        cost = wait + RECOMPUTE × uncached tokens / speed        (seconds)
 
-   That keeps a session where it overflowed to, and brings requests of any session to a long document that is
-   cached elsewhere. `RECOMPUTE` above 1 counts what the request itself does not feel: tokens computed twice
-   delay those who come after, and their KV, held twice, takes the place of somebody else's.
-3. The more workers have a prefix, and the shorter it is, the less reason it is to leave: `COPY_TOKENS` for
-   each of them must be saved, unless there is but one. A system prompt is soon computed at home too. If whole
-   sessions were led by it to those who have it already, their caches would overflow while others idle:
-   `bench.routing_sim` with 64 workers finds 71 % instead of 87 %. A document of thousands of tokens stays on
-   few.
+   So a session stays at the worker that it went to, and requests of any session find a long document that is
+   cached elsewhere. `RECOMPUTE` is above 1 because computing tokens twice also delays later requests, and
+   their KV takes cache space twice.
+3. The other worker must save at least `COPY_TOKENS` for each worker that has the prefix, unless there is only
+   one. A short prefix of many sessions, such as a system prompt, is soon computed at home too. If it
+   attracted whole sessions, the caches of a few workers would overflow while others are idle:
+   `bench.routing_sim` with 64 workers then has 71 % cache hits instead of 87 %. A document of thousands of
+   tokens stays on few workers.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ COPY_TOKENS = 512
 def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     wait, cached, rows = snapshot.wait, snapshot.cached, snapshot.rows
     bound = BOUND * float(np.add.reduce(wait if len(rows) == len(wait) else wait[rows])) / len(rows)
-    # Some worker is within the mean.
+    # At least one worker is not above the mean, so the walk finds one.
     home = next(row for row in snapshot.ring.walk(request.key) if wait[row] <= bound)
     saved = cached.most - cached.of(home)
     if not saved:

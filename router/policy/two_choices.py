@@ -1,7 +1,7 @@
-"""Decode: of two workers with room, drawn at random, the less loaded one.
+"""Decode: the less loaded of two random workers with free capacity.
 
-Loads are up to a second old. Taking the best of all would send everybody to the same worker until the next
-report; the better of two random ones (Mitzenmacher 2001) stays balanced on stale data.
+Loads are up to a second old. With the best of all workers, all routers would choose the same worker until the
+next report. The better of two random workers stays balanced with old data (Mitzenmacher 2001).
 """
 
 import random
@@ -15,20 +15,20 @@ DRAWS = 4
 def two_choices(
     loads: Sequence[DecodeLoad], *, tokens: int, rng: random.Random, avoid: Collection[str] = ()
 ) -> str | None:
-    """The worker to ask for a reservation of `tokens` positions; None when none seems to have room.
+    """Chooses the worker for a reservation of `tokens` positions; None if none seems to have capacity.
 
-    Those in `avoid`, which failed this request, are taken only when there is no other.
+    Workers in `avoid`, which failed this request, are chosen only if there is no other.
     """
 
-    # A few draws find room in any pool that is not nearly full, without looking at all of it.
+    # Unless the pool is nearly full, a few draws find capacity without a search through all workers.
     count = len(loads)
     for _ in range(DRAWS if count > 2 else 0):
         first, second = int(rng.random() * count), int(rng.random() * (count - 1))  # `sample` takes 2 µs
         pair = loads[first], loads[second + (second >= first)]
-        drawn = [load for load in pair if load.has_room(tokens) and load.worker not in avoid]
+        drawn = [load for load in pair if load.fits(tokens) and load.worker not in avoid]
         if drawn:
             return min(drawn, key=lambda load: load.pressure).worker
-    found = [load for load in loads if load.has_room(tokens)]
+    found = [load for load in loads if load.fits(tokens)]
     found = [load for load in found if load.worker not in avoid] or found
     if not found:
         return None

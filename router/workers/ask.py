@@ -1,17 +1,18 @@
-"""The model of the workers, for a router that was not told one."""
+"""Asks the workers which model they serve, for a router that is started without a model."""
 
 import asyncio
 import contextlib
 import logging
 import logging.config
 import signal
+from typing import Any
 
 import grpc
 import grpc.aio
 
 import rpc
-from router.config import RouterConfig
-from router.workers.refusal import cause
+from router.workers.discovery import Discovery
+from router.workers.refusal import explain
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 
@@ -21,32 +22,29 @@ CALL_TIMEOUT = 5.0
 RETRY_SECONDS = 0.5
 
 
-async def first_description(config: RouterConfig) -> pb.WorkerDescription:
-    """Of the first worker that answers; waits for one."""
-    return await _Question(config).asked()
+class _Asker:
+    """Asks every worker that discovery finds, until the first one answers."""
 
-
-class _Question:
-    """Asks every worker that discovery finds, again and again, until one has answered."""
-
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
+    def __init__(self, discovery: Discovery, secret: bytes, tls: rpc.TlsFiles | None) -> None:
+        self._discovery = discovery
+        self._secret = secret
+        self._tls = tls
         self._addresses: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
-        self._reasons: dict[str, str] = {}  # that were logged
+        self._logged: dict[str, str] = {}  # address → the last logged reason
 
-    async def asked(self) -> pb.WorkerDescription:
+    async def first_description(self) -> pb.WorkerDescription:
         log.info("asking the workers which model they serve")
         following = asyncio.create_task(self._follow())
         try:
             while True:
-                asked = [asyncio.create_task(self._ask(address)) for address in self._addresses]
+                calls = [asyncio.create_task(self._describe(address)) for address in self._addresses]
                 try:
-                    for answered in asyncio.as_completed(asked):
-                        if (description := await answered) is not None:
+                    for call in asyncio.as_completed(calls):
+                        if (description := await call) is not None:
                             return description
                 finally:
-                    for task in asked:
+                    for task in calls:
                         task.cancel()
                 if following.done():
                     following.result()
@@ -58,32 +56,40 @@ class _Question:
             await asyncio.gather(following, return_exceptions=True)
 
     async def _follow(self) -> None:
-        async for addresses in self._config.discovered().watch():
+        async for addresses in self._discovery.watch():
             self._addresses = addresses
             self._changed.set()
 
-    async def _ask(self, address: str) -> pb.WorkerDescription | None:
-        config = self._config
+    async def _describe(self, address: str) -> pb.WorkerDescription | None:
         try:
-            async with rpc.connect(address, config.secret, config.cluster_tls) as channel:
+            async with rpc.connect(address, self._secret, self._tls) as channel:
                 return await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
-            reason, remedy = cause(error, tls=config.cluster_tls is not None)
-            if self._reasons.get(address) != reason:
-                self._reasons[address] = reason
+            reason, remedy = explain(error, tls=self._tls is not None)
+            if self._logged.get(address) != reason:
+                self._logged[address] = reason
                 log.warning("worker at %s: %s. %s", address, reason, remedy)
             return None
 
 
-def ask_workers(config: RouterConfig) -> pb.WorkerDescription | None:
-    """Runs `first_description` in a process that does nothing else. None: SIGTERM came before."""
+async def first_description(
+    discovery: Discovery, secret: bytes, tls: rpc.TlsFiles | None
+) -> pb.WorkerDescription:
+    """Waits until a worker answers, and returns its description."""
+    return await _Asker(discovery, secret, tls).first_description()
+
+
+def ask_workers(
+    discovery: Discovery, secret: bytes, tls: rpc.TlsFiles | None, logging_config: dict[str, Any]
+) -> pb.WorkerDescription | None:
+    """Runs `first_description` in a process that does nothing else. None: SIGTERM came first."""
 
     async def ask() -> pb.WorkerDescription | None:
-        asking = asyncio.create_task(first_description(config))
+        asking = asyncio.create_task(first_description(discovery, secret, tls))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asking.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             return await asking
         return None
 
-    logging.config.dictConfig(config.logging())
+    logging.config.dictConfig(logging_config)
     return asyncio.run(ask())

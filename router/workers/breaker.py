@@ -1,58 +1,60 @@
-"""A worker that fails again and again is left out for a while, then tried with one attempt.
+"""A circuit breaker: a worker that fails repeatedly gets no requests for a while, then one probe.
 
-    closed ─ 3 failures in 30 s ─▶ open ─ 10 s ─▶ half-open ─ one probe ─▶ closed, if it is served
+    closed ─ 3 failures in 30 s ─▶ open ─ 10 s ─▶ half-open ─ one probe ─▶ closed, if the probe succeeds
                                      ▲                            │
-                                     └──────── it fails ──────────┘
+                                     └──────── the probe fails ───┘
 
-The circuit breaker of M. Nygard, Release It! (2007). Pure: the caller brings the time.
+Source: M. Nygard, Release It! (2007). Pure: the caller passes the time.
 """
 
 from collections import deque
 
 FAILURES = 3
 WINDOW_S = 30.0
-OUT_S = 10.0
+OPEN_S = 10.0
 TOGETHER_S = 1.0
-"""What fails within this time failed for one reason: a whole batch, say, or an engine and then its stream."""
+"""Failures within this time count as one: they have one cause, such as a failed batch or a lost stream."""
 
 
-class Breaker:
+class CircuitBreaker:
     """Of one worker. Times are seconds of `time.monotonic()`, and never go back."""
 
-    __slots__ = ("_failures", "_out_until", "_probed", "_tripped")
+    __slots__ = ("_failures", "_open_until", "_probing", "_tripped")
 
     def __init__(self) -> None:
         self._failures: deque[float] = deque()
-        self._tripped = self._probed = False
-        self._out_until = 0.0
+        self._tripped = self._probing = False
+        self._open_until = 0.0
 
-    def admits(self, now: float) -> bool:
-        """Whether it may be given an attempt."""
-        return not self._tripped or now >= self._out_until
+    def allows(self, now: float) -> bool:
+        """Whether the worker may get an attempt."""
+        return not self._tripped or now >= self._open_until
 
-    def out_for(self, now: float) -> float:
-        """Seconds until it may be tried; 0 when it may be now."""
-        return max(0.0, self._out_until - now) if self._tripped else 0.0
+    def open_for(self, now: float) -> float:
+        """Seconds until the worker may get an attempt; 0 if it may now."""
+        return max(0.0, self._open_until - now) if self._tripped else 0.0
 
-    def given(self, now: float) -> bool:
-        """It was given an attempt. True: that is the probe, and it gets no other meanwhile. (For as long as a
-        failure would put it out: a probe may be cancelled, and tell nothing.)"""
-        if self._tripped and now >= self._out_until:
-            self._out_until = now + OUT_S
-            self._probed = True
+    def attempt_sent(self, now: float) -> bool:
+        """Returns True if this attempt is the probe. The breaker is then open again, for OPEN_S at most.
+
+        The limit is needed because a probe may be cancelled, and then gives no result.
+        """
+        if self._tripped and now >= self._open_until:
+            self._open_until = now + OPEN_S
+            self._probing = True
             return True
         return False
 
-    def worked(self) -> bool:
-        """An attempt of it was served. True: it is taken back."""
-        if not self._probed:
+    def attempt_succeeded(self) -> bool:
+        """Returns True if this closes the breaker."""
+        if not self._probing:
             return False
-        self._tripped = self._probed = False
+        self._tripped = self._probing = False
         self._failures.clear()
         return True
 
-    def failed(self, now: float) -> bool:
-        """An attempt of it failed, or all of it was lost. True: with this it is out."""
+    def attempt_failed(self, now: float) -> bool:
+        """Counts a failed attempt or a lost stream. Returns True if this opens the breaker."""
         if self._failures and now - self._failures[-1] < TOGETHER_S:
             return False
         while self._failures and self._failures[0] <= now - WINDOW_S:
@@ -60,6 +62,6 @@ class Breaker:
         self._failures.append(now)
         if not self._tripped and len(self._failures) < FAILURES:
             return False
-        self._tripped, self._probed = True, False
-        self._out_until = now + OUT_S
+        self._tripped, self._probing = True, False
+        self._open_until = now + OPEN_S
         return True

@@ -1,29 +1,30 @@
-"""Follows one worker's numbered reports of its prefix cache: which may be taken in, and when one is
-missing."""
+"""Detects missing reports in one worker's numbered sequence of prefix cache reports."""
 
 from enum import Enum, auto
 
 from rpc import worker_pb2 as pb
 
 
-class Verdict(Enum):
+class CacheAction(Enum):
+    """What to do with a report."""
+
     APPLY = auto()
-    IGNORE = auto()  # until the snapshot comes
-    RESYNC = auto()  # one is missing: ask for a snapshot, ignore the rest
+    IGNORE = auto()  # a report is missing; the snapshot has not come yet
+    RESYNC = auto()  # a report is missing: ask for a snapshot and ignore this report
 
 
 class CacheSequence:
-    """Of one stream, which begins with a snapshot where the worker has a prefix cache."""
+    """Of one stream. A worker with a prefix cache sends a snapshot first."""
 
     def __init__(self) -> None:
-        self._last: int | None = None  # None: what is known cannot be continued
+        self._last: int | None = None  # None: only a snapshot can continue
 
-    def follow(self, events: pb.CacheEvents) -> Verdict:
+    def follow(self, events: pb.CacheEvents) -> CacheAction:
         if not events.reset:
             if self._last is None:
-                return Verdict.IGNORE
-            if events.sequence not in (self._last, self._last + 1):  # the same: parts of a snapshot
+                return CacheAction.IGNORE
+            if events.sequence not in (self._last, self._last + 1):  # parts of a snapshot share a number
                 self._last = None
-                return Verdict.RESYNC
+                return CacheAction.RESYNC
         self._last = events.sequence
-        return Verdict.APPLY
+        return CacheAction.APPLY

@@ -1,7 +1,10 @@
-"""One worker, as a router sees it: a stream that owns what was submitted on it, and the worker's load.
+"""The connection to one worker: a gRPC stream that is opened again whenever it ends.
 
-Life: connect → Describe → accept or refuse it → GetStatus → Attach → ready → the stream ends, and with it, at
-once, every attempt on it → wait a little → again, until the worker is taken off the list.
+    connecting ─ Describe, check, GetStatus, Attach ─▶ ready ⇄ draining ─ the stream ends ─▶ connecting
+        └─ the worker does not fit this router ─▶ refused ─ later ─▶ connecting
+
+All open attempts are lost with the stream, and the worker cancels them too. A connection that discovery no
+longer lists is retired: it takes nothing new, and closes after its last attempt.
 """
 
 import asyncio
@@ -9,7 +12,6 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -18,11 +20,12 @@ import grpc.aio
 
 import rpc
 from router.policy import DecodeLoad, PrefillWork
-from router.workers.breaker import Breaker
-from router.workers.cache_sequence import CacheSequence, Verdict
-from router.workers.outgoing import Outgoing
-from router.workers.refusal import OWN_LOG, Refused, cause
-from router.workers.reports import forget_wrong_rates, wrong_token
+from router.workers.attempts import Attempt, AttemptOwner, AttemptTable
+from router.workers.breaker import CircuitBreaker
+from router.workers.cache_sequence import CacheAction, CacheSequence
+from router.workers.refusal import SEE_WORKER_LOG, Refused, explain
+from router.workers.reports import clear_invalid_rates, token_defect
+from router.workers.send_queue import SendQueue
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
 from rpc.tracing import Span
@@ -34,70 +37,47 @@ CALL_TIMEOUT = 5.0
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
 
 
-class State(StrEnum):
+class WorkerState(StrEnum):
     CONNECTING = "connecting"
     READY = "ready"
-    DRAINING = "draining"  # serves what it has, takes nothing new
-    REFUSED = "refused"  # another model, or a description that makes no sense
-
-
-class AttemptOwner(Protocol):
-    """Whose attempts they are. Called from the connection's task; must not wait."""
-
-    span: Span
-    """Of the request: those of attempts are its children."""
-    name: str
-    """The request's id as its client knows it."""
-
-    def on_token(self, event: pb.TokenEvent) -> None: ...
-    def on_reserved(self, decode_id: bytes) -> None: ...
-    def on_failed(self, failure: pb.AttemptFailed) -> None: ...
-    def on_lost(self, attempt_id: bytes) -> None: ...
+    DRAINING = "draining"  # finishes its attempts and takes no new ones
+    REFUSED = "refused"  # another model, or an invalid description
 
 
 class Observer(Protocol):
-    """The pool. Called from the connection's task."""
+    """The worker pool. The connection's task calls it."""
 
     def check(self, connection: "WorkerConnection") -> None:
-        """Raises Refused when a worker of this description does not fit the others."""
+        """Raises Refused if the worker does not fit the other workers."""
 
-    def membership_changed(self, connection: "WorkerConnection") -> None: ...
+    def availability_changed(self, connection: "WorkerConnection") -> None: ...
     def load_changed(self, connection: "WorkerConnection") -> None:
-        """Of a decode worker."""
+        """For decode workers."""
         ...
 
     def prefill_reported(self, connection: "WorkerConnection") -> None: ...
     def prefill_sent(self, connection: "WorkerConnection", work: PrefillWork) -> None: ...
     def cache_changed(self, connection: "WorkerConnection", events: pb.CacheEvents) -> None:
-        """In order, none missing. Raises Refused when more is cached than the worker has blocks for."""
+        """Gets events without gaps. Raises Refused if more chunks are cached than fit into the blocks."""
         ...
 
     def prefill_ended(self, connection: "WorkerConnection", work: PrefillWork, *, computed: bool) -> None:
-        """Its token came, or it was given up. Not said of those that are lost with the stream."""
+        """The first token came (`computed`), or the prefill was cancelled. Not called for lost streams."""
         ...
 
     def breaker_changed(self, connection: "WorkerConnection") -> None: ...
 
 
-@dataclass(slots=True)
-class _Attempt:
-    owner: AttemptOwner
-    span: Span
-    tokens: int = 0  # of a decode: positions to hold
-    work: PrefillWork | None = None  # of a prefill, until its token comes
-
-
 class WorkerConnection:
-    """Owns the stream to one worker, and the table of what is submitted on it.
+    """Owns the stream to one worker and the table of its attempts.
 
     Attributes:
-        description: of the incarnation that is attached; the last one while it is not.
-        accepted: the worker fits the pool, from that check until the stream ends.
-        reason, remedy: why it is not ready, and what to do about it; empty where it is.
-        status: as last reported.
-        decode_load: of a decode worker that is attached.
-        started_tokens: prompt tokens that this router gave it to prefill since `status` (decode workers).
-        breaker: whether it fails too often to be given work.
+        description: of the attached incarnation, or of the last one.
+        accepted: the worker passed `Observer.check`. False again after the stream ends.
+        reason, remedy: why the worker is not ready and what to do; empty if it is ready.
+        status: the last report.
+        attempts: the open attempts, and the load of a decode worker.
+        breaker: decides whether the worker fails too often to get work.
     """
 
     def __init__(
@@ -109,22 +89,20 @@ class WorkerConnection:
         tls: rpc.TlsFiles | None = None,
     ) -> None:
         self.address = address
-        self.state = State.CONNECTING
+        self.state = WorkerState.CONNECTING
         self.reason = self.remedy = ""
         self.accepted = False
         self.description = pb.WorkerDescription()
         self.status = pb.WorkerStatus()
-        self._wrong_rates = False  # in `status`
-        self.started_tokens = 0
-        self.decode_load: DecodeLoad | None = None
-        self.breaker = Breaker()
+        self.attempts = AttemptTable()
+        self.breaker = CircuitBreaker()
         self.retired = False
+        self._invalid_rates = False  # in `status`
         self._secret = secret
         self._tls = tls
         self._router_id = router_id
         self._observer = observer
-        self._attempts: dict[bytes, _Attempt] = {}
-        self._outgoing: Outgoing | None = None
+        self._send_queue: SendQueue | None = None
         self._cache = CacheSequence()
         self._stub: WorkerStub | None = None
         self._task = asyncio.create_task(self._run(), name=f"worker {address}")
@@ -135,24 +113,20 @@ class WorkerConnection:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes new work."""
-        return self.state is State.READY and not self.retired
+        """Whether the worker takes new work."""
+        return self.state is WorkerState.READY and not self.retired
 
     @property
     def attached(self) -> bool:
-        return self._outgoing is not None
+        return self._send_queue is not None
 
     def when_closed(self, callback: Callable[["WorkerConnection"], None]) -> None:
         self._task.add_done_callback(lambda _: callback(self))
 
-    @property
-    def attempts(self) -> int:
-        return len(self._attempts)
-
     def retire(self) -> None:
-        """It is off the list: nothing new goes there, and the stream is closed once nothing is left on it."""
+        """Takes no new work from now on, and closes when the last attempt ends."""
         self.retired = True
-        self._observer.membership_changed(self)
+        self._observer.availability_changed(self)
         self._close_if_done()
 
     async def close(self) -> None:
@@ -160,107 +134,103 @@ class WorkerConnection:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def current_status(self) -> pb.WorkerStatus:
-        """Asked for now; the last report when it does not answer in time."""
+        """Asks the worker. Returns the last report if the worker does not answer in time."""
         if self._stub is None:
             return self.status
         try:
             status = await self._stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT)
-            forget_wrong_rates(status)
+            clear_invalid_rates(status)
             return status
         except grpc.aio.AioRpcError:
             return self.status
         except asyncio.CancelledError:
             if _cancelled_from_outside():
                 raise
-            return self.status  # the worker was lost meanwhile, and the channel closed under the call
+            return self.status  # the stream ended and closed the channel during the call
 
     # ------------------------------------------------------------ attempts
 
     def submit_prefill(self, submit: pb.SubmitPrefill, owner: AttemptOwner, work: PrefillWork) -> None:
-        attempt = _Attempt(owner, self._begin("prefill attempt", owner, submit.request), work=work)
-        self._submit(submit.prefill_id, attempt, pb.RouterMessage(prefill=submit))
+        span = self._begin_span("prefill attempt", owner, submit.request)
+        self.attempts.add_prefill(submit.prefill_id, owner, span, work)
+        self._submit(submit.prefill_id, owner, pb.RouterMessage(prefill=submit))
         self._observer.prefill_sent(self, work)
 
     def submit_decode(
         self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int, *, computes: int = 0
     ) -> None:
-        """`tokens` positions are to be held, and `computes` of them prefilled there."""
-        assert self.decode_load is not None
-        self.decode_load.sent(tokens)
-        self.started_tokens += computes
-        attempt = _Attempt(owner, self._begin("decode attempt", owner, submit.request), tokens)
-        self._submit(submit.decode_id, attempt, pb.RouterMessage(decode=submit))
+        """The worker reserves `tokens` KV positions, and prefills `computes` of them itself."""
+        span = self._begin_span("decode attempt", owner, submit.request)
+        self.attempts.add_decode(submit.decode_id, owner, span, tokens, computes=computes)
+        self._submit(submit.decode_id, owner, pb.RouterMessage(decode=submit))
         self._observer.load_changed(self)
 
     def retarget(self, message: pb.Retarget) -> None:
         self._send(pb.RouterMessage(retarget=message))
 
     def cancel(self, attempt_id: bytes, failure: str = "") -> None:
-        """Nobody wants it any more, because of a failure or not; harmless when it is over."""
+        """Ends an attempt here and at the worker. Does nothing if it has ended."""
         if self._end(attempt_id, failure):
             self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id)))
 
     def forget(self, attempt_id: bytes) -> None:
-        """It ended over there."""
+        """Ends an attempt here that has ended at the worker."""
         self._end(attempt_id)
 
-    def worked(self) -> None:
-        """It served an attempt: what it had to give was taken."""
-        if self.breaker.worked():
+    def attempt_succeeded(self) -> None:
+        if self.breaker.attempt_succeeded():
             log.info("%s works again", self)
             self._observer.breaker_changed(self)
 
-    def failed(self) -> None:
-        """It failed an attempt, or fell away with all it had."""
-        if self.breaker.failed(time.monotonic()):
-            log.warning("%s failed again and again: left out for a while", self)
+    def attempt_failed(self) -> None:
+        """Counts a failed attempt, or a lost stream, against the worker."""
+        if self.breaker.attempt_failed(time.monotonic()):
+            log.warning("%s failed repeatedly and gets no requests for a while", self)
             self._observer.breaker_changed(self)
 
-    def _begin(self, name: str, owner: AttemptOwner, request: pb.Request) -> Span:
+    def _begin_span(self, name: str, owner: AttemptOwner, request: pb.Request) -> Span:
         worker = {"baton.worker": str(self), "baton.output_tokens": len(request.output_ids)}
         span = owner.span.child(name, worker, "client")
         request.traceparent = span.traceparent
         return span
 
-    def _submit(self, attempt_id: bytes, attempt: _Attempt, message: pb.RouterMessage) -> None:
+    def _submit(self, attempt_id: bytes, owner: AttemptOwner, message: pb.RouterMessage) -> None:
         assert self.ready, "work goes to ready workers only"
-        self._attempts[attempt_id] = attempt
         if log.isEnabledFor(logging.DEBUG):
-            kind, name = message.WhichOneof("kind"), attempt.owner.name
             log.debug(
-                "request %s, attempt %s: %s at %s", name, attempt_id.hex(), kind, self,
-                extra=of_request(name, attempt_id),
+                "request %s, attempt %s: %s at %s",
+                owner.name, attempt_id.hex(), message.WhichOneof("kind"), self,
+                extra=of_request(owner.name, attempt_id),
             )  # fmt: skip
-        if self.breaker.given(time.monotonic()):
+        if self.breaker.attempt_sent(time.monotonic()):
             self._observer.breaker_changed(self)
         self._send(message)
 
     def _end(self, attempt_id: bytes, failure: str = "") -> bool:
-        attempt = self._attempts.pop(attempt_id, None)
-        if attempt is None:
-            return False
-        attempt.span.end(failure)
-        if self.decode_load is not None:
-            self.decode_load.ended(attempt.tokens)
+        attempt = self.attempts.end(attempt_id, failure)
+        if attempt is not None:
+            self._ended(attempt)
+        return attempt is not None
+
+    def _ended(self, attempt: Attempt) -> None:
+        if self.attempts.load is not None:
             self._observer.load_changed(self)
         else:
-            self._prefill_ended(attempt, computed=False)
+            self._prefilled(attempt, computed=False)
         self._close_if_done()
-        return True
 
-    def _prefill_ended(self, attempt: _Attempt, *, computed: bool) -> None:
-        work, attempt.work = attempt.work, None
+    def _prefilled(self, attempt: Attempt, *, computed: bool) -> None:
+        work = self.attempts.prefilled(attempt)
         if work is not None:
-            attempt.span.end()
             self._observer.prefill_ended(self, work, computed=computed)
 
     def _send(self, message: pb.RouterMessage) -> None:
-        if self._outgoing is not None and not self._outgoing.put(message):
-            log.error("%s takes no more messages: the stream is closed", self)
+        if self._send_queue is not None and not self._send_queue.put(message):
+            log.error("%s does not read its messages: the router closes the stream", self)
             self._call.cancel()
 
     def _close_if_done(self) -> None:
-        if self.retired and not self._attempts:
+        if self.retired and not self.attempts:
             self._task.cancel()
 
     # ------------------------------------------------------------ the stream
@@ -272,24 +242,24 @@ class WorkerConnection:
             was_ready, began = False, time.monotonic()
             try:
                 try:
-                    await self._attached()
-                    self.reason, self.remedy = "the worker ended the stream", OWN_LOG
+                    await self._serve_stream()
+                    self.reason, self.remedy = "the worker ended the stream", SEE_WORKER_LOG
                 except grpc.aio.AioRpcError as error:
-                    self.reason, self.remedy = cause(error, tls=self._tls is not None)
-                    if self.state is State.REFUSED:  # another worker may come in its place
-                        self.state, self.description = State.CONNECTING, pb.WorkerDescription()
+                    self.reason, self.remedy = explain(error, tls=self._tls is not None)
+                    if self.state is WorkerState.REFUSED:  # another worker may start at this address
+                        self.state, self.description = WorkerState.CONNECTING, pb.WorkerDescription()
                 except Refused as error:
-                    self.state, self.reason, self.remedy = State.REFUSED, str(error), error.remedy
+                    self.state, self.reason, self.remedy = WorkerState.REFUSED, str(error), error.remedy
                     backoff = LAST_BACKOFF
                 finally:
                     was_ready = self.attached
-                    self._detached()
+                    self._detach()
             except Exception as error:
-                # Without this the task would end, and no connection would be opened to this worker again.
+                # A task that ends here would never connect to this worker again.
                 self.reason = f"a defect in the router: {type(error).__name__}: {error}"
                 self.remedy = "Report it with the router's log."
                 log.exception("%s: the connection failed and is opened again", self)
-            if _cancelled_from_outside():  # grpc.aio swallows that where the stream breaks in the same moment
+            if _cancelled_from_outside():  # grpc.aio drops the cancellation if the stream breaks at once
                 raise asyncio.CancelledError
             if was_ready or self.reason != logged:  # not with each try
                 logged = self.reason
@@ -299,48 +269,45 @@ class WorkerConnection:
             await asyncio.sleep(backoff * random.uniform(0.5, 1))
             backoff = min(2 * backoff, LAST_BACKOFF)
 
-    async def _attached(self) -> None:
-        """One session, from Describe to the end of the stream."""
+    async def _serve_stream(self) -> None:
+        """Attaches to the worker and receives its messages until the stream ends."""
         async with rpc.connect(self.address, self._secret, self._tls) as channel:
             stub = WorkerStub(channel)
             self.description = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
             self._observer.check(self)
             self.accepted = True
             if self.description.role == pb.ROLE_DECODE:
-                self.decode_load = _decode_load(self.address, self.description)
+                self.attempts.load = _decode_load(self.address, self.description)
             self._report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
-            self._outgoing, self._cache = Outgoing(), CacheSequence()
-            self._outgoing.put(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
-            self._call = stub.Attach(self._outgoing.messages())
+            self._send_queue, self._cache = SendQueue(), CacheSequence()
+            self._send_queue.put(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
+            self._call = stub.Attach(self._send_queue.messages())
             self._stub, self.reason, self.remedy = stub, "", ""
             log.info("%s is %s", self, self.state)
-            self._observer.membership_changed(self)
+            self._observer.availability_changed(self)
             try:
                 async for message in self._call:
                     self._receive(message)
             except asyncio.CancelledError:
                 if _cancelled_from_outside():
                     raise
-                raise Refused("it leaves what it is sent unread") from None
+                raise Refused("it does not read the messages that the router sends") from None
 
-    def _detached(self) -> None:
-        """Every attempt on the stream is lost with it."""
-        was_attached = self._outgoing is not None
-        if self._outgoing is not None:
-            self._outgoing.close()
-        self._outgoing = self._stub = None
+    def _detach(self) -> None:
+        """Ends the session. All open attempts are lost."""
+        was_attached = self._send_queue is not None
+        if self._send_queue is not None:
+            self._send_queue.close()
+        self._send_queue = self._stub = None
         self.accepted = False
-        if was_attached and self.state is State.READY and not self.retired:
-            self.failed()
-        if self.state is not State.REFUSED:
-            self.state = State.CONNECTING
-        lost, self._attempts = self._attempts, {}
-        self.started_tokens = 0
-        self.decode_load = None
+        if was_attached and self.state is WorkerState.READY and not self.retired:
+            self.attempt_failed()
+        if self.state is not WorkerState.REFUSED:
+            self.state = WorkerState.CONNECTING
+        lost = self.attempts.lose_all()
         if was_attached:
-            self._observer.membership_changed(self)
+            self._observer.availability_changed(self)
         for attempt_id, attempt in lost.items():
-            attempt.span.end("the worker was lost")
             try:
                 attempt.owner.on_lost(attempt_id)
             except Exception:  # the other requests must still learn that their attempts are lost
@@ -350,71 +317,66 @@ class WorkerConnection:
         match message.WhichOneof("kind"):
             case "step":
                 for event in message.step.tokens:
-                    attempt = self._attempts.get(event.attempt_id)
-                    if attempt is None:
-                        continue
-                    if wrong := wrong_token(event, self.description.vocab_size):
-                        self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=event.attempt_id)))
-                        failure = pb.AttemptFailed(attempt_id=event.attempt_id, message=f"{self}: {wrong}")
-                        self._receive_failure(failure)
-                        continue
-                    self._prefill_ended(attempt, computed=True)
-                    attempt.owner.on_token(event)
+                    self._receive_token(event)
             case "reserved":
-                attempt = self._attempts.get(message.reserved.decode_id)
+                attempt = self.attempts.get(message.reserved.decode_id)
                 if attempt is not None:
                     attempt.owner.on_reserved(message.reserved.decode_id)
             case "failed":
                 self._receive_failure(message.failed)
             case "cache":
-                verdict = self._cache.follow(message.cache)
-                if verdict is Verdict.APPLY:
+                action = self._cache.follow(message.cache)
+                if action is CacheAction.APPLY:
                     self._observer.cache_changed(self, message.cache)
-                elif verdict is Verdict.RESYNC:
-                    log.info("%s: reports of its cache were dropped; asking for all of it", self)
+                elif action is CacheAction.RESYNC:
+                    log.info("%s: cache reports are missing; the router asks for a snapshot", self)
                     self._send(pb.RouterMessage(cache_resync=pb.CacheResync()))
             case "status":
                 changed = self._report(message.status)
-                if self.decode_load is None:
+                if self.attempts.load is None:
                     self._observer.prefill_reported(self)
                 else:
                     self._observer.load_changed(self)
                 if changed:
-                    self._observer.membership_changed(self)
+                    self._observer.availability_changed(self)
 
-    def _receive_failure(self, failure: pb.AttemptFailed) -> None:
-        attempt = self._attempts.get(failure.attempt_id)
+    def _receive_token(self, event: pb.TokenEvent) -> None:
+        attempt = self.attempts.get(event.attempt_id)
         if attempt is None:
             return
-        if failure.code not in pb.FailureCode.values():  # the worker is newer than this router
-            failure.message = f"{failure.message} (unknown failure code {failure.code})"
-            failure.code = pb.FAILURE_CODE_UNSPECIFIED
-        if failure.code != pb.FAILURE_CODE_KV_FAILED:  # which leaves the reservation
-            attempt.span.end(f"{pb.FailureCode.Name(failure.code)}: {failure.message}")
-        if failure.code == pb.FAILURE_CODE_NO_ROOM and self.decode_load is not None:
-            del self._attempts[failure.attempt_id]
-            self.decode_load.refused(attempt.tokens)
-            self._observer.load_changed(self)
-        elif failure.code != pb.FAILURE_CODE_KV_FAILED:
-            self._end(failure.attempt_id)
-        if failure.code == pb.FAILURE_CODE_DRAINING and self.state is State.READY:
-            self.state = State.DRAINING
-            self._observer.membership_changed(self)
+        if defect := token_defect(event, self.description.vocab_size):
+            self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=event.attempt_id)))
+            failure = pb.AttemptFailed(attempt_id=event.attempt_id, message=f"{self}: {defect}")
+            self._receive_failure(failure)
+            return
+        if attempt.work is not None:
+            self._prefilled(attempt, computed=True)
+        attempt.owner.on_token(event)
+
+    def _receive_failure(self, failure: pb.AttemptFailed) -> None:
+        attempt = self.attempts.fail(failure)
+        if attempt is None:
+            return
+        if failure.code != pb.FAILURE_CODE_KV_FAILED:
+            self._ended(attempt)
+        if failure.code == pb.FAILURE_CODE_DRAINING and self.state is WorkerState.READY:
+            self.state = WorkerState.DRAINING
+            self._observer.availability_changed(self)
         attempt.owner.on_failed(failure)
 
     def _report(self, status: pb.WorkerStatus) -> bool:
-        """Takes a status in. Returns whether the worker's health changed with it."""
-        wrong = forget_wrong_rates(status)
-        if wrong and not self._wrong_rates:  # not with each report
-            log.warning("%s reports impossible figures, which count as unknown: %s", self, ", ".join(wrong))
-        self.status, self._wrong_rates = status, bool(wrong)
-        self.started_tokens = 0
-        if self.decode_load is not None:
+        """Stores a status report. Returns whether the worker's state changed."""
+        invalid = clear_invalid_rates(status)
+        if invalid and not self._invalid_rates:  # not with each report
+            log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
+        self.status, self._invalid_rates = status, bool(invalid)
+        self.attempts.prefill_tokens = 0
+        if self.attempts.load is not None:
             running = status.requests_running + status.reservations
-            self.decode_load.reported(blocks_free=status.blocks_free, running=running)
+            self.attempts.load.reported(blocks_free=status.blocks_free, running=running)
         before = self.state
         serving = status.health == pb.WorkerStatus.HEALTH_SERVING
-        self.state = State.READY if serving else State.DRAINING
+        self.state = WorkerState.READY if serving else WorkerState.DRAINING
         return self.state is not before
 
 
@@ -428,6 +390,6 @@ def _decode_load(address: str, described: pb.WorkerDescription) -> DecodeLoad:
 
 
 def _cancelled_from_outside() -> bool:
-    """Tells the end of this task from that of a gRPC call, which raises the same."""
+    """Distinguishes a cancelled task from a cancelled gRPC call. Both raise CancelledError."""
     task = asyncio.current_task()
     return task is None or bool(task.cancelling())

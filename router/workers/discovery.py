@@ -1,4 +1,4 @@
-"""Which workers there are. Only gRPC addresses: all else comes from the worker's own Describe."""
+"""Finds the gRPC addresses of the workers. The workers describe everything else themselves."""
 
 import asyncio
 import logging
@@ -12,15 +12,15 @@ POLL_SECONDS = 0.25
 
 
 class Discovery(Protocol):
-    """Where a router learns of workers."""
+    """A source of worker addresses."""
 
     def watch(self) -> AsyncIterator[frozenset[str]]:
-        """The whole set of addresses: now, and whenever it changes."""
+        """Yields the whole set of addresses, first at once and then after each change."""
         ...
 
 
 class StaticDiscovery:
-    """Workers named once and for all."""
+    """A fixed set of workers."""
 
     def __init__(self, addresses: tuple[str, ...]) -> None:
         self._addresses = frozenset(addresses)
@@ -30,10 +30,10 @@ class StaticDiscovery:
 
 
 class FileDiscovery:
-    """A file with one address a line (`#` begins a comment), replaced atomically by whoever supervises.
+    """A file with one address per line, which a supervisor replaces atomically. `#` begins a comment.
 
-    Without the file there are no workers; when it is taken away, the last ones stay: a router keeps serving
-    while its supervisor is gone.
+    Before the file exists only `addresses` are known. If the file is removed, the last set stays, so that a
+    router serves on without its supervisor.
     """
 
     def __init__(self, path: str, addresses: tuple[str, ...] = ()) -> None:
@@ -56,7 +56,11 @@ class FileDiscovery:
                         yield current
             except (OSError, UnicodeDecodeError) as error:
                 if seen is not None:
-                    log.warning("workers file %s cannot be read (%s): the last list stays", self._path, error)
+                    log.warning(
+                        "workers file %s cannot be read (%s): the router keeps the last list",
+                        self._path,
+                        error,
+                    )
                     seen = None
             await asyncio.sleep(POLL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Whether a worker fits a router and its other workers: the same model, the same tokenizer. Pure."""
+"""Checks that a worker has the model and the tokenizer of the router and of the other workers. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ SAME_MODEL = "Give the router and all workers the same --model and --revision."
 
 @dataclass(frozen=True, slots=True)
 class RouterModel:
-    """The model whose tokenizer a router uses."""
+    """The model of the router's tokenizer."""
 
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     vocab_size: int
     vocabulary_fingerprint: str
 
@@ -22,17 +22,17 @@ class RouterModel:
 def check_fit(
     described: pb.WorkerDescription, model: RouterModel, others: Mapping[str, pb.WorkerDescription]
 ) -> None:
-    """Raises Refused. `others` are the workers that were accepted, by name.
+    """Raises Refused if the worker does not fit. `others` are the accepted workers, by name.
 
-    A worker of the version before says nothing of its vocabulary, and a model of random weights may come
-    without a tokenizer: these are not compared.
+    An empty vocabulary fingerprint is not compared. Workers of the wire version before do not report one, and
+    a model of random weights may have no tokenizer.
     """
     if described.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
-        raise Refused(f"it has no known role ({described.role})")
+        raise Refused(f"its role ({described.role}) is unknown")
     if not described.block_size or not described.num_blocks or not described.max_model_len:
         raise Refused("its description has no block size, number of blocks or context length")
     if described.role == pb.ROLE_PREFILL and not described.kv_address:
-        raise Refused("its description has no address of its KV lanes, without which no worker can decode")
+        raise Refused("its description has no KV address, from which decode workers fetch")
     fingerprint = described.vocabulary_fingerprint
     if fingerprint and fingerprint != model.vocabulary_fingerprint:
         raise Refused(

@@ -1,8 +1,8 @@
-"""Why a worker is not part of the pool, and what a person can do about it."""
+"""Words the reason why a worker is not part of the pool, and the remedy."""
 
 import grpc
 
-OWN_LOG = "Look at the worker's log."
+SEE_WORKER_LOG = "Look at the worker's log."
 SECRET = "Give the router and all workers the same --cluster-secret-file or BATON_CLUSTER_SECRET."
 PORT = "Give the router the worker's gRPC port, --port; --kv-port and --metrics-port are others."
 TLS = "Give --cluster-certfile, --cluster-keyfile and --cluster-ca-certs to the router and all workers."
@@ -13,7 +13,7 @@ UPGRADE = "Run the same version of Baton on the router and all workers."
 START = "Start the worker, or correct its address: host and --port."
 
 _CAUSES = (
-    # What gRPC says, in lower case; what it means; the remedy.
+    # Text in gRPC's error, in lower case; its meaning; the remedy.
     ("clock is", "the clocks differ", "Set the clocks of both machines, for example by NTP."),
     ("call is not signed", "the worker is of an older version, which this router cannot call", UPGRADE),
     ("unimplemented", "another service answers at this address", PORT),
@@ -25,29 +25,29 @@ _CAUSES = (
     ("connection refused", "nothing listens at this address", START),
     ("errors resolving", "the host name is unknown", START),
 )
-_CLOSED = "failed to connect", "socket closed"
+_CLOSED_AT_ONCE = "failed to connect", "socket closed"
 
 
 class Refused(Exception):
-    """This worker cannot be part of the pool."""
+    """A worker cannot be part of the pool. The message is the reason."""
 
-    def __init__(self, reason: str, remedy: str = OWN_LOG) -> None:
+    def __init__(self, reason: str, remedy: str = SEE_WORKER_LOG) -> None:
         super().__init__(reason)
         self.remedy = remedy
 
 
-def cause(error: grpc.aio.AioRpcError, *, tls: bool) -> tuple[str, str]:
-    """The reason and the remedy for a worker that cannot be reached. `tls`: the router uses it."""
+def explain(error: grpc.aio.AioRpcError, *, tls: bool) -> tuple[str, str]:
+    """Returns the reason and the remedy for a failed call to a worker. `tls`: the router uses TLS."""
     details = error.details() or ""
-    said = f"{error.code().name}: {details}".lower()
+    text = f"{error.code().name}: {details}".lower()
     for words, reason, remedy in _CAUSES:
-        if words in said:
+        if words in text:
             return f"{reason} ({details})", remedy
-    if all(words in said for words in _CLOSED):
+    if all(words in text for words in _CLOSED_AT_ONCE):
         if tls:
-            reason = "the worker closes the connection: it may not trust the router's certificate"
+            reason = "the worker closed the connection: it may not trust the router's certificate"
         else:
-            reason = "the worker closes the connection: it may require TLS"
+            reason = "the worker closed the connection: it may require TLS"
         return f"{reason} ({details})", TLS
     remedy = "Look at the worker's log, at its address, and at firewalls between the router and the worker."
     return f"{error.code().name.lower()}: {details}", remedy

@@ -1,4 +1,4 @@
-"""Whether what a worker reports makes sense. Workers are authenticated, but one may be broken. Pure."""
+"""Checks the values that workers report. Workers are authenticated, but one may be faulty. Pure."""
 
 import math
 
@@ -7,9 +7,11 @@ from rpc import worker_pb2 as pb
 _RATES = ("prefill_tokens_per_s", "step_seconds", "chunk_seconds")
 
 
-def wrong_token(event: pb.TokenEvent, vocab_size: int) -> str:
-    """Why this token cannot go to a client; empty where it can. `vocab_size`: of the worker's model, 0 if a
-    worker of the version before does not tell it."""
+def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:
+    """Returns why this token cannot go to a client; empty if it can.
+
+    `vocab_size` is 0 for a worker of the wire version before, which does not report it.
+    """
     given = event.logprobs
     if len(given.top_ids) != len(given.top_logprobs):
         return f"a token has {len(given.top_ids)} top_ids and {len(given.top_logprobs)} top_logprobs"
@@ -22,10 +24,10 @@ def wrong_token(event: pb.TokenEvent, vocab_size: int) -> str:
     return ""
 
 
-def forget_wrong_rates(status: pb.WorkerStatus) -> list[str]:
-    """Sets the rates that no measurement yields to 0, which means unknown. Returns them, for a log."""
-    wrong = [name for name in _RATES if not 0 <= getattr(status, name) < math.inf]
-    said = [f"{name} {getattr(status, name)}" for name in wrong]
-    for name in wrong:
+def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
+    """Sets negative and infinite rates and NaN to 0, which means unknown. Returns them for the log."""
+    invalid = [name for name in _RATES if not 0 <= getattr(status, name) < math.inf]
+    described = [f"{name} {getattr(status, name)}" for name in invalid]
+    for name in invalid:
         status.ClearField(name)
-    return said
+    return described

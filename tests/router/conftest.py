@@ -13,7 +13,7 @@ import pytest
 
 from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from router.config import RouterConfig
-from router.server import Running, running
+from router.server import RunningRouter, running
 from router.text.gguf_tokenizer import read_gguf
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import TlsFiles
@@ -43,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory, embedded_model_path: Pat
 class Cluster:
     """Fake workers behind a router that listens on a real port."""
 
-    router: Running
+    router: RunningRouter
     http: aiohttp.ClientSession
     tokenizer: ModelTokenizer
     lanes: Lanes
@@ -74,7 +74,7 @@ class Cluster:
         Then usage would miss what only prefill knows: how much was cached.
         """
         connections = self.router.services.pool.connections
-        while any((attempt := c._attempts.get(prefill_id)) and attempt.work for c in connections):  # noqa: ASYNC110
+        while any((attempt := c.attempts.get(prefill_id)) and attempt.work for c in connections):  # noqa: ASYNC110
             await asyncio.sleep(0.0002)
 
     async def idle(self) -> None:
@@ -84,10 +84,10 @@ class Cluster:
             lambda: (
                 not services.active
                 and not len(services.admission.queue)
-                and not services.pool.waiters
+                and not services.admission.parked.without_worker
                 and services.admission.waiting_tokens == 0
-                and all(c.attempts == 0 for c in services.pool.connections)
-                and all(load.own == 0 for load in services.pool._members.decodes)
+                and all(not c.attempts for c in services.pool.connections)
+                and all(load.own == 0 for load in services.pool._candidates.decodes)
             )
         )
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.text.tokenizer import ModelTokenizer
-from router.workers.cache_sequence import CacheSequence, Verdict
+from router.workers.cache_sequence import CacheAction, CacheSequence
 from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 from tests.router.conftest import Cluster, make_cluster
@@ -32,12 +32,12 @@ def test_whatever_is_dropped_a_router_ends_with_what_the_worker_has(changes):
     def deliver(messages: list[pb.WorkerMessage]) -> None:
         for message in messages:
             match sequence.follow(message.cache):
-                case Verdict.APPLY:
+                case CacheAction.APPLY:
                     if message.cache.reset:
                         known.clear()
                     known.update(message.cache.added)
                     known.difference_update(message.cache.evicted)
-                case Verdict.RESYNC:
+                case CacheAction.RESYNC:
                     deliver(feed.snapshot())
 
     deliver(feed.changed([1, 2], []))
@@ -57,7 +57,7 @@ def test_large_changes_and_snapshots_travel_in_bounded_parts():
     feed, sequence = CacheFeed(), CacheSequence()
     added = list(range(2 * MAX_CHUNKS + 1))
     for messages in (feed.snapshot(), feed.changed(added, []), feed.snapshot()):
-        assert all(sequence.follow(message.cache) is Verdict.APPLY for message in messages)
+        assert all(sequence.follow(message.cache) is CacheAction.APPLY for message in messages)
         assert all(len(message.cache.added) <= MAX_CHUNKS for message in messages)
     assert sorted(chunk for message in messages for chunk in message.cache.added) == added
     assert [message.cache.reset for message in messages] == [True, False, False]
@@ -88,7 +88,7 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
 
 def reported(cluster: Cluster) -> list[int]:
     """How many chunks the router believes each to have."""
-    members = cluster.router.services.pool._members
+    members = cluster.router.services.pool._candidates
     rows = {connection.address: row for connection, row in members._rows.items()}
     return [members._loads.index.reported(rows[worker.address]) for worker in cluster.prefills]
 
@@ -128,7 +128,7 @@ async def test_a_worker_that_is_lost_takes_what_it_had_cached_along(caching: Clu
     worker.change_cache([1, 2, 3])
     await caching.until(lambda: reported(caching)[0] == 3)
     port = int(worker.address.rpartition(":")[2])
-    index = caching.router.services.pool._members._loads.index
+    index = caching.router.services.pool._candidates._loads.index
     await worker.kill()
     await caching.until(lambda: not len(index))
     worker.cache = {8}

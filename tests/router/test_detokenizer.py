@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.generation.choice import Choice, Delta
-from router.generation.outbox import Token
+from router.generation.token_queue import Token
 from router.text.detokenizer import Detokenizer, StopStrings
 from router.text.tokenizer import ModelTokenizer
 

@@ -36,9 +36,9 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason", "remedy"),
     [
-        ({"role": 7}, "no known role", "log"),
+        ({"role": 7}, "is unknown", "log"),
         ({"block_size": 0}, "no block size", "log"),
-        ({"role": pb.ROLE_PREFILL}, "no address of its KV lanes", "log"),
+        ({"role": pb.ROLE_PREFILL}, "no KV address", "log"),
         (
             {"vocabulary_fingerprint": "v2"},
             r"its tokenizer \(theirs\) is not the router's \(ours\)",

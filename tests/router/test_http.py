@@ -321,6 +321,7 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
         ("baton:tokens_waiting_for_turn", "", 0),
         ("baton:requests_waiting_for_turn", "", 0),
         ("baton:requests_waiting_for_room", "", 0),
+        ("baton:requests_waiting_for_retry", "", 0),
         ("baton:requests_waiting_for_worker", "", 0),
         ("baton:retries_total", 'cause="lost",', 0),
     ):
@@ -441,7 +442,7 @@ async def test_a_prompt_beyond_the_sliding_window_is_told_so(cluster: Cluster) -
     pool = cluster.router.services.pool
     for connection in pool.connections:
         connection.description.max_model_len = connection.description.sliding_window = 100
-        pool.membership_changed(connection)
+        pool.availability_changed(connection)
     for body, told in (
         (
             {"prompt": [5] * 100},

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.admission.keys import ANYBODY, ApiKey, KeyRing, api_keys, read_key_file
+from router.admission.keys import ANY_CLIENT, ApiKey, KeyRing, api_keys, read_key_file
 from router.errors import Unauthorized
 
 FILE = f"""
@@ -56,7 +56,7 @@ def test_a_long_header_is_not_hashed_whole():
 
 
 def test_without_keys_anybody_comes_in():
-    assert KeyRing([]).authorize("") is ANYBODY
+    assert KeyRing([]).authorize("") is ANY_CLIENT
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ async def test_nobody_waits_for_a_turn_while_a_role_has_no_worker(tokenizer: Mod
             for _ in range(4)
         ]
         services = cluster.router.services
-        await cluster.until(lambda: len(services.pool.waiters) == 4)
+        await cluster.until(lambda: len(services.admission.parked.without_worker) == 4)
         assert len(services.admission.queue) == 0
         assert {(await answer)[0] for answer in asked} == {503}
 
@@ -173,10 +173,10 @@ async def test_a_flood_of_long_answers_leaves_seats_to_other_keys(tokenizer: Mod
 
         admission = cluster.router.services.admission
         flood = [asyncio.create_task(ask("k1")) for _ in range(70)]
-        await cluster.until(lambda: admission.waiting_for_room == 13)
+        await cluster.until(lambda: admission.waiting_for_decode == 13)
         others = [asyncio.create_task(ask("k2")) for _ in range(6)]
         await decode.until(lambda w: len(w.submitted) == 57 + 6)
-        assert admission.waiting_for_room == 13
+        assert admission.waiting_for_decode == 13
         for _ in range(76 * len(cluster.answer)):
             decode.steps.release()
         assert {await asked for asked in (*flood, *others)} == {200}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.generation import strikes
+from router.generation import failure_count
 
 from .conftest import Cluster
 
@@ -28,8 +28,8 @@ async def test_losses_are_no_failures(cluster: Cluster) -> None:
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(0)
     request = asyncio.create_task(ask(cluster, return_token_ids=True))
-    await lose_decode(cluster, strikes.MAX_FAILURES + 2)
-    await decode.until(lambda w: len(w.submitted) > strikes.MAX_FAILURES + 2)
+    await lose_decode(cluster, failure_count.MAX_FAILURES + 2)
+    await decode.until(lambda w: len(w.submitted) > failure_count.MAX_FAILURES + 2)
     for _ in cluster.answer:
         decode.steps.release()
     status, answer = await request
@@ -40,7 +40,7 @@ async def test_losses_are_no_failures(cluster: Cluster) -> None:
 async def test_who_loses_one_worker_after_the_other_may_be_why(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strikes, "MAX_LOSSES", 4)
+    monkeypatch.setattr(failure_count, "MAX_LOSSES", 4)
     cluster.decodes[0].steps = asyncio.Semaphore(0)
     request = asyncio.create_task(ask(cluster))
     prefill = cluster.prefills[0]

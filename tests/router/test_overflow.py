@@ -94,7 +94,7 @@ def caches(*free: int) -> tuple[DecodeCaches, list[DecodeLoad]]:
 
 
 def holders(found: DecodeCaches, chosen: int = 0, avoid: tuple[str, ...] = ()) -> list[tuple[str, int]]:
-    return found.holders(chosen, chunks=CHUNKS, tokens=700, rng=random.Random(1), avoid=avoid)
+    return found.candidates(chosen, chunks=CHUNKS, tokens=700, rng=random.Random(1), avoid=avoid)
 
 
 def test_the_worker_with_most_of_the_prompt_may_take_it_where_it_has_room() -> None:
@@ -183,7 +183,7 @@ async def test_a_nearly_cached_one_goes_to_the_decode_worker_that_has_it(
         await cluster.until(lambda: all(worker.attached for worker in cluster.workers))
         await offering(cluster, tokens=100)
         holder = cluster.decodes[1]
-        index = pool._members._decode_caches.index
+        index = pool._candidates._decode_caches.index
         holder.change_cache(chunk_hashes(prompt))
         await cluster.until(lambda: len(index) == 1000 // 64)
         for turn in range(1, 5):
@@ -191,9 +191,9 @@ async def test_a_nearly_cached_one_goes_to_the_decode_worker_that_has_it(
             assert len(decodes(holder)) == turn
             assert not decodes(holder)[-1].HasField("source")
             [connection] = [c for c in pool.connections if c.address == holder.address]
-            assert connection.started_tokens == 1000 - 15 * 64, "that is what it has to compute"
+            assert connection.attempts.prefill_tokens == 1000 - 15 * 64, "that is what it has to compute"
             holder.report()
-            await cluster.until(lambda: not connection.started_tokens)  # noqa: B023
+            await cluster.until(lambda: not connection.attempts.prefill_tokens)  # noqa: B023
         assert await counted(cluster, "cached") == 4
         holder.change_cache([], chunk_hashes(prompt))
         await cluster.until(lambda: not len(index))
@@ -223,9 +223,9 @@ async def test_without_a_prefill_worker_the_window_is_of_the_decode_workers(clus
     await cluster.prefills[0].kill()
     await cluster.until(lambda: not pool.complete)
     pool._spare_at = 0.0
-    assert pool.window() == 2 * 64
+    assert pool.prefill_window() == 2 * 64
     pool._overflow = False
-    assert pool.window() == math.inf, "each request waits for a prefill worker by itself"
+    assert pool.prefill_window() == math.inf, "each request waits for a prefill worker by itself"
 
 
 async def test_a_reservation_that_lost_the_last_prefill_worker_is_prefilled_where_it_is(
@@ -285,7 +285,7 @@ async def test_no_room_and_handed_back_go_on_elsewhere(pair: Cluster) -> None:
     for worker in pair.decodes:
         worker.no_room = 1
     request = asyncio.create_task(answered_whole(pair))
-    await pair.until(lambda: pair.router.services.admission.waiting_for_room == 1)
+    await pair.until(lambda: pair.router.services.admission.waiting_for_decode == 1)
     pair.decodes[0].report()
     await request
     for worker in pair.decodes:
@@ -303,7 +303,7 @@ async def test_off_by_a_flag(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
 
 async def test_what_decode_has_to_spare_lets_more_requests_in(cluster: Cluster) -> None:
     pool = cluster.router.services.pool
-    before = pool.window()
+    before = pool.prefill_window()
     await offering(cluster)
     pool._spare_at = 0.0
-    assert pool.window() == pytest.approx(before * (1 + 64 / 0.015 / 1.0))
+    assert pool.prefill_window() == pytest.approx(before * (1 + 64 / 0.015 / 1.0))

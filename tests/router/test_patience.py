@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.generation import retry_budget
+from router.admission import retry_budget
 from router.workers import breaker
 from rpc import worker_pb2 as pb
 
@@ -38,7 +38,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_out_then_probed(
     async def tried_again() -> int:
         """Its time is over: how often it is asked then, by some requests."""
         before = len(decodes(bad))
-        connection.breaker._out_until = 0.0
+        connection.breaker._open_until = 0.0
         pair.router.services.pool.breaker_changed(connection)
         for _ in range(6):
             await answered_whole(pair)
@@ -55,7 +55,7 @@ async def test_where_all_are_left_out_all_are_asked(
     cluster.decodes[0].fail_after = 2
     await answered_whole(cluster)
     [connection] = cluster.router.services.pool.ready(pb.ROLE_DECODE)
-    assert connection.breaker.out_for(0.0) > 0
+    assert connection.breaker.open_for(0.0) > 0
 
 
 async def test_retries_beyond_the_budget_wait_for_it(
@@ -63,7 +63,7 @@ async def test_retries_beyond_the_budget_wait_for_it(
 ) -> None:
     monkeypatch.setattr(retry_budget, "FLOOR", 1)
     monkeypatch.setattr(retry_budget, "WINDOW_S", 0.5)
-    retries = cluster.router.services.pool.retries
+    retries = cluster.router.services.admission.parked.without_budget
     cluster.prefills[0].fail = (2, pb.FAILURE_CODE_DROPPED)
     request = asyncio.create_task(answered_whole(cluster))
     await cluster.until(lambda: len(retries) == 1)
@@ -76,7 +76,7 @@ async def test_who_goes_while_waiting_for_the_budget_leaves_nothing(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry_budget, "FLOOR", 1)
-    decode, retries = cluster.decodes[0], cluster.router.services.pool.retries
+    decode, retries = cluster.decodes[0], cluster.router.services.admission.parked.without_budget
     decode.fail_after = 2
     request = asyncio.create_task(cluster.complete())
     await cluster.until(lambda: len(retries) == 1)

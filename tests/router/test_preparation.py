@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from router.active_request import ActiveRequests
-from router.admission.gate import Account
-from router.admission.keys import ANYBODY, ApiKey
+from router.admission.account import Account
+from router.admission.keys import ANY_CLIENT, ApiKey
 from router.api.bodies import ChatBody, ChatOptions, CompletionBody
 from router.api.jobs import Context
 from router.endpoints.grpc_server import SERVICE
@@ -247,7 +247,7 @@ async def test_limits_come_before_the_work(
                 assert response.status == 429
                 return (await response.json())["error"]["code"]
 
-        with admission.enter(Account(ANYBODY), 3000):
+        with admission.enter(Account(ANY_CLIENT), 3000):
             assert await refused("/v1/completions", {"prompt": LONG}) == "overloaded"
         account.enter()
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):

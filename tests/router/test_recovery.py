@@ -60,7 +60,7 @@ def tokens_in(line: bytes) -> list[int]:
 
 def waiting_prefills(cluster: Cluster) -> int:
     connections = cluster.router.services.pool.ready(pb.ROLE_PREFILL)
-    return sum(connection.attempts for connection in connections)
+    return sum(len(connection.attempts) for connection in connections)
 
 
 # ---------------------------------------------------------------- messages that confuse
@@ -96,7 +96,7 @@ async def test_that_prefills_token_is_the_last_may_be_known_before_the_token(clu
     )
     await prefill.until(lambda w: w.submitted)
     heard = cluster.router.services.pool.ready(pb.ROLE_DECODE)[0]
-    await cluster.until(lambda: decodes(decode) != [] and heard.attempts == 0)
+    await cluster.until(lambda: decodes(decode) != [] and not heard.attempts)
     prefill.steps.release()
     events = await request
     assert [event["choices"][0]["finish_reason"] for event in events] == ["stop"]
@@ -231,7 +231,7 @@ async def test_no_room_means_another_worker(pair: Cluster):
         worker.no_room = 1
     request = asyncio.create_task(answered_whole(pair))
     await pair.until(lambda: all(decodes(w) for w in pair.decodes))
-    await pair.until(lambda: pair.router.services.admission.waiting_for_room == 1)
+    await pair.until(lambda: pair.router.services.admission.waiting_for_decode == 1)
     # Both said no: it waits for a report, and its one prefill is held meanwhile.
     pair.decodes[0].report()
     await request
@@ -247,7 +247,7 @@ async def test_room_is_given_in_order_of_arrival(cluster: Cluster):
     requests = []
     for i in range(4):
         requests.append(asyncio.create_task(cluster.complete(prompt=[10 + i])))
-        await cluster.until(lambda: admission.waiting_for_room == i + 1)  # noqa: B023
+        await cluster.until(lambda: admission.waiting_for_decode == i + 1)  # noqa: B023
     assert not decode.submitted
     decode.status.blocks_free = 512
     decode.report()
@@ -259,11 +259,11 @@ async def test_a_dropped_prefill_is_made_again_only_when_there_is_room(cluster: 
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     decode.no_room = 1
     request = asyncio.create_task(answered_whole(cluster))
-    await cluster.until(lambda: cluster.router.services.admission.waiting_for_room == 1)
+    await cluster.until(lambda: cluster.router.services.admission.waiting_for_decode == 1)
     [first] = prefills(prefill)
     prefill.drop(first.prefill_id)
     connection = next(c for c in cluster.router.services.pool.connections if c.address == prefill.address)
-    await cluster.until(lambda: connection.attempts == 0)
+    await cluster.until(lambda: not connection.attempts)
     assert len(prefills(prefill)) == 1
     decode.report()
     await request
@@ -274,7 +274,7 @@ async def test_two_tokens_with_a_full_decode_pool(cluster: Cluster):
     """One token is left and the prefill is held: it waits for decode like any other."""
     cluster.decodes[0].no_room = 1
     request = asyncio.create_task(cluster.complete(max_tokens=2))
-    await cluster.until(lambda: cluster.router.services.admission.waiting_for_room == 1)
+    await cluster.until(lambda: cluster.router.services.admission.waiting_for_decode == 1)
     cluster.decodes[0].report()
     answer = await request
     assert answer["choices"][0]["text"] == "The capital"
@@ -321,7 +321,7 @@ async def test_without_a_worker_requests_wait_for_one(cluster: Cluster):
     async with cluster.http.get(cluster.url + "/ready") as response:
         assert response.status == 503
     request = asyncio.create_task(answered_whole(cluster))
-    await cluster.until(lambda: len(cluster.router.services.pool.waiters) == 1)
+    await cluster.until(lambda: len(cluster.router.services.admission.parked.without_worker) == 1)
     await decode.start(port)
     await request
 

@@ -97,7 +97,7 @@ async def told(address: str, tls: TlsFiles | None = None, secret: bytes = SECRET
     with pytest.raises(grpc.aio.AioRpcError) as error:
         async with rpc.connect(address, secret, tls) as channel:
             await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=5)
-    return refusal.cause(error.value, tls=tls is not None)
+    return refusal.explain(error.value, tls=tls is not None)
 
 
 async def test_another_secret() -> None:
@@ -133,12 +133,12 @@ async def test_tls(certificates: Certificates, strange_certificates: Certificate
     wrong_name = files(ours.server, ours.ca)
     for there, here, reason, remedy in (
         (None, tls, "the router uses TLS, this port does not", refusal.TLS),
-        (tls, None, "the worker closes the connection: it may require TLS", refusal.TLS),
+        (tls, None, "the worker closed the connection: it may require TLS", refusal.TLS),
         (files(theirs.worker, ours.ca), tls, "the worker's certificate is not trusted", refusal.CERTIFICATE),
         (
             tls,
             files(theirs.worker, ours.ca),
-            "the worker closes the connection: it may not trust",
+            "the worker closed the connection: it may not trust",
             refusal.TLS,
         ),
         (wrong_name, tls, "the worker's certificate is for another name", refusal.CERTIFICATE),
@@ -155,7 +155,7 @@ async def test_the_model_is_that_of_the_first_worker_that_answers(
     async with free_port() as nothing, worker() as address:
         (tmp_path / "workers").write_text(f"{nothing}\n")
         config = RouterConfig(model=None, secret=SECRET, workers_file=str(tmp_path / "workers"))
-        asking = asyncio.create_task(first_description(config))
+        asking = asyncio.create_task(first_description(config.discovered(), SECRET, None))
         async with asyncio.timeout(10):
             while not caplog.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

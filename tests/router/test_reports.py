@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from router.workers.reports import forget_wrong_rates, wrong_token
+from router.workers.reports import clear_invalid_rates, token_defect
 from rpc import worker_pb2 as pb
 
 
@@ -24,16 +24,16 @@ def token(token_id: int = 1, **logprobs) -> pb.TokenEvent:
     ],
 )
 def test_a_token_that_makes_no_sense(event: pb.TokenEvent, named: str):
-    assert named in wrong_token(event, 100)
+    assert named in token_defect(event, 100)
 
 
 def test_a_token_that_makes_sense():
-    assert not wrong_token(pb.TokenEvent(token_id=99), 100)
-    assert not wrong_token(token(99, logprob=-math.inf, top_ids=[0], top_logprobs=[-math.inf]), 100)
-    assert not wrong_token(pb.TokenEvent(token_id=1 << 30), 0)
+    assert not token_defect(pb.TokenEvent(token_id=99), 100)
+    assert not token_defect(token(99, logprob=-math.inf, top_ids=[0], top_logprobs=[-math.inf]), 100)
+    assert not token_defect(pb.TokenEvent(token_id=1 << 30), 0)
 
 
 def test_rates():
     status = pb.WorkerStatus(prefill_tokens_per_s=math.inf, step_seconds=0.5, chunk_seconds=math.nan)
-    assert forget_wrong_rates(status) == ["prefill_tokens_per_s inf", "chunk_seconds nan"]
+    assert clear_invalid_rates(status) == ["prefill_tokens_per_s inf", "chunk_seconds nan"]
     assert status == pb.WorkerStatus(step_seconds=0.5)

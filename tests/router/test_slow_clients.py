@@ -15,7 +15,7 @@ import pytest
 from router import active_request
 from router.errors import ApiError
 from router.generation.choice import Delta
-from router.generation.outbox import MAX_TAKEN, Outbox, Token
+from router.generation.token_queue import MAX_TAKEN, Token, TokenQueue
 from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub
@@ -107,7 +107,7 @@ async def test_a_stream_that_nobody_reads(
                 await cluster.idle()
             else:
                 await cluster.until(
-                    lambda: all(c.attempts == 0 for c in cluster.router.services.pool.connections)
+                    lambda: all(not c.attempts for c in cluster.router.services.pool.connections)
                 )
                 raw = await reader.read(1 << 24)
                 while chunk := await reader.read(1 << 20):
@@ -159,13 +159,13 @@ async def test_the_prompts_of_a_slow_reader_do_not_hold_up_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
     """A first token counts when it is made. Three prompts fill the window of 4,096 tokens twice."""
-    reads, take = asyncio.Event(), Outbox.take
+    reads, take = asyncio.Event(), TokenQueue.take
 
-    async def slow_take(outbox: Outbox, timeout: float) -> list[tuple[int, Token | ApiError]]:
+    async def slow_take(token_queue: TokenQueue, timeout: float) -> list[tuple[int, Token | ApiError]]:
         await reads.wait()
-        return await take(outbox, timeout)
+        return await take(token_queue, timeout)
 
-    monkeypatch.setattr(Outbox, "take", slow_take)
+    monkeypatch.setattr(TokenQueue, "take", slow_take)
     slow = asyncio.create_task(cluster.complete(prompt=[[5] * 3000] * 3, max_tokens=2))
     await cluster.decodes[0].until(lambda w: len(w.submitted) == 3)
     await cluster.until(lambda: cluster.router.services.admission.waiting_tokens == 0)
@@ -175,9 +175,9 @@ async def test_the_prompts_of_a_slow_reader_do_not_hold_up_others(
 
 async def test_a_long_backlog_is_taken_in_pieces():
     """Or else a client that reads again would stop the event loop while thousands of tokens are written."""
-    outbox, others = Outbox(10_000, lambda: None), 0
+    token_queue, others = TokenQueue(10_000, lambda: None), 0
     for i in range(1000):
-        outbox.put(i, Token(i, None, ""))
+        token_queue.put(i, Token(i, None, ""))
 
     async def count() -> None:
         nonlocal others
@@ -188,7 +188,7 @@ async def test_a_long_backlog_is_taken_in_pieces():
     counting = asyncio.create_task(count())
     taken: list[int] = []
     while len(taken) < 1000:
-        before, items = others, await outbox.take(1.0)
+        before, items = others, await token_queue.take(1.0)
         assert len(items) <= MAX_TAKEN
         assert others > before or not taken or len(taken) + len(items) == 1000
         taken += [index for index, _ in items]

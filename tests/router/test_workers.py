@@ -15,8 +15,8 @@ from router.config import RouterConfig
 from router.generation.generation import Generation
 from router.text.tokenizer import ModelTokenizer
 from router.workers import connection
-from router.workers.connection import State, WorkerConnection
-from router.workers.outgoing import Outgoing
+from router.workers.connection import WorkerConnection, WorkerState
+from router.workers.send_queue import SendQueue
 from rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster
@@ -61,6 +61,21 @@ async def test_a_worker_off_the_list_finishes_what_it_has(cluster: Cluster, tmp_
     assert (await request)["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_a_retired_worker_that_refuses_its_last_attempt_is_closed(cluster: Cluster, tmp_path: Path):
+    pool, decode = cluster.router.services.pool, cluster.decodes[0]
+    decode.steps = asyncio.Semaphore(0)
+    request = asyncio.create_task(cluster.complete())
+    await decode.until(lambda w: w.submitted)
+    rewrite(tmp_path / "workers", cluster.prefills)
+    await cluster.until(lambda: bool(pool._retired))
+    decode_id = decode.submitted[0].decode.decode_id
+    refusal = pb.AttemptFailed(attempt_id=decode_id, code=pb.FAILURE_CODE_NO_ROOM)
+    for outputs in decode._outputs:
+        outputs.put_nowait(pb.WorkerMessage(failed=refusal))
+    await cluster.until(lambda: not pool._retired)
+    request.cancel()
+
+
 async def test_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path) as cluster:
         stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=9)
@@ -68,15 +83,15 @@ async def test_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Pat
         await stranger.start()
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
         pool = cluster.router.services.pool
-        await cluster.until(lambda: any(c.state is State.REFUSED for c in pool.connections))
-        [refused] = [c for c in pool.connections if c.state is State.REFUSED]
+        await cluster.until(lambda: any(c.state is WorkerState.REFUSED for c in pool.connections))
+        [refused] = [c for c in pool.connections if c.state is WorkerState.REFUSED]
         assert "is not that of" in refused.reason
-        pool.membership_changed(pool.ready(pb.ROLE_DECODE)[0])
-        assert pool.capacity == 8192, "that of the workers that serve"
+        pool.availability_changed(pool.ready(pb.ROLE_DECODE)[0])
+        assert pool.max_positions == 8192, "that of the workers that serve"
         await stranger.kill()
-        await cluster.until(lambda: refused.state is State.CONNECTING)
-        pool.membership_changed(pool.ready(pb.ROLE_DECODE)[0])
-        assert pool.capacity == 8192, "a refused worker that went away does not count either"
+        await cluster.until(lambda: refused.state is WorkerState.CONNECTING)
+        pool.availability_changed(pool.ready(pb.ROLE_DECODE)[0])
+        assert pool.max_positions == 8192, "a refused worker that went away does not count either"
         for _ in range(4):
             await cluster.complete()
         assert not stranger.submitted
@@ -85,7 +100,7 @@ async def test_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Pat
 async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(cluster: Cluster):
     """It was taken before the worker that could hold it went away. Then it waits for such a worker."""
     pool, [decode] = cluster.router.services.pool, cluster.decodes
-    [load] = pool._members.decodes
+    [load] = pool._candidates.decodes
     load.full = True  # as after a refusal
     long = asyncio.create_task(cluster.complete(prompt=[5] * 3000))
     await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
@@ -93,12 +108,12 @@ async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(
     decode.status.blocks_free = 100
     decode.report()
     assert (await cluster.complete(prompt=[5] * 30, timeout=5))["choices"][0]["finish_reason"] == "stop"
-    assert len(pool.waiters) == 1
+    assert len(cluster.router.services.admission.parked.without_worker) == 1
     load.blocks_total = 512
     decode.status.blocks_free = 512
     decode.report()
     await cluster.until(lambda: load.blocks_free == 512)
-    pool.membership_changed(pool.ready(pb.ROLE_DECODE)[0])
+    pool.availability_changed(pool.ready(pb.ROLE_DECODE)[0])
     assert (await long)["choices"][0]["finish_reason"] == "stop"
 
 
@@ -138,7 +153,9 @@ async def test_two_models_that_connect_at_the_same_time(tokenizer: ModelTokenize
             await worker.start()
         rewrite(tmp_path / "workers", [prefill, decode])
         pool = cluster.router.services.pool
-        await cluster.until(lambda: {c.state for c in pool.connections} == {State.READY, State.REFUSED})
+        await cluster.until(
+            lambda: {c.state for c in pool.connections} == {WorkerState.READY, WorkerState.REFUSED}
+        )
         for worker in (prefill, decode):
             await worker.kill()
 
@@ -176,7 +193,7 @@ async def test_a_connection_closes_also_where_its_stream_breaks_in_the_same_mome
             none, gone = grpc.aio.Metadata(), grpc.StatusCode.UNAVAILABLE
             raise grpc.aio.AioRpcError(gone, none, none, details="gone", debug_error_string="") from None
 
-    monkeypatch.setattr(WorkerConnection, "_attached", breaks)
+    monkeypatch.setattr(WorkerConnection, "_serve_stream", breaks)
     pool = cluster.router.services.pool
     made = WorkerConnection("127.0.0.1:1", b"x" * 16, b"", pool)
     await waits.wait()
@@ -257,9 +274,9 @@ async def test_rates_that_are_no_numbers_count_as_unknown(cluster: Cluster, capl
         status = made.status
         assert (status.prefill_tokens_per_s, status.step_seconds, status.chunk_seconds) == (0, 0, 0)
         assert (await made.current_status()).chunk_seconds == 0
-    assert pool.window() < math.inf
+    assert pool.prefill_window() < math.inf
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
-    assert sum("impossible figures" in record.message for record in caplog.records) == 2
+    assert sum("impossible rates" in record.message for record in caplog.records) == 2
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -290,13 +307,13 @@ async def test_a_connection_that_ends_soon_each_time_is_opened_less_often(
     often = asyncio.Event()
 
     async def ends(connection: WorkerConnection) -> None:
-        connection._outgoing = Outgoing()
+        connection._send_queue = SendQueue()
         opened.append(time.monotonic())
         if len(opened) == 6:
             often.set()
         raise RuntimeError("the test wants it")
 
-    monkeypatch.setattr(WorkerConnection, "_attached", ends)
+    monkeypatch.setattr(WorkerConnection, "_serve_stream", ends)
     monkeypatch.setattr(connection, "FIRST_BACKOFF", 0.01)
     made = WorkerConnection("127.0.0.1:1", b"x" * 16, b"", cluster.router.services.pool)
     async with asyncio.timeout(10):

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.gate import MAX_RETRY_AFTER, Account, Admission, DrainRate, Taken, Turn
-from router.admission.keys import ANYBODY, ApiKey
+from router.admission.account import MAX_RETRY_AFTER, Account
+from router.admission.drain_rate import DrainRate
+from router.admission.keys import ANY_CLIENT, ApiKey
+from router.admission.queue import Admission, Turn, TurnResult
 from router.errors import Overloaded, RateLimited
-from router.policy import FreeRoom
+from router.policy import FreeCapacity
 
 
 @dataclass
@@ -25,14 +27,14 @@ class Asker:
     slots: list[float] = field(default_factory=lambda: [math.inf])
     away: Callable[[], bool] = lambda: False
 
-    def on_turn(self) -> Taken:
+    def on_turn(self) -> TurnResult:
         if self.away():
-            return Taken.LATER
+            return TurnResult.PARKED
         if not self.slots[0]:
-            return Taken.NO_ROOM
+            return TurnResult.NO_CAPACITY
         self.slots[0] -= 1
         self.started.append(self.name)
-        return Taken.SERVED
+        return TurnResult.SENT
 
 
 class Clock:
@@ -44,7 +46,7 @@ class Clock:
 
 
 def no_limit() -> Account:
-    return Account(ANYBODY)
+    return Account(ANY_CLIENT)
 
 
 @contextlib.contextmanager
@@ -125,7 +127,7 @@ class Gate:
 
     def __init__(self, *, shared: bool = False) -> None:
         self.window = math.inf
-        self.room = FreeRoom(math.inf, math.inf)
+        self.room = FreeCapacity(math.inf, math.inf)
         self.slots = [math.inf]
         self.away = False
         self.started: list[str] = []
@@ -187,7 +189,7 @@ def test_room_is_given_in_order_of_arrival(offers: list[int]):
             gate.admission.dispatch()
         served = min(12, sum(offers))
         assert gate.new() == [str(i) for i in range(served)]
-        assert gate.admission.waiting_for_room == 12 - served
+        assert gate.admission.waiting_for_decode == 12 - served
         assert gate.admission.held_tokens == 0, "more prefill workers would not help"
 
 
@@ -204,7 +206,7 @@ def test_what_was_interrupted_goes_before_what_is_new_and_in_its_old_order():
         gate.slots[0] = 3
         gate.admission.dispatch()
         assert gate.new() == ["0", "1", "new"]
-        assert account.seats == 4
+        assert account.running == 4
 
 
 def test_one_key_leaves_room_for_others():
@@ -216,20 +218,20 @@ def test_one_key_leaves_room_for_others():
 
             def take(gate: Gate = gate, positions: float = positions) -> None:
                 """As the pool does, with each request that is sent."""
-                taken = flood.seats + other.seats
+                taken = flood.running + other.running
                 used = flood.positions + other.positions
-                gate.room = FreeRoom(10**6 if positions < math.inf else total - taken, positions - used)
+                gate.room = FreeCapacity(10**6 if positions < math.inf else total - taken, positions - used)
 
             flooding = []
             for i in range(80):
                 flooding.append(gate.ask(flood, f"f{i}"))
                 take()
-            assert len(gate.new()) == flood.seats == 57
+            assert len(gate.new()) == flood.running == 57
             for i in range(6):
                 gate.ask(other, f"o{i}")
                 take()
             assert gate.new() == [f"o{i}" for i in range(6)], "at once"
-            assert gate.admission.waiting_for_room == 23
+            assert gate.admission.waiting_for_decode == 23
             flooding[0].turn.end()
             take()
             gate.admission.dispatch()
@@ -247,7 +249,7 @@ def test_each_of_several_keys_has_half_of_the_window():
             gate.ask(flood, f"f{i}")
         assert gate.new() == ["f0", "f1"]
         assert gate.admission.held_tokens == 700
-        assert gate.admission.waiting_for_room == 0
+        assert gate.admission.waiting_for_decode == 0
         long = gate.ask(other, "long", tokens=1000)
         gate.ask(other, "o1")
         assert gate.new() == ["long"], "the first of its key may be longer than the window"
@@ -262,12 +264,12 @@ def test_a_request_that_waits_for_a_worker_has_no_share_of_the_workers():
         gate.away = True
         waiting = [gate.ask(flood, f"f{i}") for i in range(10)] + [gate.ask(other, "o")]
         assert gate.new() == []
-        assert flood.seats == flood.sent_tokens == len(gate.admission.queue) == 0
+        assert flood.running == flood.sent_tokens == len(gate.admission.queue) == 0
         gate.window, gate.away = 400.0, False
         for asker in waiting:
             asker.turn.wait(asker)
         assert gate.new() == ["f0", "f1", "o"]
-        assert (flood.seats, flood.sent_tokens) == (2, 200)
+        assert (flood.running, flood.sent_tokens) == (2, 200)
 
 
 def test_a_prompt_that_no_worker_had_costs_its_key_nothing():
@@ -285,7 +287,7 @@ def test_a_prompt_that_no_worker_had_costs_its_key_nothing():
 
 def test_a_key_may_always_have_one_request():
     with Gate(shared=True) as gate:
-        gate.room = FreeRoom(0, 0)
+        gate.room = FreeCapacity(0, 0)
         gate.ask(no_limit(), "a")
         gate.ask(no_limit(), "b")
         assert gate.new() == ["a", "b"]
@@ -308,11 +310,11 @@ def test_a_request_without_room_holds_up_other_keys_only_beyond_their_first():
 
 def test_where_no_key_has_to_share_one_takes_all():
     with Gate() as gate:
-        gate.room = FreeRoom(0, 0)
+        gate.room = FreeCapacity(0, 0)
         account = no_limit()
         for _ in range(20):
             gate.ask(account, "x")
-        assert account.seats == 20
+        assert account.running == 20
 
 
 def test_the_key_that_floods_is_refused_and_not_the_other():
@@ -333,7 +335,7 @@ def test_a_turn_that_ends_others_does_not_start_them():
     with admitted(admission, no_limit(), [10, 10, 10]) as turns:
 
         class Ends(Asker):
-            def on_turn(self) -> Taken:
+            def on_turn(self) -> TurnResult:
                 for turn in turns:
                     turn.end()
                 return super().on_turn()

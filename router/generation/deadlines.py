@@ -1,34 +1,27 @@
-"""What one request waits for, and for how long.
-
-It waits for a worker of a role, or for leave to prefill again (for its turn it waits at the gate). For a
-worker it waits as long as the user said, for anything else until its own deadline.
-"""
+"""The time limits of one request: its deadline, and its wait for a worker."""
 
 import asyncio
 import time
 from typing import Protocol
 
+from router.admission.parked import Parkable, Parked
 from router.errors import ApiError, NoWorker, TimedOut
-from router.generation.retries import Retrier
 from router.metrics import Metrics
-from router.workers.pool import WorkerPool, WorkerWaiter
 
 
-class Waits(WorkerWaiter, Retrier, Protocol):
-    """A request, which is told when what it waited for is there."""
-
+class Failable(Parkable, Protocol):
     def fail(self, error: ApiError) -> None:
-        """It waited for too long."""
+        """Ends the request."""
         ...
 
 
-class Waiting:
-    """Of one request, which has `timeout` seconds in all, and `worker_wait` for a worker to come."""
+class Deadlines:
+    """Owns two timers: `timeout` seconds in all, and `worker_wait` seconds while no worker is available."""
 
     def __init__(
-        self, pool: WorkerPool, request: Waits, metrics: Metrics, *, timeout: float, worker_wait: float
+        self, parked: Parked, request: Failable, metrics: Metrics, *, timeout: float, worker_wait: float
     ) -> None:
-        self._pool = pool
+        self._parked = parked
         self._request = request
         self._metrics = metrics
         self._worker_wait = worker_wait
@@ -41,23 +34,22 @@ class Waiting:
     def seconds_left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def for_worker(self, role: str) -> None:
-        self._pool.waiters[self._request] = None
+    def wait_for_worker(self, role: str) -> None:
+        self._parked.for_worker(self._request)
         if self._worker_timer is None:
             loop = asyncio.get_running_loop()
             self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, role)
 
     def worker_found(self) -> None:
-        self._pool.waiters.pop(self._request, None)
+        self._parked.worker_found(self._request)
         if self._worker_timer is not None:
             self._worker_timer.cancel()
             self._worker_timer = None
 
     def end(self) -> None:
-        """For nothing any more."""
         self._deadline_timer.cancel()
         self.worker_found()
-        self._pool.retries.leave(self._request)
+        self._parked.remove(self._request)
 
     def _no_worker(self, role: str) -> None:
         self._metrics.deadlines["worker_wait"].inc()

@@ -1,6 +1,6 @@
-"""From a request's generations to the one task that answers the client.
+"""The tokens of a request that its client has not read yet.
 
-A client that reads slowly holds up nobody else: what waits for it is bounded.
+The queue is bounded, so that a client that reads slowly does not delay other requests.
 """
 
 import asyncio
@@ -12,8 +12,7 @@ from router.errors import ApiError
 from rpc import worker_pb2 as pb
 
 MAX_TAKEN = 128
-"""Items that are taken at once: to write them takes some milliseconds, in which the event loop does nothing
-else."""
+"""Items that `take` returns at once. Writing them blocks the event loop for some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +21,14 @@ class Token:
 
     token_id: int
     logprobs: pb.TokenLogprobs | None
-    finish_reason: str  # "" while more follow, else "stop" or "length"
+    finish_reason: str
+    """Of the last token "stop" or "length", else empty."""
 
 
-class Outbox:
-    """Owned by the task that reads it; filled from the event loop, without waiting.
+class TokenQueue:
+    """Generations put tokens without waiting; the task that answers the client takes them.
 
-    `on_full` is called soon after more than `limit` items are left unread.
+    `on_full` is called soon after more than `limit` items are unread.
     """
 
     def __init__(self, limit: int, on_full: Callable[[], None]) -> None:
@@ -38,16 +38,16 @@ class Outbox:
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, index: int, item: Token | ApiError) -> None:
-        """`index` tells apart the generations of one request."""
+        """`index` is the number of the generation in its request."""
         self._items.append((index, item))
         if len(self._items) == self._limit + 1:
             asyncio.get_running_loop().call_soon(self._on_full)
         self._wake()
 
     async def take(self, timeout: float) -> list[tuple[int, Token | ApiError]]:
-        """At most `MAX_TAKEN` of what is there, waiting for the first; nothing after `timeout` seconds."""
+        """Waits for the first item. Returns at most `MAX_TAKEN` items, or none after `timeout` seconds."""
         if len(self._items) > MAX_TAKEN:
-            await asyncio.sleep(0)  # a client that reads again may have thousands left
+            await asyncio.sleep(0)  # other tasks run between the pieces of a long queue
         if not self._items:
             loop = asyncio.get_running_loop()
             self._reader = loop.create_future()

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from router.generation.retries import RetryQueue
-from router.generation.retry_budget import FLOOR, WINDOW_S, RetryBudget
+from router.admission.parked import Parked
+from router.admission.retry_budget import FLOOR, WINDOW_S, RetryBudget
 
 
 def take_all(budget: RetryBudget, now: float) -> int:
@@ -43,6 +43,9 @@ class Retrier:
         self.served = served
         self.done = asyncio.Event()
 
+    def on_worker(self) -> None:
+        raise AssertionError("it waits for the budget")
+
     def on_retry(self) -> None:
         self.served.append(self.arrival)
         self.done.set()
@@ -65,26 +68,26 @@ class Scripted(RetryBudget):
 
 async def test_who_came_first_is_served_first_when_the_time_has_come() -> None:
     budget, served = Scripted(), list[int]()
-    queue = RetryQueue(budget)
+    parked = Parked(budget)
     late, early, gone = (Retrier(n, served) for n in (9, 1, 5))
     for retrier in (late, early, gone, late):
-        assert not queue.take(retrier)
-    queue.leave(gone)
-    assert len(queue) == 2
+        assert not parked.take_retry(retrier)
+    parked.remove(gone)
+    assert len(parked.without_budget) == 2
     budget.left = 2
     await asyncio.wait_for(late.done.wait(), 10)
     assert served == [1, 9]
-    assert len(queue) == 0
+    assert len(parked.without_budget) == 0
 
 
 async def test_nobody_overtakes_who_waits_and_new_requests_help() -> None:
     budget, served = RetryBudget(), list[int]()
-    queue = RetryQueue(budget)
+    parked = Parked(budget)
     first, second = Retrier(1, served), Retrier(2, served)
     for _ in range(FLOOR):
-        assert queue.take(first)
-    assert not queue.take(first)
+        assert parked.take_retry(first)
+    assert not parked.take_retry(first)
     for _ in range(6 * FLOOR - 1):
-        queue.requested()
+        parked.arrival()
     assert served == [1]
-    assert queue.take(second)
+    assert parked.take_retry(second)

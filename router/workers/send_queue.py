@@ -1,4 +1,4 @@
-"""What a router has to say to one worker: in order, bounded, written by the task that owns the stream."""
+"""The messages to one worker that its stream has not sent yet."""
 
 import asyncio
 from collections import deque
@@ -9,8 +9,8 @@ from rpc import worker_pb2 as pb
 MAX_UNSENT_BYTES = 8 << 20
 
 
-class Outgoing:
-    """Messages on their way to a worker, in order."""
+class SendQueue:
+    """Bounded, in order. The task that owns the stream reads `messages`."""
 
     def __init__(self) -> None:
         self._queue: deque[pb.RouterMessage] = deque()
@@ -19,14 +19,14 @@ class Outgoing:
         self._filled = asyncio.Event()
 
     def put(self, message: pb.RouterMessage) -> bool:
-        """False: the worker has left too much unread."""
+        """Returns False if more than MAX_UNSENT_BYTES wait: the worker does not read."""
         self._queue.append(message)
         self._bytes += message.ByteSize()
         self._filled.set()
         return self._bytes <= MAX_UNSENT_BYTES
 
     def close(self) -> None:
-        """The stream is over; gRPC waits for the last message, so it must not wait for ever."""
+        """Ends `messages`. gRPC waits for that before it ends the stream."""
         self._closed = True
         self._queue.clear()
         self._filled.set()

@@ -1,8 +1,8 @@
-"""How much of its prefill a cluster may spend on repeating itself.
+"""Limits how many prompts are prefilled again after failures.
 
-When much fails at once, every retry adds load to what is left, and that fails too. So re-prefills are a share
-of what is new, as in Finagle's RetryBudget (20 % over 10 s, and 10 a second in any case): a lost worker's
-batch goes on at once, a storm is held off. Pure: the caller brings the time.
+Retries add load to the remaining workers, which may then fail too. So retries are limited to a share of the
+new requests, as in Finagle's RetryBudget: 20 % over 10 s, and 10 per second in any case. The requests of one
+lost worker retry at once; a storm of retries is slowed down. Pure: the caller passes the time.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from collections import deque
 WINDOW_S = 10.0
 SHARE = 0.2
 FLOOR = 100
-"""Re-prefills in a window that are always there: a cluster that is asked little retries at once."""
+"""Retries per window that are always allowed, so that a cluster with little load retries at once."""
 
 
 class RetryBudget:
@@ -21,12 +21,12 @@ class RetryBudget:
         self._retries: deque[float] = deque()
 
     def requested(self, now: float) -> None:
-        """A new request came."""
+        """Counts a new request."""
         self._forget(now)
         self._requests.append(now)
 
     def take(self, now: float) -> bool:
-        """Spends one re-prefill, if there is one left."""
+        """Takes one retry from the budget. Returns False if none is left."""
         self._forget(now)
         if len(self._retries) >= max(FLOOR, int(SHARE * len(self._requests))):
             return False
@@ -34,7 +34,7 @@ class RetryBudget:
         return True
 
     def wait(self, now: float) -> float:
-        """Seconds until it is worth asking again, when `take` refused. (New requests may be earlier.)"""
+        """Seconds until the window frees a retry. New requests may free one earlier."""
         self._forget(now)
         return self._retries[0] + WINDOW_S - now if self._retries else 0.0
 

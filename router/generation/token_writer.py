@@ -1,12 +1,12 @@
-"""Where the tokens of a generation go: into its answer's outbox, and into the metrics.
+"""Writes the tokens of one generation into the token queue of its request, and measures their latency.
 
-For the metrics a request waits until its first token, then runs, then is over.
+For the metrics a request waits until its first token, and then runs until its end.
 """
 
 import time
 
 from router.errors import ApiError
-from router.generation.outbox import Outbox, Token
+from router.generation.token_queue import Token, TokenQueue
 from router.metrics import Metrics
 from rpc import worker_pb2 as pb
 from rpc.tracing import Span
@@ -14,13 +14,13 @@ from rpc.tracing import Span
 _FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
-class Output:
-    """Of one generation, the answer's choice number `index`."""
+class TokenWriter:
+    """Of the generation with number `index` in its request."""
 
-    __slots__ = ("_index", "_max_tokens", "_metrics", "_outbox", "_running", "_since", "_span")
+    __slots__ = ("_index", "_max_tokens", "_metrics", "_running", "_since", "_span", "_tokens")
 
-    def __init__(self, outbox: Outbox, index: int, max_tokens: int, metrics: Metrics, span: Span) -> None:
-        self._outbox = outbox
+    def __init__(self, tokens: TokenQueue, index: int, max_tokens: int, metrics: Metrics, span: Span) -> None:
+        self._tokens = tokens
         self._index = index
         self._max_tokens = max_tokens
         self._metrics = metrics
@@ -30,18 +30,21 @@ class Output:
         metrics.waiting.inc()
 
     def token(self, event: pb.TokenEvent, emitted: int, *, handed_over: bool) -> str:
-        """The next one, which makes `emitted`. Returns why it is the last, or nothing."""
+        """Writes a token, the number `emitted` of its generation. Returns the finish reason or "".
+
+        `handed_over`: a prefill worker computed the prompt.
+        """
         self._measure(emitted, handed_over)
-        # A reason that a newer worker adds ends the request, too: no token follows.
+        # No token follows a finish reason, not even an unknown one of a newer worker.
         finish_reason = _FINISH.get(event.finish_reason, "length")
         if not finish_reason and emitted >= self._max_tokens:
             finish_reason = "length"
         logprobs = event.logprobs if event.HasField("logprobs") else None
-        self._outbox.put(self._index, Token(event.token_id, logprobs, finish_reason))
+        self._tokens.put(self._index, Token(event.token_id, logprobs, finish_reason))
         return finish_reason
 
     def error(self, error: ApiError) -> None:
-        self._outbox.put(self._index, error)
+        self._tokens.put(self._index, error)
 
     def end(self) -> None:
         (self._metrics.running if self._running else self._metrics.waiting).dec()

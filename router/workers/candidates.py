@@ -1,4 +1,4 @@
-"""The workers in the form that policies read, kept current with what connections report."""
+"""The workers that the routing policies choose from, kept current with the reports of the connections."""
 
 import random
 import time
@@ -20,16 +20,18 @@ from rpc import worker_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChoice:
+class PrefillTarget:
+    """The prefill worker that the policy chose for a request."""
+
     worker: WorkerConnection
     work: PrefillWork
-    """What the request will cost there."""
+    """What the worker would compute."""
     seconds: float
-    """The estimated time until its first token, were it sent there now."""
+    """Estimated time until the first token if the request is sent now."""
 
 
-class Members:
-    """All attached workers.
+class Candidates:
+    """All attached workers. Each has a row in the tables of the policies.
 
     Attributes:
         decodes: the decode workers that take new work.
@@ -46,15 +48,15 @@ class Members:
         self._decode_rows: dict[WorkerConnection, int] = {}
         self._choices = 0
 
-    # ------------------------------------------------------------ what connections report
+    # ------------------------------------------------------------ reports of the connections
 
-    def membership_changed(self, connection: WorkerConnection, *, serves: bool) -> None:
-        """`serves`: whether it is given new work."""
+    def availability_changed(self, connection: WorkerConnection, *, serves: bool) -> None:
+        """`serves`: the worker takes new work."""
         if connection.description.role == pb.ROLE_PREFILL:
             self._prefill_changed(connection, serves)
             return
         self._decode_changed(connection, serves)
-        load = connection.decode_load if serves else None
+        load = connection.attempts.load if serves else None
         if self._decode_loads.get(connection) is not load:
             self._decode_loads.pop(connection, None)
             if load is not None:
@@ -78,8 +80,8 @@ class Members:
     def _decode_changed(self, connection: WorkerConnection, serves: bool) -> None:
         row = self._decode_rows.get(connection)
         if connection.attached and row is None:
-            assert connection.decode_load is not None
-            row = self._decode_rows[connection] = self._decode_caches.join(connection.decode_load)
+            assert connection.attempts.load is not None
+            row = self._decode_rows[connection] = self._decode_caches.join(connection.attempts.load)
         elif not connection.attached and row is not None:
             self._decode_caches.leave(row)
             del self._decode_rows[connection]
@@ -97,7 +99,7 @@ class Members:
         )
 
     def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
-        """Raises Refused when more is cached than the worker has blocks for."""
+        """Raises Refused if the worker reports more chunks than fit into its blocks."""
         described = connection.description
         if described.role == pb.ROLE_PREFILL:
             row, index = self._rows[connection], self._loads.index
@@ -117,10 +119,10 @@ class Members:
     def prefill_ended(self, connection: WorkerConnection, work: PrefillWork, *, computed: bool) -> None:
         self._loads.ended(self._rows[connection], work, computed=computed, now=time.monotonic())
 
-    # ------------------------------------------------------------ who is there, and choices
+    # ------------------------------------------------------------ choices
 
     def prefill_tokens_per_s(self) -> float:
-        """Of all prefill workers together."""
+        """Measured speed of all prefill workers together."""
         return self._loads.tokens_per_s()
 
     @property
@@ -129,8 +131,8 @@ class Members:
 
     def choose_prefill(
         self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
-    ) -> PrefillChoice | None:
-        """None when there is no worker."""
+    ) -> PrefillTarget | None:
+        """As `WorkerPool.choose_prefill`."""
         request = PrefillRequest(key=key, tokens=tokens, chunks=chunks, arrival=self._choices)
         avoided = (
             [row for connection, row in self._rows.items() if connection.address in avoid] if avoid else ()
@@ -141,9 +143,9 @@ class Members:
         self._choices += 1
         row = self._policy(snapshot, request)
         work = PrefillWork(tokens - snapshot.cached.of(row), chunks)
-        return PrefillChoice(self._prefills[row], work, snapshot.seconds(request, row))
+        return PrefillTarget(self._prefills[row], work, snapshot.seconds(request, row))
 
-    def holders(
+    def cached_on_decode(
         self,
         chosen: WorkerConnection,
         *,
@@ -152,6 +154,6 @@ class Members:
         rng: random.Random,
         avoid: Collection[str],
     ) -> list[tuple[str, int]]:
-        """As `DecodeCaches.holders`."""
+        """As `DecodeCaches.candidates`."""
         row = self._decode_rows[chosen]
-        return self._decode_caches.holders(row, chunks=chunks, tokens=tokens, rng=rng, avoid=avoid)
+        return self._decode_caches.candidates(row, chunks=chunks, tokens=tokens, rng=rng, avoid=avoid)

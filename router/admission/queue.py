@@ -1,0 +1,345 @@
+"""The queue in front of the workers: which generations wait in the router, and in which order they start.
+
+A request is refused if its key has reached its limits (`Account`), or if too many prompt tokens wait. All
+other generations go through one queue (`fairness`), in which keys take turns. The first generation starts
+when three conditions hold:
+
+1. Workers have less than a *window* of its key's prompt tokens without a first token.
+2. A decode worker has free capacity for it.
+3. With several keys: its key leaves a part of the decode workers' capacity to the other keys.
+
+A generation that was interrupted waits in the same queue, before new ones. If the first generation finds no
+capacity, those behind it wait too, except the only generation of another key.
+
+Wait-for graph: a generation in the queue holds no decode slot, no KV and no part of a window; nor does one
+that is `parked` without a reservation. Each generation that workers have either ends or comes back to the
+queue, and waits for no other generation. So the first of the queue always starts at some time.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Protocol
+
+from router.admission.account import MAX_RETRY_AFTER, Account, Clock
+from router.admission.drain_rate import DrainRate
+from router.admission.fairness import FairQueue
+from router.admission.keys import ApiKey
+from router.admission.parked import Parked
+from router.admission.retry_budget import RetryBudget
+from router.errors import Overloaded, RateLimited
+from router.policy import FreeCapacity
+
+KEY_SHARE = 8.0
+"""With several keys, one key may use this many times what it leaves free: 8/9 if it is the only one. This
+limits decode slots, KV positions and waiting tokens. Source: dynamic thresholds, Choudhury and Hahne,
+"Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998."""
+OUTPUT_WEIGHT = 2.0
+"""Cost of an output token relative to a prompt token, when keys take turns."""
+
+
+class TurnResult(Enum):
+    """What happened in a generation's turn."""
+
+    SENT = auto()  # workers have it
+    NO_CAPACITY = auto()  # decode workers have no capacity now: it stays first in the queue
+    PARKED = auto()  # it waits for a worker or for retry budget, and joins the queue again after that
+
+
+class TurnTaker(Protocol):
+    """A generation, as the queue sees it."""
+
+    def on_turn(self) -> TurnResult:
+        """Sends the generation to workers, if possible."""
+        ...
+
+
+class Turn:
+    """The place of one generation in the queue.
+
+    admitted ─▶ waiting ─ its turn ─▶ running ─▶ ended
+                   ▲                     └─ interrupted: waiting again, at its old place
+    """
+
+    def __init__(self, admission: "Admission", account: Account, priority: int, tokens: int) -> None:
+        """`tokens`: length of the prompt."""
+        self.account = account
+        self.tokens = tokens
+        self._admission = admission
+        self._priority = priority
+        self._ticket: int | None = None  # its number in the queue, from the first wait on
+        self._positions = tokens
+        self._sent = False  # workers had it once
+        self._answered = False  # it has its first token
+        self._running = False
+        self._ended = False
+        self._taker: TurnTaker | None = None
+
+    def wait(self, taker: TurnTaker) -> None:
+        """Joins the queue, which calls `taker.on_turn`, perhaps at once. Does nothing if it waits already."""
+        admission = self._admission
+        if self._ended or self.waits:
+            return
+        self._release()
+        self._taker = taker
+        self._ticket = admission.queue.push(self.account, self._rank, self, self._ticket)
+        admission.dispatch()
+
+    def take(self) -> bool:
+        """Starts the generation, which the queue has popped. False: it is back in the queue."""
+        queue, account = self._admission.queue, self.account
+        assert self._taker is not None, "it waited"
+        assert self._ticket is not None
+        result = self._taker.on_turn()
+        if result is TurnResult.NO_CAPACITY:
+            queue.put_back(account, self._rank, self, self._ticket)
+            return False
+        if result is TurnResult.PARKED or self._ended or self.waits:
+            return True
+        self._running = True
+        account.running += 1
+        account.positions += self._positions
+        if not self._sent:
+            self._sent = True
+            queue.charge(account, self.tokens)
+            self._admission.sent(account, self.tokens)
+        return True
+
+    def generated(self) -> None:
+        """Counts one more token."""
+        if not self._answered:
+            self._first_token(drained=True)
+            self._admission.dispatch()
+        self._positions += 1
+        self.account.positions += self._running
+        self._admission.queue.charge(self.account, OUTPUT_WEIGHT)
+        self.account.spend(1)
+
+    def end(self) -> None:
+        """Leaves the queue and gives everything back. Idempotent.
+
+        A prompt that no worker had costs its key nothing.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        if not self._sent:
+            self.account.spend(-self.tokens)
+        if self._ticket is not None:
+            self._admission.queue.remove(self._ticket)
+        self._release()
+        self._first_token(drained=False)
+        self._admission.dispatch()
+
+    @property
+    def is_new(self) -> bool:
+        """No worker ever had it."""
+        return not self._sent
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue."""
+        return self._ticket is not None and self._ticket in self._admission.queue
+
+    @property
+    def _rank(self) -> int:
+        """Orders by priority, then interrupted generations before new ones."""
+        return 2 * self._priority + self.is_new
+
+    def _release(self) -> None:
+        if self._running:
+            self._running = False
+            self.account.running -= 1
+            self.account.positions -= self._positions
+
+    def _first_token(self, *, drained: bool) -> None:
+        if not self._answered:
+            self._answered = True
+            self._admission.answered(self.account, self.tokens, sent=self._sent, drained=drained)
+
+
+class Entry:
+    """One admitted request: first an estimate of its prompt tokens, then a turn for each generation."""
+
+    def __init__(self, admission: "Admission", account: Account, tokens: int) -> None:
+        admission.reserve(account, tokens)
+        self._admission = admission
+        self._account = account
+        self._estimate = tokens
+        self._turns: list[Turn] = []
+
+    @property
+    def key(self) -> ApiKey:
+        """The client's key."""
+        return self._account.key
+
+    def turns(self, sizes: Sequence[int], priority: int = 0) -> list[Turn]:
+        """Replaces the estimate, once, by the prompt tokens of each generation.
+
+        Raises Overloaded and RateLimited.
+        """
+        self._drop_estimate()
+        self._admission.reserve(self._account, sum(sizes))
+        self._turns = [Turn(self._admission, self._account, priority, size) for size in sizes]
+        return self._turns
+
+    def end(self) -> None:
+        """Ends its turns. A request without turns costs its key nothing. Idempotent."""
+        self._drop_estimate()
+        for turn in self._turns:
+            turn.end()
+
+    def _drop_estimate(self) -> None:
+        self._admission.release(self._account, self._estimate)
+        self._estimate = 0
+
+
+def _unlimited() -> FreeCapacity:
+    return FreeCapacity(math.inf, math.inf)
+
+
+class Admission:
+    """Owns the queue, and counts the prompt tokens that wait.
+
+    Args:
+        max_waiting_tokens: bound of `waiting_tokens`.
+        window: returns the prompt tokens of one key that workers may have without a first token.
+        free_capacity: returns the free capacity of all decode workers.
+        shared: there are several keys. Each key has half of the window, and its prompts must fit into that.
+
+    Attributes:
+        waiting_tokens: prompt tokens of generations without a first token, in the router and at workers. Only
+            a single request that is larger than the bound exceeds it.
+        queue: generations that wait for their turn.
+        parked: generations that wait outside the queue.
+    """
+
+    def __init__(
+        self,
+        max_waiting_tokens: int,
+        window: Callable[[], float],
+        free_capacity: Callable[[], FreeCapacity] = _unlimited,
+        *,
+        shared: bool = False,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.waiting_tokens = 0
+        self.queue: FairQueue[Account, Turn] = FairQueue()
+        self.parked = Parked(RetryBudget())
+        self._sent_tokens = 0
+        self._max = max_waiting_tokens
+        self._window = window
+        self._free_capacity = free_capacity
+        self._shared = shared
+        self._rate = DrainRate(clock)
+        self._dispatching = False
+        self._window_full = False  # a generation waits for its key's window, as of the last dispatch
+
+    @property
+    def held_tokens(self) -> int:
+        """The part of `waiting_tokens` that waits in the router for prefill workers."""
+        return self.waiting_tokens - self._sent_tokens if self._window_full else 0
+
+    @property
+    def waiting_for_decode(self) -> int:
+        """Generations in the queue that wait for decode workers. The others wait for prefill workers."""
+        return 0 if self._window_full else len(self.queue)
+
+    @contextmanager
+    def enter(self, account: Account, tokens: int) -> Iterator[Entry]:
+        """Admits one request with an estimate of its prompt tokens. Raises Overloaded and RateLimited."""
+        account.enter()
+        try:
+            entry = Entry(self, account, tokens)
+            try:
+                yield entry
+            finally:
+                entry.end()
+        finally:
+            account.leave()
+
+    def reserve(self, account: Account, tokens: int) -> None:
+        """Counts prompt tokens as waiting. Raises Overloaded and RateLimited."""
+        self._check(account, tokens)
+        account.spend(tokens)
+        if not self.waiting_tokens:
+            self._rate.began()
+        self.waiting_tokens += tokens
+        account.waiting_tokens += tokens
+
+    def release(self, account: Account, tokens: int) -> None:
+        """Undoes `reserve`."""
+        account.spend(-tokens)
+        self.waiting_tokens -= tokens
+        account.waiting_tokens -= tokens
+
+    def _check(self, account: Account, tokens: int) -> None:
+        left = self._max - self.waiting_tokens
+        if self._shared and account.waiting_tokens and account.waiting_tokens + tokens > KEY_SHARE * left:
+            raise RateLimited(
+                f"key {account.key.name!r} has {account.waiting_tokens} prompt tokens waiting; the rest of "
+                f"{self._max} is kept for other keys",
+                retry_after=self._retry_after(),
+            )
+        if self.waiting_tokens and tokens > left:
+            raise Overloaded(
+                f"{self.waiting_tokens} prompt tokens are waiting, and {self._max} may",
+                retry_after=self._retry_after(),
+            )
+
+    def _retry_after(self) -> int:
+        rate = self._rate.tokens_per_s()
+        wait = self.waiting_tokens / rate if rate > 0 else 1.0
+        return min(MAX_RETRY_AFTER, max(1, round(wait)))
+
+    def dispatch(self) -> None:
+        """Starts the generations whose conditions hold. Called whenever workers may have become less busy."""
+        if self._dispatching:  # a generation that starts changes loads, and may end
+            return
+        self._dispatching = True
+        try:
+            full: set[Account] = set()  # the first generation of these keys found no capacity
+            while len(self.queue) and (turn := self._next(full)) is not None:
+                if not turn.take():
+                    full.add(turn.account)
+        finally:
+            self._dispatching = False
+
+    def _next(self, full: set[Account]) -> Turn | None:
+        window = self._window() / 2 if self._shared else self._window()
+        free = self._free_capacity() if self._shared else _unlimited()
+        self._window_full = False
+
+        def may_start(account: Account, turn: Turn) -> bool:
+            # Only a key without a running generation may overtake one that found no capacity.
+            if full and (account in full or account.running):
+                return False
+            # Workers give keys equal shares of their steps, so each key has a window of its own.
+            if turn.is_new and account.sent_tokens:
+                ahead = account.sent_tokens + (turn.tokens if self._shared else 1)
+                if ahead > window:
+                    self._window_full = True
+                    return False
+            limit = KEY_SHARE * account.share
+            return not account.running or (
+                account.running < limit * free.slots and account.positions < limit * free.positions
+            )
+
+        return self.queue.pop(may_start)
+
+    def sent(self, account: Account, tokens: int) -> None:
+        """Workers have a prompt. Called by its turn."""
+        self._sent_tokens += tokens
+        account.sent_tokens += tokens
+
+    def answered(self, account: Account, tokens: int, *, sent: bool, drained: bool) -> None:
+        """A prompt no longer waits: its first token came (`drained`), or it ended. Called by its turn."""
+        self.waiting_tokens -= tokens
+        account.waiting_tokens -= tokens
+        if sent:
+            self._sent_tokens -= tokens
+            account.sent_tokens -= tokens
+        if drained:
+            self._rate.add(tokens)

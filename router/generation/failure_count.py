@@ -1,0 +1,52 @@
+"""Counts the failed attempts of a request, and says when to give up. Pure: no clock, no I/O."""
+
+MAX_FAILURES = 3
+# Attempts on workers that were lost. A lost worker names the requests in its crashed step, so the others are
+# probably not the cause. But a request that is present each time a machine dies may be the cause.
+MAX_LOSSES = 12
+CRASHES_TOGETHER = 2
+
+
+class FailureCount:
+    """Of one request. A new token resets failures and losses, but not crashed steps.
+
+    Attributes:
+        avoid: addresses of workers that failed the request since its last token.
+    """
+
+    __slots__ = ("_crashes", "_failures", "_losses", "avoid")
+
+    def __init__(self) -> None:
+        self.avoid: set[str] = set()
+        self._failures = self._losses = self._crashes = 0
+
+    @property
+    def total(self) -> int:
+        """Failures and losses since the last token."""
+        return self._failures + self._losses
+
+    @property
+    def exhausted(self) -> bool:
+        """The request has failed too often."""
+        return self._failures >= MAX_FAILURES or self._losses >= MAX_LOSSES
+
+    @property
+    def alone(self) -> bool:
+        """The request was in several crashed steps. It may be the cause, so it runs in steps of its own."""
+        return self._crashes >= CRASHES_TOGETHER
+
+    def token(self) -> None:
+        """Records a new token."""
+        self._failures = self._losses = 0
+        self.avoid.clear()
+
+    def failed(self, worker: str, *, crashed: bool) -> None:
+        """Records a failed attempt. `crashed`: the engine crashed in a step with this request."""
+        self._failures += 1
+        self._crashes += crashed
+        self.avoid.add(worker)
+
+    def lost(self, worker: str) -> None:
+        """Records an attempt whose worker was lost."""
+        self._losses += 1
+        self.avoid.add(worker)

@@ -1,0 +1,46 @@
+"""What one generation computes: token ids and sampling parameters, without text."""
+
+from dataclasses import dataclass
+
+from rpc import worker_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    prompt_ids: list[int]
+    sampling: pb.SamplingParams
+    session_key: int
+    """64-bit hash of the session."""
+    chunks: list[int]
+    """Hashes of the prompt's full 64-token chunks."""
+    priority: int = 0
+    cache_salt: bytes = b""
+    tenant: bytes = b""
+
+    def request(
+        self,
+        request_id: bytes,
+        name: str,
+        output_ids: list[int],
+        *,
+        seconds: float,
+        retried: bool,
+        alone: bool,
+    ) -> pb.Request:
+        """Builds the message to a worker. `output_ids` were emitted before, `seconds` are left for the rest.
+
+        `alone`: the worker computes the request in steps of its own.
+        """
+        return pb.Request(
+            request_id=request_id,
+            prompt_ids=self.prompt_ids,
+            output_ids=output_ids,
+            sampling=self.sampling,
+            timeout_ms=max(1, int(1000 * seconds)),
+            priority=self.priority,
+            alone=alone,
+            retried=retried,
+            cache_salt=self.cache_salt,
+            tenant=self.tenant,
+            name=name,
+        )
