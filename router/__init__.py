@@ -10,8 +10,8 @@
 6. Tokens become text, which ends at stop strings and may contain tool calls (`text`, `tools`).
 7. `endpoints` builds and sends the response.
 
-`processes` runs several processes of one router on one port. README.md in this folder shows all places where a
-request may wait.
+`processes` runs several processes of one router on one port. README.md in this folder shows all places where
+a request may wait.
 """
 
 from router.admission.keys import api_keys

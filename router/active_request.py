@@ -16,8 +16,8 @@ from router.admission.queue import Admission, Entry
 from router.errors import ApiError, TooSlow
 from router.generation.choice import Choice, Delta
 from router.generation.generation import Generation
-from router.generation.job import Job
 from router.generation.token_queue import TokenQueue
+from router.job import Job
 from router.metrics import Metrics
 from router.preparation.prepare import Prepared
 from router.text.tokenizer import ModelTokenizer

@@ -9,7 +9,7 @@ import xxhash
 from router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions
 from router.api.structured import Structure
 from router.errors import ContextLengthExceeded, InvalidRequest
-from router.generation.job import Job
+from router.job import Job
 from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 

@@ -1,6 +1,6 @@
 """The life of one generation, from the prompt to the last token, through failures of workers.
 
-1. A `generation` gets a `job`: the token ids of a prompt and the sampling parameters.
+1. A `generation` gets a `Job`: the token ids of a prompt and the sampling parameters.
 2. It asks one prefill and one decode worker (`attempt`).
 3. `emit` makes sure that each output token is emitted exactly once. `token_writer` puts it into the
    `token_queue` of the request and measures latency. There `choice` turns tokens into text.

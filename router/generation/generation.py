@@ -21,9 +21,9 @@ from router.generation.attempt import DecodeAttempt, PrefillAttempt
 from router.generation.deadlines import Deadlines
 from router.generation.emit import EmitOnce, Verdict
 from router.generation.failure_count import FailureCount
-from router.generation.job import Job
 from router.generation.token_queue import TokenQueue
 from router.generation.token_writer import TokenWriter
+from router.job import Job
 from router.metrics import Metrics
 from router.workers.candidates import PrefillTarget
 from router.workers.connection import WorkerConnection
