@@ -95,17 +95,17 @@ class Metrics:
             lambda: admission.waiting_tokens
         )
         self._gauge(
-            "baton:tokens_waiting_for_turn", "Prompt tokens of those that the router holds back."
+            "baton:tokens_waiting_for_turn", "Prompt tokens that wait in the router for prefill workers."
         ).set_function(lambda: admission.held_tokens)
         self._gauge(
-            "baton:requests_waiting_for_turn", "Requests that the router holds back, fairly between keys."
+            "baton:requests_waiting_for_turn", "Requests that wait in the router for prefill workers."
         ).set_function(lambda: len(admission.queue) - admission.waiting_for_decode)
         self._gauge(
-            "baton:requests_waiting_for_room", "Requests that wait for room on a decode worker."
+            "baton:requests_waiting_for_room", "Requests that wait for capacity on a decode worker."
         ).set_function(lambda: admission.waiting_for_decode)
-        self._gauge("baton:requests_waiting_for_worker", "Requests while a role has no worker.").set_function(
-            lambda: len(admission.parked.without_worker)
-        )
+        self._gauge(
+            "baton:requests_waiting_for_worker", "Requests that wait because a role has no worker."
+        ).set_function(lambda: len(admission.parked.without_worker))
         self._gauge(
             "baton:requests_waiting_for_retry", "Requests that wait for the retry budget."
         ).set_function(lambda: len(admission.parked.without_budget))

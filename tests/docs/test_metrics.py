@@ -15,6 +15,7 @@ from prometheus_client import Metric
 
 from engine import EngineStats
 from kv_transfer import TransferStats
+from router.admission.queue import Admission
 from router.metrics import Metrics as RouterMetrics
 from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics as WorkerMetrics
@@ -35,9 +36,8 @@ def documented(letter: str) -> set[str]:
 
 def test_router() -> None:
     metrics = RouterMetrics("model")
-    pool: Any = SimpleNamespace(connections=[], waiters=[])
-    admission: Any = SimpleNamespace(waiting_tokens=0, held_tokens=0, queue=[], waiting_for_room=0)
-    metrics.follow(pool, admission)
+    pool: Any = SimpleNamespace(connections=[])
+    metrics.follow(pool, Admission(1, lambda: 0.0))
     assert names(metrics.registry.collect()) == documented("R")
 
 
