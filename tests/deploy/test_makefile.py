@@ -34,5 +34,5 @@ def test_the_first_start_says_that_it_installs_and_shows_what(tmp_path: Path) ->
     steps = steps_of("make serve", tmp_path)
     assert steps[0].startswith('echo "Installing Baton'), "before the first download"
     installs = [step for step in steps if " pip install " in step]
-    assert len(installs) == 3
+    assert len(installs) == 4
     assert not [step for step in installs if "quiet" in step or "-q" in step.split()]

@@ -1,0 +1,44 @@
+"""`make` installs tested versions, checked by their hashes."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from .conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = [line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines]
+GROUPS = [line for lines in PROJECT["dependency-groups"].values() for line in lines if isinstance(line, str)]
+SERVE = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["model"]]
+WITHOUT_HASH = {"torch"}
+"""Its wheels for CPUs and for CUDA come from different indices."""
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Version by name. Environment markers are left out."""
+    found = re.findall(r"^([\w.-]+)(?:\[[\w,-]+\])?==([\w.+]+)", path.read_text(), re.M)
+    return {canonicalize_name(name): version for name, version in found}
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("serve", SERVE), ("all", [*SERVE, *EXTRAS, *GROUPS])])
+def test_every_dependency_has_its_tested_version_with_hashes(name: str, wanted: list[str]) -> None:
+    path = ROOT / "requirements" / f"{name}.txt"
+    text, pinned, tested = path.read_text(), pins(path), pins(ROOT / "constraints.txt")
+    asked = {canonicalize_name(Requirement(line).name) for line in wanted}
+    assert asked - pinned.keys() == WITHOUT_HASH, "run `make pins`"
+    assert {k: v for k, v in pinned.items() if tested.get(k, v) != v} == {}, "run `make pins`"
+    entries = re.split(r"^(?=[\w.-]+(?:\[[\w,-]+\])?==)", text, flags=re.M)[1:]
+    assert len(entries) == len(pinned)
+    assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
+    assert "://" not in text, "the hosts are those of the machine that wrote the file"
+
+
+def test_uv_takes_the_tested_torch() -> None:
+    torch = pins(ROOT / "constraints.txt")["torch"]
+    assert PROJECT["tool"]["uv"]["constraint-dependencies"] == [f"torch=={torch}"]
