@@ -37,10 +37,18 @@ def test_the_quick_start_for_two_machines(machine: Machine, tmp_path: Path) -> N
     assert "pip install -e '.[ray]'" in serve.stderr
     network = f"127.{random.randrange(1, 255)}.{random.randrange(255)}."  # so that no port is in use
     roles: list[subprocess.Popen[bytes]] = []
+    starting: list[tuple[Step, Path]] = []  # roles start side by side, until a command needs them
+
+    def missing(step: Step, log: Path) -> list[str]:
+        return step.missing(log.read_text().replace(network, "10.0.0."))
+
     try:
         for number, step in enumerate(typed("docs/quickstart-two-machines.md")):
             log = tmp_path / f"{number}.log"
             is_role = re.match(r"baton (prefill|decode|router) ", step.command)
+            while starting and not is_role:
+                shown = starting.pop()
+                until(lambda shown=shown: None if missing(*shown) else True, 60, f"{shown}")
             command = f"exec {step.command}" if is_role else step.command
             with log.open("wb") as output:
                 process = subprocess.Popen(
@@ -50,20 +58,16 @@ def test_the_quick_start_for_two_machines(machine: Machine, tmp_path: Path) -> N
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
-
-            def missing(step: Step = step, log: Path = log) -> list[str]:
-                return step.missing(log.read_text().replace(network, "10.0.0."))
-
             if is_role:
                 roles.append(process)
-                until(lambda missing=missing: None if missing() else True, 60, f"ready: {log}")
+                starting.append((step, log))
             else:
                 assert process.wait(60) == 0, log.read_text()
-                assert missing() == [], log.read_text()
+                assert missing(step, log) == [], log.read_text()
         assert len(roles) == 3
         for process in roles:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+        assert [process.wait(30) for process in roles] == [0, 0, 0]
         machine.assert_no_trace()
     finally:
         for process in roles:
