@@ -1,4 +1,5 @@
-"""Bodies: what is wrong is named with its field and reason, and what is unsupported with its name."""
+"""Validation of bodies: an error names the field and the reason, and unsupported fields are refused by
+name."""
 
 import json
 from typing import Any
@@ -92,7 +93,7 @@ def refused(kind, body: dict[str, Any]) -> InvalidRequest:
         ("structured_outputs", {"choice": [""]}, "at least 1"),
     ],
 )
-def test_a_wrong_field_of_a_completion(field, value, reason):
+def test_an_invalid_field_of_a_completion_is_named(field, value, reason):
     error = refused(CompletionBody, {"prompt": "x", field: value})
     assert error.param is not None
     assert error.param.startswith(field)
@@ -160,7 +161,7 @@ def test_a_wrong_field_of_a_completion(field, value, reason):
         ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens", "0"),
     ],
 )
-def test_a_wrong_chat(body, param, reason):
+def test_an_invalid_field_of_a_chat_is_named(body, param, reason):
     error = refused(ChatBody, body)
     assert error.param == param
     assert reason in error.message
@@ -183,7 +184,7 @@ def test_a_wrong_chat(body, param, reason):
         ("verbosity", "low"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(field, value):
+def test_unsupported_fields_are_refused_by_name(field, value):
     error = refused(ChatBody, {"messages": HELLO, field: value})
     assert isinstance(error, Unsupported)
     assert (error.param, error.message) == (field, f"{field} is not supported")
@@ -208,7 +209,7 @@ def test_what_is_not_supported_is_refused_by_name(field, value):
         ("include_reasoning", False, "reasoning_effort"),
     ],
 )
-def test_fields_of_other_servers_are_refused_with_what_to_do_instead(field, value, remedy):
+def test_fields_of_other_servers_are_refused_with_a_remedy(field, value, remedy):
     for kind, rest in BODIES:
         error = refused(kind, {**rest, field: value})
         assert isinstance(error, Unsupported)
@@ -226,13 +227,13 @@ def test_fields_of_other_servers_are_refused_with_what_to_do_instead(field, valu
         (TokenizeBody, "return_token_strs", True, "/detokenize"),
     ],
 )
-def test_fields_of_another_endpoint_are_refused_with_what_to_do_instead(kind, field, value, remedy):
+def test_fields_of_another_endpoint_are_refused_with_a_remedy(kind, field, value, remedy):
     error = refused(kind, {"messages": HELLO, "prompt": "x", field: value})
     assert isinstance(error, Unsupported)
     assert remedy in error.message
 
 
-def test_what_asks_for_nothing_is_no_reason_to_refuse():
+def test_unsupported_fields_without_effect_are_accepted():
     harmless = {
         "best_of": 1, "length_penalty": 1.0, "echo": False, "thinking_token_budget": -1, "vllm_xargs": {},
         "kv_transfer_params": None, "top_logprobs": 0,
@@ -245,7 +246,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse():
     assert parse(ChatBody, json.dumps({"messages": HELLO, **harmless}).encode()).stop == []
 
 
-def test_null_is_as_good_as_nothing_to_tokenize():
+def test_null_counts_as_absent_in_tokenize():
     optional = [name for name in TokenizeBody.model_fields if name != "messages"]
     nulls = {"messages": HELLO, **dict.fromkeys(optional)}
     plain = json.dumps({"messages": HELLO}).encode()
@@ -253,8 +254,8 @@ def test_null_is_as_good_as_nothing_to_tokenize():
 
 
 @pytest.mark.parametrize(("kind", "rest"), BODIES)
-def test_null_is_as_good_as_nothing(kind, rest):
-    """OpenAI and vLLM allow null for most fields. Some clients write every field that they know."""
+def test_null_counts_as_absent(kind, rest):
+    """OpenAI and vLLM allow null for most fields. Some clients send every field that they know."""
     optional = [name for name, field in kind.model_fields.items() if not field.is_required()]
     assert {"n", "stream", "echo" if kind is CompletionBody else "logprobs"} < set(optional)
     nulls = json.dumps({**rest, **dict.fromkeys(optional)}).encode()
@@ -276,14 +277,14 @@ def test_null_is_as_good_as_nothing(kind, rest):
         ({"continuous_usage_stats": True}, True, True),
     ],
 )
-def test_when_a_stream_tells_its_usage(options, at_the_end, in_each_chunk):
+def test_stream_options_choose_the_chunks_with_usage(options, at_the_end, in_each_chunk):
     body = {"prompt": "x", "stream": True, "stream_options": options}
     given = parse(CompletionBody, json.dumps(body).encode()).stream_options
     assert given is not None
     assert (given.usage_at_the_end, given.usage_in_each_chunk) == (at_the_end, in_each_chunk)
 
 
-def test_a_reasoning_effort_is_for_the_template():
+def test_the_reasoning_effort_sets_template_variables():
     def settings(**fields: Any) -> dict[str, Any]:
         return parse(ChatBody, json.dumps({"messages": HELLO, **fields}).encode()).template_settings
 
@@ -297,13 +298,13 @@ def test_a_reasoning_effort_is_for_the_template():
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"nonsense", b'{"prompt": NaN', b"\xff\xfe", b'{"a": 1} x'])
-def test_no_json(raw):
+def test_invalid_json_is_refused(raw):
     with pytest.raises(InvalidRequest, match="JSON"):
         parse(CompletionBody, raw)
 
 
 @pytest.mark.parametrize("raw", [b"[1, 2]", b'"text"', b"5", b"null"])
-def test_no_object(raw):
+def test_json_that_is_not_an_object_is_refused(raw):
     with pytest.raises(InvalidRequest, match="object"):
         parse(CompletionBody, raw)
 
@@ -324,7 +325,7 @@ def test_content_parts_are_joined_and_developer_is_system():
     ]
 
 
-def test_calls_and_results_of_tools_go_to_the_template_as_objects():
+def test_chat_templates_get_tool_calls_and_results_as_objects():
     messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": None, "tool_calls": [called("f", '{"a": [1]}'), called("g", "")]},
@@ -346,7 +347,7 @@ def test_calls_and_results_of_tools_go_to_the_template_as_objects():
     ]
 
 
-def test_names_of_the_past_are_refused_with_those_of_today():
+def test_deprecated_fields_of_tools_are_refused():
     for kind in ("json", "regex", "choice", "grammar"):
         error = refused(ChatBody, {"messages": HELLO, f"guided_{kind}": "x"})
         assert isinstance(error, Unsupported)
@@ -379,7 +380,7 @@ def test_names_of_the_past_are_refused_with_those_of_today():
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
     ],
 )
-def test_what_the_output_must_be_like(body: dict[str, Any], kind: str | None, text: str | None):
+def test_structure_of_each_structured_output_field(body: dict[str, Any], kind: str | None, text: str | None):
     for of, rest in ((CompletionBody, {"prompt": "x"}), (ChatBody, {"messages": HELLO})):
         structure = parse(of, json.dumps(rest | body).encode()).structure
         assert (structure and structure.kind, structure and structure.text) == (kind, text)

@@ -1,4 +1,4 @@
-"""One request, asked in each way that there is: whole, as a stream, over gRPC. The answers are the same."""
+"""The same request whole, as a stream and over gRPC gives the same response."""
 
 import random
 from itertools import chain
@@ -16,7 +16,7 @@ MANY = pytest.mark.parametrize("count", [60, pytest.param(1_000, marks=pytest.ma
 CHAT = [{"role": "user", "content": "Hi"}]
 STOPS = [None, None, "Paris", [" is", "🙂"], "ß", "zzz", ["and that", " know"], "🚀 and"]
 
-STRUCTURED: list[dict[str, Any]] = [  # asked for; that workers keep to it is for other tests
+STRUCTURED: list[dict[str, Any]] = [  # other tests check that workers enforce it
     {"response_format": {"type": "json_object"}},
     {"structured_outputs": {"choice": ["yes", "no"]}},
     {"structured_outputs": {"regex": "[a-z]+"}},
@@ -24,7 +24,7 @@ STRUCTURED: list[dict[str, Any]] = [  # asked for; that workers keep to it is fo
 
 
 def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
-    """A request that is valid, of every field that can change the answer."""
+    """Returns a random valid request with every field that can change the response."""
     body: dict[str, Any] = {
         "n": rng.choice([1, 1, 1, 2, 3]),
         "max_tokens": rng.randrange(1, 40),
@@ -35,7 +35,7 @@ def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
         "ignore_eos": rng.random() < 0.3,
         "skip_special_tokens": rng.random() < 0.7,
     }
-    if not body["ignore_eos"]:  # they exclude each other
+    if not body["ignore_eos"]:  # both together are refused
         body |= rng.choice([{}, {}, *STRUCTURED])
     if chat:
         body["messages"] = CHAT
@@ -48,8 +48,8 @@ def drawn(rng: random.Random, *, chat: bool) -> dict[str, Any]:
 
 @MANY
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_the_stream_is_the_answer(cluster: Cluster, path: str, count: int):
-    """Text, logprobs, token ids, reasons and usage, added up over the chunks, are the whole answer's."""
+async def test_the_sum_of_a_stream_is_the_whole_response(cluster: Cluster, path: str, count: int):
+    """Text, logprobs, token ids, reasons and usage of all chunks are those of the whole response."""
     rng, chat = random.Random(2), "chat" in path
     for _ in range(count):
         body = drawn(rng, chat=chat) | {"return_token_ids": True}
@@ -69,7 +69,7 @@ async def test_the_stream_is_the_answer(cluster: Cluster, path: str, count: int)
 
 
 def _added_up(chunks: list[dict[str, Any]], *, chat: bool) -> dict[str, Any]:
-    """One choice, as it would stand in the whole answer."""
+    """Returns one choice in the form of a whole response."""
     assert [c["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert not any("stop_reason" in c for c in chunks[:-1])
     last = chunks[-1]
@@ -97,7 +97,7 @@ def _joined(logprobs: list) -> dict | None:
 
 @MANY
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_grpc_says_what_http_says(cluster: Cluster, path: str, count: int):
+async def test_grpc_gives_the_response_of_http(cluster: Cluster, path: str, count: int):
     rng, chat = random.Random(3), "chat" in path
     assert cluster.router.grpc_address is not None
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
@@ -168,7 +168,7 @@ def _http_logprobs(choice: dict[str, Any]) -> list[tuple[float, list[float]]]:
         return []
     if "content" in given:
         return [(t["logprob"], sorted(top["logprob"] for top in t["top_logprobs"])) for t in given["content"]]
-    # OpenAI's completions add the token itself to the likely ones. Here it is never one of these.
+    # OpenAI's completions add the token itself to the alternatives, and gRPC does not.
     tops = [
         sorted(logprob for token, logprob in top.items() if token != itself)
         for itself, top in zip(given["tokens"], given["top_logprobs"], strict=True)

@@ -1,4 +1,4 @@
-"""Text from tokens: the same however it is cut, whole characters only, nothing of a stop string."""
+"""Detokenization: whole characters only, no part of a stop string, and independent of the pieces."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ def test_pieces_are_whole_characters_and_make_the_text(tokenizer: ModelTokenizer
     pieces = [detokenizer.push(i) for i in ids]
     assert "".join(pieces) == TEXT
     assert "\ufffd" not in "".join(pieces)
-    assert "" in pieces  # some character needs more than one token
+    assert "" in pieces  # a character has more than one token
     assert detokenizer.finish() == ""
 
 
-def test_an_unfinished_character_becomes_u_fffd(tokenizer: ModelTokenizer):
+def test_an_incomplete_character_becomes_u_fffd(tokenizer: ModelTokenizer):
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode("a🙂")[:-1]
     assert "".join(detokenizer.push(i) for i in ids) == "a"
@@ -38,7 +38,7 @@ def test_streamed_text_is_the_decoded_text(tokenizer: ModelTokenizer, ids, skip)
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Character by character."""
+    """The definition: characters arrive one by one."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -51,7 +51,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
     st.lists(st.text("ab", max_size=5), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
-def test_stop_strings_cut_the_same_wherever_the_text_is_broken(pieces, stops):
+def test_stop_strings_do_not_depend_on_the_pieces_of_the_text(pieces, stops):
     cutter, got, met = StopStrings(stops), "", None
     for piece in pieces:
         text, met = cutter.push(piece)
@@ -63,7 +63,7 @@ def test_stop_strings_cut_the_same_wherever_the_text_is_broken(pieces, stops):
     assert (got, met) == reference("".join(pieces), stops)
 
 
-def test_only_what_may_become_a_stop_string_is_held_back():
+def test_only_a_possible_stop_string_is_held_back():
     stops = StopStrings(["</end>"])
     assert stops.push("a</e") == ("a", None)
     assert stops.push("x") == ("</ex", None)
@@ -86,7 +86,7 @@ def feed(choice: Choice, ids: list[int], last: str) -> tuple[str, Delta]:
     raise AssertionError("no delta was the last")
 
 
-def test_the_token_that_stops_is_counted_but_not_shown(tokenizer: ModelTokenizer):
+def test_the_token_that_stops_counts_but_adds_no_text(tokenizer: ModelTokenizer):
     ids = tokenizer.encode("One two")
     choice = make_choice(tokenizer, stop_token_ids=frozenset({ids[-1]}))
     text, last = feed(choice, ids, "stop")
@@ -94,7 +94,7 @@ def test_the_token_that_stops_is_counted_but_not_shown(tokenizer: ModelTokenizer
     assert last.stop_reason == ids[-1]
 
 
-def test_what_was_held_back_comes_out_at_the_end(tokenizer: ModelTokenizer):
+def test_held_back_text_is_returned_at_the_end(tokenizer: ModelTokenizer):
     choice = make_choice(tokenizer, stops=["two three"])
     text, _ = feed(choice, tokenizer.encode("One two"), "length")
     assert (text, choice.finish_reason) == ("One two", "length")

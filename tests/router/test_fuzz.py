@@ -1,4 +1,4 @@
-"""Whatever is said to either face gets an answer that says what is wrong: no internal error, and no hang."""
+"""Random requests over HTTP and gRPC get a response or a client's error: no internal error, and no hang."""
 
 import collections
 import contextlib
@@ -79,7 +79,7 @@ async def test_extreme_values_over_grpc(cluster: Cluster, caplog: pytest.LogCapt
 
 @MANY
 async def test_mutated_messages_over_grpc(cluster: Cluster, caplog: pytest.LogCaptureFixture, count: int):
-    """Bytes of valid messages with a few of them changed; those that are still a message."""
+    """Valid messages with a few changed bytes, if they can still be parsed."""
     rng, codes = random.Random(6), collections.Counter()
     whole = pb.GenerateRequest(
         text="Hello", n=2, max_tokens=5, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3, stop=["zz"],
@@ -106,7 +106,7 @@ ANYTHING: list[Any] = [
     "\ud800", "🙂" * 99, [], [[]], [None], ["x"], [5], [[5], [6]], [-1], [2**32], {}, {"5": 1.0},
     {"type": "x"}, [{}], {"": {}},
 ]  # fmt: skip
-"""For any field at all."""
+"""Values for any field."""
 TOOL = {"type": "function", "function": {"name": "now"}}
 SPECIAL: dict[str, list[Any]] = {
     "prompt": ["Hi", ["a", "b"], [5, 6], [[5, 6], [7]], ["a"] * 99],

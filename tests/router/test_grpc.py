@@ -1,4 +1,4 @@
-"""The gRPC face of a real router over fake workers, beside its HTTP face."""
+"""The gRPC endpoint of a real router over fake workers, compared with HTTP."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ async def generate(
 async def refusal(cluster: Cluster, **fields: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await generate(cluster, **fields)
-    trailing: Any = error.value.trailing_metadata()  # the stubs say that its pairs are no tuples
+    trailing: Any = error.value.trailing_metadata()  # the type stubs are wrong about its pairs
     return error.value.code(), error.value.details() or "", dict(trailing)
 
 
@@ -49,7 +49,7 @@ def text(messages: list[pb.GenerateResponse], index: int = 0) -> str:
     return "".join(d.text for message in messages for d in message.deltas if d.index == index)
 
 
-async def test_the_answer_and_its_usage(cluster: Cluster):
+async def test_a_response_and_its_usage(cluster: Cluster):
     *messages, last = await generate(cluster, text="Hello", max_tokens=200)
     assert text(messages) == TEXT
     deltas = [delta for message in messages for delta in message.deltas]
@@ -74,7 +74,7 @@ async def test_each_kind_of_prompt_reaches_the_workers(cluster: Cluster):
     assert seen == [cluster.tokenizer.encode("Größe"), [7, 8], chat]
 
 
-async def test_sampling_is_what_http_makes_of_it(cluster: Cluster):
+async def test_sampling_parameters_are_those_of_http(cluster: Cluster):
     fields: dict[str, Any] = {
         "seed": 11, "temperature": 0.5, "top_k": -1, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1.0,
         "frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2, "stop_token_ids": [9],
@@ -134,7 +134,7 @@ async def test_stop_reasons_and_logprobs(cluster: Cluster):
     assert messages[-1].deltas[-1].stop_token_id == cluster.answer[2]
 
 
-async def test_a_client_that_goes_cancels_both_workers(cluster: Cluster):
+async def test_a_disconnect_cancels_the_request_on_both_workers(cluster: Cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps, decode.steps = asyncio.Semaphore(1), asyncio.Semaphore(0)
     async with channel_to(cluster) as channel:
@@ -148,7 +148,7 @@ async def test_a_client_that_goes_cancels_both_workers(cluster: Cluster):
         await cluster.idle()
 
 
-async def test_a_clients_deadline_is_the_requests(cluster: Cluster):
+async def test_the_deadline_of_the_call_limits_the_request(cluster: Cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     decode.steps = asyncio.Semaphore(0)
     async with channel_to(cluster) as channel:
@@ -184,7 +184,7 @@ async def test_keys_deadlines_and_overload(tokenizer: ModelTokenizer, tmp_path: 
         await cluster.idle()
 
 
-async def test_a_message_that_is_too_large(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_a_message_that_is_too_large_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, max_body_bytes=1000) as cluster:
         code, *_ = await refusal(cluster, text="x" * 2000)
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -192,7 +192,7 @@ async def test_a_message_that_is_too_large(tokenizer: ModelTokenizer, tmp_path: 
 
 async def test_health_follows_the_workers(cluster: Cluster):
     async with channel_to(cluster) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # the stubs know no grpc.aio
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the type stubs lack grpc.aio
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == Health.SERVING
         watch = stub.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
         async with asyncio.timeout(10):
@@ -205,7 +205,7 @@ async def test_health_follows_the_workers(cluster: Cluster):
 
 async def test_reflection_shows_the_service(cluster: Cluster):
     async with channel_to(cluster) as channel:
-        # pyrefly: ignore[bad-argument-type]  (the stubs know no grpc.aio)
+        # pyrefly: ignore[bad-argument-type]  (the type stubs lack grpc.aio)
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         call = stub.ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
@@ -219,7 +219,7 @@ async def test_reflection_shows_the_service(cluster: Cluster):
         call.cancel()
 
 
-async def test_a_drain_lets_it_finish_and_takes_nothing_new(cluster: Cluster):
+async def test_a_drain_lets_a_call_finish_and_refuses_new_ones(cluster: Cluster):
     cluster.decodes[0].steps = asyncio.Semaphore(0)
     running = asyncio.create_task(generate(cluster, text="x", max_tokens=99))
     await cluster.decodes[0].until(lambda w: w.submitted)

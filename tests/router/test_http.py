@@ -1,4 +1,4 @@
-"""The HTTP face of a real router over fake workers: answers, streams, errors."""
+"""The HTTP endpoint of a real router over fake workers: responses, streams, errors."""
 
 import asyncio
 import gzip
@@ -19,7 +19,7 @@ from .conftest import TEXT, Cluster, make_cluster
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-# ---------------------------------------------------------------- answers
+# ---------------------------------------------------------------- responses
 
 
 async def test_completion(cluster: Cluster):
@@ -45,7 +45,7 @@ async def test_chat(cluster: Cluster):
     assert prompt.sampling.max_tokens == 8192 - len(prompt.prompt_ids)
 
 
-async def test_prefill_and_decode_are_asked_with_the_same_request(cluster: Cluster):
+async def test_prefill_and_decode_get_the_same_request(cluster: Cluster):
     await cluster.complete(
         seed=11, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
         repetition_penalty=1.5, min_tokens=2, stop_token_ids=[9], logit_bias={"5": 2.5}, logprobs=2,
@@ -67,7 +67,7 @@ async def test_prefill_and_decode_are_asked_with_the_same_request(cluster: Clust
     assert first.sampling == expected
 
 
-async def test_one_token_needs_no_decode(cluster: Cluster):
+async def test_a_request_for_one_token_needs_no_decode_worker(cluster: Cluster):
     answer = await cluster.complete(max_tokens=1)
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 1
@@ -75,7 +75,7 @@ async def test_one_token_needs_no_decode(cluster: Cluster):
     assert not cluster.decodes[0].submitted
 
 
-async def test_eos_as_first_token_ends_it_and_cancels_decode(cluster: Cluster):
+async def test_eos_as_first_token_ends_the_request_and_cancels_decode(cluster: Cluster):
     cluster.prefills[0].answer = cluster.decodes[0].answer = [2]
     answer = await cluster.complete()
     assert answer["choices"][0]["text"] == ""
@@ -83,7 +83,7 @@ async def test_eos_as_first_token_ends_it_and_cancels_decode(cluster: Cluster):
     await cluster.decodes[0].until(lambda w: w.cancelled == [w.submitted[0].decode.decode_id])
 
 
-async def test_the_first_token_is_there_before_decode_has_any(cluster: Cluster):
+async def test_the_first_token_is_sent_before_decode_has_one(cluster: Cluster):
     cluster.decodes[0].steps = asyncio.Semaphore(0)
     body = {"prompt": "Hello", "stream": True, "max_tokens": 30}
     async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
@@ -95,7 +95,7 @@ async def test_the_first_token_is_there_before_decode_has_any(cluster: Cluster):
         assert b"[DONE]" in await response.read()
 
 
-async def test_choices_are_seeded_requests_of_their_own(cluster: Cluster):
+async def test_each_choice_is_a_request_with_its_own_seed(cluster: Cluster):
     answer = await cluster.complete(prompt=["Hi", "Ho"], n=2, seed=2**64 - 1)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     requests = [m.prefill.request for m in cluster.prefills[0].submitted]
@@ -105,7 +105,7 @@ async def test_choices_are_seeded_requests_of_their_own(cluster: Cluster):
     assert answer["usage"]["completion_tokens"] == 4 * len(cluster.answer)
 
 
-async def test_a_seed_is_drawn_when_none_is_given(cluster: Cluster):
+async def test_a_request_without_a_seed_gets_a_random_one(cluster: Cluster):
     for _ in range(2):
         await cluster.complete(max_tokens=1)
     seeds = {m.prefill.request.sampling.seed for m in cluster.prefills[0].submitted}
@@ -121,7 +121,7 @@ async def test_logprobs_of_both_kinds(cluster: Cluster):
     for token, logprob, top in zip(
         *(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True
     ):
-        assert top[token] == logprob, "the token itself is one of them, whether or not it is likely"
+        assert top[token] == logprob, "the token itself is among them, even if it is unlikely"
         assert len(top) == 3
     body = {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 2}
     _, answer = await cluster.post("/v1/chat/completions", **body)
@@ -130,7 +130,7 @@ async def test_logprobs_of_both_kinds(cluster: Cluster):
     assert (second["token"], [t["logprob"] for t in second["top_logprobs"]]) == (" capital", [0.0, -1.0])
 
 
-async def test_a_stop_string_ends_it_on_the_workers_too(cluster: Cluster):
+async def test_a_stop_string_ends_the_request_on_the_workers_too(cluster: Cluster):
     cluster.decodes[0].step_seconds = 0.01
     answer = await cluster.complete(stop=["France is", "Paris"])
     assert answer["choices"][0]["text"] == "The capital of "
@@ -149,7 +149,7 @@ async def test_echo_and_token_ids(cluster: Cluster):
     assert choice["token_ids"] == cluster.answer[:2]
 
 
-async def test_a_streamed_chat_says_its_prompts_token_ids_once_for_each_choice(cluster: Cluster):
+async def test_a_streamed_chat_has_the_prompt_token_ids_once_for_each_choice(cluster: Cluster):
     body = {"messages": CHAT, "max_tokens": 3, "n": 2, "return_token_ids": True}
     events = await cluster.events("/v1/chat/completions", **body)
     firsts = [event for event in events if "role" in event["choices"][0]["delta"]]
@@ -157,8 +157,8 @@ async def test_a_streamed_chat_says_its_prompts_token_ids_once_for_each_choice(c
     assert [event["prompt_token_ids"] for event in firsts] == 2 * [cluster.tokenizer.encode_chat(CHAT)]
 
 
-async def test_a_prompt_ends_as_the_client_says(cluster: Cluster):
-    """The same for /tokenize, which shows it, and for a chat, which is answered from there."""
+async def test_the_client_chooses_the_end_of_the_prompt(cluster: Cluster):
+    """/tokenize and chats give the same token ids."""
     said = [*CHAT, {"role": "assistant", "content": "Ho"}]
     start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo"
     for fields, text in (
@@ -176,7 +176,7 @@ async def test_a_prompt_ends_as_the_client_says(cluster: Cluster):
         assert list(prompt) == tokens["tokens"]
 
 
-async def test_special_tokens_are_added_where_the_client_says(directory: Path, tmp_path: Path):
+async def test_add_special_tokens_of_each_endpoint(directory: Path, tmp_path: Path):
     shutil.copytree(directory, tmp_path / "model")
     described = json.loads((directory / "tokenizer.json").read_text())
     start = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -198,7 +198,7 @@ async def test_special_tokens_are_added_where_the_client_says(directory: Path, t
                 assert list(prompt) == shown["tokens"]
 
 
-async def test_sessions_stick_to_a_prefill_worker(pair: Cluster):
+async def test_a_session_stays_on_one_prefill_worker(pair: Cluster):
     for session in range(25):
         for _ in range(2):
             await pair.complete(prompt=[100 + session], user=f"session {session}", max_tokens=1)
@@ -207,11 +207,11 @@ async def test_sessions_stick_to_a_prefill_worker(pair: Cluster):
     assert all(seen)
 
 
-# ---------------------------------------------------------------- clients that go
+# ---------------------------------------------------------------- clients that disconnect
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_goes_cancels_both_workers(cluster: Cluster, stream: bool):
+async def test_a_disconnect_cancels_the_request_on_both_workers(cluster: Cluster, stream: bool):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps, decode.steps = asyncio.Semaphore(int(stream)), asyncio.Semaphore(0)
     body = {"prompt": "Hello", "max_tokens": 50, "stream": stream}
@@ -349,7 +349,7 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
 
 
 async def raw(cluster: Cluster, sent: bytes) -> tuple[int, dict[str, str], responses.ErrorDetail]:
-    """Status, headers and error of what is answered to these bytes."""
+    """Returns status, headers and error of the response to these bytes."""
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port), family=socket.AF_INET)
     try:
@@ -366,10 +366,10 @@ async def raw(cluster: Cluster, sent: bytes) -> tuple[int, dict[str, str], respo
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-async def test_what_is_no_http_is_answered_in_openais_shape(
+async def test_invalid_http_gets_an_error_in_openais_shape(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ):
-    """And none of it is logged: it may hold a key or a prompt."""
+    """Its bytes are not logged, because they may hold a key or a prompt."""
     for sent, reason in (
         (b"\x16\x03\x01 garbage\r\n\r\n", "HTTPS"),
         (b"BREW /health HTTP/1.1\r\n\r\n", "Invalid method"),
@@ -399,7 +399,7 @@ async def test_a_compressed_body(cluster: Cluster):
     packed = gzip.compress(b'{"prompt": ""}')
     encoded = POST + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
     _, _, error = await raw(cluster, encoded % len(packed) + packed)
-    assert error.param == "prompt", "it is read"
+    assert error.param == "prompt", "the body was decoded"
     for broken in (b"{}", packed[:-12] + b"x" * 12):
         status, _, error = await raw(cluster, encoded % len(broken) + broken)
         assert (status, error.type) == (400, "invalid_request_error")
@@ -411,8 +411,8 @@ async def test_a_compressed_body(cluster: Cluster):
         assert "gzip or deflate" in error.message
 
 
-async def test_a_body_says_that_it_is_json(cluster: Cluster):
-    """As in vLLM. A page of another origin can make a browser send other types without asking first."""
+async def test_a_body_must_have_the_type_json(cluster: Cluster):
+    """As in vLLM. A browser sends other types for a page of another origin, without asking first."""
     bodies = {
         "/v1/completions": {"prompt": "x", "max_tokens": 1},
         "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1},
@@ -438,7 +438,7 @@ async def test_a_body_says_that_it_is_json(cluster: Cluster):
                 assert response.status == 200
 
 
-async def test_a_prompt_beyond_the_sliding_window_is_told_so(cluster: Cluster) -> None:
+async def test_the_error_of_a_long_prompt_names_the_sliding_window(cluster: Cluster) -> None:
     pool = cluster.router.services.pool
     for connection in pool.connections:
         connection.description.max_model_len = connection.description.sliding_window = 100

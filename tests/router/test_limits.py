@@ -1,4 +1,4 @@
-"""What a router takes: bounds, keys and their shares, deadlines."""
+"""Limits of a router: waiting tokens, body size, API keys and their shares, deadlines."""
 
 import asyncio
 import gzip
@@ -12,7 +12,7 @@ from .conftest import TEXT, Cluster, make_cluster
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-async def test_what_waits_at_the_door_is_bounded(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_waiting_prompt_tokens_have_a_limit(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, max_waiting_tokens=100) as cluster:
         cluster.prefills[0].steps = asyncio.Semaphore(0)
         first = asyncio.create_task(cluster.complete(prompt=[5] * 80))
@@ -28,7 +28,7 @@ async def test_what_waits_at_the_door_is_bounded(tokenizer: ModelTokenizer, tmp_
         await cluster.idle()
 
 
-async def test_a_body_that_is_too_large(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_a_body_that_is_too_large_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, max_body_bytes=1000) as cluster:
         status, answer = await cluster.post("/v1/completions", prompt="x" * 2000)
         assert status == 413
@@ -74,8 +74,8 @@ async def test_a_request_never_runs_past_its_deadline(tokenizer: ModelTokenizer,
         await cluster.idle()
 
 
-async def test_a_client_says_how_long_it_waits(cluster: Cluster):
-    """In the body or in a header; the shortest wins, and workers are told."""
+async def test_the_client_sets_a_timeout(cluster: Cluster):
+    """In the body or in a header. The shortest timeout counts, and workers get it."""
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps = asyncio.Semaphore(0)
     url = cluster.url + "/v1/completions"
@@ -95,8 +95,8 @@ async def test_a_client_says_how_long_it_waits(cluster: Cluster):
     assert (status, answer["error"]["param"]) == (400, "timeout")
 
 
-async def test_a_deadline_counts_while_it_waits_for_its_turn(cluster: Cluster):
-    """Behind a window of prompts that the workers have not computed."""
+async def test_a_deadline_counts_while_a_request_waits_for_its_turn(cluster: Cluster):
+    """The window is full of prompts that the workers have not computed."""
     prefill = cluster.prefills[0]
     prefill.steps = asyncio.Semaphore(0)
     big = asyncio.create_task(cluster.complete(prompt=[5] * 7000))
@@ -108,7 +108,7 @@ async def test_a_deadline_counts_while_it_waits_for_its_turn(cluster: Cluster):
     await cluster.until(lambda: len(queue) == 1)
     gone.cancel()
     await cluster.until(lambda: len(queue) == 0)
-    assert len(prefill.submitted) == 1, "neither reached a worker"
+    assert len(prefill.submitted) == 1, "no later request reached a worker"
     waits = asyncio.create_task(cluster.complete(prompt="z"))
     await cluster.until(lambda: len(queue) == 1)
     for _ in range(2):
@@ -116,8 +116,10 @@ async def test_a_deadline_counts_while_it_waits_for_its_turn(cluster: Cluster):
     assert (await big)["choices"][0]["text"] == (await waits)["choices"][0]["text"] == TEXT
 
 
-async def test_nobody_waits_for_a_turn_while_a_role_has_no_worker(tokenizer: ModelTokenizer, tmp_path: Path):
-    """All are refused after `worker_wait`, not one window of them after the other."""
+async def test_no_request_waits_for_a_turn_while_a_role_has_no_worker(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    """All are refused after `worker_wait`, not one window after the other."""
     async with make_cluster(tokenizer, tmp_path, decode=0, worker_wait=0.5) as cluster:
         asked = [
             asyncio.create_task(cluster.post("/v1/completions", prompt=[7] * 4000, max_tokens=2))
@@ -152,11 +154,11 @@ async def test_a_flood_of_one_key_does_not_starve_another(tokenizer: ModelTokeni
             prefill.steps.release()
         assert {await asked for asked in (*flood, other)} == {200}
         order = [m.prefill.request.prompt_ids[0] for m in prefill.submitted]
-        assert order.index(99) == 2, "one step of prompts was at the worker"
+        assert order.index(99) == 2, "the worker had one step of prompts"
         await cluster.idle()
 
 
-async def test_a_flood_of_long_answers_leaves_seats_to_other_keys(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_a_flood_of_long_outputs_leaves_slots_to_other_keys(tokenizer: ModelTokenizer, tmp_path: Path):
     """The decode worker has 64 seats. No request of the flood ends."""
     keys = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2"))
     async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:

@@ -1,4 +1,4 @@
-"""Pages of several processes as one: sums that never fall, and what is no sum."""
+"""Merged metrics of several processes: sums that never fall, and values that are not added."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,7 +31,7 @@ def read(text: bytes) -> dict[str, float]:
     return found
 
 
-def test_two_processes_are_one_page():
+def test_two_processes_have_one_page():
     text = MergedMetrics().page({"0": page(3, 1, 4, 0.05, 0.5), "1": page(2, 5, 3, 2.0)})
     assert b"# TYPE vllm:request_success_total counter" in text
     assert b"# HELP vllm:num_requests_waiting Waiting." in text
@@ -51,7 +51,7 @@ def test_two_processes_are_one_page():
     }
 
 
-def test_what_a_process_counted_stays_when_it_dies():
+def test_counters_of_a_dead_process_stay():
     merged = MergedMetrics()
     merged.page({"0": page(3, 1, 1, 0.05), "1": page(2, 5, 1, 0.5)})
     merged.ended("1")
@@ -67,7 +67,7 @@ def test_what_a_process_counted_stays_when_it_dies():
     assert read(merged.page({}))["vllm:request_success_total[reason=stop]"] == 7
 
 
-def test_one_that_does_not_answer_is_shown_as_it_was():
+def test_a_process_without_a_reply_counts_with_its_last_page():
     merged = MergedMetrics()
     merged.page({"0": page(3, 1, 1), "1": page(2, 5, 1)})
     assert read(merged.page({"0": page(3, 1, 1)}))["vllm:request_success_total[reason=stop]"] == 5

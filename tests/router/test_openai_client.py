@@ -1,4 +1,4 @@
-"""The official client, unchanged, against a real router."""
+"""The official OpenAI client against a real router."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -42,7 +42,7 @@ async def test_chat_stream(client: openai.AsyncOpenAI):
     assert chunks[-1].usage is not None
 
 
-async def test_the_clients_own_accumulation(client: openai.AsyncOpenAI):
+async def test_the_client_accumulates_a_stream(client: openai.AsyncOpenAI):
     async with client.chat.completions.stream(model="fake", messages=CHAT) as stream:
         final = await stream.get_final_completion()
     assert final.choices[0].message.content == TEXT

@@ -1,4 +1,4 @@
-"""`/openapi.json` is valid, names every endpoint, and says the truth about what is answered."""
+"""`/openapi.json` is valid and complete, and describes the real responses."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ async def described(cluster: Cluster) -> dict[str, Any]:
         return await response.json()
 
 
-async def test_it_is_valid_and_complete(cluster: Cluster, tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_the_document_is_valid_and_complete(
+    cluster: Cluster, tokenizer: ModelTokenizer, tmp_path: Path
+):
     document = await described(cluster)
     openapi_spec_validator.validate(document)  # pyrefly: ignore[bad-argument-type]
     shown = {(method, path) for path, methods in document["paths"].items() for method in methods}
@@ -37,8 +39,8 @@ async def test_it_is_valid_and_complete(cluster: Cluster, tokenizer: ModelTokeni
         assert "security" not in document["paths"]["/health"]["get"]
 
 
-async def test_the_routes_are_those_that_are_described(cluster: Cluster):
-    """Each answers, without a body with a refusal that its description knows."""
+async def test_every_described_endpoint_exists(cluster: Cluster):
+    """Each responds. A POST without a body gets a described error."""
     for operation in OPERATIONS:
         path = operation.path.replace("{id}", "fake")
         json_type = {"Content-Type": "application/json"}
@@ -70,7 +72,9 @@ async def test_the_routes_are_those_that_are_described(cluster: Cluster):
         ("/v1/chat/completions", CHAT, responses.ChatResponse, responses.ChatChunk),
     ],
 )
-async def test_answers_are_as_described(cluster: Cluster, path: str, body: Any, reply: Any, chunk: Any):
+async def test_generated_responses_are_as_described(
+    cluster: Cluster, path: str, body: Any, reply: Any, chunk: Any
+):
     status, whole = await cluster.post(path, **body)
     assert status == 200
     reply.model_validate(whole)
@@ -79,7 +83,7 @@ async def test_answers_are_as_described(cluster: Cluster, path: str, body: Any, 
         chunk.model_validate(event)
 
 
-async def test_the_other_answers_are_as_described(cluster: Cluster):
+async def test_other_responses_are_as_described(cluster: Cluster):
     status, answer = await cluster.post("/tokenize", prompt="Hello")
     assert status == 200
     responses.TokenizeResponse.model_validate(answer)

@@ -1,4 +1,4 @@
-"""From bytes to token ids: the same in the router and in its child, and bounded before the work begins."""
+"""The preparation of bodies gives the same result in the router and in a child, and checks limits first."""
 
 import asyncio
 import contextlib
@@ -91,7 +91,7 @@ def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Ki
     assert there.options.structure == here.options.structure
 
 
-def test_tools_survive_the_way_back(directory: Path, tmp_path: Path):
+def test_a_child_returns_tools_unchanged(directory: Path, tmp_path: Path):
     (tmp_path / "tools.jinja").write_text("{{ tools | tojson }}{{ messages | tojson }}<tool_call>")
     tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "tools.jinja"))
     choice = {"type": "function", "function": {"name": "look"}}
@@ -132,7 +132,7 @@ def test_a_child_refuses_as_the_router_does(tokenizer: ModelTokenizer, kind: Kin
     assert (type(there), there.message, there.param) == (type(here), here.message, here.param)
 
 
-def test_what_cannot_fit_is_refused_before_it_is_tokenized(
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ModelTokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
@@ -144,13 +144,13 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(
             prepare(kind, raw, tokenizer, SERVED)
 
 
-def test_the_fields_beside_the_prompt_are_bounded(tokenizer: ModelTokenizer):
+def test_the_fields_beside_the_prompt_have_a_size_limit(tokenizer: ModelTokenizer):
     raw = json.dumps(CHAT | {"user": "x" * MAX_OPTIONS_BYTES}).encode()
     with pytest.raises(InvalidRequest, match="the fields beside the prompt take"):
         in_child("chat", raw, tokenizer)
 
 
-def test_a_defect_in_a_child_is_logged_without_its_text(
+def test_a_defect_in_a_child_is_logged_without_the_clients_text(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def broken(*_: Any) -> Any:
@@ -178,7 +178,7 @@ async def kill(process: psutil.Process) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_large_bodies_are_prepared_in_a_child_which_is_replaced(cluster: Cluster):
+async def test_large_bodies_are_prepared_in_a_child_that_is_replaced_when_it_dies(cluster: Cluster):
     text = "word " * 4000
     expected = cluster.tokenizer.encode(text)
     dead = {0}
@@ -202,8 +202,8 @@ async def test_large_bodies_are_prepared_in_a_child_which_is_replaced(cluster: C
 
 
 @pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGABRT, signal.SIGKILL])
-async def test_a_body_of_which_a_child_dies_is_refused(cluster: Cluster, number: signal.Signals):
-    """But not where a person or the kernel killed the child: another one prepares it."""
+async def test_a_body_that_kills_a_child_is_refused(cluster: Cluster, number: signal.Signals):
+    """Unless a person or the kernel killed the child. Then another child prepares it."""
     await cluster.post("/tokenize", prompt=LONG)
     (process,) = processes(cluster)
     process.suspend()
@@ -232,7 +232,7 @@ async def test_a_drain_waits_for_a_request_that_is_being_prepared():
 # ---------------------------------------------------------------- limits come first
 
 
-async def test_limits_come_before_the_work(
+async def test_limits_are_checked_before_the_preparation(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     key = ApiKey.of("a", "secret", max_requests=1)
@@ -277,8 +277,8 @@ signal.pause()
 """
 
 
-def test_a_child_dies_with_its_router_also_while_it_is_busy(tokenizer: ModelTokenizer) -> None:
-    """Its stdin stays open here, so only the death of its parent can end it."""
+def test_a_busy_child_dies_with_its_router(tokenizer: ModelTokenizer) -> None:
+    """Its stdin stays open here, so only the death of its parent ends it."""
     reader, writer = os.pipe()
     with subprocess.Popen([sys.executable, "-c", PARENT], stdin=reader, stdout=subprocess.PIPE) as parent:
         os.close(reader)
@@ -286,7 +286,7 @@ def test_a_child_dies_with_its_router_also_while_it_is_busy(tokenizer: ModelToke
         with open(writer, "wb") as stdin:
             stdin.write(struct.pack("<I", len(tokenizer.state)) + tokenizer.state)
             stdin.flush()
-            assert parent.stdout.read(4) == bytes(4), "it is ready"
+            assert parent.stdout.read(4) == bytes(4), "the child is ready"
             parent.kill()
-            assert select.select([parent.stdout], [], [], 10)[0], "it is dead"
+            assert select.select([parent.stdout], [], [], 10)[0], "the child is dead"
             assert parent.stdout.read() == b""

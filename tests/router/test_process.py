@@ -1,4 +1,4 @@
-"""The router as a process: reports that it listens, is named, drains on SIGTERM, ends at once on SIGINT."""
+"""The router process: its ready report and title, drain on SIGTERM, immediate end on SIGINT."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class Router:
 
 
 def launch(**config: Any) -> tuple[subprocess.Popen[bytes], list[dict[str, Any]]]:
-    """Starts one and reads its reports to their end."""
+    """Starts a router and reads all its reports."""
     reader, writer = os.pipe()
     config = {
         "served_model_name": "fake", "secret": SECRET.decode(), "index": 3, "port": 0, "workers": [],
@@ -91,7 +91,7 @@ async def ask(router: Router, **body: Any) -> tuple[int, bytes]:
         return response.status, await response.read()
 
 
-async def test_it_comes_up_serves_and_drains(start: Callable):
+async def test_a_router_starts_serves_and_drains(start: Callable):
     router = await start()
     assert router.reports[-1]["ready"]["pid"] == router.process.pid
     assert psutil.Process(router.process.pid).cmdline()[0] == "baton: router 3"
@@ -113,19 +113,19 @@ async def test_it_comes_up_serves_and_drains(start: Callable):
     assert await router.exit_code() == 0
 
 
-async def test_a_drain_is_bounded_and_its_clients_are_told(start: Callable):
+async def test_a_drain_has_a_timeout_and_clients_get_an_error(start: Callable):
     router = await start(drain_timeout=0.3)
     router.decode.steps = asyncio.Semaphore(0)
     running = asyncio.create_task(ask(router, stream=True))
     await router.decode.until(lambda w: w.submitted)
     router.process.send_signal(signal.SIGTERM)
     _, body = await running
-    assert b"shutting_down" in body, "as a status, or as an event if the stream had begun"
+    assert b"shutting_down" in body, "as a status, or as an event if the stream has begun"
     await router.decode.until(lambda w: w.cancelled)
     assert await router.exit_code() == 0
 
 
-async def test_sigint_ends_it_at_once(start: Callable):
+async def test_sigint_ends_the_router_at_once(start: Callable):
     router = await start()
     router.decode.steps = asyncio.Semaphore(0)
     running = asyncio.create_task(ask(router))
@@ -137,7 +137,7 @@ async def test_sigint_ends_it_at_once(start: Callable):
     assert await router.exit_code() == 0
 
 
-async def test_what_a_user_got_wrong_is_said(start: Callable, directory: Path, tmp_path: Path):
+async def test_a_mistake_of_the_user_is_reported(start: Callable, directory: Path, tmp_path: Path):
     router = await start()
     port = int(router.url.rpartition(":")[2])
     cases: list[tuple[dict[str, Any], bytes]] = [
@@ -152,14 +152,14 @@ async def test_what_a_user_got_wrong_is_said(start: Callable, directory: Path, t
         assert not any("ready" in report for report in reports)
 
 
-async def test_a_large_body_does_not_stop_the_event_loop(start: Callable):
+async def test_a_large_body_does_not_block_the_event_loop(start: Callable):
     router = await start()
     body = json.dumps({"prompt": "The router chooses a worker. " * 70_000})
 
     async with aiohttp.ClientSession() as http:
 
         async def longest_stall() -> float:
-            """As another client sees it. It includes what the scheduler of a busy machine adds."""
+            """The pause that another client sees, including delays of a busy machine."""
             longest, began = 0.0, time.monotonic()
             headers = {"Content-Type": "application/json"}
             post = http.post(router.url + "/tokenize", data=body, headers=headers)
@@ -178,7 +178,7 @@ async def test_a_large_body_does_not_stop_the_event_loop(start: Callable):
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-async def test_what_clients_send_is_not_logged(start: Callable, log_format: str):
+async def test_texts_of_clients_are_not_logged(start: Callable, log_format: str):
     router = await start(log_format=log_format, log_level="debug")
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     for request in (

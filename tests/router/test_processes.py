@@ -1,4 +1,4 @@
-"""Several processes of a router on one port, started as a user starts them, over fake workers."""
+"""A router of several processes on one port, started by the `baton` command, over fake workers."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ class Routers:
             )
 
     async def ask(self, **body: Any) -> dict[str, Any]:
-        """On a connection of its own, so that the kernel chooses a process."""
+        """Opens a new connection, so that the kernel chooses a process."""
         asked = {"prompt": "Hello", "max_tokens": 99, **body}
         headers = {**AS_CLIENT, "Connection": "close"}
         async with self.http.post(self.url + "/v1/completions", json=asked, headers=headers) as response:
@@ -75,7 +75,7 @@ class Routers:
             return await response.json()
 
     async def processes(self) -> dict[int, int]:
-        """Number → pid of those that answer."""
+        """Number and pid of each process that replies."""
         status = await self.get(self.admin + "/status")
         return {process["number"]: process["pid"] for process in status["processes"]}
 
@@ -106,7 +106,7 @@ async def start(
             log = tmp_path / "router.log"
             environment = os.environ | {"BATON_CLUSTER_SECRET": SECRET.decode(), "BATON_GRPC_PORT": "0"}
             given = (
-                "--port", "0", "--index", "4",  # the model is that of its workers
+                "--port", "0", "--index", "4",  # the model of its workers
                 *(part for worker in workers for part in ("--worker", worker.address)), *flags,
             )  # fmt: skip
             with log.open("wb") as output:
@@ -138,14 +138,14 @@ def counters(page: str) -> dict[str, float]:
 
 
 async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any], key_file: str):
-    """Their life in one go, since each takes seconds to start: serve, say nothing secret, die, drain."""
+    """One test for all: serve, keep secrets, restart after a death, drain. A start takes seconds."""
     routers = await start("--router-processes", "2", "--api-key-file", key_file)
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 2)
     parent = psutil.Process(routers.popen.pid)
     before = await routers.processes()
     titles = [process.cmdline()[0] for process in (parent, *map(psutil.Process, before.values()))]
     assert titles == ["baton: router 4", "baton: router 4.0", "baton: router 4.1"]
-    assert len(routers.prefill._outputs) == 2, "each process has a stream of its own"
+    assert len(routers.prefill._outputs) == 2, "each process has its own stream"
 
     for _ in range(8):
         assert (await routers.ask())["choices"][0]["text"] == TEXT
@@ -158,7 +158,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
         )
         assert "".join([d.text async for message in call for d in message.deltas]) == TEXT
 
-    # What is about all of them is on the admin port, and only there.
+    # Metrics and status are on the admin port only.
     for path in ("/metrics", "/metrics/targets", "/status"):
         async with routers.http.get(routers.url + path, headers=AS_CLIENT) as response:
             assert response.status == 404
@@ -173,7 +173,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     assert [w["role"] for w in status["workers"]] == ["prefill", "decode"]
     assert status["router"]["pid"] == routers.popen.pid
 
-    # Nothing secret was said to anybody.
+    # No log line and no command line has a secret.
     wrong = {"Authorization": "Bearer wrong-key"}
     async with routers.http.get(routers.url + "/v1/models", headers=wrong) as response:
         assert response.status == 401
@@ -184,7 +184,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
         assert secret not in routers.log.read_text()
         assert secret not in page + json.dumps(status)
 
-    # One dies: the other one serves, what it counted stays, and it is started again.
+    # One dies: the other serves, its counters stay in the sums, and it is restarted.
     os.kill(before[0], signal.SIGKILL)
     await routers.until(lambda s: [p["number"] for p in s["processes"]] == [1])
     assert (await routers.ask())["choices"][0]["text"] == TEXT
@@ -194,7 +194,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     assert after[0] != before[0]
     assert counters(await routers.get(routers.admin + "/metrics"))[SUCCESS] == 10
 
-    # They drain together.
+    # All drain together.
     seen = len(routers.decode.submitted)
     routers.decode.steps = asyncio.Semaphore(0)
     running = [asyncio.create_task(routers.ask()) for _ in range(6)]
@@ -211,7 +211,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     assert not any(psutil.pid_exists(pid) for pid in after.values())
 
 
-async def test_they_end_with_their_supervisor(start: Callable[..., Any]):
+async def test_the_processes_end_with_their_supervisor(start: Callable[..., Any]):
     routers = await start("--router-processes", "2")
     pids = list((await routers.processes()).values())
     routers.popen.kill()
@@ -222,7 +222,7 @@ async def test_they_end_with_their_supervisor(start: Callable[..., Any]):
 
 
 @pytest.mark.long
-async def test_one_that_hangs_is_started_again(start: Callable[..., Any]):
+async def test_a_process_that_hangs_is_restarted(start: Callable[..., Any]):
     routers = await start("--router-processes", "2")
     before = await routers.processes()
     os.kill(before[1], signal.SIGSTOP)
@@ -250,7 +250,7 @@ for question in control.makefile():
 async def test_a_failed_restart_leaves_the_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ):
-    """The processes are scripts, so that they start at once."""
+    """The processes are small scripts, which start at once."""
     script, broken = tmp_path / "process.py", tmp_path / "broken"
     script.write_text(PROCESS)
     command = (sys.executable, "-S", str(script), "--broken", str(broken))
@@ -288,14 +288,16 @@ async def test_a_failed_restart_leaves_the_other_processes(
     assert await running == 0
 
 
-async def test_what_a_user_got_wrong_is_said_once(start: Callable[..., Any], tmp_path: Path):
+async def test_a_mistake_of_the_user_is_reported_once(start: Callable[..., Any], tmp_path: Path):
     template = tmp_path / "template.jinja"
     template.write_text("{{")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         wrong, unread = await asyncio.gather(
             start("--router-processes", "2", "--port", port),
-            start("--router-processes", "2", "--chat-template", str(template)),  # seen by the processes only
+            start(
+                "--router-processes", "2", "--chat-template", str(template)
+            ),  # only the processes notice it
         )
         for routers, said in (
             (wrong, f"--port {port}: cannot listen on 127.0.0.1:{port}: the port is in use"),
@@ -305,7 +307,7 @@ async def test_what_a_user_got_wrong_is_said_once(start: Callable[..., Any], tmp
             assert said in routers.said[-1]["error"]
 
 
-def test_a_port_is_taken_for_all_of_them_or_not_at_all():
+def test_a_port_is_reserved_for_all_processes_or_not_at_all():
     with reserve("--port", "127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with listen("--port", "127.0.0.1", port, share=True), listen("--port", "127.0.0.1", port, share=True):

@@ -1,4 +1,4 @@
-"""Clients that send or read too slowly: they are cut off, and nobody else notices."""
+"""Clients that send or read too slowly are cut off, without an effect on other clients."""
 
 import asyncio
 import contextlib
@@ -22,13 +22,13 @@ from rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import TEXT, Cluster, make_cluster
 
-# Twenty alternatives to each of 7,000 tokens: more than any socket holds.
+# Twenty alternatives for each of 7,000 tokens: more than the socket buffers hold.
 LONG = {"prompt": "Hello", "max_tokens": 7000, "ignore_eos": True, "logprobs": 20, "stream": True}
 
 
 @contextlib.asynccontextmanager
 async def connected(cluster: Cluster) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """With a small receive buffer, and an end that reads nothing by itself."""
+    """A connection with a small receive buffer. It reads only when the test does."""
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -47,12 +47,12 @@ def request(body: bytes, length: int | None = None) -> bytes:
     return head + b"Content-Length: %d\r\n\r\n%s" % (sent, body)
 
 
-async def test_headers_that_do_not_come(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_headers_that_do_not_arrive(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, keep_alive=0.3) as cluster:
         for begun in (b"", b"GET /health HTTP/1.1\r\nHost:", request(b"", 0)[:-2]):
             async with connected(cluster) as (reader, writer), asyncio.timeout(10):
                 writer.write(begun)
-                assert await reader.read() == b"", "closed"
+                assert await reader.read() == b"", "the router closed the connection"
         assert (await cluster.complete())["choices"][0]["text"] == TEXT
 
 
@@ -65,7 +65,7 @@ async def silence() -> AsyncIterator[bytes]:
     "method",
     ["baton.v1.Inference/Generate", "grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"],
 )
-async def test_a_grpc_message_that_does_not_come(
+async def test_a_grpc_message_that_does_not_arrive(
     tokenizer: ModelTokenizer, tmp_path: Path, method: str
 ) -> None:
     async with make_cluster(tokenizer, tmp_path, client_timeout=0.1) as cluster:
@@ -76,7 +76,7 @@ async def test_a_grpc_message_that_does_not_come(
             assert "did not come within 0.1 s" in (await call.details() or "")
 
 
-async def test_a_body_that_does_not_come(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_a_body_that_does_not_arrive(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, client_timeout=0.3) as cluster:
         async with connected(cluster) as (reader, writer), asyncio.timeout(10):
             writer.write(request(b'{"prompt": "Hel', length=1000))
@@ -89,10 +89,10 @@ async def test_a_body_that_does_not_come(tokenizer: ModelTokenizer, tmp_path: Pa
 
 
 @pytest.mark.parametrize("unread", [10**9, 50])
-async def test_a_stream_that_nobody_reads(
+async def test_a_stream_that_the_client_does_not_read(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: int
 ):
-    """It ends when nothing was read for a while, or, before, when too much waits; both workers are free."""
+    """It ends after the timeout, or earlier if too many tokens wait. Both workers are free then."""
     monkeypatch.setattr(active_request, "MAX_UNREAD_TOKENS", unread)
     timeout = 0.5 if unread > 50 else 60.0
     async with make_cluster(tokenizer, tmp_path, client_timeout=timeout) as cluster:
@@ -118,7 +118,7 @@ async def test_a_stream_that_nobody_reads(
         await cluster.idle()
 
 
-async def test_a_call_that_nobody_reads(
+async def test_a_call_that_the_client_does_not_read(
     tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     async with make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster:
@@ -128,11 +128,11 @@ async def test_a_call_that_nobody_reads(
             call = InferenceStub(channel).Generate(asked)
             assert await call.read()
             await cluster.idle()
-            assert not [record for record in caplog.records if record.exc_info], "it is no bug of ours"
+            assert not [record for record in caplog.records if record.exc_info], "no defect is logged"
             call.cancel()
 
 
-async def test_an_answer_that_nobody_reads(
+async def test_a_response_that_the_client_does_not_read(
     tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO")
@@ -152,13 +152,13 @@ async def test_an_answer_that_nobody_reads(
             with contextlib.suppress(ConnectionError):
                 while chunk := await reader.read(1 << 20):
                     read += len(chunk)
-        assert read < 4 << 20, "cut off in the middle"
+        assert read < 4 << 20, "the response was cut off"
 
 
-async def test_the_prompts_of_a_slow_reader_do_not_hold_up_others(
+async def test_the_prompts_of_a_slow_reader_do_not_delay_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
-    """A first token counts when it is made. Three prompts fill the window of 4,096 tokens twice."""
+    """A request leaves the window when its first token is computed, not when it is read."""
     reads, take = asyncio.Event(), TokenQueue.take
 
     async def slow_take(token_queue: TokenQueue, timeout: float) -> list[tuple[int, Token | ApiError]]:
@@ -173,8 +173,8 @@ async def test_the_prompts_of_a_slow_reader_do_not_hold_up_others(
     assert len((await slow)["choices"]) == 3
 
 
-async def test_a_long_backlog_is_taken_in_pieces():
-    """Or else a client that reads again would stop the event loop while thousands of tokens are written."""
+async def test_a_long_backlog_is_taken_in_parts():
+    """Otherwise writing thousands of tokens for a client that reads again would block the event loop."""
     token_queue, others = TokenQueue(10_000, lambda: None), 0
     for i in range(1000):
         token_queue.put(i, Token(i, None, ""))
@@ -196,26 +196,26 @@ async def test_a_long_backlog_is_taken_in_pieces():
     assert taken == list(range(1000))
 
 
-async def test_a_whole_answer_is_written_as_it_comes(cluster: Cluster):
+async def test_a_whole_response_keeps_no_deltas(cluster: Cluster):
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(50)
     before = deltas_alive()
     asked = asyncio.create_task(cluster.complete(**(LONG | {"stream": False})))
     active = cluster.router.services.active
     await cluster.until(lambda: any(request.usage().completion_tokens >= 50 for request in active._requests))
-    assert deltas_alive() - before < 25, "of 50"
+    assert deltas_alive() - before < 25, "not all 50"
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     decode.steps = None
 
 
-@pytest.mark.parametrize("face", ["http", "grpc"])
-async def test_a_stream_keeps_nothing_of_what_it_has_sent(cluster: Cluster, face: str):
+@pytest.mark.parametrize("endpoint", ["http", "grpc"])
+async def test_a_stream_keeps_no_sent_deltas(cluster: Cluster, endpoint: str):
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(1)
     before = deltas_alive()
     async with contextlib.AsyncExitStack() as stack:
-        if face == "http":
+        if endpoint == "http":
             response = await stack.enter_async_context(
                 cluster.http.post(cluster.url + "/v1/completions", json=LONG)
             )
@@ -234,7 +234,7 @@ async def test_a_stream_keeps_nothing_of_what_it_has_sent(cluster: Cluster, face
                 tokens += len(message.deltas)
                 decode.steps.release()
             call.cancel()
-        assert deltas_alive() - before < 25, "of 50"
+        assert deltas_alive() - before < 25, "not all 50"
     decode.steps = None
 
 

@@ -1,4 +1,4 @@
-"""Structured output at the router: what workers are asked to enforce, and what is refused before they are."""
+"""Structured output in the router: what workers get to enforce, and what is refused before that."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ def as_format(schema: Any) -> dict[str, Any]:
         ({"response_format": {"type": "text"}}, None),
     ],
 )
-async def test_both_workers_are_asked_to_enforce_it(
+async def test_both_workers_get_the_structure(
     cluster: Cluster, body: Any, expected: pb.StructuredOutput | None
 ):
     await cluster.complete(**body)
@@ -84,7 +84,7 @@ async def test_both_workers_are_asked_to_enforce_it(
         ),
     ],
 )
-async def test_what_cannot_be_compiled_is_refused_by_its_field(
+async def test_the_error_of_an_invalid_grammar_names_its_field(
     cluster: Cluster, body: Any, param: str, reason: str
 ):
     for path, rest in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})):
@@ -106,7 +106,9 @@ async def test_what_cannot_be_compiled_is_refused_by_its_field(
         (ipb.StructuredOutputs(json_object=True), pb.StructuredOutput(json_schema='{"type": "object"}')),
     ],
 )
-async def test_grpc(cluster: Cluster, given: ipb.StructuredOutputs, expected: pb.StructuredOutput):
+async def test_structured_outputs_over_grpc(
+    cluster: Cluster, given: ipb.StructuredOutputs, expected: pb.StructuredOutput
+):
     assert cluster.router.grpc_address is not None
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
         generate = InferenceStub(channel).Generate
@@ -129,7 +131,7 @@ async def running_checker() -> AsyncIterator[GrammarChecker]:
     await checker.close()
 
 
-async def test_what_was_found_valid_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
+async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
     compiled = []
     original = GrammarChecker._compile
 
@@ -150,7 +152,7 @@ async def test_what_was_found_valid_is_not_compiled_again(monkeypatch: pytest.Mo
         assert len(checker._valid) < 100
 
 
-async def test_a_question_that_is_given_up_answers_no_other():
+async def test_a_cancelled_check_does_not_affect_the_next():
     async with running_checker() as checker:
         slow = asyncio.create_task(checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f"), ""))
         while not checker._children._calls:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""A router that shows certificates, and one that asks for them, on both of its faces and towards workers."""
+"""TLS of a router: for HTTP and gRPC clients, with client certificates, and for connections to workers."""
 
 import ssl
 from pathlib import Path
@@ -42,7 +42,7 @@ async def over_grpc(cluster: Cluster, authority: str, pair: tuple[str, str] | No
         return "".join([d.text async for message in call for d in message.deltas])
 
 
-async def test_tls(tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates):
+async def test_clients_over_tls(tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates):
     async with make_cluster(tokenizer, tmp_path, tls=TlsFiles(*certificates.server)) as cluster:
         assert cluster.url.startswith("https://127.0.0.1:")
         assert await over_https(cluster, context(certificates.ca)) == TEXT
@@ -57,7 +57,7 @@ async def test_tls(tokenizer: ModelTokenizer, tmp_path: Path, certificates: Cert
         await cluster.idle()
 
 
-async def test_clients_show_certificates(
+async def test_clients_must_show_certificates(
     tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates, strange_certificates: Certificates
 ):
     ours, theirs = certificates, strange_certificates
@@ -75,7 +75,7 @@ async def test_clients_show_certificates(
         await cluster.idle()
 
 
-async def test_towards_workers(tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates):
+async def test_tls_to_workers(tokenizer: ModelTokenizer, tmp_path: Path, certificates: Certificates):
     async with make_cluster(
         tokenizer,
         tmp_path,

@@ -1,4 +1,4 @@
-"""Tokens equal those of transformers for the same file, and text comes back whole."""
+"""Tokens are those of transformers for the same file, and decoding restores the text."""
 
 import json
 import random
@@ -54,16 +54,16 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def reference(embedded_model_path: Path):
-    import transformers  # which takes seconds, and more to read the file
+    import transformers  # here, because this import takes seconds
 
     folder, name = embedded_model_path.parent, embedded_model_path.name
     return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
 
 
-def test_a_router_and_a_worker_find_the_same_vocabulary(
+def test_router_and_worker_compute_the_same_vocabulary_fingerprint(
     tokenizer: ModelTokenizer, embedded_model_path: Path, directory: Path, tmp_path: Path
 ) -> None:
-    """Of a GGUF file and of a directory, which have the same one; of a changed one they find another."""
+    """GGUF file and directory have the same fingerprint. A changed vocabulary has another one."""
     for source in (embedded_model_path, directory):
         theirs = vocabulary_fingerprint(vocabulary(str(source)))
         assert (
@@ -97,8 +97,8 @@ GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").rea
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=range(len(GOLDENS)))
-def test_prompts_are_those_that_transformers_made(tokenizer: ModelTokenizer, golden: dict[str, Any]):
-    """In every script and of every kind; the long tests below ask transformers for thousands more."""
+def test_token_ids_are_those_that_transformers_recorded(tokenizer: ModelTokenizer, golden: dict[str, Any]):
+    """Texts in many scripts. The long tests below compare thousands more with transformers."""
     made = (
         tokenizer.encode(golden["prompt"])
         if "prompt" in golden
@@ -160,7 +160,7 @@ def test_a_directory_gives_the_same_tokens(directory: Path, tokenizer: ModelToke
     assert other.encode_chat(MESSAGES[1]) == tokenizer.encode_chat(MESSAGES[1])
 
 
-def test_templates_come_from_where_they_may_be(directory: Path, tmp_path: Path):
+def test_the_chat_template_of_each_possible_file(directory: Path, tmp_path: Path):
     model = tmp_path / "model"
     shutil.copytree(directory, model)
     (model / "chat_template.jinja").write_text("file: {{ messages[0].content }} {{ eos_token }}")
@@ -181,14 +181,14 @@ def test_templates_come_from_where_they_may_be(directory: Path, tmp_path: Path):
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
-def test_templates_are_sandboxed_and_may_refuse(directory: Path, tmp_path: Path, template, reason):
+def test_templates_are_sandboxed_and_may_refuse_messages(directory: Path, tmp_path: Path, template, reason):
     (tmp_path / "t.jinja").write_text(template)
     loaded = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
     with pytest.raises(ValueError, match=reason):
         loaded.render_chat(MESSAGES[0])
 
 
-def test_sentencepiece_tokens_spell_their_bytes(tmp_path: Path, directory: Path):
+def test_bytes_of_sentencepiece_tokens(tmp_path: Path, directory: Path):
     shutil.copytree(directory, tmp_path / "m")
     vocab = {"<unk>": 0, "▁Hi": 1, "▁": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x99>": 5, "<0x82>": 6, "x": 7}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
@@ -201,7 +201,7 @@ def test_sentencepiece_tokens_spell_their_bytes(tmp_path: Path, directory: Path)
 # ---------------------------------------------------------------- what users get wrong
 
 
-def test_what_cannot_be_loaded_is_said_clearly(directory: Path, tmp_path: Path, monkeypatch):
+def test_the_error_of_a_model_that_cannot_be_loaded(directory: Path, tmp_path: Path, monkeypatch):
     def refused(match: str, model: Path | str, **more: str) -> None:
         with pytest.raises(ValueError, match=match):
             load_tokenizer(str(model), **more)
@@ -272,7 +272,7 @@ def test_other_kinds_of_gguf_tokenizers_are_refused_by_name(tmp_path: Path):
     ],
 )
 def test_the_final_message_can_be_continued(source: str, content: str, expected: str):
-    """As transformers cuts it: where the content ends, without spaces that the template strips."""
+    """As in transformers: the text ends with the content, without spaces that the template strips."""
     template = ChatTemplate(source, bos_token=None, eos_token=None)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
     text = template.render(messages, add_generation_prompt=False, continue_final_message=True)

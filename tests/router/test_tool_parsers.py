@@ -1,4 +1,4 @@
-"""Tool calls are found in a text whatever pieces it comes in, and nothing that is none is lost."""
+"""Parsers find tool calls for every split of a text, and lose no other text."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ CALL = f'{{"name": "get_weather", "arguments": {W}}}'
 
 
 def read(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
-    """Content, and name and arguments of the calls; pieces of a call follow its name."""
+    """Returns the content, and name and arguments of each call."""
     content, calls = "", []
     for piece in pieces:
         if piece.call is None:
@@ -78,7 +78,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_every_split_of_a_text_gives_the_same(
+def test_every_split_of_a_text_gives_the_same_result(
     name: str, text: str, content: str, calls: list[tuple[str, str]]
 ):
     expected = (content, calls)
@@ -93,7 +93,7 @@ def test_every_split_of_a_text_gives_the_same(
 
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_noise_is_never_an_error_and_never_depends_on_the_split(name: str, count: int):
+def test_random_text_gives_no_error_and_does_not_depend_on_the_split(name: str, count: int):
     rng = random.Random(name)
     parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f"', ', "arguments": ', "{",
              "}", "[", "]", '"', "\\", " ", "\n", "text", ";", ",", ":", "null", "<", "5"]  # fmt: skip
@@ -120,8 +120,8 @@ TOOLS = [
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("many", [False, True])
-def test_what_the_grammar_of_a_format_allows_its_parser_reads(name: str, many: bool):
-    """A random walk through the grammar, in bytes."""
+def test_a_parser_reads_every_output_of_its_grammar(name: str, many: bool):
+    """The output is a random walk through the grammar, in bytes."""
     grammar = FORMATS[name].grammar(TOOLS, many=many, spell=json.dumps)
     alphabet = LLTokenizer("byte")
     rng = random.Random(name)
@@ -146,7 +146,7 @@ def test_what_the_grammar_of_a_format_allows_its_parser_reads(name: str, many: b
     assert (max(numbers) > 1) == many
 
 
-def test_a_format_is_known_by_what_a_template_teaches():
+def test_the_format_is_found_in_the_chat_template():
     assert format_of("… within <tool_call></tool_call> XML tags …") is FORMATS["hermes"]
     assert format_of('{"name": function name, "parameters": dictionary') is FORMATS["llama3_json"]
     assert format_of("{{- '[TOOL_CALLS][' }}") is FORMATS["mistral"]

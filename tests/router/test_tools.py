@@ -1,4 +1,4 @@
-"""Tools at the router: into the prompt, out of the text, whole and streamed."""
+"""Tools in the router: in the prompt, and tool calls in responses and streams."""
 
 import json
 import random
@@ -49,14 +49,14 @@ def tool_tokenizer(directory: Path, tmp_path: Path) -> ModelTokenizer:
 
 @pytest.fixture
 async def calling(tool_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
-    """Its model says some text, and then calls two tools."""
+    """A cluster whose model writes some text, and then calls two tools."""
     async with make_cluster(tool_tokenizer, tmp_path, text=CALLS) as made:
         yield made
         await made.idle()
 
 
 def joined(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None]:
-    """The message that a stream's deltas add up to, and why it ended."""
+    """Returns the message that is the sum of a stream's deltas, and its finish reason."""
     message: dict[str, Any] = {"content": None, "refusal": None}
     reason = None
     for event in events:
@@ -87,7 +87,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-async def test_calls_of_an_answer_and_of_a_stream(calling: Cluster):
+async def test_tool_calls_of_a_response_and_of_a_stream(calling: Cluster):
     body = {"messages": CHAT, "tools": TOOLS}
     status, answer = await calling.post("/v1/chat/completions", **body)
     assert status == 200
@@ -108,12 +108,12 @@ async def test_calls_of_an_answer_and_of_a_stream(calling: Cluster):
     streamed, reason = joined(events)
     assert (without_ids(streamed), reason) == (message, "tool_calls")
     pieces = [e["choices"][0]["delta"].get("tool_calls", []) for e in events]
-    assert sum(map(len, pieces)) > 5, "arguments come as they are written"
+    assert sum(map(len, pieces)) > 5, "arguments arrive in pieces"
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
-async def test_the_stream_is_the_answer(calling: Cluster, count: int):
-    """However an answer with calls is cut, and with several at once."""
+async def test_the_sum_of_a_stream_is_the_whole_response(calling: Cluster, count: int):
+    """With tool calls, for every length of the output and for several choices."""
     rng = random.Random(4)
     for _ in range(count):
         body: dict[str, Any] = {
@@ -176,7 +176,7 @@ async def test_earlier_calls_and_results_are_in_the_prompt(calling: Cluster):
     assert (status, refused["error"]["param"]) == (400, "continue_final_message")
 
 
-async def test_a_template_is_told_what_else_the_client_says(directory: Path, tmp_path: Path):
+async def test_template_variables_of_the_client(directory: Path, tmp_path: Path):
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{{ eos_token }}{{ think.how if think }}")
     tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
     async with make_cluster(tokenizer, tmp_path) as made:
@@ -192,7 +192,7 @@ async def test_a_template_is_told_what_else_the_client_says(directory: Path, tmp
             assert sent == tokens["tokens"] == tokenizer.encode(text)
 
 
-async def test_only_one_call_without_parallel_tool_calls(calling: Cluster):
+async def test_one_call_at_most_without_parallel_tool_calls(calling: Cluster):
     body = {"messages": CHAT, "tools": TOOLS, "parallel_tool_calls": False}
     _, answer = await calling.post("/v1/chat/completions", **body)
     streamed, reason = joined(await calling.events("/v1/chat/completions", **body))
@@ -201,7 +201,9 @@ async def test_only_one_call_without_parallel_tool_calls(calling: Cluster):
     assert (without_ids(streamed), reason) == (message, "tool_calls")
 
 
-async def test_a_text_without_calls_and_a_call_that_is_cut(tool_tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_a_text_without_calls_and_a_call_that_is_cut_off(
+    tool_tokenizer: ModelTokenizer, tmp_path: Path
+):
     async with make_cluster(tool_tokenizer, tmp_path) as made:
         _, answer = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS)
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
@@ -215,7 +217,7 @@ async def test_a_text_without_calls_and_a_call_that_is_cut(tool_tokenizer: Model
         assert len(arguments) > 2
 
 
-async def test_a_forced_call_that_is_cut_leaves_nothing_in_the_content(
+async def test_a_forced_call_that_is_cut_off_leaves_no_content(
     tool_tokenizer: ModelTokenizer, tmp_path: Path
 ):
     async with make_cluster(tool_tokenizer, tmp_path, text=ONE) as made:
@@ -241,8 +243,8 @@ async def test_a_forced_call_that_is_cut_leaves_nothing_in_the_content(
         ({"tool_choice": "required"}, {"now now": True, "Rome": True, "Oslo": False}),
     ],
 )
-async def test_a_call_is_enforced_where_tool_choice_demands_it(calling: Cluster, body: Any, texts: Any):
-    """The grammar that workers get takes the right calls and nothing else."""
+async def test_tool_choice_can_enforce_a_call(calling: Cluster, body: Any, texts: Any):
+    """The grammar for the workers accepts the right calls and nothing else."""
     await calling.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, max_tokens=2, **body)
     grammar = calling.prefills[0].submitted[0].prefill.request.sampling.structured_output.grammar
     now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -256,7 +258,7 @@ async def test_a_call_is_enforced_where_tool_choice_demands_it(calling: Cluster,
         assert taken == expected, text
 
 
-async def test_what_cannot_be_done_is_refused_by_name(
+async def test_errors_about_tools_name_their_field(
     cluster: Cluster, calling: Cluster, directory: Path, tmp_path: Path
 ):
     async def refused(made: Cluster, **body: Any) -> tuple[str, str]:
@@ -284,7 +286,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
         assert status == 200
 
 
-async def test_special_tokens_that_a_format_is_made_of_are_read(directory: Path, tmp_path: Path):
+async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_path: Path):
     model = tmp_path / "mistral"
     model.mkdir()
     described = json.loads((directory / "tokenizer.json").read_text())
@@ -306,7 +308,7 @@ async def test_special_tokens_that_a_format_is_made_of_are_read(directory: Path,
         assert grammar.startswith('start: <[5]> "["')
 
 
-async def test_the_official_client(calling: Cluster):
+async def test_tool_calls_with_the_official_client(calling: Cluster):
     async with openai.AsyncOpenAI(base_url=calling.url + "/v1", api_key="any", max_retries=0) as client:
         answer = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS)
         assert answer.choices[0].message.tool_calls
