@@ -96,7 +96,7 @@ def commands(app: typer.Typer, prefix: str) -> Iterator[str]:
         yield f"## {prefix} {name}\n\n{prose(command.help)}"
         if command.epilog:
             examples = re.findall(r"\[cyan\](.*?)\[/cyan\]", command.epilog)
-            yield "```bash no-test: examples, of which a test checks the flags\n" + "\n".join(examples) + "\n```"
+            yield "```bash no-test: a test checks the flags\n" + "\n".join(examples) + "\n```"
         if not command.params:
             continue
         text = options(command)
