@@ -249,8 +249,8 @@ class Engine:
         return tuple(live.blocks)
 
     def start(self, request: EngineRequest) -> Sequence[int] | None:
-        """Gives a request its blocks at once, prefills it here beside the requests that decode, within their
-        TTIT target, and then decodes it. Returns the block table, or None if there is no room now."""
+        """Gives a request its blocks at once, prefills it here, and then decodes it. Returns the block table,
+        or None if there is no room now."""
         live = self._scheduler.start(request)
         if live is None:
             return None

@@ -1,7 +1,8 @@
 """How many prompt tokens a decode step may take, so that the decoding requests are hardly slowed down.
 
 This is stall-free batching (Sarathi-Serve, Agrawal 2024), but the budget is measured and not fixed. The limit
-learns two costs from past steps: that of a step that only decodes, and that of each prompt token. Pure.
+learns two costs from past steps: that of a step that only decodes, and that of each prompt token beside
+decodes. The scheduler lets a step only decode now and then, also if prompts are waiting. Pure.
 
     seconds(step with prompts) = seconds(step without) + tokens · slope
 
@@ -32,13 +33,16 @@ class ChunkLimit:
         self._prompt_tokens = self._added_seconds = 0.0  # of steps with prompts; weighted sums
         self._recent_most = 0.0  # tokens of the largest recent chunk; decays
 
-    def record(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
-        """Learns from a step of `decodes` decoding requests and `prompt_tokens` that took `seconds`."""
+    def record(self, decodes: bool, prompt_tokens: int, seconds: float) -> None:
+        """Learns from a step with `prompt_tokens` that took `seconds`. A step that does not decode teaches
+        nothing: the limit does not hold for it, and it lacks the cost of the decodes."""
+        if not decodes:
+            return
         if prompt_tokens:
             self._prompt_tokens = DECAY * self._prompt_tokens + prompt_tokens
             self._recent_most = max(DECAY * self._recent_most, prompt_tokens)
             self._added_seconds = DECAY * self._added_seconds + max(0.0, seconds - self.step_seconds)
-        elif decodes:
+        else:
             self._steps = DECAY * self._steps + 1
             self._step_seconds = DECAY * self._step_seconds + seconds
 
@@ -75,5 +79,5 @@ class ChunkLimit:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that a step with decodes takes of requests that were started: at least `LEAST`."""
+        """Most prompt tokens of a step with decodes: at least `LEAST`."""
         return max(LEAST, self.fitting)

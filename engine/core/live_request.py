@@ -125,6 +125,11 @@ class LiveRequest:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def has_token(self) -> bool:
+        """Whether the request has a token beyond those that it came with, so it decodes or is recomputed."""
+        return len(self.token_ids) > len(self.request.prompt_ids) + len(self.request.output_ids)
+
+    @property
     def num_known(self) -> int:
         """Tokens that are not pending."""
         return len(self.token_ids) - self.pending

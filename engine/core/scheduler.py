@@ -21,6 +21,10 @@ from engine.api.request import CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool, extend_hash_chain, salted_root
 from engine.core.live_request import LiveRequest, Phase
 
+MIXED_STEPS = 31
+"""Most steps in a row that both decode and take prompt tokens under a chunk limit. The next one only decodes,
+and the chunk limit learns from it what decoding costs now."""
+
 
 class Chunk(NamedTuple):
     """Positions [start, stop) of one request, computed in one step."""
@@ -42,14 +46,12 @@ class Schedule:
     """Preempted requests that go back to their sender. Their blocks are free already."""
     recomputed: list[LiveRequest] = field(default_factory=list)
     """Preempted requests that went back to the queue, to be prefilled again."""
+    decodes: bool = False
+    """Whether some request gets a token after its first one."""
 
     @property
     def prompt_tokens(self) -> int:
         return sum(stop - start for _, start, stop in self.chunks if stop - start > 1)
-
-    @property
-    def decodes(self) -> int:
-        return sum(stop - start == 1 for _, start, stop in self.chunks)
 
 
 class Scheduler:
@@ -90,6 +92,7 @@ class Scheduler:
         self._tags: dict[
             bytes, int
         ] = {}  # by tenant, the tag of its newest request; only tags after `_clock`
+        self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._was_alone = False  # whether the last step was for a request that shares no step
 
     # Coming in
@@ -159,8 +162,8 @@ class Scheduler:
     def schedule(self, chunk_limit: int | None = None) -> Schedule:
         """Plans the next step and gives its requests their blocks.
 
-        `chunk_limit`: most prompt tokens of a step that prefills a request of `start` while other requests
-        decode or are reserved."""
+        `chunk_limit`: most prompt tokens of a step while requests decode or are reserved. Reserved requests
+        count because they may join during the step and then wait for its end."""
         plan = Schedule()
         budget = self.max_num_batched_tokens
         alone = self._next_alone()
@@ -170,14 +173,23 @@ class Scheduler:
         prefills = [r for r in candidates if r.num_left > 1]
         for live in [r for r in candidates if r.num_left <= 1] if prefills else candidates:
             budget -= self._go_on(live, budget, plan)
-        started = any(live.hand_back for live in prefills)
-        if started and chunk_limit is not None and (plan.chunks or self.reserved):
-            budget = min(budget, chunk_limit)
+        plan.decodes = any(chunk.live.has_token for chunk in plan.chunks)
+        if chunk_limit is not None:
+            budget = min(budget, self._prompt_limit(plan.decodes, chunk_limit))
+        room = budget
         for live in prefills:
-            budget -= self._admit(budget, alone, plan, before=live)
-            budget -= self._go_on(live, budget, plan)
-        self._admit(budget, alone, plan)
+            room -= self._admit(room, alone, plan, before=live)
+            room -= self._go_on(live, room, plan)
+        room -= self._admit(room, alone, plan)
+        if plan.decodes:
+            self._mixed_steps = self._mixed_steps + 1 if room < budget else 0
         return plan
+
+    def _prompt_limit(self, decodes: bool, chunk_limit: int) -> int:
+        """Most prompt tokens of a step. `decodes`: whether the step decodes."""
+        if decodes and self._mixed_steps >= MIXED_STEPS:
+            return 0
+        return chunk_limit if decodes or self.reserved else self.max_num_batched_tokens
 
     def _admit(
         self, budget: int, alone: LiveRequest | None, plan: Schedule, before: LiveRequest | None = None

@@ -11,20 +11,20 @@ def fed(limit: ChunkLimit, steps: int = 60, step: float = STEP, token: float = T
     """Records steps: a decode takes `step` seconds, each prompt token adds `token`. Chunks have the limit's
     size."""
     for _ in range(steps):
-        limit.record(4, 0, step)
-        limit.record(4, limit.tokens, step + limit.tokens * token)
+        limit.record(True, 0, step)
+        limit.record(True, limit.tokens, step + limit.tokens * token)
     return limit
 
 
 def test_nothing_is_known_before_the_first_decode() -> None:
     limit = ChunkLimit(0.02, 2048)
-    limit.record(0, 500, 0.05)
+    limit.record(False, 500, 0.05)
     assert (limit.fitting, limit.tokens) == (0, LEAST)
 
 
 def test_the_first_prompt_is_a_small_trial() -> None:
     limit = ChunkLimit(None, 2048)
-    limit.record(1, 0, STEP)
+    limit.record(True, 0, STEP)
     assert limit.fitting == FIRST
 
 
@@ -58,9 +58,9 @@ def test_the_limit_uses_the_whole_target_though_the_first_tokens_are_cheap() -> 
     limit = ChunkLimit(0.008, 2048)
     chunks = []
     for _ in range(60):
-        limit.record(4, 0, 0.0055)
+        limit.record(True, 0, 0.0055)
         padded = -(-limit.tokens // 16) * 16
-        limit.record(4, limit.tokens, 0.0055 + max(0.0001, (padded - 32) * 27e-6))
+        limit.record(True, limit.tokens, 0.0055 + max(0.0001, (padded - 32) * 27e-6))
         chunks.append(limit.tokens)
     assert chunks[-1] == pytest.approx(32 + 2500 / 27, abs=17)
     assert max(chunks[20:]) - min(chunks[20:]) <= 32
@@ -68,17 +68,26 @@ def test_the_limit_uses_the_whole_target_though_the_first_tokens_are_cheap() -> 
 
 def test_the_limit_at_most_doubles_the_largest_recent_chunk() -> None:
     limit = ChunkLimit(0.015, 8192)
-    limit.record(4, 0, STEP)
-    limit.record(4, FIRST, STEP)
+    limit.record(True, 0, STEP)
+    limit.record(True, FIRST, STEP)
     assert limit.fitting == 2 * FIRST
-    limit.record(4, 3, STEP)
+    limit.record(True, 3, STEP)
     assert limit.fitting == pytest.approx(2 * FIRST, rel=0.11), "a short last chunk does not lower the limit"
+
+
+def test_steps_that_do_not_decode_teach_nothing() -> None:
+    """Such a step may be faster than decoding many long contexts, as if prompt tokens were free."""
+    limit = fed(ChunkLimit(0.015, 2048))
+    learned = limit.fitting
+    for _ in range(60):
+        limit.record(False, 2000, STEP / 2)
+    assert limit.fitting == learned
 
 
 def test_a_slope_of_zero_is_handled() -> None:
     limit = ChunkLimit(0.009, 2048)
     for tokens, seconds in ((64, 0.050), (8, 0.070)) * 10:
-        limit.record(4, 0, 0.005)
-        limit.record(4, tokens, seconds)
+        limit.record(True, 0, 0.005)
+        limit.record(True, tokens, seconds)
     assert (limit.fitting, limit.tokens) == (0, LEAST)
     assert limit.seconds == pytest.approx(0.005)

@@ -409,6 +409,7 @@ def test_cancel_in_every_phase(tiny_engine: Callable[..., Engine], request_of: A
         cache[:, list(table)] = 0.5  # in place of the KV that a prefill would send
     engine.join(joined.id, 3)
     engine.add(chunked)
+    engine.step()  # only decodes
     engine.step()
     engine.add(waiting)
     stats = engine.stats()

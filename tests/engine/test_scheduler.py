@@ -11,7 +11,7 @@ from engine.api.request import EngineRequest
 from engine.api.sampling_params import SamplingParams
 from engine.core.block_pool import BlockPool
 from engine.core.live_request import LiveRequest, Phase
-from engine.core.scheduler import Chunk, Schedule, Scheduler
+from engine.core.scheduler import MIXED_STEPS, Chunk, Schedule, Scheduler
 
 BLOCK = 4
 
@@ -412,14 +412,46 @@ def test_two_alone_requests_never_share_a_step() -> None:
     ]
 
 
-def test_a_started_request_takes_small_chunks_beside_decodes() -> None:
-    scheduler = make(num_blocks=40, budget=30)
+def test_prompts_of_every_kind_take_small_chunks_beside_decodes() -> None:
+    scheduler = make(num_blocks=40, seqs=5, budget=30)
     assert scheduler.start(EngineRequest(b"\1", list(range(20)))) is not None
     assert tokens(step(scheduler, 3)) == [(1, 0, 20)], "no request decodes in this step"
-    assert scheduler.start(EngineRequest(b"\2", list(range(8)))) is not None
-    assert tokens(step(scheduler, 3)) == [(1, 20, 21), (2, 0, 3)]
-    assert tokens(step(scheduler, 3)) == [(1, 21, 22), (2, 3, 6)]
-    assert tokens(step(scheduler, 3)) == [(1, 22, 23), (2, 6, 8)]
+    assert scheduler.start(EngineRequest(b"\2", list(range(4)))) is not None
+    assert tokens(step(scheduler, 3)) == [(1, 20, 21)], "the first step with decodes only decodes"
+    assert tokens(step(scheduler, 3)) == [(1, 21, 22), (2, 0, 3)]
+    add(scheduler, 3, 4, handover=True)
+    add(scheduler, 4, 4)
+    assert tokens(step(scheduler, 3)) == [(1, 22, 23), (2, 3, 4), (3, 0, 3)]
+    assert tokens(step(scheduler, 3)) == [(1, 23, 24), (2, 4, 5), (3, 3, 4), (4, 0, 3)]
+    assert tokens(step(scheduler, 3)) == [(1, 24, 25), (2, 5, 6), (4, 3, 4)]
+
+
+def test_a_prompt_with_one_token_left_is_no_decode() -> None:
+    scheduler = make(num_blocks=40, budget=8)
+    add(scheduler, 1, 9, handover=True)
+    add(scheduler, 2, 9, handover=True)
+    assert [tokens(step(scheduler, 3)) for _ in range(2)] == [[(1, 0, 8)], [(1, 8, 9), (2, 0, 7)]]
+
+
+def test_a_waiting_request_of_higher_priority_takes_the_chunk_limit_first() -> None:
+    scheduler = make(num_blocks=40, budget=30)
+    add(scheduler, 1, 1)
+    step(scheduler, 3)
+    step(scheduler, 3)
+    add(scheduler, 2, 9, handover=True)
+    step(scheduler, 3)
+    add(scheduler, 3, 4, handover=True, priority=-1)
+    assert tokens(step(scheduler, 3)) == [(1, 3, 4), (3, 0, 3)]
+    assert tokens(step(scheduler, 3)) == [(3, 3, 4), (1, 4, 5), (2, 3, 6)]
+
+
+def test_some_steps_only_decode_so_that_their_cost_is_known() -> None:
+    scheduler = make(num_blocks=200, budget=30)
+    add(scheduler, 1, 1)
+    step(scheduler, 1)
+    add(scheduler, 2, 2 * MIXED_STEPS, handover=True)
+    mixed = [len(step(scheduler, 1).chunks) == 2 for _ in range(2 * MIXED_STEPS + 2)]
+    assert mixed == [False, *[True] * MIXED_STEPS] * 2
 
 
 def test_a_reservation_limits_chunks_like_a_decode() -> None:
@@ -427,6 +459,8 @@ def test_a_reservation_limits_chunks_like_a_decode() -> None:
     assert scheduler.reserve(EngineRequest(b"\1", [1, 2])) is not None
     assert scheduler.start(EngineRequest(b"\2", list(range(8)))) is not None
     assert tokens(step(scheduler, 3)) == [(2, 0, 3)]
+    add(scheduler, 3, 2, handover=True)
+    assert tokens(step(scheduler, 3)) == [(2, 3, 6)]
 
 
 def test_a_started_request_gets_blocks_at_once_and_is_handed_back_on_preemption() -> None:

@@ -115,7 +115,7 @@ class Pair:
     def _stepped(self, decodes: list[Asked], chunk: int, seconds: float) -> None:
         self._stepping = False
         if self._limit is not None:
-            self._limit.record(len(decodes), chunk, seconds)
+            self._limit.record(bool(decodes), chunk, seconds)
         for asked in decodes:
             asked.tokens -= 1
             if not asked.tokens:
