@@ -16,6 +16,7 @@ from cluster.cli import app as baton_app
 from tests.pages import PAGES, ROOT, blocks
 
 LANGUAGES = {"", "text", "yaml", "toml", "python", "json"}
+COMMAND = re.compile(r"^ *(\$ |(\S*/)?(baton|curl|docker|jq|kubectl|make|openssl|pip|python3?) )", re.M)
 TYPED = {
     ROOT / page
     for test in (ROOT / "tests").rglob("test_*.py")
@@ -57,6 +58,8 @@ def test_commands(page: Path) -> None:
         assert language in LANGUAGES or language == "bash", f"```{block.info}"
         if language == "bash":
             assert page in TYPED or re.fullmatch("no-test: .+", untested), block.text
+        else:
+            assert language not in ("", "text") or not COMMAND.search(block.text), "a block bash"
     assert not {" ".join(words): said for words in baton_lines(page) if (said := wrong(words))}
 
 
