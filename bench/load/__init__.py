@@ -1,13 +1,22 @@
-"""`baton bench`: load tests of any OpenAI-compatible endpoint whose numbers can be trusted.
+"""`baton bench`: load tests of any OpenAI-compatible endpoint.
 
-Life of a run: `endpoint` learns by streamed probes what the server is and accepts → `tokenization` finds
-words of one token each, so that lengths are exact → `fleet` starts client processes → every `client` sends
-what `workload` says when `arrivals` says, and reads the streams through `answer` → one `Record` per request
-comes back → `steady_state` excludes the warm-up, `self_check` asks whether the client kept up, `measure`
-reduces the records to percentiles with confidence intervals → `results` writes rows (JSON in the shape of
-`bench.contract`), JSONL and the HTML page.
+Life of a run:
 
-Three rules hold everywhere. Latency counts from the *intended* send time, so that a server that stalls cannot
-hide it by slowing the client down (coordinated omission, a term of Gil Tene's). A request that failed is a
-miss and never a fast answer. A run in which the client itself was the bottleneck says so and is invalid.
+1. `target.endpoint` learns with small streamed requests what the server is and accepts. `target.tokenization`
+   finds words of one token each, so that prompt lengths are exact.
+2. `traffic.fleet` starts client processes. Each `traffic.client` sends what `workload` says when `arrivals`
+   says, and reads the streams through `target.answer`. One `Record` comes back for each request.
+3. `measurement` excludes the warm-up (`steady_state`), checks whether the client kept up (`self_check`), and
+   reduces the records to percentiles with confidence intervals (`summary`).
+4. `report` shows progress and a table, and writes JSON in the shape of `bench.contract`, JSONL and an HTML
+   page.
+
+`options` has the flags, `experiment` makes a run of them, `commands` is what `baton bench COMMAND` does.
+
+Three rules hold everywhere:
+
+- Latency counts from the *intended* send time. Otherwise a server that stalls would slow the client down and
+  hide the stall (coordinated omission, a term of Gil Tene's).
+- A failed request is a miss, never a fast answer.
+- A run in which the client was the bottleneck says so, and is invalid.
 """

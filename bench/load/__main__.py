@@ -1,4 +1,4 @@
-"""`python -m bench.load` is `baton bench` where the command is not installed."""
+"""`python -m bench.load` does the same as `baton bench`, without an installation."""
 
 from bench.load.cli import app
 

@@ -1,6 +1,4 @@
-"""What a command does with the terminal: measures, shows, writes, and turns Ctrl-C into a result marked
-incomplete.
-"""
+"""The commands: measure, show, write. After Ctrl-C they report what was measured, marked as incomplete."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ OK, NOTHING, INVALID, INTERRUPTED = 0, 1, 3, 130
 
 
 async def measure(options: Options, output: OutputOptions) -> int:
-    """One run. Returns the exit code."""
+    """Measures one run. Returns the exit code."""
     started = _now()
     with _Interrupt() as interrupt:
         outcome = await _one(options, output, "run", interrupt)
@@ -46,7 +44,7 @@ async def measure(options: Options, output: OutputOptions) -> int:
 
 
 async def sweep_over(points: Sequence[Options], output: OutputOptions) -> int:
-    """One run after the other, each with prompts of its own. Returns the exit code."""
+    """Measures one run after another, each with other prompts. Returns the exit code."""
     started = _now()
     done: list[tuple[str, Report]] = []
     codes: list[int] = []
@@ -65,7 +63,7 @@ async def sweep_over(points: Sequence[Options], output: OutputOptions) -> int:
 
 
 async def search(options: Options, output: OutputOptions, first: float, precision: float) -> int:
-    """Runs until the highest rate within the objectives is known. Returns the exit code."""
+    """Measures until the highest rate within the objectives is known. Returns the exit code."""
     started = _now()
     done: list[tuple[str, Report]] = []
     asked = highest_rate(first, precision)
@@ -79,7 +77,7 @@ async def search(options: Options, output: OutputOptions, first: float, precisio
                 break
             done.append((_prefix(point), results.report_of(outcome, started)))
             if outcome.incomplete or not outcome.valid:
-                code = _code(outcome)  # such a run says nothing about the server
+                code = _code(outcome)  # the run says nothing about the server
                 break
             try:
                 rate = asked.send(
@@ -90,19 +88,19 @@ async def search(options: Options, output: OutputOptions, first: float, precisio
                 code = NOTHING if best is None else OK
     row = None if best is None else Row("max_rate", best, "sessions/s")
     if code == NOTHING and done:
-        typer.secho(f"No rate keeps to {options.slo.objectives}.", fg="yellow", err=True)
+        typer.secho(f"No rate meets {options.slo.objectives}.", fg="yellow", err=True)
     return _finish_sweep(done, row, started, output, code)
 
 
 async def _point(
     options: Options, number: int, output: OutputOptions, title: str, interrupt: _Interrupt
 ) -> Outcome | int:
-    """Other prompts for each run, lest one warms the server's prefix cache for the next."""
+    """Each run has other prompts, so that no run warms the prefix cache for the next one."""
     return await _one(dataclasses.replace(options, seed=options.seed + number), output, title, interrupt)
 
 
 async def _one(options: Options, output: OutputOptions, title: str, interrupt: _Interrupt) -> Outcome | int:
-    """The outcome, or an exit code if there is none."""
+    """Returns the outcome, or an exit code if there is none."""
     try:
         plan = await interrupt.guard(experiment.prepare(options))
         if plan is None:
@@ -157,7 +155,7 @@ def _code(outcome: Outcome) -> int:
 
 
 def _prefix(options: Options) -> str:
-    """Of the row names of one run in a sweep."""
+    """The prefix of the row names of one run in a sweep."""
     shape = options.shape
     return f"rate={shape.rate:.4g}" if shape.rate is not None else f"concurrency={shape.concurrency}"
 
@@ -167,7 +165,7 @@ def _now() -> str:
 
 
 class _Interrupt:
-    """While it is entered, the first SIGINT or SIGTERM ends what is going on in order; the second kills."""
+    """A context. Within it the first SIGINT or SIGTERM ends the work in order; the second one kills."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -182,13 +180,13 @@ class _Interrupt:
         self._release()
 
     def then(self, end: Callable[[], object]) -> None:
-        """What a signal calls from now on; at once if it has come."""
+        """A signal calls `end` from now on. If a signal has come already, calls `end` at once."""
         self._end = end
         if self.happened:
             end()
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`, None if a signal ended it."""
+        """Returns the result of `work`, or None if a signal ended it."""
         task = asyncio.create_task(work)
         self.then(task.cancel)
         try:
@@ -201,7 +199,7 @@ class _Interrupt:
     def _fire(self) -> None:
         self.happened = True
         self._release()
-        typer.secho("Stopping; once more to stop at once.", fg="yellow", err=True)
+        typer.secho("Stopping. Press Ctrl-C again to stop at once.", fg="yellow", err=True)
         if self._end is not None:
             self._end()
 

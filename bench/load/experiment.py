@@ -1,4 +1,4 @@
-"""One run from options to numbers: prepare against the server, run the fleet, reduce."""
+"""One run, from options to numbers: prepare it against the server, run the clients, reduce the records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CHECKED_SESSIONS = 500
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run that only needs to be started. `notes` are for the reader of its report."""
+    """A run that is ready to start. `notes` go into its report."""
 
     options: Options
     target: Target
@@ -45,20 +45,20 @@ class Plan:
 
     @property
     def duration(self) -> float | None:
-        """Where the user bounded nothing, a run still ends; a trace ends by itself."""
+        """Seconds. A run without any bound gets the default; a trace ends by itself."""
         pace = self.options.pace
         bounded = pace.duration is not None or pace.requests is not None or self.workload.count is not None
         return pace.duration if bounded else DEFAULT_DURATION
 
     @property
     def requests(self) -> int | None:
-        """How many sessions at most, None without end."""
+        """The most sessions; None: no limit."""
         bounds = [n for n in (self.options.pace.requests, self.workload.count) if n is not None]
         return min(bounds) if bounds else None
 
     @property
     def concurrency(self) -> int:
-        """Users of a closed loop, or the limit of an open one; 0: no limit."""
+        """The users of a closed loop, or the most requests in flight of an open one; 0: no limit."""
         shape = self.options.shape
         closed = shape.rate is None and self.workload.count is None
         return shape.concurrency or (DEFAULT_CONCURRENCY if closed else 0)
@@ -100,7 +100,7 @@ class Plan:
         ]
 
     def parameters(self) -> dict[str, Any]:
-        """All that is needed to repeat the run, and nothing secret."""
+        """Everything that repeating the run needs, without secrets."""
         options = self.options
         pace, slo = options.pace, options.slo
         found: dict[str, Any] = {
@@ -127,11 +127,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run that was made.
+    """A finished run.
 
     Attributes:
-        incomplete: it was stopped before its end.
-        refused: what the last refusal said, if refusals stopped the run.
+        incomplete: the run was stopped before its end.
+        refused: the text of the last refusal, if refusals stopped the run.
     """
 
     plan: Plan
@@ -173,7 +173,7 @@ async def prepare(options: Options) -> Plan:
 
 
 async def run(plan: Plan, on_record: Callable[[Record], None], on_fleet: Callable[[Fleet], None]) -> Outcome:
-    """`on_fleet` gets the fleet before it starts, to watch it and to stop it."""
+    """`on_fleet` gets the fleet before it starts, and may watch and stop it."""
     options = plan.options
     async with new_http_session(_PROBE_TIMEOUT) as http:
         before = await _scrape(http, plan)
@@ -250,7 +250,7 @@ async def _workload(
     needed = least + chosen.prefix_len
     if chosen.input_distribution.kind == "fixed" and chosen.input_distribution.least < needed:
         raise ValueError(
-            f"--input-len {chosen.input_distribution}: the server itself adds {tokenization.overhead} tokens "
+            f"--input-len {chosen.input_distribution}: the server adds {tokenization.overhead} tokens "
             f"to every prompt; give at least {needed}."
         )
     return Synthetic(
@@ -266,7 +266,7 @@ async def _workload(
 
 
 def _check_lengths(options: Options, workload: Workload, max_model_len: int | None) -> None:
-    """Requests that the server must refuse are an error of the user's, to be told before the run."""
+    """Raises ValueError before the run if the server would refuse some requests as too long."""
     if max_model_len is None:
         return
     count = min(workload.count or _CHECKED_SESSIONS, options.pace.requests or sys.maxsize)
@@ -281,7 +281,7 @@ def _check_lengths(options: Options, workload: Workload, max_model_len: int | No
 
 
 def _longest(session: Session) -> int:
-    """Tokens of the last turn with all its history, as far as they are known."""
+    """Tokens of the last turn with its history. The length of a text is not known and counts as 0."""
     return sum(turn.input_tokens + turn.output_tokens for turn in session.turns)
 
 

@@ -236,7 +236,7 @@ async def test_no_rate_keeps_to_the_objective(tmp_path: Path) -> None:
         )  # fmt: skip
     assert code in (1, 3), err
     assert "max_rate" not in _rows(tmp_path / "r.json")
-    assert "No rate keeps to ttft.p50=1ms" in err or code == 3
+    assert "No rate meets ttft.p50=1ms" in err or code == 3
 
 
 async def test_replay_keeps_the_trace_s_lengths_and_times(tmp_path: Path) -> None:

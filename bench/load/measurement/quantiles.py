@@ -1,9 +1,9 @@
 """Percentiles with confidence intervals, for samples that come in clusters.
 
-All gaps of a request share its fate, so a million gaps of 500 requests are no million independent samples.
-The interval is Woodruff's (JASA 1952): the share of samples below the estimate gets a standard error from
-the clusters, and is turned back into values by the sample's own quantiles. With one sample a cluster that is
-the usual interval by order statistics.
+The gaps of one request depend on each other, so a million gaps of 500 requests are not a million independent
+samples. The interval is Woodruff's (JASA 1952). The clusters give a standard error for the share of samples
+below the estimate, and the quantiles of the sample turn that share back into values. With one sample per
+cluster it is the usual interval by order statistics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Z = 1.96  # 95 %
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """`low` and `high` bound the 95 % interval; `high` is None where there are too few samples to say."""
+    """`low` and `high` bound the 95 % interval. `high` is None if there are too few samples."""
 
     value: float
     low: float | None = None
@@ -27,9 +27,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Samples of one metric. Shape [n] each; `clusters` says which request a sample is of, ascending or
-    not.
-    """
+    """Samples of one metric. Both arrays have shape [n]; `clusters` is the request of each sample."""
 
     values: np.ndarray
     clusters: np.ndarray
@@ -45,7 +43,7 @@ class Series:
         return len(self.values)
 
     def estimates(self) -> dict[str, Estimate]:
-        """p50, p90, p99, p99.9 and max; empty without samples. A maximum has no interval."""
+        """p50, p90, p99, p99.9 and max; empty without samples. The maximum has no interval."""
         if not len(self):
             return {}
         order = np.sort(self.values)
@@ -53,7 +51,10 @@ class Series:
         return found | {"max": Estimate(float(order[-1]))}
 
     def curve(self, points: int = 120) -> list[tuple[float, float]]:
-        """(share of samples, value): evenly up to the median, then ever denser towards the maximum."""
+        """Points (share of samples, value):
+
+        evenly spaced up to the median, then denser towards the maximum.
+        """
         if not len(self):
             return []
         order = np.sort(self.values)
@@ -70,21 +71,12 @@ class Series:
         if k < 2:
             return Estimate(value)
         error = float(np.sqrt(np.sum((below - q * sizes) ** 2) * k / (k - 1))) / n
-        # Where all samples agree the residuals vanish; independent sampling is the least there can be.
+        # If all samples are equal the residuals vanish. Independent sampling gives the least error.
         error = max(error, float(np.sqrt(q * (1 - q) / n)))
         low, high = q - _Z * error, q + _Z * error
         return Estimate(value, _rank(order, max(0.0, low)), _rank(order, high) if high < 1 else None)
 
 
 def _rank(order: np.ndarray, q: float) -> float:
-    """Nearest rank: of a short series the p99 is its maximum."""
+    """Nearest rank: the p99 of a short series is its maximum."""
     return float(order[min(len(order) - 1, max(0, int(np.ceil(q * len(order) - 1e-9)) - 1))])
-
-
-def mean_estimate(values: np.ndarray) -> Estimate:
-    """The mean of independent samples with its 95 % interval."""
-    mean = float(values.mean())
-    if len(values) < 2:
-        return Estimate(mean)
-    half = _Z * float(values.std(ddof=1)) / float(np.sqrt(len(values)))
-    return Estimate(mean, mean - half, mean + half)

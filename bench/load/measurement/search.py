@@ -1,7 +1,7 @@
-"""The highest rate within an objective: pure, one question at a time.
+"""Searches the highest rate that meets an objective. Pure.
 
-Doubles from the first rate until a run misses, halves until one keeps to the objective, then bisects
-geometrically until the bracket is narrow. What it returns was itself measured to be good.
+Doubles the first rate until a run misses, or halves it until a run meets the objective. Then it bisects
+geometrically until the bracket is narrow. The rate that it returns was measured and met the objective.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ MOST_RATE = 1e5
 
 
 def highest_rate(first: float, precision: float) -> Generator[float, bool, float | None]:
-    """Yields rates to measure, is sent whether each was good, returns the highest good one (None: none was).
+    """Yields rates to measure and gets whether each was good. Returns the highest good rate, or None.
 
-    Ends when the lowest bad rate is at most `1 + precision` times the highest good one.
+    Ends when the lowest bad rate is at most `1 + precision` times the highest good rate.
     """
     assert first > 0
     assert precision > 0

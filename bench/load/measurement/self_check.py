@@ -1,7 +1,7 @@
-"""Was the client the bottleneck? A run in which it was is invalid, whatever its numbers look like.
+"""Checks whether the client was the bottleneck. Such a run is invalid.
 
-The bounds are relative to what is measured: a client that is 3 ms late spoils a TTFT of 20 ms, not one of 2
-s.
+The bounds are relative to what is measured: a client that is 3 ms late spoils a TTFT of 20 ms, but not one of
+2 s.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 
 from bench.load.traffic.wire import Load
 
-MAX_CPU = 0.9  # of one core, of the busiest client process: beyond it chunks queue in the client
-MAX_WAITED = 0.2  # share of the time that a client process was ready to run and had no core
+MAX_CPU = 0.9  # of one core, for the busiest client process: above it chunks wait in the client
+MAX_WAITED = 0.2  # share of the time for which a client process was ready to run and had no core
 _LEAST_SECONDS = 0.005
 _OF_LATENCY = 0.05
 
 
 class SelfCheck(msgspec.Struct, frozen=True):
-    """Seconds; `cpu` and `waited` are shares of the run's time, of the worst client process."""
+    """Times in seconds. `cpu` and `waited` are shares of the run's time, of the worst client process."""
 
     lag_p99: float
     lag_max: float
@@ -42,9 +42,7 @@ def check(
     gap_p50: float | None,
     died: Sequence[str],
 ) -> SelfCheck:
-    """`lags`: how late the client was with each request. The medians are what was measured, None if
-    nothing.
-    """
+    """`lags`: how late the client sent each request. `ttft_p50` and `gap_p50` are the measured medians."""
     stalls = np.asarray([s for load in loads for s in load.stalls] or [0.0])
     late = np.asarray(lags or [0.0])
     lag_p99, stall_p99 = float(np.percentile(late, 99)), float(np.percentile(stalls, 99))

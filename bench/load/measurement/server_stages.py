@@ -1,7 +1,6 @@
-"""Where the time went inside the server: its own histograms, from `/metrics` before and after the run.
+"""Where the time went inside the server: its histograms, from `/metrics` before and after the run.
 
-Reads the names of vLLM's metrics and Baton's. A server without them, or whose page cannot be read, only makes
-this section say so.
+Knows the names of vLLM's metrics and of Baton's. If the server has none of them, the report says so.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-# Stage → the histogram that measures it.
+# Stage -> the histogram that measures it.
 STAGES: Mapping[str, str] = {
     "queue": "vllm:request_queue_time_seconds",
     "prefill": "vllm:request_prefill_time_seconds",
@@ -29,7 +28,7 @@ _PAGE_BYTES = 16 << 20
 
 
 class Histogram(msgspec.Struct):
-    """Cumulative counts by upper bound, over all label sets."""
+    """Cumulative counts by upper bound, summed over all labels."""
 
     total: float = 0.0
     count: float = 0.0
@@ -37,7 +36,7 @@ class Histogram(msgspec.Struct):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """What the server measured of one stage while the run lasted. Seconds."""
+    """What the server measured of one stage during the run, in seconds."""
 
     name: str
     metric: str
@@ -48,17 +47,17 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class ServerView(msgspec.Struct, frozen=True):
-    """`statement` says why there are no stages, or from where they are."""
+    """`statement` says where the stages come from, or why there are none."""
 
     stages: tuple[Stage, ...]
     statement: str
 
 
-Snapshot = dict[str, Histogram] | str  # or why there is none
+Snapshot = dict[str, Histogram] | str  # a string says why there is none
 
 
 async def pages(http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> list[str]:
-    """The server's own page, and those of its workers where it is Baton, whose `/status` names them."""
+    """The metrics page of the server. For a Baton router also those of its workers, which `/status` names."""
     found = [f"{url}/metrics"]
     try:
         async with http.get(
@@ -67,12 +66,12 @@ async def pages(http: aiohttp.ClientSession, url: str, headers: Mapping[str, str
             workers = (await response.json())["workers"]
             found += [f"http://{worker['description']['metrics_address']}/metrics" for worker in workers]
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError):
-        return found[:1]  # another server: what it has is on its own page
+        return found[:1]  # not a Baton router: it has one page
     return found
 
 
 async def scrape(http: aiohttp.ClientSession, urls: Sequence[str], headers: Mapping[str, str]) -> Snapshot:
-    """All pages together: a stage may be exported by several workers."""
+    """The sum of all pages, since several workers may export a stage."""
     merged: dict[str, Histogram] = {}
     for url in urls:
         try:
@@ -82,13 +81,13 @@ async def scrape(http: aiohttp.ClientSession, urls: Sequence[str], headers: Mapp
                 parse(await page_text(response), merged)
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             return f"{url}: {e or type(e).__name__}"
-        except (ValueError, KeyError, IndexError) as e:  # the parser's ways to reject a page
+        except (ValueError, KeyError, IndexError) as e:  # the parser raises these for a bad page
             return f"{url} is not in Prometheus's text format ({str(e)[:80]!r})"
     return merged
 
 
 async def page_text(response: aiohttp.ClientResponse) -> str:
-    """All of a metrics page, however many pieces it comes in. Raises ValueError for an endless one."""
+    """The whole text of a metrics page. Raises ValueError for an endless one."""
     data = bytearray()
     async for piece in response.content.iter_any():
         data += piece
@@ -98,7 +97,7 @@ async def page_text(response: aiohttp.ClientResponse) -> str:
 
 
 def parse(text: str, into: dict[str, Histogram]) -> None:
-    """Add the histograms we know. Raises ValueError and whatever else the parser does on nonsense."""
+    """Adds the known histograms. Raises the errors of the parser for a bad page."""
     known = set(STAGES.values())
     for family in text_string_to_metric_families(text):
         if family.name not in known:
@@ -115,7 +114,7 @@ def parse(text: str, into: dict[str, Histogram]) -> None:
 
 
 def between(before: Snapshot, after: Snapshot) -> ServerView:
-    """What was added from one snapshot to the other."""
+    """What the server measured between two snapshots."""
     for snapshot in (before, after):
         if isinstance(snapshot, str):
             return ServerView((), f"no server-side stages: {snapshot}")
@@ -155,7 +154,7 @@ def between(before: Snapshot, after: Snapshot) -> ServerView:
 
 
 def difference(before: Histogram, after: Histogram) -> Histogram | None:
-    """None if it went backwards."""
+    """None if a counter went backwards."""
     added = defaultdict(float)
     for bound, count in after.buckets.items():
         added[bound] = count - before.buckets.get(bound, 0.0)
@@ -165,7 +164,10 @@ def difference(before: Histogram, after: Histogram) -> Histogram | None:
 
 
 def quantile(histogram: Histogram, q: float) -> float:
-    """Linear within the bucket, as Prometheus's histogram_quantile; the last finite bound if beyond it."""
+    """Interpolates within the bucket, as `histogram_quantile` of Prometheus.
+
+    At most the last finite bound.
+    """
     below, lower = 0.0, 0.0
     wanted = q * histogram.count
     for bound, count in sorted(histogram.buckets.items()):

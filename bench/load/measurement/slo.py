@@ -1,7 +1,8 @@
-"""Service-level objectives: `ttft=500,ttit=50` bounds every request, `ttft.p99=500,ttit.p99=15` the run.
+"""Service-level objectives: `ttft=500,ttit=50` limits every request, `ttft.p99=500,ttit.p99=15` limits the
+run.
 
-Goodput is the rate of requests that meet all bounds of the first kind (after DistServe, OSDI 2024). A request
-that failed meets none.
+Goodput is the rate of requests that meet all bounds on a request (DistServe, OSDI 2024). A failed request
+meets no bound.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What a request and a run must keep to. Empty: no objective."""
+    """The bounds on each request and on the run. Empty: no objective."""
 
     bounds: tuple[Bound, ...] = ()
 
@@ -45,7 +46,10 @@ class Slo(msgspec.Struct, frozen=True):
         return [b for b in self.bounds if b.quantile]
 
     def met_by_request(self, value_ms: Callable[[str], float | None]) -> bool:
-        """`value_ms(metric)` of a request that succeeded; None (one token has no gap) meets any bound."""
+        """`value_ms(metric)` is the value of a request that succeeded.
+
+        None, as for one token's gap, meets any bound.
+        """
         values = ((value_ms(bound.metric), bound.limit_ms) for bound in self.per_request)
         return all(value is None or value <= limit for value, limit in values)
 
@@ -66,7 +70,7 @@ def _bound(part: str, whole: str) -> Bound:
 
 
 def parse_ms(text: str) -> float:
-    """`50`, `50ms` and `0.05s` are the same. Raises ValueError."""
+    """`50`, `50ms` and `0.05s` are equal. Raises ValueError."""
     for suffix, factor in (("ms", 1.0), ("s", 1000.0)):
         if text.endswith(suffix):
             return float(text.removesuffix(suffix)) * factor

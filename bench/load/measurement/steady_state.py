@@ -1,9 +1,9 @@
 """Where the warm-up ends, and whether what follows is steady.
 
-The warm-up is found by MSER-5 (White 1997; White, Cobb, Spratt 2000): of the first half, cut as many
-batches of 5 from the start as make the standard error of the rest's mean smallest. Noise alone makes it cut
-now and then, so a cut must also differ from what it is cut from. What follows is tested for a trend
-(Mann–Kendall on batch means): a queue that grows through the run has no percentiles that mean anything.
+MSER-5 finds the warm-up (White 1997; White, Cobb, Spratt 2000). It cuts batches of 5 from the start, at most
+half of them, so that the standard error of the mean of the rest is smallest. Noise alone can cause a cut, so
+the mean of the cut part must differ from the rest. The rest is tested for a trend (Mann-Kendall on batch
+means): percentiles mean nothing if a queue grows during the whole run.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import numpy as np
 _BATCH = 5
 _LEAST_REQUESTS = 40
 _CUT_Z = 3.0
-_CUT_CHANGE = 0.05  # of the mean: a warm-up that changes less is no matter
+_CUT_CHANGE = 0.05  # of the mean: a smaller change is no warm-up
 _TREND_BATCHES = 20
 _TREND_Z = 3.0
-_TREND_CHANGE = 0.25  # of the mean, from the first to the last quarter: less is no matter
+_TREND_CHANGE = 0.25  # of the mean, from the first to the last quarter: a smaller change is no trend
 
 
 class Steadiness(msgspec.Struct, frozen=True):
-    """`begin`: seconds since the start of the run from where on samples count. `statement`: for the
-    reader.
-    """
+    """`begin`: seconds after the start of the run from which samples count. `statement`: for the report."""
 
     begin: float
     steady: bool | None  # None: too few requests to tell
@@ -34,15 +32,13 @@ class Steadiness(msgspec.Struct, frozen=True):
 
 
 def fixed_warm_up(seconds: float, times: Sequence[float], values: Sequence[float]) -> Steadiness:
-    """The user said how long the warm-up is."""
+    """Excludes a warm-up of given length."""
     kept = [(t, v) for t, v in zip(times, values, strict=True) if t >= seconds]
     return _judged(seconds, f"warm-up of {seconds:g} s excluded as asked", kept)
 
 
 def detect(times: Sequence[float], values: Sequence[float]) -> Steadiness:
-    """`times`: intended send times, ascending; `values`: what should become steady (TTFT), of the same
-    requests.
-    """
+    """`times`: intended send times, ascending. `values`: the TTFT of the same requests."""
     pairs = list(zip(times, values, strict=True))
     if len(pairs) < _LEAST_REQUESTS:
         return Steadiness(
@@ -68,14 +64,14 @@ def _judged(begin: float, said: str, kept: Sequence[tuple[float, float]]) -> Ste
 
 
 def _mser(values: Sequence[float]) -> int:
-    """Samples to cut from the start, at most half of them."""
+    """How many samples to cut from the start, at most half of them."""
     count = len(values) // _BATCH
     means = np.asarray(values[: count * _BATCH]).reshape(count, _BATCH).mean(axis=1)
-    # Of every suffix, by sums from the end.
+    # The errors of all suffixes, from sums that begin at the end.
     sizes = np.arange(count, 0, -1)
     sums, squares = np.cumsum(means[::-1])[::-1], np.cumsum((means**2)[::-1])[::-1]
     errors = (np.maximum(squares - sums**2 / sizes, 0) / sizes**2)[: count // 2 + 1]
-    # Of equal ones the earliest: rounding must not cut from a constant series.
+    # The earliest of equal errors: rounding must not cut from a constant series.
     best = int(np.argmax(errors <= errors.min() + 1e-12 * max(1.0, float(np.max(means**2)))))
     if not best:
         return 0

@@ -1,8 +1,8 @@
-"""Reduces the records of one run to what is reported: pure.
+"""Reduces the records of one run to the numbers of its report. Pure.
 
-Latencies are of the requests *intended* within the window [begin, end) that follows the warm-up; throughput
-is what *arrived* within it, whoever asked. Nothing that failed enters a latency, and everything that failed
-enters the counts and is a miss of the objectives.
+The window [begin, end) follows the warm-up. Latencies are of the requests *intended* within it; throughput
+counts what *arrived* within it. A failed request enters no latency. It enters the counts and misses the
+objectives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """One interval of the time line. Latencies in ms, None where nothing came."""
+    """One interval of the time line. Latencies in ms; None if no sample came."""
 
     at: float
     ttft_p50: float | None
@@ -39,7 +39,14 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. `latencies` in ms by metric and quantile; rates per second of the window."""
+    """One run. Rates are per second of the window.
+
+    Attributes:
+        latencies: in ms, by metric and quantile.
+        input_lengths, output_lengths: least, mean and most tokens, as the server counted.
+        input_off: requests whose prompt had another length than asked for.
+        output_short: answers with fewer tokens than asked for.
+    """
 
     begin: float
     end: float
@@ -61,10 +68,10 @@ class Summary:
     goodput_share: float | None
     slo_met: bool | None
     tokens_per_chunk: float
-    input_lengths: tuple[float, float, float] | None  # least, mean, most, as the server counted
-    input_off: int  # requests whose prompt the server counted otherwise than asked
+    input_lengths: tuple[float, float, float] | None
+    input_off: int
     output_lengths: tuple[float, float, float] | None
-    output_short: int  # answers with fewer tokens than asked for
+    output_short: int
     cached_share: float | None
     notes: list[str] = field(default_factory=list)
 
@@ -81,8 +88,13 @@ def summarize(
     ramp: bool = False,
     attainment: float = 0.99,
 ) -> Summary:
-    """`warm_up`: seconds to exclude, or None to detect it. `attainment`: the share
-    of requests that must be good for the run to meet the objectives."""
+    """Reduces the records.
+
+    Args:
+        warm_up: seconds to exclude; None detects it.
+        ramp: the load is a ramp, which has no steady state.
+        attainment: share of the requests that must be good for the run to meet the objectives.
+    """
     records = sorted(records, key=lambda r: r.intended)
     steadiness = _steadiness(records, warm_up, ramp)
     begin, end, window_statement = _window(records, steadiness.begin)
@@ -138,8 +150,9 @@ def _is_good(record: Record, slo: Slo) -> bool:
 
 
 def request_value(record: Record, metric: str) -> float | None:
-    """What a per-request bound is compared with, in ms; None where a single token leaves nothing to
-    measure.
+    """The value in ms that a bound on each request limits.
+
+    None if an answer of one token has no such value.
     """
     gaps = record.gaps
     match metric:
@@ -158,7 +171,7 @@ def request_value(record: Record, metric: str) -> float | None:
 
 
 def _slo_met(slo: Slo, latencies: dict[str, dict[str, Estimate]], share: float, attainment: float) -> bool:
-    """All bounds on the run hold, and `attainment` of the requests succeeded within the bounds on each."""
+    """Whether all bounds on the run hold, and `attainment` of the requests met the bounds on each request."""
     return share >= attainment and all(_bound_met(b, latencies) for b in slo.per_run)
 
 
@@ -180,7 +193,7 @@ def _steadiness(records: Sequence[Record], warm_up: float | None, ramp: bool) ->
 
 
 def _window(records: Sequence[Record], begin: float) -> tuple[float, float, str]:
-    """Until the last request was due: after it the load only ebbs away."""
+    """The window ends when the last request was due. After that the load only decreases."""
     if not records:
         return begin, begin, "nothing was sent"
     last_due, last = records[-1].intended, max(r.ended for r in records)
@@ -188,21 +201,21 @@ def _window(records: Sequence[Record], begin: float) -> tuple[float, float, str]
         return begin, last_due, f"{begin:.1f} s to {last_due:.1f} s, when the last request was due"
     return (
         begin, last,
-        f"{begin:.1f} s to {last:.1f} s, the last answer: too few requests to leave out the ebb at the end",
+        f"{begin:.1f} s to {last:.1f} s, the last answer: too few requests to exclude the end",
     )  # fmt: skip
 
 
 def _filled(records: Sequence[Record], begin: float, end: float) -> float:
-    """From where on throughput counts: from the first answer's end, before which the server filled up.
+    """When throughput begins to count: at the end of the first answer, since the server fills up before.
 
-    In a run too short to leave that out, from `begin`.
+    In a short run it counts from `begin` on.
     """
     first = max(begin, min((r.ended for r in records if r.ok), default=begin))
     return first if end - first >= _MOSTLY * (end - begin) else begin
 
 
 def _series(ok: Sequence[Record]) -> dict[str, Series]:
-    """In ms. `ttit` has every gap as it came; `ttit.normalized` each token's share of its gap."""
+    """In ms. `ttit` has every gap between chunks; `ttit.normalized` has each token's share of its gap."""
     return {
         "ttft": Series.of([[r.ttft * 1e3] for r in ok]),
         "ttit": Series.of([[g * 1e3 for g in r.gaps] for r in ok]),
@@ -214,9 +227,9 @@ def _series(ok: Sequence[Record]) -> dict[str, Series]:
 
 
 def _normalized(record: Record) -> list[float]:
-    """A gap that k tokens followed counts as k gaps of a k-th of it.
+    """A gap before a chunk of k tokens counts as k gaps of a k-th of its length.
 
-    Where the server counts no chunk, all of an answer's later chunks are taken to be alike.
+    If the server does not count the tokens of chunks, all later chunks of an answer count as equal.
     """
     gaps = record.gaps
     if record.tokens:
@@ -226,7 +239,7 @@ def _normalized(record: Record) -> list[float]:
 
 
 def _tokens_within(record: Record, begin: float, end: float) -> float:
-    """Output tokens that arrived, also of requests that failed later: the server did produce them."""
+    """Output tokens that arrived, also of requests that failed later, since the server produced them."""
     if not record.arrivals:
         return 0.0
     if record.tokens:
@@ -240,7 +253,7 @@ def _spread(values: Sequence[int]) -> tuple[float, float, float] | None:
 
 
 def _timeline(records: Sequence[Record]) -> list[Bin]:
-    """TTFT at the time it was intended, everything else when it happened."""
+    """TTFT counts at the intended send time, everything else when it happened."""
     if not records:
         return []
     last = max(max(r.ended for r in records), 1e-3)

@@ -1,4 +1,4 @@
-"""Compares reports row by row and decides, for CI, whether the change is too much."""
+"""Compares reports row by row, and decides for CI whether a change is too large."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.load.report.table import Rows, rows_of
 
 SYNTAX = "ROW>+5% (grew by more), ROW<-5% (shrank by more), ROW>+2 (by more units), ROW>250 (is more)"
 _CONDITION = re.compile(r"^\s*([\w.=/-]+?)\s*([<>])\s*([+-]?)(\d+(?:\.\d+)?)\s*(%?)\s*$")
-# Of a difference in these the two runs are not the same experiment.
+# If these parameters differ, the two runs are not the same experiment.
 _SAME = ("model", "api", "load", "duration_s", "requests", "workload", "extra_body", "warm_up")
 _LOWER_IS_BETTER = ("ttft", "ttit", "handover", "e2e", "errors", "requests.failed", "server", "client")
 _HIGHER_IS_BETTER = ("throughput", "goodput", "requests.ok", "max_rate")
@@ -27,7 +27,7 @@ _HIGHER_IS_BETTER = ("throughput", "goodput", "requests.ok", "max_rate")
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """`ttit.p99>+5%`: what makes the comparison fail."""
+    """`ttit.p99>+5%`: if the condition holds, the comparison fails."""
 
     text: str
     row: str
@@ -49,7 +49,7 @@ class Condition:
         return cls(text.strip(), row, operator == ">", sign, float(number), bool(percent))
 
     def holds(self, old: float, new: float) -> bool:
-        """Strictly beyond the bound. From nothing, any growth is without bound."""
+        """Whether the value or its change is strictly beyond the bound. Growth from 0 is infinite."""
         bound = -self.number if self.sign == "-" else self.number
         if not self.sign:
             measured = new
@@ -62,14 +62,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`failed`: a condition that holds, with the numbers."""
+    """`failed`: the conditions that hold, with their values."""
 
     failed: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A report written by --json. Raises ValueError for anything else."""
+    """Reads a report that --json wrote. Raises ValueError for another file."""
     try:
         report = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
@@ -83,7 +83,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def judge(old: Mapping[str, Any], new: Mapping[str, Any], conditions: Sequence[Condition]) -> Verdict:
-    """Raises ValueError if a condition names a row that a report lacks, or a report is of an invalid run."""
+    """Raises ValueError if a report lacks the row of a condition, or if a run is invalid."""
     before, after = rows_of(old), rows_of(new)
     failed = []
     for condition in conditions:
@@ -100,7 +100,7 @@ def judge(old: Mapping[str, Any], new: Mapping[str, Any], conditions: Sequence[C
 
 
 def render(reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: Verdict) -> RenderableType:
-    """The first report's rows beside those of the others."""
+    """A table with the rows of all reports."""
     base = rows_of(reports[0])
     table = Table(title="Comparison", title_justify="left", title_style="bold")
     table.add_column("")
@@ -163,7 +163,7 @@ def _change_cell(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -
         return Text("–")
     text = change_text(old["value"], new["value"])
     if _overlap(old, new):
-        return Text(f"{text} ≈", "dim")  # within the confidence intervals of both
+        return Text(f"{text} ≈", "dim")  # the confidence intervals overlap
     growth = new["value"] > old["value"]
     if old["value"] == new["value"] or not old["name"].startswith(_LOWER_IS_BETTER + _HIGHER_IS_BETTER):
         return Text(text)

@@ -1,4 +1,4 @@
-"""Progress while a run lasts: a bar and current percentiles in a terminal, a line now and then elsewhere."""
+"""Progress during a run: a bar and percentiles in a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _LINE_EVERY = 10.0
 
 
 class Progression:
-    """`async with` around a run; `saw` gets every record. Shows on stderr, so that stdout stays the
-    result's.
+    """Use with `async with` around a run.
+
+    `saw` gets every record. Prints on stderr; stdout has the result.
     """
 
     def __init__(self, title: str, duration: float | None, total: int | None, *, quiet: bool = False) -> None:

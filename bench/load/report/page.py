@@ -1,4 +1,4 @@
-"""The HTML report: one self-contained page of one run or sweep, or of several side by side."""
+"""The HTML report: one page for one run or sweep, or for several of them. The page loads nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Report = Mapping[str, Any]
 CSS, JS = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
 _COLORS = 8
 _QUANTILES = ("p50", "p90", "p99", "p99.9", "max")
-_ADDED_STAGES = ("queue", "prefill", "exposed_transfer", "decode")  # follow each other in a request
+_ADDED_STAGES = ("queue", "prefill", "exposed_transfer", "decode")  # consecutive in a request
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run on the page. Runs of the same `group` (a sweep) are joined by a line."""
+    """One run on the page. A line joins the runs of a `group` (a sweep)."""
 
     name: str
     group: int
@@ -40,7 +40,7 @@ class Run:
 
 
 def page(reports: Sequence[Report], names: Sequence[str]) -> str:
-    """`names`: of the reports, where they carry no label. Raises ValueError for a report of another bench."""
+    """`names` stand for missing labels of the reports. Raises ValueError for a report of another bench."""
     for report, name in zip(reports, names, strict=True):
         if "detail" not in report or report.get("bench") != "load":
             raise ValueError(
@@ -94,7 +94,7 @@ def _sections(reports: Sequence[Report], groups: Sequence[str], runs: Sequence[R
         yield f"<h2>All latencies</h2>{_latency_table(runs[0])}"
     yield f"<h2>How it was measured</h2>{_fine_print(runs)}"
     yield (
-        "<footer>Latencies count from the intended send time. Every failed request is a miss and enters no "
+        "<footer>Latencies count from the intended send time. A failed request is a miss and enters no "
         "latency. Intervals are 95 % confidence intervals with requests as the independent samples.</footer>"
     )
 
@@ -118,11 +118,11 @@ def _banner(run: Run, *, alone: bool) -> str:
     if not run.detail["valid"]:
         reasons = "".join(f"<li>{escape(r)}</li>" for r in run.detail["invalid_reasons"])
         found += (
-            f'<div class="banner bad">{name}INVALID: the client could not keep up, these numbers are not the '
-            f"server's<ul>{reasons}</ul></div>"
+            f'<div class="banner bad">{name}INVALID: the client could not keep up, so these numbers do not '
+            f"show the server<ul>{reasons}</ul></div>"
         )
     if run.detail["incomplete"]:
-        found += f'<div class="banner warn">{name}INCOMPLETE: stopped; what was measured so far</div>'
+        found += f'<div class="banner warn">{name}INCOMPLETE: the run was stopped before its end</div>'
     if run.detail["steady"] is False:
         found += f'<div class="banner warn">{name}{escape(run.detail["steadiness"])}</div>'
     return found
@@ -139,7 +139,7 @@ def _tiles(run: Run) -> str:
     ]
     if run.detail["slo"]:
         share = run.value("goodput.share")
-        verdict = "the run keeps to it" if run.detail["slo_met"] else "the run misses it"
+        verdict = "the run meets it" if run.detail["slo_met"] else "the run misses it"
         head = f"{share:.1%}" if share is not None else ("met" if run.detail["slo_met"] else "missed")
         tiles.append(("Within SLO", head, f"{run.detail['slo']}: {verdict}"))
     inner = (f"<span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small>" for a, b, c in tiles)
@@ -207,7 +207,7 @@ def _distributions(runs: Sequence[Run]) -> str:
 def _timeline(run: Run, *, folded: bool, titled: bool) -> str:
     bins = run.detail["timeline"]
     begin = run.detail["window"][0]
-    last = max((b["at"] for b in bins), default=1.0)  # of all four, so that they line up
+    last = max((b["at"] for b in bins), default=1.0)  # the same for all four charts
 
     def line(name: str, key: str, color: int, *, dashed: bool = False) -> Line:
         return Line(name, [(b["at"], b[key]) for b in bins if key in b], color, dashed)

@@ -1,6 +1,4 @@
-"""What a run leaves behind: rows in the shape of `bench.contract`, the detail that draws the HTML page,
-JSONL.
-"""
+"""The results of a run: rows in the shape of `bench.contract`, the detail for the HTML page, and JSONL."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ def report_of(outcome: Outcome, started: str, json_path: Path | None = None) -> 
 def report_of_sweep(
     points: Sequence[tuple[str, Report]], found: Row | None, started: str, json_path: Path | None
 ) -> Report:
-    """`points`: prefix of the row names, and report, of each run; `found`: the highest rate within the
-    SLO.
+    """`points`: the prefix of the row names and the report of each run.
+
+    `found`: the highest rate within the SLO.
     """
     parameters = dict(points[0][1].parameters)
     parameters["load"] = f"sweep: {', '.join(prefix for prefix, _ in points)}"
@@ -138,25 +137,25 @@ def detail(outcome: Outcome) -> dict[str, Any]:
 
 
 def notes(outcome: Outcome) -> list[str]:
-    """What a reader must know to judge the numbers, in sentences."""
+    """Sentences that a reader needs to judge the numbers."""
     summary = outcome.summary
     found = list(outcome.plan.notes)
     if summary.input_off:
         found.append(
-            f"{summary.input_off} of {summary.ok} prompts have other lengths than asked for, by the server's "
-            f"count (input lengths: {outcome.plan.tokenization.statement})"
+            f"{summary.input_off} of {summary.ok} prompts have other lengths than asked for, as the server "
+            f"counts (input lengths: {outcome.plan.tokenization.statement})"
         )
     if summary.output_short:
         found.append(f"{summary.output_short} of {summary.ok} answers are shorter than asked for")
     if summary.tokens_per_chunk > 1.02:
         found.append(
-            f"{summary.tokens_per_chunk:.2f} tokens come in a chunk: ttit is between chunks as they came, "
-            "ttit.normalized divides by the tokens in each"
+            f"a chunk has {summary.tokens_per_chunk:.2f} tokens: ttit is the time between chunks, "
+            "ttit.normalized divides it by their tokens"
         )
     if summary.skipped_turns:
-        found.append(f"{summary.skipped_turns} later turns were never sent, since one before them failed")
+        found.append(f"{summary.skipped_turns} later turns were not sent, since a turn before them failed")
     if summary.interrupted:
-        found.append(f"{summary.interrupted} requests were cut off by the interruption and count nowhere")
+        found.append(f"{summary.interrupted} requests were interrupted and do not count")
     options = outcome.plan.options
     workload = options.workload
     repeats = workload.prefix_groups or options.trace or workload.dataset or workload.turns != "1"
@@ -169,7 +168,7 @@ def notes(outcome: Outcome) -> list[str]:
 
 
 def write_requests(outcome: Outcome, path: Path) -> None:
-    """One JSON object a line, in order of the intended send time."""
+    """Writes one JSON object per line, in order of the intended send time."""
     ordered = sorted(outcome.records, key=lambda r: (r.intended, r.index, r.turn))
     with path.open("wb") as file:
         for record in ordered:

@@ -1,4 +1,4 @@
-"""Line charts as SVG text: scales, axes, legends. Colors are classes, decided by the page's style."""
+"""Line charts as SVG text: scales, axes, legends. Colors are classes of the page's style."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Line:
-    """`color` is the number of a series color of the page; `labels` are shown beside the points."""
+    """`color` is the number of a color class of the page. `labels` appear beside the points."""
 
     name: str
     points: Sequence[Point]
@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One pair of axes. `shaded` is an interval of x that does not count; `marks` are x of failures."""
+    """One pair of axes. `shaded` is the interval of x that does not count. `marks` are the x of failures."""
 
     title: str
     x_label: str
@@ -93,7 +93,7 @@ class Chart:
         ]
 
     def _hover(self, lines: Sequence[Line], x: Scale, y: Scale) -> str:
-        """What the page's script needs to show values under the pointer: pixels and numbers."""
+        """The pixels and numbers with which the page's script shows values under the pointer."""
         return json.dumps(
             [
                 {
@@ -118,7 +118,7 @@ def linear(values: Sequence[float], start: float, end: float) -> Scale:
 
 
 def seconds(values: Sequence[float], start: float, end: float) -> Scale:
-    """From 0 to the largest value, whatever it is: time has no round end."""
+    """From 0 to the largest value, without rounding."""
     last = max(max(values), 1e-9)
     step = _ceil_125(last / 8)
     ticks = [(i * step, number(i * step)) for i in range(int(last / step + 1e-9) + 1)]
@@ -135,7 +135,7 @@ def logarithmic(values: Sequence[float], start: float, end: float) -> Scale:
 
 
 def percentile_axis(values: Sequence[float], start: float, end: float) -> Scale:
-    """Shares of samples, with as much room for each further nine (HdrHistogram's axis, Gil Tene)."""
+    """Shares of samples, with equal room for each further nine (HdrHistogram's axis, by Gil Tene)."""
     most = max((v for v in values if v < 1), default=0.9)
     last = max(1.0, -math.log10(max(1 - most, 1e-9))) + 0.15
 

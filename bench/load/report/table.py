@@ -1,4 +1,4 @@
-"""The final table in the terminal: from a report's JSON object, so that old reports print the same."""
+"""The final table in the terminal. Its input is the JSON object of a report, so old reports print, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def console() -> Console:
-    # A pipe has no width to fit into.
+    # A pipe has no width.
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
@@ -108,12 +108,13 @@ def _title(report: Mapping[str, Any]) -> Text:
 def _banners(detail: Mapping[str, Any]) -> Iterator[Text]:
     if not detail["valid"]:
         yield Text(
-            "INVALID: the client could not keep up, these numbers are not the server's", "bold white on red"
+            "INVALID: the client could not keep up, so these numbers do not show the server",
+            "bold white on red",
         )
         for reason in detail["invalid_reasons"]:
             yield Text(f"  {reason}", "red")
     if detail["incomplete"]:
-        yield Text("INCOMPLETE: stopped before its end; what was measured so far", "bold black on yellow")
+        yield Text("INCOMPLETE: the run was stopped before its end", "bold black on yellow")
 
 
 def _latencies(rows: Rows) -> Table:
@@ -165,7 +166,7 @@ def _totals(rows: Rows, detail: Mapping[str, Any]) -> Padding:
     elif detail["slo"]:
         line("SLO", detail["slo"])
     if detail["slo_met"] is not None:
-        line("", "the run keeps to it" if detail["slo_met"] else "the run misses it")
+        line("", "the run meets it" if detail["slo_met"] else "the run misses it")
     return Padding(lines, (0, 0, 1, 0))
 
 

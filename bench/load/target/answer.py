@@ -1,4 +1,4 @@
-"""Reads one streamed answer: pure, fed with bytes and the times at which they arrived."""
+"""Reads one streamed answer. Pure: its input is bytes and the times at which they arrived."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from bench.load.target.record import Failure, Record
 from bench.load.target.sse import SSEError, SSEParser
 
-# vLLM's word for a request that the server gave up, and what others call it.
+# Finish reasons of requests that the server gave up: "abort" is vLLM's.
 _ABORTED = {"abort", "error", "cancelled"}
 _SHOWN = 200
 
@@ -49,9 +49,9 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 class Answer:
     """Fills a record. Life: `feed` until `finished`, then `close`; or `fail` at any time.
 
-    A chunk counts as tokens if the server's running count rose with it, or, where it sends none, if it
-    carries text. So neither the role chunk before the first token nor the finish reason after the last is a
-    token, and a token of half a character is one.
+    A chunk counts as tokens if the server's running count rose with it. If the server sends no running count,
+    a chunk counts if it carries text. So the role chunk before the first token and the finish reason after
+    the last do not count, and a token of half a character does.
     """
 
     def __init__(self, record: Record, *, keep_text: bool = False) -> None:
@@ -64,11 +64,11 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What was said, reasoning apart; "" unless it was to be kept."""
+        """The text without reasoning; "" unless `keep_text`."""
         return "".join(self._texts or ())
 
     def feed(self, data: bytes, now: float) -> None:
-        """`now`: when `data` arrived. After a failure nothing more is read."""
+        """`now`: when `data` arrived. Ignores everything after a failure."""
         try:
             for event in self._sse.feed(data):
                 if self.record.failure is not None:
@@ -78,7 +78,7 @@ class Answer:
             self.fail(Failure.GARBAGE, str(e))
 
     def close(self, now: float) -> None:
-        """The stream has ended. Without a finish reason it was cut off, whatever else came."""
+        """The stream has ended. Without a finish reason it was cut off."""
         record = self.record
         record.ended = record.arrivals[-1] if self.finished and record.arrivals else now
         if record.failure is not None:
@@ -130,8 +130,8 @@ class Answer:
             if usage.completion_tokens is not None:
                 record.output_tokens = usage.completion_tokens
                 rise = usage.completion_tokens - self._counted
-        # A usage beside choices is a running count if it was so from the first token on; otherwise, and alone
-        # at the end, it is the sum.
+        # A usage beside choices is a running count if it has come with every token. Otherwise, and in the
+        # last chunk, it is the sum.
         if has_choices and rise > 0 and len(record.tokens) == len(record.arrivals):
             self._counted += rise
             record.arrivals.append(now)

@@ -1,7 +1,8 @@
-"""Learns what a server is and accepts, by listing its models, `/tokenize`, and a few tiny streamed requests.
+"""Learns what a server is and accepts, from its list of models, `/tokenize`, and a few small streamed
+requests.
 
-Every probe streams, as the load will. What a server lacks is worked around and said; only a server that
-does not answer at all, or not to its own API, ends the run, with a message that says what to do.
+The run works around what a server lacks, and says so in a note. Only a server that does not answer, or does
+not speak the API, ends the run. The message says what to do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bench.load.target.record import Failure, Record
 from bench.load.target.request import Dialect, Target
 from bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
 
-# From all extensions to none: the first that the server takes is spoken.
+# From all extensions to none. The run uses the first one that the server accepts.
 _DIALECTS = (
     Dialect(),
     Dialect(running_usage=False),
@@ -34,7 +35,7 @@ _CALIBRATION_WORDS = (64, 512)
 
 
 class EndpointError(Exception):
-    """Nothing can be measured there; the message says what to do."""
+    """Nothing can be measured at this endpoint. The message says what to do."""
 
 
 class Model(msgspec.Struct):
@@ -54,7 +55,7 @@ class _Tokenized(msgspec.Struct):
 async def find_model(
     http: aiohttp.ClientSession, url: str, headers: Mapping[str, str], wanted: str | None
 ) -> Model:
-    """The model to ask for: `wanted`, or else the first that the server lists."""
+    """The model to ask for: `wanted`, or the first that the server lists."""
     try:
         async with http.get(f"{url}/v1/models", headers=headers) as response:
             status, body = response.status, await response.read()
@@ -85,14 +86,15 @@ async def find_model(
 
 
 async def find_dialect(http: aiohttp.ClientSession, target: Target) -> tuple[Target, list[str]]:
-    """`target` in the richest dialect that a streamed probe got through with, and notes for the reader."""
+    """Returns `target` with the richest dialect that a streamed probe succeeded with, and notes for the
+    report."""
     record = None
     for dialect in _DIALECTS:
         spoken = msgspec.structs.replace(target, dialect=dialect)
         record = await probe(http, spoken, "Say these words again: one two three four five.")
         if record.ok or record.failure is Failure.EMPTY:
             return _as_answered(spoken, record)
-        # A refusal may be of an extension; anything else would fail again.
+        # The server may refuse only the extension. Any other failure would come again.
         if record.failure is not Failure.HTTP or record.status not in (400, 404, 422):
             break
     assert record is not None
@@ -106,16 +108,18 @@ async def find_dialect(http: aiohttp.ClientSession, target: Target) -> tuple[Tar
 
 
 def _as_answered(target: Target, record: Record) -> tuple[Target, list[str]]:
-    """Servers ignore what they do not know: believe what came back, not that nothing was refused."""
+    """A server may ignore fields that it does not know. So only the answer shows what it supports."""
     notes = []
     counted = record.output_tokens is not None
     exact = target.dialect.ignore_eos and (not counted or record.output_tokens == _PROBE_TOKENS)
     if not exact:
         notes.append("the server does not honour ignore_eos: answers may be shorter than asked for")
     if not counted:
-        notes.append("the server reports no usage: every chunk with text is counted as one token")
+        notes.append("the server reports no usage: every chunk with text counts as one token")
     elif not record.tokens:
-        notes.append("the server has no running usage: of chunks with several tokens only the sum is known")
+        notes.append(
+            "the server has no running usage: the tokens of single chunks are not known, only their sum"
+        )
     return target, notes
 
 
@@ -124,7 +128,7 @@ async def probe(
     target: Target,
     text: str | list[int],
 ) -> Record:
-    """One streamed request of a few tokens."""
+    """Sends one streamed request of a few tokens."""
     record = Record(index=-1, intended=time.monotonic(), sent=0.0, asked_output=_PROBE_TOKENS)
     prompt = [{"role": "user", "content": str(text)}] if target.api == "chat" else text
     await exchange(http, target, target.body(prompt, _PROBE_TOKENS), Answer(record))
@@ -134,7 +138,7 @@ async def probe(
 async def find_tokenization(
     http: aiohttp.ClientSession, target: Target, *, ids_allowed: bool
 ) -> Tokenization:
-    """Exact by `/tokenize` if there is one, else by token ids, else estimated from the usage of probes."""
+    """Exact by `/tokenize` if the server has it, else by token ids. Else estimated from usage."""
     if (found := await _by_tokenize(http, target)) is not None:
         return found
     if ids_allowed and target.api == "completions" and (by_ids := await _by_ids(http, target)) is not None:
@@ -143,7 +147,7 @@ async def find_tokenization(
 
 
 async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenization | None:
-    """Keep the words that add exactly one token each, wherever they stand; then check whole prompts."""
+    """Keeps the words that add exactly one token in any position. Then checks whole prompts."""
     slots = asyncio.Semaphore(_PARALLEL)
 
     async def count(text: str) -> int | None:
@@ -157,7 +161,7 @@ async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenizat
     counts = [
         (w, a, b) for w, a, b in zip(WORDS, twice, thrice, strict=True) if a is not None and b is not None
     ]
-    # The rarer totals belong to words of several tokens, or of two where they stand first.
+    # Other totals belong to words of several tokens, or of two tokens at the beginning of a prompt.
     usual = Counter(a for _, a, b in counts if b == a + 1).most_common(1)
     if not usual:
         return None
@@ -176,7 +180,7 @@ async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenizat
 
 
 async def _count(http: aiohttp.ClientSession, target: Target, text: str) -> int | None:
-    """Tokens of a prompt as the server would see it, chat template included; None without a /tokenize."""
+    """Tokens of a prompt, chat template included. None if the server has no /tokenize."""
     fields: dict[str, Any] = {"model": target.model}
     if target.api == "chat":
         fields |= {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
@@ -214,7 +218,8 @@ async def _by_usage(http: aiohttp.ClientSession, target: Target) -> Tokenization
     fewer, more = await count(few), await count(many)
     if not 0 < fewer < more:
         return msgspec.structs.replace(
-            plain, statement="assumed: one token for each common English word; the server counts none for us"
+            plain,
+            statement="assumed: one token for each common English word, since the server reports no counts",
         )
     per_word = (more - fewer) / (many - few)
     overhead = max(0, round(fewer - few * per_word))
@@ -229,7 +234,7 @@ async def _by_usage(http: aiohttp.ClientSession, target: Target) -> Tokenization
 async def count_texts(
     http: aiohttp.ClientSession, target: Target, texts: Sequence[str]
 ) -> tuple[list[int], str]:
-    """Tokens of each text, and how they were counted."""
+    """Returns the tokens of each text, and how they were counted."""
     plain = msgspec.structs.replace(target, api="completions")
     slots = asyncio.Semaphore(_PARALLEL)
 
@@ -241,6 +246,6 @@ async def count_texts(
     if empty is not None:
         counts = await asyncio.gather(*(count(text) for text in texts))
         if None not in counts:
-            # "the" is one token; what it has more is the server's own.
+            # "the" is one token. The server adds the rest of the count to every prompt.
             return [max(1, n - (empty - 1)) for n in counts if n is not None], "by the server's /tokenize"
     return [max(1, round(len(text) / 4)) for text in texts], "estimated: 4 characters a token"

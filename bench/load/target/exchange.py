@@ -1,6 +1,4 @@
-"""One request over HTTP: sends it, reads its stream into a record, and names every way in which it can
-fail.
-"""
+"""One request over HTTP: sends it, reads its stream into a record, and names every kind of failure."""
 
 from __future__ import annotations
 
@@ -15,17 +13,16 @@ from bench.load.target.record import Failure
 from bench.load.target.request import Target
 
 _ERROR_BODY_BYTES = 4096
-# Servers close idle connections after as little as 5 s (uvicorn); one that closes as we send would be our
-# fault.
+# Some servers close idle connections after 5 s (uvicorn). A request on a connection that closes would fail.
 _KEEPALIVE_SECONDS = 3.0
 
 
 def new_http_session(timeout: float) -> aiohttp.ClientSession:
-    """No limit of connections: what the load shape asks for is what the server gets."""
+    """A session without a limit on connections: only the load decides how many there are."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=600),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0)),
-        headers={"accept-encoding": "identity"},  # compression would be measured too
+        headers={"accept-encoding": "identity"},  # else the run would measure compression, too
         read_bufsize=1 << 20,
     )
 
@@ -37,7 +34,7 @@ async def exchange(
     answer: Answer,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Fill `answer.record` from `sent` on. Raises nothing but CancelledError; a failure is in the record."""
+    """Fills `answer.record` from `sent` on. A failure is in the record. Raises only CancelledError."""
     record = answer.record
     record.sent = clock()
     try:
@@ -60,7 +57,7 @@ async def exchange(
         refused = isinstance(e.os_error, ConnectionRefusedError)
         answer.fail(Failure.REFUSED if refused else Failure.UNREACHABLE, str(e))
     except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, ConnectionError) as e:
-        # Once the head was there the stream was cut; before, the server had not begun to answer.
+        # After the head the stream was cut. Before it the server had not begun to answer.
         cut = record.status == 200
         answer.fail(Failure.HALF_STREAMED if cut else Failure.DISCONNECTED, f"{type(e).__name__}: {e}")
     except (aiohttp.ClientError, ValueError, socket.gaierror) as e:  # malformed HTTP, bad redirects

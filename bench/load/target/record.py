@@ -1,4 +1,4 @@
-"""What is kept of one request, and how a failed one is called."""
+"""What is kept of one request, and the names of failures."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ import msgspec
 
 
 class Failure(StrEnum):
-    """Why a request failed. Every failed request has exactly one; `http` also has a status."""
+    """Why a request failed. Every failed request has exactly one; `http` has a status, too."""
 
     REFUSED = "refused"  # nothing listens there
     UNREACHABLE = "unreachable"  # no such host, no route, TLS
-    DISCONNECTED = "disconnected"  # closed before the answer's head
+    DISCONNECTED = "disconnected"  # closed before the head of the answer
     HTTP = "http"  # an answer that is not 200
     HALF_STREAMED = "half_streamed"  # the stream ended before it was finished
     STREAM_ERROR = "stream_error"  # the server sent an error within the stream, or ended it as aborted
-    GARBAGE = "garbage"  # what came is no stream of OpenAI's
+    GARBAGE = "garbage"  # the answer is not a stream of the OpenAI API
     EMPTY = "empty"  # finished without a single token
     TIMEOUT = "timeout"  # took longer than --timeout
     UNFINISHED = "unfinished"  # still running --drain seconds after the last was sent
-    INTERRUPTED = "interrupted"  # Ctrl-C; no fault of the server's and no miss
+    INTERRUPTED = "interrupted"  # Ctrl-C; does not count as a miss
 
 
 class Record(msgspec.Struct, kw_only=True):
     """One request. Times are seconds since the start of the run, on the client's monotonic clock.
 
-    `intended` is when the request was due, `lag` how late the client itself was, `sent` when it really went
-    out (later than `intended` + `lag` only while `--concurrency` held it back). `arrivals` has the arrival of
-    every chunk that carried tokens, `tokens` how many each carried; without per-chunk counts by the server,
-    `tokens` is empty.
+    Attributes:
+        intended: when the request was due.
+        lag: how late the client was.
+        sent: when the request went out. Later than `intended` + `lag` only if `--concurrency` held it back.
+        arrivals: when each chunk with tokens arrived.
+        tokens: how many tokens each of these chunks had; empty if the server does not count them.
+        asked_input: prompt tokens; 0 for a text of unknown length.
+        prompt_tokens, output_tokens, cached_tokens: as the server counted.
+        skipped_turns: later turns of the session, which were not sent because this one failed.
     """
 
     index: int
@@ -43,16 +48,16 @@ class Record(msgspec.Struct, kw_only=True):
     ended: float = 0.0
     arrivals: list[float] = []
     tokens: list[int] = []
-    asked_input: int = 0  # 0: a text of unknown length
+    asked_input: int = 0
     asked_output: int = 0
-    prompt_tokens: int | None = None  # these three as the server counted
+    prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str = ""
     failure: Failure | None = None
     status: int = 0
     detail: str = ""
-    skipped_turns: int = 0  # of the same session, never sent because this one failed
+    skipped_turns: int = 0
 
     @property
     def ok(self) -> bool:
@@ -67,7 +72,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def generated(self) -> int:
-        """Output tokens: the server's count, or else one for each chunk."""
+        """Output tokens: the count of the server, or one for each chunk."""
         if self.output_tokens is not None:
             return self.output_tokens
         return sum(self.tokens) if self.tokens else len(self.arrivals)
@@ -82,18 +87,18 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def gaps(self) -> list[float]:
-        """Between chunks, as they came."""
+        """Seconds between chunks."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     @property
     def mean_gap(self) -> float | None:
-        """Token-normalised: from the first token to the last, per token after the first chunk's."""
+        """Time from the first token to the last, per token after the first chunk."""
         first = self.tokens[0] if self.tokens else 1
         later = self.generated - first
         return (self.arrivals[-1] - self.arrivals[0]) / later if later > 0 else None
 
     def as_line(self) -> dict[str, Any]:
-        """For the JSONL file: with the derived latencies in ms."""
+        """The fields and the derived latencies in ms, for the JSONL file."""
         fields = msgspec.to_builtins(self)
         if self.ok:
             mean_gap = self.mean_gap

@@ -1,4 +1,4 @@
-"""The HTTP face of a request: path, headers and JSON body for what the endpoint was found to accept."""
+"""The HTTP form of a request: path, headers, and a JSON body that the endpoint accepts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ PATHS: dict[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/com
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """Extensions of OpenAI's API that this server accepts. Found by `endpoint.find_dialect`.
+    """Extensions of OpenAI's API that this server accepts. `endpoint.find_dialect` finds them.
 
-    `ignore_eos` makes answers exactly as long as asked. `running_usage` counts the tokens of every chunk;
-    without it chunks of several tokens are only known from the `usage` at the end.
+    Attributes:
+        usage: the last chunk has the token counts.
+        running_usage: every chunk has the token counts so far.
+        ignore_eos: answers are exactly as long as asked.
     """
 
     usage: bool = True
@@ -32,7 +34,7 @@ class Dialect(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where requests go, and what all of them have in common."""
+    """Where requests go, and what they have in common."""
 
     url: str  # without a slash at the end
     api: Api

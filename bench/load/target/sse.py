@@ -1,4 +1,4 @@
-"""Server-sent events from bytes, as they come (the parsing rules of the HTML standard's event streams)."""
+"""Parses server-sent events, by the rules of the HTML standard for event streams."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ MAX_EVENT_BYTES = 1 << 20
 
 
 class SSEError(ValueError):
-    """The bytes are no event stream that we would read."""
+    """The bytes are not an event stream, or an event is too large."""
 
 
 class SSEParser:
-    """Feed bytes, get the data of each event that became whole; comments and empty events yield nothing."""
+    """`feed` takes bytes and returns the data of each event that is complete.
+
+    Drops comments and empty events.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         if not self._rest and data[:6] == b"data: " and data.find(b"\n") == len(data) - 2 and data[-1] == 10:
-            return [data[6:-2]]  # one event in one chunk: nearly all of them
+            return [data[6:-2]]  # one event in one chunk, the usual case
         data = self._rest + data if self._rest else data
         if b"\r" in data:
             # A CR at the very end may be half of a CRLF.
@@ -27,11 +30,6 @@ class SSEParser:
         if len(self._rest) > MAX_EVENT_BYTES:
             raise SSEError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         return [event for block in blocks if (event := _data_of(block)) is not None]
-
-    @property
-    def rest(self) -> bytes:
-        """What came after the last whole event."""
-        return self._rest
 
 
 def _data_of(block: bytes) -> bytes | None:

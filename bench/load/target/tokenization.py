@@ -29,7 +29,7 @@ _COMMON = (
     "head stand own page should found answer school"
 )
 WORDS = tuple(_COMMON.split())
-# Ids that every vocabulary has and that are no special tokens in the usual ones.
+# Ids that every vocabulary has. They are not special tokens in the usual vocabularies.
 _FIRST_ID, _NUM_IDS = 1000, 7000
 _LONG = 1 << 18  # words or ids: the longest segment
 _HEAD = 6
@@ -45,8 +45,9 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 class Tokenization(msgspec.Struct, frozen=True):
     """How lengths in tokens become prompts.
 
-    `overhead` tokens are the server's own in every prompt (BOS, the chat template). `statement` says to the
-    reader of a report how exact the lengths are.
+    Attributes:
+        overhead: tokens that the server adds to every prompt (BOS, the chat template).
+        statement: how exact the lengths are, for the report.
     """
 
     kind: Literal["text", "ids"]
@@ -58,10 +59,10 @@ class Tokenization(msgspec.Struct, frozen=True):
 
 
 class Composer:
-    """Makes prompts fast enough to do it between two tokens: a segment is a slice of one long random text.
+    """Makes prompts. A segment is a slice of one long random text, so that a prompt takes little time.
 
-    The long text is the same in every process. A few words drawn for the segment alone precede the slice, so
-    that prompts which happen to meet in the long text still differ from their start.
+    The long text is the same in every process. Each segment begins with a few words from its own seed. So two
+    prompts with overlapping slices still differ from their first token.
     """
 
     def __init__(self, tokenization: Tokenization) -> None:
@@ -76,18 +77,20 @@ class Composer:
                 tokenization.words[i] for i in rng.integers(0, len(tokenization.words), 2 * _LONG).tolist()
             ]
             self._text = " ".join(words)
-            # Where word i starts; the last entry is one past the end, as if a word followed.
+            # Where word i starts. The last entry is one past the end, as if a word followed.
             self._starts = np.concatenate(([0], np.cumsum([len(word) + 1 for word in words])))
 
     def compose(self, segments: Sequence[Segment], *, first: bool = True) -> str | list[int]:
-        """The prompt that the server will count as the sum of the segments' lengths.
+        """The prompt that the server counts as the sum of the segments' lengths.
 
-        Only the `first` turn of a session pays the overhead. It is taken off the end, so that what prompts
-        share at their start stays shared.
+        Only the `first` turn of a session has the server's overhead. The end of the prompt gets shorter by
+        it, so that a shared prefix stays shared.
         """
         lengths = [s.length for s in segments]
         excess = self._tokenization.overhead if first else 0
-        assert excess < sum(lengths), f"a prompt of {sum(lengths)} tokens has no room beside the server's own"
+        assert excess < sum(lengths), (
+            f"a prompt of {sum(lengths)} tokens has no room beside the server's overhead"
+        )
         for i in reversed(range(len(lengths))):
             cut = min(excess, lengths[i])
             lengths[i] -= cut
@@ -109,7 +112,7 @@ class Composer:
         return [*map(int, head), *self._ids[start : start + count - len(head)].tolist()]
 
     def _draw(self, segment: Segment, count: int) -> tuple[list[str | int], int]:
-        """The segment's own first words, and where its slice of the long text begins."""
+        """The first words of the segment, and where its slice of the long text begins."""
         assert count <= _LONG, f"a segment of {count} words is longer than {_LONG}"
         number = xxhash.xxh3_128_intdigest(repr(segment.seed).encode())
         number, start = divmod(number, _LONG)

@@ -1,11 +1,12 @@
 """When sessions start: pure functions of a specification and a seed.
 
-Every client process computes the whole schedule and takes its own share of it, so nothing needs to be sent.
-A closed loop has no schedule: a user starts its next session when the last one ended.
+Every client process computes the whole schedule and takes its share of it. A closed loop has no schedule: a
+user starts its next session when the last one ended.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Literal
@@ -19,9 +20,9 @@ ArrivalKind = Literal["poisson", "constant", "gamma", "ramp"]
 class Arrivals(msgspec.Struct, frozen=True):
     """An open loop of `rate` sessions a second.
 
-    `gamma` draws gaps with shape `burstiness`: 1 is Poisson, less is burstier, more is smoother (the meaning
-    of vLLM's `--burstiness`). `ramp` is a Poisson process whose rate goes evenly from `rate` to `ramp_to`
-    within `ramp_seconds` and stays there.
+    `gamma` draws gaps with the shape `burstiness`, as vLLM's `--burstiness`: 1 is Poisson, less is burstier,
+    more is smoother. `ramp` is a Poisson process. Its rate changes evenly from `rate` to `ramp_to` within
+    `ramp_seconds` and stays there.
     """
 
     kind: ArrivalKind
@@ -33,7 +34,7 @@ class Arrivals(msgspec.Struct, frozen=True):
     def times(self, seed: int) -> Iterator[float]:
         """Seconds since the start of the run, ascending, without end."""
         if self.kind == "constant":
-            yield from (k / self.rate for k in _naturals())
+            yield from (k / self.rate for k in itertools.count())
         now = 0.0
         for gap in _unit_gaps(seed, self.burstiness if self.kind == "gamma" else 1.0):
             now += gap
@@ -56,13 +57,6 @@ class Arrivals(msgspec.Struct, frozen=True):
             case "ramp":
                 return f"ramp {self.rate:g} → {self.ramp_to:g}/s in {self.ramp_seconds:g} s"
         return f"{self.kind} {self.rate:g}/s"
-
-
-def _naturals() -> Iterator[int]:
-    k = 0
-    while True:
-        yield k
-        k += 1
 
 
 def _unit_gaps(seed: int, shape: float) -> Iterator[float]:

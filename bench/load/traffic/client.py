@@ -1,7 +1,7 @@
-"""Sends a share of the load and reads the answers: one event loop, one client process.
+"""Sends a share of the load and reads the answers, in one event loop of one client process.
 
-The share of client `i` of `n` are the sessions i, i+n, i+2n, …, in an open loop at their scheduled times,
-in a closed loop by the client's share of the users, one session after another.
+Client `i` of `n` sends the sessions i, i+n, i+2n, …. In an open loop it sends them at their scheduled times.
+In a closed loop its share of the users sends them one after another.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from bench.load.target.tokenization import Composer, Tokenization
 from bench.load.traffic.arrivals import Arrivals
 from bench.load.traffic.workload import Session, Turn, Workload
 
-# uvloop's timers have a resolution of 1 ms: sleep until shortly before, then let the loop turn until it is
-# time.
+# Timers of uvloop have a resolution of 1 ms. So sleep until shortly before, then poll.
 _SPIN_SECONDS = 0.002
 
 
 class ClientConfig(msgspec.Struct, frozen=True, tag=True):
-    """What one client of `clients` does. `arrivals` None: a closed loop, or the times of a trace.
+    """What one client does.
 
-    `concurrency` are the users of a closed loop, or the most requests in flight of an open one; 0 is no
-    limit.
+    Attributes:
+        index, clients: this is client `index` of `clients`.
+        arrivals: None for a closed loop, or for the times of a trace.
+        concurrency: the users of a closed loop, or the most requests in flight of an open one; 0: no limit.
+        duration, timeout, drain: seconds.
     """
 
     index: int
@@ -57,7 +59,7 @@ class ClientConfig(msgspec.Struct, frozen=True, tag=True):
 
 
 class Client:
-    """`run` until done. `emit` gets every record, once, when its request has ended."""
+    """`run` it once. `emit` gets every record once, when its request has ended."""
 
     def __init__(self, config: ClientConfig, emit: Callable[[Record], None]) -> None:
         self.sent = 0
@@ -65,14 +67,15 @@ class Client:
         self._config = config
         self._composer = Composer(config.tokenization)
         self._emit = emit
-        self._cut = Failure.INTERRUPTED  # what a cancelled request is called
+        self._cut = Failure.INTERRUPTED  # the failure of a cancelled request
         self._tasks: set[asyncio.Task[None]] = set()
         self._start = 0.0
         limited = config.concurrency and not self._is_closed_loop
         self._slots = asyncio.Semaphore(config.users) if limited else None
 
     async def run(self, start: float, stop: asyncio.Event) -> None:
-        """From `start` (time.monotonic) until all is sent and answered, the drain time is over, or `stop`."""
+        """From `start` (time.monotonic) until everything is answered, the drain time is over, or `stop` is
+        set."""
         self._start = start
         async with new_http_session(self._config.timeout) as http:
             sending = asyncio.create_task(self._closed(http) if self._is_closed_loop else self._open(http))
@@ -109,18 +112,18 @@ class Client:
                 due = next(at for i, at in times if i == index)
             if config.duration is not None and due >= config.duration:
                 return
-            # The first body is made before it is due: composing 2000 tokens takes a while.
+            # Make the first body before it is due: composing 2,000 tokens takes time.
             body = self._body(session.turns[0], [])
             await self._sleep_until(due)
             self._spawn(self._session(http, index, session, due, body))
 
     async def _closed(self, http: aiohttp.ClientSession) -> None:
-        """The users share one row of sessions, so that none runs dry while another has a backlog."""
+        """The users take sessions from one common sequence, so that no user runs out of sessions."""
         mine = self._mine()
         await self._sleep_until(0.0)
         users = [asyncio.create_task(self._user(http, mine)) for _ in range(self._config.users)]
         self._tasks.update(users)
-        # Sending is over when the first user finds nothing more to send, or at the end of the duration.
+        # Sending ends when the first user finds no more sessions, or at the end of the duration.
         if users:
             await asyncio.wait(users, timeout=self._config.duration, return_when=asyncio.FIRST_COMPLETED)
 
@@ -149,7 +152,7 @@ class Client:
     async def _session(
         self, http: aiohttp.ClientSession, index: int, session: Session, due: float, body: bytes
     ) -> None:
-        """All turns in order; the first failure ends the session, since the next turn needs its answer."""
+        """Sends all turns in order. A failure ends the session, since the next turn needs the answer."""
         config = self._config
         name = f"{config.run_id}-{index}" if config.workload.keeps_sessions else ""
         history: list[tuple[Turn, str]] = []
@@ -198,7 +201,7 @@ class Client:
             raise
 
     def _body(self, turn: Turn, history: list[tuple[Turn, str]]) -> bytes:
-        """The request's JSON: the turn after all that was said before."""
+        """The JSON of the request: the turn after its history."""
         target = self._config.target
         if not history:
             prompt = turn.text or self._composer.compose(turn.segments)
@@ -222,12 +225,12 @@ class Client:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Tasks that broke stay, so that `_drain` meets their exception."""
+        """Keeps tasks with an exception, so that `_drain` raises it."""
         if task.cancelled() or task.exception() is None:
             self._tasks.discard(task)
 
     async def _sleep_until(self, due: float) -> None:
-        while (remaining := due - self._now()) > 0:  # noqa: ASYNC110 - no event, a time
+        while (remaining := due - self._now()) > 0:  # noqa: ASYNC110 - waits for a time, not for an event
             await asyncio.sleep(remaining - _SPIN_SECONDS if remaining > _SPIN_SECONDS else 0)
 
 

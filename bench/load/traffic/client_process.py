@@ -1,7 +1,7 @@
 """A client process: `python -m bench.load.traffic.client_process`, started by `fleet`.
 
-Life: config from stdin → Ready → Start → records on stdout as requests end → Load → exit. It ends at once if
-stdin does: then the parent has died.
+Life: read the configuration from stdin → write Ready → read Start → write a record for each request that ends
+→ write Load → exit. If stdin ends, the parent has died, and the process ends at once.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
-    # The transport buffers without bound: a parent that is slow to read must not stop the clock here.
+    # The transport buffers without bound: a parent that reads slowly must not delay the load.
     transport, output = await loop.connect_write_pipe(_Output, sys.stdout.buffer)
 
     config = await _command(reader)
     assert isinstance(config, ClientConfig)
     client = Client(config, lambda record: transport.write(frame(Finished(record))))
-    # Long pauses of the collector would be measured as the server's: many short ones instead.
+    # A long pause of the garbage collector would count as the server's. So collect often and briefly.
     gc.collect()
     gc.freeze()
     gc.set_threshold(150, 1000, 100)
     transport.write(frame(Ready()))
     start = await _command(reader)
     if not isinstance(start, Start):
-        return  # stopped, or orphaned, before it began
+        return  # stopped before it began, or the parent has died
 
     stop = asyncio.Event()
     stalls: list[float] = []
@@ -97,7 +97,7 @@ async def _tell_progress(client: Client, transport: asyncio.WriteTransport) -> N
 
 
 def _waited() -> float:
-    """Seconds that this process was runnable and did not run (the scheduler's run delay)."""
+    """Seconds for which this process was ready to run and had no core (the scheduler's run delay)."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (FileNotFoundError, IndexError):
@@ -105,6 +105,6 @@ def _waited() -> float:
 
 
 if __name__ == "__main__":
-    # Ctrl-C is the parent's affair; it says Stop.
+    # The parent handles Ctrl-C and sends Stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     uvloop.run(main())

@@ -1,5 +1,6 @@
-"""Sessions from files: ShareGPT-style conversations and Mooncake's trace format. Pure; errors name file
-and line.
+"""Sessions from files: ShareGPT-style conversations, and traces in Mooncake's format.
+
+Errors name file and line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SAMPLE_CONVERSATIONS = SAMPLES / "sharegpt.json"
 MOONCAKE_BLOCK = 512  # tokens of one hash id (Mooncake, FAST 2025)
 
 _USERS, _ASSISTANTS = {"human", "user"}, {"gpt", "assistant", "chatgpt", "bing", "bard"}
-_BLOCK, _TAIL = 101, 102  # what a seed is for
+_BLOCK, _TAIL = 101, 102  # uses of a seed
 
 
 class _Said(msgspec.Struct):
@@ -33,9 +34,7 @@ class _Conversation(msgspec.Struct):
 
 
 class TraceLine(msgspec.Struct):
-    """One request of Mooncake's trace: when, how long, and which blocks of its prompt it shares with
-    others.
-    """
+    """One request of a trace: when it was sent, its lengths, and the hash ids of its prompt's blocks."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]  # ms
     input_length: Annotated[int, msgspec.Meta(ge=1)]
@@ -44,19 +43,19 @@ class TraceLine(msgspec.Struct):
 
 
 class Exchange(NamedTuple):
-    """A prompt and the answer it got at the time, whose length is asked for again."""
+    """A prompt and its recorded answer. The load test asks for an answer of the same length."""
 
     prompt: str
     reply: str
 
 
 def resolve(path: Path) -> Path:
-    """`sample` is the one that comes with Baton, unless a file is called so."""
+    """The path itself; `sample` is the file that comes with Baton, unless a file has that name."""
     return SAMPLE_CONVERSATIONS if path == Path("sample") and not path.exists() else path
 
 
 def read_conversations(path: Path, count: int, turns: int, seed: int) -> list[list[Exchange]]:
-    """Up to `count` conversations in random order, of up to `turns` exchanges each."""
+    """Up to `count` conversations in random order, each with up to `turns` exchanges."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
     except (OSError, msgspec.DecodeError) as e:
@@ -72,7 +71,7 @@ def read_conversations(path: Path, count: int, turns: int, seed: int) -> list[li
 
 
 def _exchanges(conversation: _Conversation) -> Iterator[Exchange]:
-    """Questions that are followed by their answer; the first that is not ends the conversation."""
+    """The questions with an answer. The first question without one ends the conversation."""
     said = [s for s in conversation.conversations if s.speaker in _USERS | _ASSISTANTS]
     if said and said[0].speaker in _ASSISTANTS:
         said = said[1:]
@@ -85,7 +84,7 @@ def _exchanges(conversation: _Conversation) -> Iterator[Exchange]:
 def conversation_sessions(
     conversations: Sequence[Sequence[Exchange]], reply_tokens: Sequence[int]
 ) -> tuple[Session, ...]:
-    """`reply_tokens`: the length of every reply, in order."""
+    """`reply_tokens`: the length of every reply of all conversations, in order."""
     lengths = iter(reply_tokens)
     return tuple(
         Session(tuple(Turn(output_tokens=max(1, next(lengths)), text=e.prompt) for e in conversation))
@@ -94,13 +93,13 @@ def conversation_sessions(
 
 
 def read_trace(path: Path) -> list[TraceLine]:
-    """In order of time."""
+    """The requests in order of time."""
     decoder = msgspec.json.Decoder(TraceLine)
     lines: list[TraceLine] = []
     number = 0
     try:
         with path.open("rb") as file:
-            for number, text in enumerate(file, 1):  # noqa: B007 - names the line in the error
+            for number, text in enumerate(file, 1):  # noqa: B007 - the error names the line
                 if text.strip():
                     lines.append(decoder.decode(text))
     except OSError as e:
@@ -118,9 +117,10 @@ def read_trace(path: Path) -> list[TraceLine]:
 def trace_sessions(
     lines: Sequence[TraceLine], *, seed: int, block: int, length_scale: float, least_input: int
 ) -> tuple[Session, ...]:
-    """Requests with the trace's lengths, times and shared blocks.
+    """Sessions of one request with the lengths, times and shared blocks of the trace.
 
-    `length_scale` scales blocks, inputs and outputs alike, so that what is shared stays the same share.
+    `length_scale` scales blocks, inputs and outputs alike, so that the shared part of a prompt keeps its
+    share.
     """
     scaled_block = max(1, round(block * length_scale))
     first = lines[0].timestamp
@@ -145,8 +145,9 @@ def trace_sessions(
 
 
 def _segments(ids: Sequence[int], length: int, block: int, seed: int, index: int) -> tuple[Segment, ...]:
-    """A whole block for each id while they fit. What is left is a cut block, or without an id nobody
-    else's.
+    """A whole block for each id that fits.
+
+    The rest is a part of the next block, or unique if there is none.
     """
     whole, left = divmod(length, block)
     segments = [Segment((seed, _BLOCK, i), block) for i in ids[:whole]]

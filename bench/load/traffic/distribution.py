@@ -1,6 +1,4 @@
-"""Lengths and think times as users write them: `128`, `uniform:100,200`, `normal:500,100`,
-`lognormal:800,0.6`.
-"""
+"""Lengths and think times as users write them: `128`, `uniform:100,200`, `lognormal:800,0.6`, …"""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ _ARGUMENTS = {"fixed": 1, "uniform": 2, "normal": 2, "lognormal": 2, "exponentia
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Non-negative numbers. `kind` says what `parameters` mean; see `SYNTAX`."""
+    """A distribution of non-negative numbers. `SYNTAX` says what the parameters of each kind mean."""
 
     kind: str
     parameters: tuple[float, ...]
 
     @classmethod
     def parse(cls, text: str, option: str) -> Distribution:
-        """Raises ValueError that names `option`, the flag the text was given to."""
+        """Raises ValueError that names `option`, the flag with this text."""
         kind, colon, rest = text.strip().partition(":")
         if not colon:
             kind, rest = "fixed", kind
@@ -53,14 +51,14 @@ class Distribution(msgspec.Struct, frozen=True):
         raise AssertionError(f"unknown distribution {self.kind}")
 
     def draw_length(self, rng: np.random.Generator, least: int = 1) -> int:
-        """A whole number of tokens; both ends of `uniform` are as likely as what lies between."""
+        """A whole number of tokens. Both ends of `uniform` are as likely as the numbers between."""
         if self.kind == "uniform":
             return max(least, int(rng.integers(round(self.parameters[0]), round(self.parameters[1]) + 1)))
         return max(least, round(self.draw(rng)))
 
     @property
     def least(self) -> float:
-        """The smallest number that can come out."""
+        """The smallest possible number."""
         return self.parameters[0] if self.kind in ("fixed", "uniform") else 0.0
 
     def __str__(self) -> str:

@@ -14,23 +14,23 @@ from bench.load.target.record import Failure, Record
 from bench.load.traffic.client import ClientConfig
 from bench.load.traffic.wire import Finished, Load, Progress, Ready, Start, Stop, frame, messages, read_frame
 
-_HEADSTART_SECONDS = 0.2  # between the word to start and the start, for all clients to hear it
+_HEADSTART_SECONDS = 0.2  # from the Start message to the start, so that all clients get it in time
 _STOP_SECONDS = 10.0
 REFUSALS, REFUSED_SECONDS = 20, 1.0
 _REFUSED = (Failure.REFUSED, Failure.UNREACHABLE, Failure.HTTP)
 
 
 class Refusals:
-    """The refused requests since the last one that was served, of all clients."""
+    """Counts the requests of all clients that were refused since the last success."""
 
     def __init__(self) -> None:
         self._count = 0
         self._since = 0.0
 
     def are_hopeless(self, record: Record) -> bool:
-        """Whether, with this record, there were `REFUSALS` in a row during `REFUSED_SECONDS`.
+        """Whether `REFUSALS` requests in a row, over at least `REFUSED_SECONDS`, were refused.
 
-        Then the server is down, or it needs another key, model or load: more requests only disturb it.
+        Then the server is down, or it needs another key, model or load. More requests would not help.
         """
         if record.failure not in _REFUSED:
             self._count = 0
@@ -43,14 +43,15 @@ class Refusals:
 
 @dataclass(slots=True)
 class Harvest:
-    """Everything that came back.
+    """What the client processes reported.
 
     Attributes:
-        refused: what the last refusal said, if the run was stopped because of refusals.
-        died: why a client process ended before it had reported all.
+        started, ended: time.monotonic().
+        refused: the text of the last refusal, if refusals stopped the run.
+        died: a line for each client process that ended early.
     """
 
-    started: float = 0.0  # time.monotonic()
+    started: float = 0.0
     ended: float = 0.0
     records: list[Record] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Harvest:
 
 
 class Fleet:
-    """One process for each configuration. `run` once; `stop` from a signal handler ends it early."""
+    """One process for each configuration. `run` it once. A signal handler may call `stop`."""
 
     def __init__(self, configs: Sequence[ClientConfig]) -> None:
         self.harvest = Harvest()
@@ -78,7 +79,7 @@ class Fleet:
             ready = [await read_frame(_out(p)) for p in self._processes]
             if not self._stopping:
                 assert all(data and isinstance(messages.decode(data), Ready) for data in ready), (
-                    "a client process could not start; its message is above"
+                    "a client process could not start; see its message above"
                 )
             self.harvest.started = time.monotonic() + _HEADSTART_SECONDS
             self._tell(Start(self.harvest.started))
@@ -118,12 +119,12 @@ class Fleet:
             elif isinstance(message, Load):
                 harvest.loads.append(message)
                 return
-        # A client that was stopped before it started has nothing to report.
+        # A client that was stopped before its start reports nothing.
         if not (self._stopping and index not in harvest.sent):
             harvest.died.append(f"client process {index} died ({await process.wait()})")
 
     async def _end(self) -> None:
-        """Every process is gone when this returns: they end when their stdin does, or else are killed."""
+        """Ends all processes. A process ends when its stdin does; later it is killed."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -136,7 +137,7 @@ class Fleet:
 
 
 async def _spawn(config: ClientConfig) -> asyncio.subprocess.Process:
-    # Found from wherever `baton bench` was started, installed or not.
+    # The package is found in any working directory, installed or not.
     root = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     process = await asyncio.create_subprocess_exec(
@@ -144,7 +145,7 @@ async def _spawn(config: ClientConfig) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,  # a Ctrl-C at the terminal reaches the parent alone
+        start_new_session=True,  # Ctrl-C at the terminal reaches only the parent
     )  # fmt: skip
     assert process.stdin is not None
     process.stdin.write(frame(config))

@@ -1,4 +1,4 @@
-"""What parent and client processes say to each other: length-prefixed msgpack over stdin and stdout."""
+"""The messages between parent and client processes: length-prefixed msgpack over stdin and stdout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """End now; requests in flight are `interrupted`."""
+    """End now. Requests in flight get the failure `interrupted`."""
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -35,10 +35,11 @@ class Finished(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, tag=True):
-    """How busy a client process was while the run lasted. Seconds.
+    """How busy a client process was during the run, in seconds.
 
-    `stalls` are the latenesses of the event loop's timer, one every `STALL_PERIOD`; `waited` the time the
-    process was ready to run but had no core (Linux only, otherwise 0).
+    Attributes:
+        waited: the process was ready to run and had no core (Linux only, otherwise 0).
+        stalls: how late a timer of the event loop was, every `STALL_PERIOD`.
     """
 
     elapsed: float

@@ -1,12 +1,10 @@
 """What is sent: sessions of one or more turns, as a pure function of their index.
 
-`Synthetic` draws sessions from distributions; `Listed` carries what a data set or a trace says. Both give the
-same session for the same index in every process.
+`Synthetic` draws sessions from distributions. `Listed` holds the sessions of a data set or a trace. Both give
+the same session for an index in every process.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -17,14 +15,13 @@ from bench.load.traffic.distribution import Distribution
 PRESETS = {"2000/150": ("2000", "150"), "256/64": ("256", "64")}  # input, output tokens
 DEFAULT_PRESET = "256/64"
 
-_LENGTHS, _UNIQUE, _PREFIX = range(3)  # what a seed is for
+_LENGTHS, _UNIQUE, _PREFIX = range(3)  # uses of a seed
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """One request. Its prompt is `text`, or else `segments`; in a later turn all that went before precedes
-    it.
+    """One request. Its prompt is `text` or `segments`. In a later turn the history precedes it.
 
-    `think_seconds` lie between the end of the last answer and the intended send time of this turn.
+    `think_seconds` is the time from the end of the last answer to the intended send time of this turn.
     """
 
     output_tokens: int
@@ -34,21 +31,20 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def input_tokens(self) -> int:
-        """As asked for; 0 where the prompt is a text, which only the server can count."""
+        """0 for a text, which only the server can count."""
         return sum(s.length for s in self.segments)
 
 
 class Session(msgspec.Struct, frozen=True, array_like=True):
-    """Turns that follow each other. `at` is the start in seconds of a trace; others start as `arrivals`
-    say.
-    """
+    """Turns that follow each other. `at` is the start in a trace, in seconds; else `arrivals` decides."""
 
     turns: tuple[Turn, ...]
     at: float = 0.0
 
 
 class Synthetic(msgspec.Struct, frozen=True, tag=True):
-    """Sessions without end. `prefix_len` of the input tokens are common to one of `prefix_groups` groups."""
+    """An endless sequence. `prefix_len` input tokens are common to all sessions of one of `prefix_groups`
+    groups."""
 
     seed: int
     input_len: Distribution
@@ -86,7 +82,7 @@ class Synthetic(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listed(msgspec.Struct, frozen=True, tag=True):
-    """Given sessions. `timed`: sent once, at their own `at`; otherwise over and over, as `arrivals` say."""
+    """Given sessions. If `timed`, each is sent once at its `at`. Else they are sent again and again."""
 
     sessions: tuple[Session, ...]
     timed: bool = False
@@ -104,12 +100,3 @@ class Listed(msgspec.Struct, frozen=True, tag=True):
 
 
 Workload = Synthetic | Listed
-
-
-def mean_lengths(sessions: Sequence[Session]) -> tuple[float, float]:
-    """Mean input and output tokens of a turn, as asked for."""
-    turns = [turn for session in sessions for turn in session.turns]
-    return (
-        sum(t.input_tokens for t in turns) / len(turns),
-        sum(t.output_tokens for t in turns) / len(turns),
-    )
