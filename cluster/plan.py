@@ -67,7 +67,8 @@ class Plan:
     @property
     def url(self) -> str:
         """The URL at which clients on this machine reach the router."""
-        host = "127.0.0.1" if self.front.host in ("", "0.0.0.0", "::") else self.front.host
+        everywhere = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not listened on
+        host = "127.0.0.1" if self.front.host in everywhere else self.front.host
         scheme = "http" if self.front.ssl_certfile is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.front.port}"
 

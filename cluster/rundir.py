@@ -35,7 +35,7 @@ class RunDir:
         if parent is None:
             parent = Path(tempfile.gettempdir())
             if len(os.fsencode(parent)) > MAX_PARENT:
-                parent = Path("/tmp")
+                parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a private directory in it
         parent = parent.absolute()
         if len(os.fsencode(parent)) > MAX_PARENT:
             raise ValueError(

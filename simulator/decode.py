@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from router.policy import DecodeLoad
 
@@ -54,77 +55,91 @@ def simulate(
     A router reserves before it confirms. If the worker is full, the router asks the next worker. If no worker
     has room, the request waits for a report or for the end of another request.
     """
-    rng = random.Random(seed)
-    pools = [DecodeWorker(str(i)) for i in range(workers)]
-    views = [[DecodeLoad(w.name, BLOCK, POOL, SEATS, POOL) for w in pools] for _ in range(routers)]
-    waiting: list[list[int]] = [[] for _ in range(routers)]
-    outcome = DecodeOutcome()
-    order = itertools.count()
-    events: list[tuple[float, int, Callable[[float], None]]] = []
+    pool = _Pool(policy, workers, routers, requests, random.Random(seed))
+    mean_blocks = 2_250 / BLOCK + 0.5
+    pool.run(rate=fill * workers * POOL / (mean_blocks * 11))
+    return pool.outcome
 
-    def at(when: float, event: Callable[[float], None]) -> None:
-        heapq.heappush(events, (when, next(order), event))
 
-    def ask(router: int, tokens: int, now: float) -> bool:
-        while (chosen := policy(views[router], tokens=tokens, rng=rng)) is not None:
-            worker, load = pools[int(chosen)], views[router][int(chosen)]
+class _Pool:
+    """The workers, each router's view of them and its waiting requests, and the events to come."""
+
+    def __init__(
+        self, policy: DecodePolicy, workers: int, routers: int, requests: int, rng: random.Random
+    ) -> None:
+        self.outcome = DecodeOutcome()
+        self._policy, self._requests, self._rng = policy, requests, rng
+        self._workers = [DecodeWorker(str(i)) for i in range(workers)]
+        self._views = [
+            [DecodeLoad(w.name, BLOCK, POOL, SEATS, POOL) for w in self._workers] for _ in range(routers)
+        ]
+        self._waiting: list[list[int]] = [[] for _ in range(routers)]
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+
+    def run(self, rate: float) -> None:
+        """`rate`: requests a second."""
+        last = 0.0
+        for _ in range(self._requests):
+            last += self._rng.expovariate(rate)
+            self._at(last, self._arrive)
+        for worker in self._workers:
+            self._at(self._rng.random(), partial(self._report, worker))
+        self._at(0.0, partial(self._look, last))
+        while self._events:
+            now, _, event = heapq.heappop(self._events)
+            event(now)
+        assert all(worker.free == POOL and not worker.running for worker in self._workers)
+
+    def _at(self, when: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), event))
+
+    def _ask(self, router: int, tokens: int, now: float) -> bool:
+        """Whether a worker took the request."""
+        view, blocks = self._views[router], -(-tokens // BLOCK)
+        while (chosen := self._policy(view, tokens=tokens, rng=self._rng)) is not None:
+            worker, load = self._workers[int(chosen)], view[int(chosen)]
             load.sent(tokens)
-            blocks = -(-tokens // BLOCK)
-            if blocks > worker.free or worker.running >= SEATS:
-                outcome.refused += 1
-                load.ended(tokens)
-                load.full = True
-                continue
-            worker.free -= blocks
-            worker.running += 1
-
-            def end(when: float) -> None:
-                worker.free += blocks  # noqa: B023 - the loop returns after this iteration
-                worker.running -= 1  # noqa: B023
-                load.ended(tokens)  # noqa: B023
-                outcome.served += 1
-                offer(router, when)
-
-            at(now + rng.uniform(2, 20), end)
-            return True
+            if blocks <= worker.free and worker.running < SEATS:
+                worker.free -= blocks
+                worker.running += 1
+                self._at(now + self._rng.uniform(2, 20), partial(self._end, router, int(chosen), tokens))
+                return True
+            self.outcome.refused += 1
+            load.ended(tokens)
+            load.full = True
         return False
 
-    def offer(router: int, now: float) -> None:
-        while waiting[router] and ask(router, waiting[router][0], now):
-            waiting[router].pop(0)
+    def _end(self, router: int, chosen: int, tokens: int, now: float) -> None:
+        worker = self._workers[chosen]
+        worker.free += -(-tokens // BLOCK)
+        worker.running -= 1
+        self._views[router][chosen].ended(tokens)
+        self.outcome.served += 1
+        self._offer(router, now)
 
-    def arrive(now: float) -> None:
-        router, tokens = rng.randrange(routers), rng.randint(500, 4_000)
-        if waiting[router] or not ask(router, tokens, now):
-            outcome.waited += 1
-            waiting[router].append(tokens)
+    def _offer(self, router: int, now: float) -> None:
+        waiting = self._waiting[router]
+        while waiting and self._ask(router, waiting[0], now):
+            waiting.pop(0)
 
-    def report(worker: DecodeWorker, now: float) -> None:
-        for router, loads in enumerate(views):
-            loads[int(worker.name)].reported(blocks_free=worker.free, running=worker.running)
-            offer(router, now)
-        if outcome.served < requests:
-            at(now + STATUS_INTERVAL, lambda now: report(worker, now))
+    def _arrive(self, now: float) -> None:
+        router, tokens = self._rng.randrange(len(self._views)), self._rng.randint(500, 4_000)
+        if self._waiting[router] or not self._ask(router, tokens, now):
+            self.outcome.waited += 1
+            self._waiting[router].append(tokens)
 
-    mean_blocks = 2_250 / BLOCK + 0.5
-    rate = fill * workers * POOL / (mean_blocks * 11)
-    when = 0.0
-    for _ in range(requests):
-        when += rng.expovariate(rate)
-        at(when, arrive)
-    for worker in pools:
-        at(rng.random(), lambda now, worker=worker: report(worker, now))
+    def _report(self, worker: DecodeWorker, now: float) -> None:
+        for router, view in enumerate(self._views):
+            view[int(worker.name)].reported(blocks_free=worker.free, running=worker.running)
+            self._offer(router, now)
+        if self.outcome.served < self._requests:
+            self._at(now + STATUS_INTERVAL, partial(self._report, worker))
 
-    def look(now: float) -> None:
-        used = [1 - w.free / POOL for w in pools]
+    def _look(self, last: float, now: float) -> None:
+        """Measures until the last request arrives."""
+        used = [1 - worker.free / POOL for worker in self._workers]
         if now > 12:
-            outcome.above_mean.append(max(used) - sum(used) / workers)
-        if now + 0.5 < when:
-            at(now + 0.5, look)
-
-    at(0.0, look)
-    while events:
-        now, _, event = heapq.heappop(events)
-        event(now)
-    assert all(worker.free == POOL and not worker.running for worker in pools)
-    return outcome
+            self.outcome.above_mean.append(max(used) - sum(used) / len(used))
+        if now + 0.5 < last:
+            self._at(now + 0.5, partial(self._look, last))

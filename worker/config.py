@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Role = Literal["prefill", "decode"]
 
 _SIOCGIFADDR = 0x8915
-_WILDCARDS = ("", "0.0.0.0", "::", "[::]")
+_WILDCARDS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - compared, not listened on
 # A socket path (sun_path) has 108 bytes with its terminating zero. `worker.ipc` appends this suffix to
 # run_dir.
 _MAX_RUN_DIR = 107 - len("/baton-XXXXXXXX/engine")
@@ -119,6 +119,18 @@ class WorkerConfig:
         ):
             if not 0 <= port <= 65_535:
                 raise ValueError(f"{flag}: {port} is not a port (1 to 65535, or 0 to have one chosen)")
+        from kv_transfer.heartbeat import MAX_STEP_IDS  # late: `baton --help` imports this module
+
+        most = MAX_STEP_IDS // 2  # two steps may be under way
+        if self.engine.max_num_seqs > most:
+            raise ValueError(f"--max-num-seqs: {self.engine.max_num_seqs} is above {most}")
+        if self.run_dir is not None and len(str(Path(self.run_dir).absolute()).encode()) > _MAX_RUN_DIR:
+            raise ValueError(
+                f"--run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at most)"
+            )
+        self._check_transfer()
+
+    def _check_transfer(self) -> None:
         if not 1 <= self.kv_lanes <= 64:
             raise ValueError(f"--kv-lanes: {self.kv_lanes} is out of range (1 to 64)")
         if self.kv_slot_bytes % 4096 or not 1 << 16 <= self.kv_slot_bytes <= 1 << 26:
@@ -130,11 +142,6 @@ class WorkerConfig:
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
                 "lanes, at most 65536)"
             )
-        from kv_transfer.heartbeat import MAX_STEP_IDS  # late: `baton --help` imports this module
-
-        most = MAX_STEP_IDS // 2  # two steps may be under way
-        if self.engine.max_num_seqs > most:
-            raise ValueError(f"--max-num-seqs: {self.engine.max_num_seqs} is above {most}")
         for source in self.kv_bind:
             _check_source(source)
         if self.kv_host in _WILDCARDS:
@@ -143,10 +150,6 @@ class WorkerConfig:
                 "address of the network that carries KV"
             )
         self.kv_address()  # a wrong --kv-host must fail before the weights are loaded
-        if self.run_dir is not None and len(str(Path(self.run_dir).absolute()).encode()) > _MAX_RUN_DIR:
-            raise ValueError(
-                f"--run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at most)"
-            )
 
     @property
     def name(self) -> str:

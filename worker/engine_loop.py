@@ -164,24 +164,13 @@ def loop(role: Role, parts: Parts) -> None:
         elif idle and not readable:
             parts.trace.flush()
         for message in link.receive_all():
-            match message:
-                case messages.Stop():
-                    parts.attempts.fail_all(Code.DRAINING, "the worker shuts down")
-                    link.send(messages.Stopped())
-                    link.wait_for_exit()
-                    role.shutdown()
-                    return
-                case messages.AskStatus():
-                    idle = engine.idle and role.empty
-                    link.send(messages.EngineStatus(message.question, engine.stats(), parts.counts, idle))
-                case messages.Cancel():
-                    if parts.attempts.owned(message.stream, message.attempt_id):
-                        role.cancel(message.attempt_id)
-                case messages.CancelStream():
-                    for attempt_id in parts.attempts.of(message.stream):
-                        role.cancel(attempt_id)
-                case _:
-                    role.handle(message)
+            if isinstance(message, messages.Stop):
+                parts.attempts.fail_all(Code.DRAINING, "the worker shuts down")
+                link.send(messages.Stopped())
+                link.wait_for_exit()
+                role.shutdown()
+                return
+            _handle(message, role, parts)
         role.move_kv(engine.rest if engine.waits_for_device else math.inf)
         result = engine.step() if engine.has_work and not engine.rest else None
         if (changed := parts.cached_chunks.take()) is not None:
@@ -194,6 +183,23 @@ def loop(role: Role, parts: Parts) -> None:
         parts.attempts.flush()
         if not engine.waits_for_device:
             parts.heartbeat.tick()
+
+
+def _handle(message: ToEngine, role: Role, parts: Parts) -> None:
+    """Handles a message of the service process that does not end the loop."""
+    match message:
+        case messages.AskStatus():
+            engine = role.engine
+            idle = engine.idle and role.empty
+            parts.link.send(messages.EngineStatus(message.question, engine.stats(), parts.counts, idle))
+        case messages.Cancel():
+            if parts.attempts.owned(message.stream, message.attempt_id):
+                role.cancel(message.attempt_id)
+        case messages.CancelStream():
+            for attempt_id in parts.attempts.of(message.stream):
+                role.cancel(attempt_id)
+        case _:
+            role.handle(message)
 
 
 def _ready(engine: Engine) -> messages.EngineReady:

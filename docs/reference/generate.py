@@ -125,16 +125,10 @@ def type_of(schema: Schema) -> str:
     kind = schema.get("type", "any")
     if kind == "array":
         return f"array of ({type_of(schema.get('items', {}))}){bounds(schema, 'Items')}"
-    if kind == "string":
-        return kind + bounds(schema, "Length")
-    if kind == "object":
-        values = schema.get("additionalProperties")
-        return (
-            f"object of ({type_of(values)}){bounds(schema, 'Properties')}"
-            if isinstance(values, dict)
-            else kind
-        )
-    return kind + bounds(schema, "imum")
+    values = schema.get("additionalProperties")
+    if kind == "object" and isinstance(values, dict):
+        return f"object of ({type_of(values)}){bounds(schema, 'Properties')}"
+    return kind + bounds(schema, "Length" if kind == "string" else "imum")
 
 
 def bounds(schema: Schema, what: str) -> str:

@@ -1,7 +1,7 @@
 """Reads `config.json` of Hugging Face transformers, versions 4 and 5."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,10 @@ def model_config_from_hf(
     architecture = str(named[0] if isinstance(named, list) else named)
     model_class(architecture, source)
 
-    def refuse(what: str) -> None:
+    # transformers 5 has both rope settings in one dictionary, older versions have two keys.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for what in _not_supported(config, rope):
         raise ValueError(f"{source}: {what} is not supported")
-
-    if config.get("quantization_config") is not None:
-        refuse("quantization_config (a quantized checkpoint)")
-    if config.get("hidden_act", "silu") != "silu":
-        refuse(f"hidden_act {config['hidden_act']!r}")
-    if config.get("mlp_bias"):
-        refuse("mlp_bias")
 
     def integer(name: str, default: int | None = None) -> int:
         value = config.get(name)
@@ -49,12 +44,6 @@ def model_config_from_hf(
     has_window = config.get("sliding_window") and config.get("use_sliding_window", True)
     if has_window and integer("sliding_window") < context:
         context = window = integer("sliding_window")
-    # transformers 5 has both rope settings in one dictionary, older versions have two keys.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        refuse(f"rope scaling {rope!r}")
-    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        refuse("partial_rotary_factor")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int for token in eos_ids):
@@ -80,6 +69,19 @@ def model_config_from_hf(
     )
     shape.check(source)
     return shape
+
+
+def _not_supported(config: Mapping[str, Any], rope: Any) -> Iterator[str]:
+    if config.get("quantization_config") is not None:
+        yield "quantization_config (a quantized checkpoint)"
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act {config['hidden_act']!r}"
+    if config.get("mlp_bias"):
+        yield "mlp_bias"
+    if not isinstance(rope, Mapping):
+        yield f"rope scaling {rope!r}"
+    elif config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        yield "partial_rotary_factor"
 
 
 def _rope_scaling(rope: Mapping[str, Any], number: Callable[[str], float], source: str) -> RopeScaling | None:
