@@ -1,4 +1,4 @@
-"""A real router over fake workers, and clients for it."""
+"""A real router with fake workers, and HTTP clients for it."""
 
 import asyncio
 import contextlib
@@ -63,22 +63,22 @@ class Cluster:
         return [w for w in self.workers if w.role == pb.ROLE_DECODE]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """For what the router does by itself, and nobody else sees."""
+        """Polls for a state of the router that no event announces."""
         async with asyncio.timeout(10):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def heard(self, prefill_id: bytes) -> None:
-        """The router has this prefill's token: real KV comes later than that, fake KV might overtake it.
+        """Waits until the router has the prefill's token. Real KV comes later; fake KV might come earlier.
 
-        Then usage would miss what only prefill knows: how much was cached.
+        Then `usage` would miss the number of cached tokens, which only prefill reports.
         """
         connections = self.router.services.pool.connections
         while any((attempt := c.attempts.get(prefill_id)) and attempt.work for c in connections):  # noqa: ASYNC110
             await asyncio.sleep(0.0002)
 
     async def idle(self) -> None:
-        """Nothing is left anywhere in the router: no attempt, no waiter, no token that waits."""
+        """Waits until the router holds no attempt, no waiting generation and no waiting token."""
         services = self.router.services
         await self.until(
             lambda: (
@@ -105,7 +105,7 @@ class Cluster:
         return answer
 
     async def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """The parsed events of a stream, without [DONE], which must be the last."""
+        """Returns the events of a stream without [DONE], which must be the last."""
         async with self.http.post(self.url + path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             raw = (await response.read()).decode()

@@ -1,4 +1,4 @@
-"""What waits for its turn, in which order, and how much of it may wait."""
+"""The admission queue: its bound, its order, and the shares of keys."""
 
 import contextlib
 import math
@@ -18,8 +18,8 @@ from router.policy import FreeCapacity
 
 
 @dataclass
-class Asker:
-    """Takes its turn while workers have free slots. The slots are shared."""
+class Generation:
+    """Takes its turn while workers have free slots. All generations share the slots."""
 
     turn: Turn
     name: str
@@ -57,12 +57,12 @@ def admitted(
         yield entry.turns(sizes, priority)
 
 
-def test_admission_is_bounded_in_tokens_and_gives_them_back():
+def test_waiting_tokens_are_bounded_and_given_back():
     clock = Clock()
     admission = Admission(1000, lambda: math.inf, clock=clock)
     with admitted(admission, no_limit(), [600, 300]) as turns:
         for turn in turns:
-            turn.wait(Asker(turn, "", []))
+            turn.wait(Generation(turn, "", []))
         with pytest.raises(Overloaded), admitted(admission, no_limit(), [200]):
             pass
         clock.now += 2
@@ -94,7 +94,7 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
             assert admission.waiting_tokens == 930
     with admission.enter(account, 800):
         assert account._left == 200, "no worker had the prompts of the first request"
-    assert account._left == 1000, "a request without turns costs nothing"
+    assert account._left == 1000, "a request that started no generation costs nothing"
     assert (admission.waiting_tokens, account.waiting_tokens, account.requests) == (0, 0, 0)
 
 
@@ -104,7 +104,7 @@ def test_a_request_larger_than_the_bound_is_served_alone():
         assert admission.waiting_tokens == 5000
 
 
-def test_the_drain_rate_is_of_the_last_seconds_in_which_something_waited():
+def test_the_drain_rate_covers_the_last_ten_seconds_with_waiting_tokens():
     clock = Clock()
     rate = DrainRate(clock)
     clock.now += 1000
@@ -122,8 +122,8 @@ def test_the_drain_rate_is_of_the_last_seconds_in_which_something_waited():
     assert rate.tokens_per_s() == 0
 
 
-class Gate:
-    """An admission over workers of which the test says how busy they are."""
+class Router:
+    """An admission queue in front of workers with a load that the test sets."""
 
     def __init__(self, *, shared: bool = False) -> None:
         self.window = math.inf
@@ -134,7 +134,7 @@ class Gate:
         self.admission = Admission(10**6, lambda: self.window, lambda: self.room, shared=shared)
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> "Gate":
+    def __enter__(self) -> "Router":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -142,182 +142,182 @@ class Gate:
         assert self.admission.waiting_tokens == self.admission._sent_tokens == 0
         assert len(self.admission.queue) == 0
 
-    def ask(self, account: Account, name: str, *, tokens: int = 100, priority: int = 0) -> Asker:
+    def ask(self, account: Account, name: str, *, tokens: int = 100, priority: int = 0) -> Generation:
         [turn] = self._stack.enter_context(admitted(self.admission, account, [tokens], priority))
-        asker = Asker(turn, name, self.started, self.slots, lambda: self.away)
-        turn.wait(asker)
-        return asker
+        generation = Generation(turn, name, self.started, self.slots, lambda: self.away)
+        turn.wait(generation)
+        return generation
 
     def new(self) -> list[str]:
-        """Those that started since it was asked."""
+        """Returns the generations that started since the last call."""
         started, self.started[:] = list(self.started), []
         return started
 
 
 def test_each_key_has_a_window_of_prompt_tokens():
-    """One key sends far more than the workers can take. The prompts of another key do not wait for it."""
+    """The prompts of one key do not wait for another key that sends more than the workers can compute."""
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
-    with Gate() as gate:
-        gate.window = 250.0
-        flooding = [gate.ask(flood, f"f{i}") for i in range(10)]
-        assert gate.new() == ["f0", "f1", "f2"], "the last one began below the window"
-        assert gate.admission.held_tokens == 700
-        gate.ask(other, "o0")
-        assert gate.new() == ["o0"]
-        urgent = gate.ask(flood, "urgent", priority=-1)
-        assert gate.new() == []
+    with Router() as router:
+        router.window = 250.0
+        flooding = [router.ask(flood, f"f{i}") for i in range(10)]
+        assert router.new() == ["f0", "f1", "f2"], "f2 started below the window, and exceeds it"
+        assert router.admission.held_tokens == 700
+        router.ask(other, "o0")
+        assert router.new() == ["o0"]
+        urgent = router.ask(flood, "urgent", priority=-1)
+        assert router.new() == []
         flooding[0].turn.generated()
-        assert gate.new() == ["urgent"]
+        assert router.new() == ["urgent"]
         flooding[1].turn.generated()
-        assert gate.new() == ["f3"]
-        flooding[4].turn.end()  # its client went: it never starts
+        assert router.new() == ["f3"]
+        flooding[4].turn.end()  # its client left before it started
         urgent.turn.end()
-        assert gate.new() == ["f5"], "and one that was at the workers makes room"
-        gate.window = math.inf  # workers came, or the last one went
-        gate.admission.dispatch()
-        assert gate.new() == ["f6", "f7", "f8", "f9"]
+        assert router.new() == ["f5"], "the urgent prompt at the workers ended"
+        router.window = math.inf  # as without workers
+        router.admission.dispatch()
+        assert router.new() == ["f6", "f7", "f8", "f9"]
 
 
 @given(st.lists(st.integers(0, 4), max_size=8))
-def test_room_is_given_in_order_of_arrival(offers: list[int]):
-    with Gate() as gate:
-        gate.slots[0] = 0
+def test_capacity_is_given_in_order_of_arrival(offers: list[int]):
+    with Router() as router:
+        router.slots[0] = 0
         for i in range(12):
-            gate.ask(no_limit(), str(i))
+            router.ask(no_limit(), str(i))
         for slots in offers:
-            gate.slots[0] = slots
-            gate.admission.dispatch()
+            router.slots[0] = slots
+            router.admission.dispatch()
         served = min(12, sum(offers))
-        assert gate.new() == [str(i) for i in range(served)]
-        assert gate.admission.waiting_for_decode == 12 - served
-        assert gate.admission.held_tokens == 0, "more prefill workers would not help"
+        assert router.new() == [str(i) for i in range(served)]
+        assert router.admission.waiting_for_decode == 12 - served
+        assert router.admission.held_tokens == 0, "more prefill workers would not help"
 
 
-def test_what_was_interrupted_goes_before_what_is_new_and_in_its_old_order():
+def test_interrupted_generations_go_before_new_ones_in_their_old_order():
     account = no_limit()
-    with Gate() as gate:
-        askers = [gate.ask(account, str(i)) for i in range(3)]
-        gate.slots[0] = 0
-        gate.ask(account, "new")
-        for asker in reversed(askers[:2]):
-            asker.turn.wait(asker)
-        askers[0].turn.wait(askers[0])
-        assert gate.new() == ["0", "1", "2"]
-        gate.slots[0] = 3
-        gate.admission.dispatch()
-        assert gate.new() == ["0", "1", "new"]
+    with Router() as router:
+        generations = [router.ask(account, str(i)) for i in range(3)]
+        router.slots[0] = 0
+        router.ask(account, "new")
+        for generation in reversed(generations[:2]):
+            generation.turn.wait(generation)
+        generations[0].turn.wait(generations[0])
+        assert router.new() == ["0", "1", "2"]
+        router.slots[0] = 3
+        router.admission.dispatch()
+        assert router.new() == ["0", "1", "new"]
         assert account.running == 4
 
 
-def test_one_key_leaves_room_for_others():
-    """Seats and memory of decode workers: it has at most eight times what is free."""
+def test_one_key_leaves_capacity_for_other_keys():
+    """It has at most eight times the free slots and positions of the decode workers."""
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
     total = 64
     for positions in (math.inf, 6400.0):
-        with Gate(shared=True) as gate:
+        with Router(shared=True) as router:
 
-            def take(gate: Gate = gate, positions: float = positions) -> None:
-                """As the pool does, with each request that is sent."""
+            def take(router: Router = router, positions: float = positions) -> None:
+                """Updates the free capacity, as the pool does with each request that is sent."""
                 taken = flood.running + other.running
                 used = flood.positions + other.positions
-                gate.room = FreeCapacity(10**6 if positions < math.inf else total - taken, positions - used)
+                router.room = FreeCapacity(10**6 if positions < math.inf else total - taken, positions - used)
 
             flooding = []
             for i in range(80):
-                flooding.append(gate.ask(flood, f"f{i}"))
+                flooding.append(router.ask(flood, f"f{i}"))
                 take()
-            assert len(gate.new()) == flood.running == 57
+            assert len(router.new()) == flood.running == 57
             for i in range(6):
-                gate.ask(other, f"o{i}")
+                router.ask(other, f"o{i}")
                 take()
-            assert gate.new() == [f"o{i}" for i in range(6)], "at once"
-            assert gate.admission.waiting_for_decode == 23
+            assert router.new() == [f"o{i}" for i in range(6)], "at once"
+            assert router.admission.waiting_for_decode == 23
             flooding[0].turn.end()
             take()
-            gate.admission.dispatch()
-            assert gate.new() == [], "one seat is free: it is for another key"
-            gate.ask(Account(ApiKey.of("third", "3")), "third")
-            assert gate.new() == ["third"]
+            router.admission.dispatch()
+            assert router.new() == [], "the free slot is for another key"
+            router.ask(Account(ApiKey.of("third", "3")), "third")
+            assert router.new() == ["third"]
 
 
 def test_each_of_several_keys_has_half_of_the_window():
-    """So a key that floods has one step of prompts at a worker, which the others do not wait for."""
+    """A key that sends too much then has one step of prompts at a worker. Other keys do not wait for more."""
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
-    with Gate(shared=True) as gate:
-        gate.window = 500.0
+    with Router(shared=True) as router:
+        router.window = 500.0
         for i in range(9):
-            gate.ask(flood, f"f{i}")
-        assert gate.new() == ["f0", "f1"]
-        assert gate.admission.held_tokens == 700
-        assert gate.admission.waiting_for_decode == 0
-        long = gate.ask(other, "long", tokens=1000)
-        gate.ask(other, "o1")
-        assert gate.new() == ["long"], "the first of its key may be longer than the window"
+            router.ask(flood, f"f{i}")
+        assert router.new() == ["f0", "f1"]
+        assert router.admission.held_tokens == 700
+        assert router.admission.waiting_for_decode == 0
+        long = router.ask(other, "long", tokens=1000)
+        router.ask(other, "o1")
+        assert router.new() == ["long"], "the first of its key may be longer than the window"
         long.turn.generated()
-        assert gate.new() == ["o1"]
+        assert router.new() == ["o1"]
 
 
-def test_a_request_that_waits_for_a_worker_has_no_share_of_the_workers():
-    """So the requests that waited for a worker go through the window when it comes, as new ones do."""
+def test_a_parked_generation_uses_no_slot_and_no_window():
+    """When a worker comes, parked generations pass the window like new ones."""
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
-    with Gate(shared=True) as gate:
-        gate.away = True
-        waiting = [gate.ask(flood, f"f{i}") for i in range(10)] + [gate.ask(other, "o")]
-        assert gate.new() == []
-        assert flood.running == flood.sent_tokens == len(gate.admission.queue) == 0
-        gate.window, gate.away = 400.0, False
-        for asker in waiting:
-            asker.turn.wait(asker)
-        assert gate.new() == ["f0", "f1", "o"]
+    with Router(shared=True) as router:
+        router.away = True
+        waiting = [router.ask(flood, f"f{i}") for i in range(10)] + [router.ask(other, "o")]
+        assert router.new() == []
+        assert flood.running == flood.sent_tokens == len(router.admission.queue) == 0
+        router.window, router.away = 400.0, False
+        for generation in waiting:
+            generation.turn.wait(generation)
+        assert router.new() == ["f0", "f1", "o"]
         assert (flood.running, flood.sent_tokens) == (2, 200)
 
 
 def test_a_prompt_that_no_worker_had_costs_its_key_nothing():
     account = Account(ApiKey.of("a", "1", tokens_per_minute=1000), clock=Clock())
-    with Gate() as gate:
-        gate.slots[0] = 0
-        asker = gate.ask(account, "a")
+    with Router() as router:
+        router.slots[0] = 0
+        generation = router.ask(account, "a")
         assert account._left == 900
-        asker.turn.end()
+        generation.turn.end()
         assert account._left == 1000
-        gate.slots[0] = 1
-        gate.ask(account, "b").turn.end()
+        router.slots[0] = 1
+        router.ask(account, "b").turn.end()
         assert account._left == 900
 
 
 def test_a_key_may_always_have_one_request():
-    with Gate(shared=True) as gate:
-        gate.room = FreeCapacity(0, 0)
-        gate.ask(no_limit(), "a")
-        gate.ask(no_limit(), "b")
-        assert gate.new() == ["a", "b"]
+    with Router(shared=True) as router:
+        router.room = FreeCapacity(0, 0)
+        router.ask(no_limit(), "a")
+        router.ask(no_limit(), "b")
+        assert router.new() == ["a", "b"]
 
 
-def test_a_request_without_room_holds_up_other_keys_only_beyond_their_first():
-    """A long prompt of one key waits for room: a short one of another key, which has none there, goes on."""
+def test_a_generation_without_capacity_lets_the_first_of_another_key_pass():
+    """A long prompt waits for capacity. A short prompt of a key without running generations overtakes it."""
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
-    with Gate(shared=True) as gate:
-        gate.ask(flood, "f0")
-        gate.slots[0] = 0
-        gate.ask(flood, "f1").slots = [0]
-        gate.slots = [math.inf]
-        first = gate.ask(other, "o0")
-        gate.ask(other, "o1")
-        assert gate.new() == ["f0", "o0"]
+    with Router(shared=True) as router:
+        router.ask(flood, "f0")
+        router.slots[0] = 0
+        router.ask(flood, "f1").slots = [0]
+        router.slots = [math.inf]
+        first = router.ask(other, "o0")
+        router.ask(other, "o1")
+        assert router.new() == ["f0", "o0"]
         first.turn.end()
-        assert gate.new() == ["o1"]
+        assert router.new() == ["o1"]
 
 
-def test_where_no_key_has_to_share_one_takes_all():
-    with Gate() as gate:
-        gate.room = FreeCapacity(0, 0)
+def test_a_single_key_may_use_all_capacity():
+    with Router() as router:
+        router.room = FreeCapacity(0, 0)
         account = no_limit()
         for _ in range(20):
-            gate.ask(account, "x")
+            router.ask(account, "x")
         assert account.running == 20
 
 
-def test_the_key_that_floods_is_refused_and_not_the_other():
+def test_the_key_with_too_many_waiting_tokens_is_refused_and_not_the_other():
     admission = Admission(900, lambda: 0.0, shared=True)
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
     with contextlib.ExitStack() as stack:
@@ -329,25 +329,28 @@ def test_the_key_that_floods_is_refused_and_not_the_other():
     assert flood.waiting_tokens == other.waiting_tokens == admission.waiting_tokens == 0
 
 
-def test_a_turn_that_ends_others_does_not_start_them():
+def test_generations_that_end_during_a_turn_do_not_start():
     admission = Admission(1000, lambda: 1.0)
     started: list[str] = []
     with admitted(admission, no_limit(), [10, 10, 10]) as turns:
 
-        class Ends(Asker):
+        class Ends(Generation):
             def on_turn(self) -> TurnResult:
                 for turn in turns:
                     turn.end()
                 return super().on_turn()
 
-        askers = [Ends(turns[0], "0", started), *(Asker(turn, "other", started) for turn in turns[1:])]
-        for asker in askers:
-            asker.turn.wait(asker)
+        generations = [
+            Ends(turns[0], "0", started),
+            *(Generation(turn, "other", started) for turn in turns[1:]),
+        ]
+        for generation in generations:
+            generation.turn.wait(generation)
     assert started == ["0"]
     assert (admission.waiting_tokens, admission._sent_tokens, len(admission.queue)) == (0, 0, 0)
 
 
-def test_a_key_has_so_many_requests_at_the_same_time():
+def test_the_requests_of_a_key_are_limited():
     account = Account(ApiKey.of("a", "1", max_requests=4), share=0.5)
     admission = Admission(1000, lambda: math.inf)
     with admitted(admission, account, [1]):
@@ -362,19 +365,19 @@ def test_a_key_has_so_many_requests_at_the_same_time():
     assert Account(ApiKey.of("a", "1", max_requests=1), share=0.1)._max_requests == 1
 
 
-def test_a_key_has_so_many_tokens_a_minute():
+def test_the_tokens_per_minute_of_a_key_are_limited():
     clock = Clock()
     account = Account(ApiKey.of("a", "1", tokens_per_minute=1200), share=0.5, clock=clock)
     admission = Admission(10**6, lambda: math.inf, clock=clock)
 
     def ask(prompt: int, output: int) -> None:
         with admitted(admission, account, [prompt]) as [turn]:
-            turn.wait(Asker(turn, "", []))
+            turn.wait(Generation(turn, "", []))
             for _ in range(output):
                 turn.generated()
 
     ask(500, 50)
-    ask(900, 10)  # 50 were left: taken, into debt of 860
+    ask(900, 10)  # 50 tokens are left; the request is accepted, and 860 are missing afterwards
     with pytest.raises(RateLimited) as refusal:
         ask(1, 1)
     assert refusal.value.retry_after == MAX_RETRY_AFTER, "86 s, but come back and ask"

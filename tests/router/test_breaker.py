@@ -1,4 +1,4 @@
-"""Three failures in half a minute, ten seconds out, one probe."""
+"""The circuit breaker of a worker: it opens after three failures in 30 s, for 10 s, then allows one probe."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def tripped(at: float = 4.0) -> CircuitBreaker:
     return breaker
 
 
-def test_out_after_three_failures_and_back_after_a_good_probe() -> None:
+def test_three_failures_open_it_and_a_good_probe_closes_it() -> None:
     breaker = tripped(at=4.0)
     assert not breaker.allows(4.0)
     assert not breaker.allows(13.9)
@@ -27,16 +27,16 @@ def test_out_after_three_failures_and_back_after_a_good_probe() -> None:
     assert breaker.attempt_succeeded()
     assert breaker.allows(15.0)
     assert not breaker.attempt_sent(15.0)
-    assert not breaker.attempt_failed(16.0), "it starts from nothing"
+    assert not breaker.attempt_failed(16.0), "old failures are forgotten"
 
 
-def test_what_it_serves_while_it_is_out_says_nothing() -> None:
+def test_a_success_while_it_is_open_does_not_close_it() -> None:
     breaker = tripped(at=4.0)
     assert not breaker.attempt_succeeded()
     assert not breaker.allows(5.0)
 
 
-def test_a_probe_that_fails_puts_it_out_again() -> None:
+def test_a_failed_probe_opens_it_again() -> None:
     breaker = tripped(at=4.0)
     assert breaker.attempt_sent(14.0)
     assert breaker.attempt_failed(14.2)
@@ -44,14 +44,14 @@ def test_a_probe_that_fails_puts_it_out_again() -> None:
     assert breaker.allows(24.2)
 
 
-def test_a_probe_that_tells_nothing_is_followed_by_another() -> None:
+def test_a_probe_without_a_result_is_followed_by_another() -> None:
     breaker = tripped(at=4.0)
     assert breaker.attempt_sent(14.0)
     assert not breaker.allows(23.9)
     assert breaker.allows(24.0)
 
 
-def test_what_fails_together_failed_once() -> None:
+def test_failures_within_a_second_count_as_one() -> None:
     breaker = CircuitBreaker()
     assert not any(breaker.attempt_failed(i * TOGETHER_S / 100) for i in range(60))
     assert breaker.allows(1.0)
@@ -63,8 +63,8 @@ def test_failures_far_apart_are_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.sampled_from(["failed", "given", "worked"])), max_size=60))
-def test_it_is_never_out_for_longer_than_a_probe_takes(events: list[tuple[int, str]]) -> None:
-    """Whatever happens, a worker that is there is tried again within OPEN_S."""
+def test_it_is_never_open_for_longer_than_ten_seconds(events: list[tuple[int, str]]) -> None:
+    """After any sequence of events the worker gets an attempt within OPEN_S."""
     breaker, now = CircuitBreaker(), 0.0
     for wait, event in events:
         now += wait

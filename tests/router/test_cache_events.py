@@ -1,4 +1,4 @@
-"""A router follows what workers say about their prefix caches."""
+"""A router follows the reports of the workers' prefix caches."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,8 +24,8 @@ CHUNKS = list(range(9))
         max_size=30,
     )
 )
-def test_whatever_is_dropped_a_router_ends_with_what_the_worker_has(changes):
-    """Each change is either delivered or dropped, and a snapshot is sent when it is asked for."""
+def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(changes):
+    """Each report is delivered or dropped. A snapshot is sent when the router asks for it."""
     feed, sequence, known = CacheFeed(), CacheSequence(), set()
     has: set[int] = set()
 
@@ -41,7 +41,7 @@ def test_whatever_is_dropped_a_router_ends_with_what_the_worker_has(changes):
                     deliver(feed.snapshot())
 
     deliver(feed.changed([1, 2], []))
-    assert not known, "before the snapshot there is nothing to add to"
+    assert not known, "changes before the first snapshot are ignored"
     has |= {1, 2}
     deliver(feed.snapshot())
     for added, evicted, delivered in [*changes, ([3], [], True), ([4], [3], True)]:
@@ -63,7 +63,7 @@ def test_large_changes_and_snapshots_travel_in_bounded_parts():
     assert [message.cache.reset for message in messages] == [True, False, False]
 
 
-def test_a_router_that_is_behind_is_told_of_tokens_only():
+def test_a_router_that_reads_too_slowly_gets_only_tokens():
     stream = RouterStream(1)
     stream.put(pb.WorkerMessage(failed=pb.AttemptFailed(message="x" * MAX_UNREAD_CACHE_BYTES)))
     before = stream.unread_bytes
@@ -87,7 +87,7 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
 
 
 def reported(cluster: Cluster) -> list[int]:
-    """How many chunks the router believes each to have."""
+    """Returns how many chunks each worker has, as far as the router knows."""
     members = cluster.router.services.pool._candidates
     rows = {connection.address: row for connection, row in members._rows.items()}
     return [members._loads.index.reported(rows[worker.address]) for worker in cluster.prefills]
@@ -100,7 +100,7 @@ async def went_to(cluster: Cluster, prompt: list[int], session: str) -> int:
     return index
 
 
-async def test_requests_go_where_the_worker_said_their_prefix_is(caching: Cluster):
+async def test_requests_go_to_the_worker_that_reported_their_prefix(caching: Cluster):
     prompt = list(range(3, 503))
     home = await went_to(caching, prompt, "a")
     other = (home + 1) % 3
@@ -112,7 +112,7 @@ async def test_requests_go_where_the_worker_said_their_prefix_is(caching: Cluste
     assert await went_to(caching, prompt, "a") == home
 
 
-async def test_after_a_gap_the_router_asks_for_all_of_it(caching: Cluster):
+async def test_after_a_missing_report_the_router_asks_for_a_snapshot(caching: Cluster):
     worker = caching.prefills[0]
     worker.change_cache([1, 2, 3])
     await caching.until(lambda: reported(caching)[0] == 3)
@@ -123,7 +123,7 @@ async def test_after_a_gap_the_router_asks_for_all_of_it(caching: Cluster):
     await caching.until(lambda: reported(caching)[0] == 4)
 
 
-async def test_a_worker_that_is_lost_takes_what_it_had_cached_along(caching: Cluster):
+async def test_the_chunks_of_a_lost_worker_are_forgotten(caching: Cluster):
     worker = caching.prefills[0]
     worker.change_cache([1, 2, 3])
     await caching.until(lambda: reported(caching)[0] == 3)
@@ -136,7 +136,7 @@ async def test_a_worker_that_is_lost_takes_what_it_had_cached_along(caching: Clu
     await caching.until(lambda: len(index) == 1)
 
 
-async def test_a_worker_that_reports_more_than_it_can_hold_is_refused(caching: Cluster):
+async def test_a_worker_that_reports_more_chunks_than_blocks_is_refused(caching: Cluster):
     worker = caching.prefills[0]
     worker.change_cache(range(512))
     await caching.until(lambda: reported(caching)[0] == 512)

@@ -13,7 +13,7 @@ from router.text.tokenizer import ModelTokenizer
 TEXT = "Größe: 🙂🚀 und 漢字 — e\u0301\n\n  end"
 
 
-def test_pieces_are_whole_characters_and_make_the_text(tokenizer: ModelTokenizer):
+def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer: ModelTokenizer):
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode(TEXT)
     pieces = [detokenizer.push(i) for i in ids]

@@ -1,4 +1,4 @@
-"""Whatever attempts say, in whatever order: each index once, in order, and only from whoever is live."""
+"""Each output index is emitted once, in order, and only from a current attempt, in any order of messages."""
 
 import pytest
 from hypothesis import settings
@@ -13,7 +13,7 @@ def true_token(index: int) -> int:
 
 
 class EmitMachine(RuleBasedStateMachine):
-    """A request whose attempts come and go; live ones say the truth, dead ones anything."""
+    """A request with changing attempts. Current attempts send correct tokens, replaced ones any tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class EmitMachine(RuleBasedStateMachine):
 
     @rule()
     def new_decode(self) -> None:
-        """Of whatever the client has, or from prefill's base: its first token repeats what is known."""
+        """Starts a decode after the emitted tokens, or at prefill's base, where it repeats a token."""
         if self.decode is not None:
             self.dead.append(self.decode)
         self.decode = self.fresh()
@@ -71,7 +71,7 @@ class EmitMachine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 3))
     def prefill_answers(self, times: int) -> None:
-        """Once is enough; more often, and too late, must do no harm."""
+        """Ends the request. Repeated and late ends must change nothing."""
         for _ in range(times if self.prefill is not None else 0):
             assert self.prefill is not None
             known = len(self.received) > self.prefill_base
@@ -131,7 +131,7 @@ TestEmit = EmitMachine.TestCase
 TestEmit.settings = settings(max_examples=100, stateful_step_count=60)
 
 
-def test_first_token_from_whichever_comes_first():
+def test_the_first_token_comes_from_prefill_or_decode():
     for first, second in ((b"p", b"d"), (b"d", b"p")):
         emit = EmitOnce()
         emit.begin_prefill(b"p")

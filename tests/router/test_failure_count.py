@@ -1,9 +1,9 @@
-"""When a request has failed too often, and when it has to run alone."""
+"""When a request is given up, and when it runs in steps of its own."""
 
 from router.generation.failure_count import MAX_FAILURES, MAX_LOSSES, FailureCount
 
 
-def test_three_failures_in_a_row_are_the_end_and_any_token_resets_the_count() -> None:
+def test_three_failures_in_a_row_exhaust_it_and_a_token_resets_the_count() -> None:
     failures = FailureCount()
     for _ in range(5):
         for i in range(MAX_FAILURES - 1):
@@ -17,7 +17,7 @@ def test_three_failures_in_a_row_are_the_end_and_any_token_resets_the_count() ->
     assert failures.exhausted
 
 
-def test_lost_workers_count_little() -> None:
+def test_only_twelve_lost_workers_exhaust_it() -> None:
     failures = FailureCount()
     for _ in range(MAX_LOSSES - 1):
         failures.lost("w")
@@ -26,7 +26,7 @@ def test_lost_workers_count_little() -> None:
     assert (failures.exhausted, failures.total) == (True, MAX_LOSSES)
 
 
-def test_who_was_in_two_crashed_steps_runs_alone_for_good() -> None:
+def test_after_two_crashed_steps_the_request_always_runs_alone() -> None:
     failures = FailureCount()
     failures.failed("w", crashed=True)
     failures.failed("w", crashed=False)

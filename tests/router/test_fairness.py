@@ -1,4 +1,4 @@
-"""The fair queue: priority, then who was served least, then order of arrival; nothing saved up by absence."""
+"""The fair queue: first priority, then the least served key, then arrival. A pause gives no advantage."""
 
 import itertools
 import random
@@ -10,7 +10,7 @@ from router.admission.fairness import FairQueue
 
 
 def served(queue: FairQueue[str, tuple[str, int]], tokens: int) -> dict[str, int]:
-    """Pops until so many tokens are served; tokens by key."""
+    """Pops until `total` tokens are served. Returns the tokens of each key."""
     got: dict[str, int] = {}
     while tokens > 0 and (item := queue.pop()) is not None:
         key, size = item
@@ -38,7 +38,7 @@ def test_priority_comes_before_all_else():
 
 
 @given(st.lists(st.integers(1, 500), min_size=2, max_size=5), st.integers(0, 2**32))
-def test_keys_that_always_wait_are_served_alike_whatever_they_send(sizes: list[int], seed: int):
+def test_keys_that_always_wait_get_equal_tokens(sizes: list[int], seed: int):
     """The bound of the paper: counters of backlogged keys differ by at most one request."""
     queue: FairQueue[str, tuple[str, int]] = FairQueue()
     rng = random.Random(seed)
@@ -55,7 +55,7 @@ def test_keys_that_always_wait_are_served_alike_whatever_they_send(sizes: list[i
         assert max(counters) - min(counters) <= max(sizes)
 
 
-def test_a_flood_does_not_delay_another_key_by_more_than_one_request():
+def test_many_requests_of_one_key_delay_another_key_by_one_request():
     queue: FairQueue[str, tuple[str, int]] = FairQueue()
     for _ in range(1000):
         queue.push("flood", 0, ("flood", 100))
@@ -64,7 +64,7 @@ def test_a_flood_does_not_delay_another_key_by_more_than_one_request():
     assert "other" in served(queue, 200)
 
 
-def test_staying_away_saves_nothing_up():
+def test_a_pause_gives_a_key_no_advantage():
     queue: FairQueue[str, tuple[str, int]] = FairQueue()
     queue.push("away", 0, ("away", 1))
     served(queue, 1)
@@ -75,7 +75,7 @@ def test_staying_away_saves_nothing_up():
         queue.push("away", 0, ("away", 100))
     got = served(queue, 2000)
     assert abs(got["away"] - got["busy"]) <= 100
-    # Neither does an empty queue in between.
+    # An empty queue in between gives none either.
     served(queue, 10**9)
     for key in ("busy", "new"):
         for _ in range(30):
@@ -84,7 +84,7 @@ def test_staying_away_saves_nothing_up():
     assert abs(got["new"] - got["busy"]) <= 200
 
 
-def test_output_counts_too():
+def test_output_tokens_count():
     queue: FairQueue[str, tuple[str, int]] = FairQueue()
     for _ in range(100):
         for key in ("talks", "listens"):
@@ -99,7 +99,7 @@ def test_output_counts_too():
     assert got == {"talks": 15, "listens": 45}
 
 
-def test_a_key_that_may_not_go_is_passed_over():
+def test_a_key_that_may_not_start_is_skipped():
     queue: FairQueue[str, str] = FairQueue()
     queue.push("a", 0, "first")
     queue.push("a", 1, "later")
@@ -110,7 +110,7 @@ def test_a_key_that_may_not_go_is_passed_over():
     assert queue.pop() == "first"
 
 
-def test_what_waits_again_has_its_old_place():
+def test_an_item_that_waits_again_has_its_old_place():
     queue: FairQueue[str, str] = FairQueue()
     first = queue.push("a", 0, "first")
     queue.push("a", 0, "second")
@@ -123,7 +123,7 @@ def test_what_waits_again_has_its_old_place():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 99)), max_size=80))
-def test_nothing_is_lost_or_comes_twice(steps: list[tuple[str, int]]):
+def test_each_item_comes_exactly_once(steps: list[tuple[str, int]]):
     queue: FairQueue[str, int] = FairQueue()
     numbers = itertools.count()
     waiting: dict[int, int] = {}  # ticket → item

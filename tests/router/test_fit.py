@@ -1,4 +1,4 @@
-"""Which workers fit a router and each other."""
+"""Workers that fit a router and each other, and workers that do not."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ def described(**changes: Any) -> pb.WorkerDescription:
     "changes",
     [
         {},
-        {"vocabulary_fingerprint": "", "vocab_size": 0},  # of the version before
-        {"vocabulary_fingerprint": ""},  # of random weights
+        {"vocabulary_fingerprint": "", "vocab_size": 0},  # a worker of the wire version before
+        {"vocabulary_fingerprint": ""},  # a model of random weights
         {"vocab_size": 999},  # a token was added to the tokenizer, and not to the model
     ],
 )
@@ -49,7 +49,7 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
         ({"layout_fingerprint": "l2"}, r"\(l2\) is not that of prefill 0 at a:1 \(l1\)", "--dtype"),
     ],
 )
-def test_workers_that_do_not(changes: dict[str, Any], reason: str, remedy: str) -> None:
+def test_workers_that_do_not_fit(changes: dict[str, Any], reason: str, remedy: str) -> None:
     with pytest.raises(Refused, match=reason) as refusal:
         check_fit(described(**changes), MODEL, {"prefill 0 at a:1": described()})
     assert remedy in refusal.value.remedy

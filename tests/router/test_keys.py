@@ -1,4 +1,4 @@
-"""API keys: what a key file may hold, what is said about a wrong one, and who is let in."""
+"""API keys: key files, errors in key files, and authorization."""
 
 import hashlib
 from pathlib import Path
@@ -30,7 +30,7 @@ def write(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_key_file(tmp_path: Path):
+def test_a_key_file_is_read(tmp_path: Path):
     alice, bob, carol = read_key_file(write(tmp_path, FILE))
     assert (alice.name, alice.max_requests, alice.tokens_per_minute) == ("alice", 8, 100_000)
     assert (bob.name, bob.max_requests, bob.tokens_per_minute) == ("bob and friends", None, None)
@@ -45,17 +45,17 @@ def test_a_key_file(tmp_path: Path):
 @pytest.mark.parametrize(
     "sent", ["", "Bearer", "Bearer ", "Basic sk-alice", "sk-alice", "Bearer sk-alic", "Bearer sk-ülice"]
 )
-def test_anything_else_is_refused(sent: str):
+def test_an_unknown_key_is_refused(sent: str):
     with pytest.raises(Unauthorized):
         KeyRing([ApiKey.of("a", "sk-alice")]).authorize(sent)
 
 
-def test_a_long_header_is_not_hashed_whole():
+def test_a_long_header_is_hashed_only_in_part():
     with pytest.raises(Unauthorized):
         KeyRing([ApiKey.of("a", "x" * 8000)]).authorize("Bearer " + "x" * 8000)
 
 
-def test_without_keys_anybody_comes_in():
+def test_without_keys_any_client_is_accepted():
     assert KeyRing([]).authorize("") is ANY_CLIENT
 
 
@@ -77,7 +77,7 @@ def test_without_keys_anybody_comes_in():
         ("[a]\nkey='x'\nsalt='" + "x" * (1 << 20) + "'", "longer than"),
     ],
 )
-def test_what_is_wrong_with_a_key_file(tmp_path: Path, text: str, said: str):
+def test_an_error_in_a_key_file_is_named(tmp_path: Path, text: str, said: str):
     path = write(tmp_path, text)
     with pytest.raises(ValueError) as error:
         read_key_file(path)
@@ -86,12 +86,12 @@ def test_what_is_wrong_with_a_key_file(tmp_path: Path, text: str, said: str):
     assert "sk-secret" not in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path):
+def test_a_missing_key_file_is_reported(tmp_path: Path):
     with pytest.raises(ValueError, match="nothing cannot be read"):
         read_key_file(str(tmp_path / "nothing"))
 
 
-def test_two_that_are_the_same_are_refused(tmp_path: Path):
+def test_two_equal_keys_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="same key"):
         KeyRing(api_keys(["sk-alice"], write(tmp_path, FILE)))
     with pytest.raises(ValueError, match="same name"):

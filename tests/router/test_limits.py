@@ -28,7 +28,7 @@ async def test_waiting_prompt_tokens_have_a_limit(tokenizer: ModelTokenizer, tmp
         await cluster.idle()
 
 
-async def test_a_body_that_is_too_large_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_a_body_that_is_too_large_is_refused_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, max_body_bytes=1000) as cluster:
         status, answer = await cluster.post("/v1/completions", prompt="x" * 2000)
         assert status == 413
@@ -131,7 +131,7 @@ async def test_no_request_waits_for_a_turn_while_a_role_has_no_worker(
         assert {(await answer)[0] for answer in asked} == {503}
 
 
-async def test_a_flood_of_one_key_does_not_starve_another(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_many_requests_of_one_key_do_not_starve_another(tokenizer: ModelTokenizer, tmp_path: Path):
     keys = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2"))
     async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
         prefill = cluster.prefills[0]
@@ -159,7 +159,7 @@ async def test_a_flood_of_one_key_does_not_starve_another(tokenizer: ModelTokeni
 
 
 async def test_a_flood_of_long_outputs_leaves_slots_to_other_keys(tokenizer: ModelTokenizer, tmp_path: Path):
-    """The decode worker has 64 seats. No request of the flood ends."""
+    """The decode worker has 64 slots, and no request of the first key ends."""
     keys = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2"))
     async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
         decode = cluster.decodes[0]

@@ -1,5 +1,4 @@
-"""Decode workers prefill what is short, or nearly cached there, what prefill workers are late with, and all
-when there are none."""
+"""Decode workers prefill prompts themselves if the second token then comes earlier."""
 
 import asyncio
 import math
@@ -20,11 +19,11 @@ from .test_recovery import answered_whole, decodes, prefills
 
 # 50 tokens in a step of 15 ms instead of 10: 3,333 tokens/s beside the decodes.
 OFFER = ChunkOffer(tokens=50, seconds=0.015, step_seconds=0.010)
-SPEED = 20_000.0  # of a prefill worker
+SPEED = 20_000.0  # tokens/s of a prefill worker
 
 
 def decided(tokens: int, queue: int = 0, waiting: int = 0, cached: int = 0) -> str | None:
-    """As if the prefill worker had as much of it cached."""
+    """Decides as if the prefill worker had as much of the prompt cached."""
     offer = ChunkOffer(OFFER.tokens, OFFER.seconds, OFFER.step_seconds, waiting, cached)
     found = overflow(tokens, (queue + tokens - cached) / SPEED, [offer])
     return None if found is None else found[1]
@@ -33,9 +32,9 @@ def decided(tokens: int, queue: int = 0, waiting: int = 0, cached: int = 0) -> s
 @pytest.mark.parametrize(
     ("tokens", "queue", "waiting", "reason"),
     [
-        (40, 0, 0, None),  # prefill has it in 2 ms, and the handover is over when decode would be through
+        (40, 0, 0, None),  # prefill takes 2 ms, and the handover ends before decode would be done
         (40, 200, 0, "short"),
-        (40, 200, 30, None),  # it waits for another chunk
+        (40, 200, 30, None),  # the decode worker has another chunk to compute first
         (40, 800, 30, "saturated"),
         (2000, 0, 0, None),  # an idle prefill worker
         (2000, 9_000, 0, None),
@@ -43,29 +42,27 @@ def decided(tokens: int, queue: int = 0, waiting: int = 0, cached: int = 0) -> s
         (2000, 10_000, 200, None),
     ],
 )
-def test_whoever_has_the_second_token_first(
-    tokens: int, queue: int, waiting: int, reason: str | None
-) -> None:
+def test_the_earlier_second_token_decides(tokens: int, queue: int, waiting: int, reason: str | None) -> None:
     assert decided(tokens, queue, waiting) == reason
 
 
 @pytest.mark.parametrize(
     ("cached", "queue", "waiting", "reason"),
     [
-        (1960, 0, 0, None),  # as for any short one, an idle prefill worker is as good
+        (1960, 0, 0, None),  # an idle prefill worker is as fast
         (1960, 200, 0, "cached"),
         (1960, 200, 30, None),
         (1940, 800, 0, "saturated"),  # more than one chunk is left
         (1500, 2_000, 0, None),
     ],
 )
-def test_what_is_nearly_cached_counts_as_what_is_left_of_it(
+def test_only_the_uncached_part_of_a_prompt_counts(
     cached: int, queue: int, waiting: int, reason: str | None
 ) -> None:
     assert decided(2000, queue, waiting, cached) == reason
 
 
-def test_of_two_decode_workers_the_earlier_one_takes_it() -> None:
+def test_the_faster_of_two_decode_workers_is_chosen() -> None:
     empty, holder = ChunkOffer(50, 0.015, 0.010), ChunkOffer(50, 0.015, 0.010, cached=1980)
     assert overflow(2000, 0.1, [empty, holder]) == (1, "cached")
     busy = ChunkOffer(50, 0.015, 0.010, waiting=5_000, cached=1980)
@@ -74,10 +71,10 @@ def test_of_two_decode_workers_the_earlier_one_takes_it() -> None:
     assert overflow(2000, 0.001, [empty, holder]) is None
 
 
-def test_without_a_prefill_worker_decode_does_it() -> None:
+def test_without_prefill_workers_decode_prefills() -> None:
     unknown = ChunkOffer(0, 0.0, 0.0)
     assert overflow(5000, None, [OFFER]) == (0, "no_prefill")
-    assert overflow(5000, None, [unknown]) == (0, "no_prefill"), "also one that knows nothing yet"
+    assert overflow(5000, None, [unknown]) == (0, "no_prefill"), "also a worker that has measured nothing yet"
     assert overflow(5000, None, [unknown, OFFER]) == (1, "no_prefill")
 
 
@@ -85,7 +82,7 @@ CHUNKS = list(range(100, 110))
 
 
 def caches(*free: int) -> tuple[DecodeCaches, list[DecodeLoad]]:
-    """Decode workers "0", "1", … that serve, with so many free blocks of 16."""
+    """Decode workers "0", "1", … with so many free blocks of 16 positions."""
     loads = [DecodeLoad(str(i), 16, 100, 64, blocks_free=blocks) for i, blocks in enumerate(free)]
     found = DecodeCaches()
     for load in loads:
@@ -97,14 +94,14 @@ def holders(found: DecodeCaches, chosen: int = 0, avoid: tuple[str, ...] = ()) -
     return found.candidates(chosen, chunks=CHUNKS, tokens=700, rng=random.Random(1), avoid=avoid)
 
 
-def test_the_worker_with_most_of_the_prompt_may_take_it_where_it_has_room() -> None:
+def test_the_worker_with_most_of_the_prompt_is_offered_if_it_has_capacity() -> None:
     found, loads = caches(100, 100, 100, 100)
     assert holders(found) == [("0", 0)]
     found.index.add(0, CHUNKS[:1])
     found.index.add(1, CHUNKS[:5])
     found.index.add(2, CHUNKS)
     assert holders(found) == [("0", 64), ("2", 640)]
-    assert holders(found, chosen=2) == [("2", 640)], "nobody has more"
+    assert holders(found, chosen=2) == [("2", 640)], "no other worker has more"
     assert holders(found, avoid=("2",)) == [("0", 64)], "it failed this request"
     loads[2].blocks_free = 43  # 688 positions
     assert holders(found) == [("0", 64)]
@@ -117,19 +114,19 @@ def test_the_worker_with_most_of_the_prompt_may_take_it_where_it_has_room() -> N
     assert holders(found) == [("0", 64), ("1", 320)]
     found.leave(1)
     assert holders(found) == [("0", 64)]
-    assert found.join(loads[1]) == 1, "its row is free again, and it has nothing"
+    assert found.join(loads[1]) == 1, "the row is used again, with an empty cache"
     assert holders(found) == [("0", 64)]
 
 
-def test_without_a_prefill_worker_decode_does_it_where_it_has_most() -> None:
+def test_without_prefill_workers_the_worker_with_most_of_the_prompt_prefills() -> None:
     found, _ = caches(100, 100, 10)
     for row in (1, 2):
         found.index.add(row, CHUNKS)
-    assert {holders(found)[1] for _ in range(20)} == {("1", 640)}, "the other has no room"
+    assert {holders(found)[1] for _ in range(20)} == {("1", 640)}, "the other has no capacity"
 
 
 @given(st.integers(1, 10_000), st.integers(0, 200_000), st.integers(0, 5_000), st.integers(0, 5_000))
-def test_more_queue_makes_it_likelier_and_more_at_decode_less(
+def test_a_longer_prefill_queue_favours_overflow_and_more_work_at_decode_disfavours_it(
     tokens: int, queue: int, waiting: int, more: int
 ) -> None:
     if decided(tokens, queue, waiting) is not None:
@@ -139,7 +136,7 @@ def test_more_queue_makes_it_likelier_and_more_at_decode_less(
 
 
 async def offering(cluster: Cluster, tokens: int = 64) -> None:
-    """Decode workers report that they have this to spare, and prefill workers that they are slow."""
+    """Decode workers report spare speed, and prefill workers report a low speed."""
     for worker in cluster.workers:
         worker.status.prefill_tokens_per_s = 1.0
         if worker.role == pb.ROLE_DECODE:
@@ -156,7 +153,7 @@ async def counted(cluster: Cluster, reason: str) -> float:
     return sum(float(x.split()[-1]) for x in lines if x.startswith("baton:overflow_total") and reason in x)
 
 
-async def test_an_overflowed_request_asks_no_prefill_worker(cluster: Cluster) -> None:
+async def test_overflow_uses_no_prefill_worker(cluster: Cluster) -> None:
     await offering(cluster)
     await answered_whole(cluster)
     [submit] = decodes(cluster.decodes[0])
@@ -165,13 +162,13 @@ async def test_an_overflowed_request_asks_no_prefill_worker(cluster: Cluster) ->
     assert await counted(cluster, "short") == 1
 
 
-async def test_a_long_one_is_taken_where_prefill_is_late(cluster: Cluster) -> None:
+async def test_a_long_prompt_overflows_if_prefill_is_slow(cluster: Cluster) -> None:
     await offering(cluster)
     await cluster.complete(prompt="a long story " * 100)
     assert await counted(cluster, "saturated") == 1
 
 
-async def test_a_nearly_cached_one_goes_to_the_decode_worker_that_has_it(
+async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
     prompt = list(range(3, 1003))
@@ -191,7 +188,7 @@ async def test_a_nearly_cached_one_goes_to_the_decode_worker_that_has_it(
             assert len(decodes(holder)) == turn
             assert not decodes(holder)[-1].HasField("source")
             [connection] = [c for c in pool.connections if c.address == holder.address]
-            assert connection.attempts.prefill_tokens == 1000 - 15 * 64, "that is what it has to compute"
+            assert connection.attempts.prefill_tokens == 1000 - 15 * 64, "the uncached part"
             holder.report()
             await cluster.until(lambda: not connection.attempts.prefill_tokens)  # noqa: B023
         assert await counted(cluster, "cached") == 4
@@ -202,13 +199,13 @@ async def test_a_nearly_cached_one_goes_to_the_decode_worker_that_has_it(
         await cluster.idle()
 
 
-async def test_one_token_needs_no_decode_worker_in_any_case(cluster: Cluster) -> None:
+async def test_a_request_for_one_token_needs_no_decode_worker(cluster: Cluster) -> None:
     await offering(cluster)
     await cluster.complete(max_tokens=1)
     assert not decodes(cluster.decodes[0])
 
 
-async def test_decode_serves_alone_while_there_is_no_prefill_worker(cluster: Cluster) -> None:
+async def test_decode_workers_serve_alone_without_prefill_workers(cluster: Cluster) -> None:
     await offering(cluster)
     await cluster.prefills[0].kill()
     await cluster.until(lambda: not cluster.router.services.pool.complete)
@@ -216,8 +213,8 @@ async def test_decode_serves_alone_while_there_is_no_prefill_worker(cluster: Clu
     assert await counted(cluster, "no_prefill") == 1
 
 
-async def test_without_a_prefill_worker_the_window_is_of_the_decode_workers(cluster: Cluster) -> None:
-    """Or else one key could put all of its prompts before those of the others."""
+async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cluster) -> None:
+    """Without a window one key could put all its prompts before those of other keys."""
     pool = cluster.router.services.pool
     await offering(cluster)
     await cluster.prefills[0].kill()
@@ -225,10 +222,10 @@ async def test_without_a_prefill_worker_the_window_is_of_the_decode_workers(clus
     pool._spare_at = 0.0
     assert pool.prefill_window() == 2 * 64
     pool._overflow = False
-    assert pool.prefill_window() == math.inf, "each request waits for a prefill worker by itself"
+    assert pool.prefill_window() == math.inf, "without overflow requests park instead"
 
 
-async def test_a_reservation_that_lost_the_last_prefill_worker_is_prefilled_where_it_is(
+async def test_after_the_last_prefill_worker_is_lost_decode_prefills_its_reservation(
     cluster: Cluster,
 ) -> None:
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
@@ -242,7 +239,7 @@ async def test_a_reservation_that_lost_the_last_prefill_worker_is_prefilled_wher
     assert decodes(decode)[0].decode_id in decode.cancelled
 
 
-async def test_a_reservation_on_a_worker_that_leaves_is_given_up_with_the_last_prefill_worker(
+async def test_a_reservation_on_a_retired_worker_moves_when_the_last_prefill_worker_is_lost(
     pair: Cluster,
 ) -> None:
     for worker in pair.prefills:
@@ -262,7 +259,7 @@ async def test_a_reservation_on_a_worker_that_leaves_is_given_up_with_the_last_p
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
-async def test_a_decode_worker_lost_with_an_overflowed_request(pair: Cluster, tokens: int) -> None:
+async def test_an_overflowed_request_survives_a_lost_decode_worker(pair: Cluster, tokens: int) -> None:
     await offering(pair)
     for worker in pair.decodes:
         worker.steps = asyncio.Semaphore(tokens)
@@ -280,7 +277,7 @@ async def test_a_decode_worker_lost_with_an_overflowed_request(pair: Cluster, to
     assert len(again.request.output_ids) <= tokens
 
 
-async def test_no_room_and_handed_back_go_on_elsewhere(pair: Cluster) -> None:
+async def test_refused_and_handed_back_requests_go_on_elsewhere(pair: Cluster) -> None:
     await offering(pair)
     for worker in pair.decodes:
         worker.no_room = 1
@@ -293,7 +290,7 @@ async def test_no_room_and_handed_back_go_on_elsewhere(pair: Cluster) -> None:
     await answered_whole(pair)
 
 
-async def test_off_by_a_flag(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+async def test_no_overflow_turns_it_off(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     async with make_cluster(tokenizer, tmp_path, overflow=False) as cluster:
         await offering(cluster)
         await answered_whole(cluster)
@@ -301,7 +298,7 @@ async def test_off_by_a_flag(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
         await cluster.idle()
 
 
-async def test_what_decode_has_to_spare_lets_more_requests_in(cluster: Cluster) -> None:
+async def test_spare_speed_of_decode_workers_widens_the_window(cluster: Cluster) -> None:
     pool = cluster.router.services.pool
     before = pool.prefill_window()
     await offering(cluster)

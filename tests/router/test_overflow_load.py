@@ -1,5 +1,8 @@
-"""Overflow under an open loop: with the same arrivals nobody's first token comes later for it on the whole. A
-prefill and a decode worker as slow as an H200 with an 8B model, the router's own view of them, no clock."""
+"""Overflow under an open loop: with the same arrivals, first tokens do not come later on the whole.
+
+Simulates a prefill and a decode worker with the speed of an H200 with an 8B model, and the router's view of
+them.
+"""
 
 import heapq
 import itertools
@@ -16,10 +19,10 @@ from router.policy import ChunkOffer, PrefillLoads, PrefillRequest, PrefillWork,
 
 TOKENS, OUTPUT = 2000, 150
 PREFILL = 0.0456
-"""Seconds of a prompt: 21.9 in a second."""
+"""Seconds to prefill a prompt: 21.9 prompts per second."""
 HANDOVER = 0.025
 TOKEN = 45e-6
-"""Seconds that one of a prompt adds to a decode step."""
+"""Seconds that one prompt token adds to a decode step."""
 REPORT = 1.0
 SECONDS = 10.0
 
@@ -29,7 +32,7 @@ class Asked:
     at: float
     left: int = TOKENS
     tokens: int = OUTPUT - 1
-    """That decode has to compute."""
+    """Prompt tokens that decode still computes."""
 
 
 class Pair:
@@ -47,10 +50,10 @@ class Pair:
         self._order = itertools.count()
         self._loads = PrefillLoads()
         self._row = self._loads.join("prefill", block_size=16, now=0.0)
-        self._queue: deque[Asked] = deque()  # of prefill; the first is computed
+        self._queue: deque[Asked] = deque()  # at prefill; the first one is being computed
         self._limit = None if target is None else ChunkLimit(target, 8192)
         self._offer = ChunkOffer(0, 0.0, 0.0)
-        self._prompts: deque[Asked] = deque()  # of decode
+        self._prompts: deque[Asked] = deque()  # at decode
         self._decoding: set[Asked] = set()
         self._stepping = False
 
@@ -79,7 +82,7 @@ class Pair:
         assert snapshot is not None
         offer = self._offer
         if overflow(TOKENS, snapshot.seconds(PrefillRequest(key=1, tokens=TOKENS), self._row), [offer]):
-            waiting = offer.waiting + TOKENS  # as `WorkerConnection.started_tokens`
+            waiting = offer.waiting + TOKENS  # as `AttemptTable.prefill_tokens`
             self._offer = ChunkOffer(offer.tokens, offer.seconds, offer.step_seconds, waiting)
             self._prompts.append(asked)
             self._step()
@@ -136,8 +139,7 @@ class Pair:
 def test_with_the_same_arrivals_first_tokens_come_no_later(
     rate: float, most: float, target: float, seed: int
 ) -> None:
-    """Where prefill has a spare moment now and then, one that was estimated wrongly is not far off; where it
-    has none, decode's share shortens the queue for all."""
+    """Where prefill has idle times, a wrong estimate costs little. Elsewhere decode shortens the queue."""
     alone, helped = Pair(None), Pair(target)
     for pair in (alone, helped):
         pair.run(rate, seed)

@@ -1,4 +1,4 @@
-"""Re-prefills are a share of what is new; those beyond it wait, in order of arrival."""
+"""The retry budget, and the generations that wait for it."""
 
 import asyncio
 
@@ -10,11 +10,11 @@ def take_all(budget: RetryBudget, now: float) -> int:
     return next(n for n in range(10_000) if not budget.take(now))
 
 
-def test_a_quiet_cluster_retries_at_once() -> None:
+def test_a_hundred_retries_are_always_allowed() -> None:
     assert take_all(RetryBudget(), 5.0) == FLOOR
 
 
-def test_a_busy_one_a_fifth_of_what_is_new() -> None:
+def test_retries_are_a_fifth_of_the_new_requests() -> None:
     budget = RetryBudget()
     for i in range(5000):
         budget.requested(i / 1000)
@@ -22,7 +22,7 @@ def test_a_busy_one_a_fifth_of_what_is_new() -> None:
     assert not budget.take(5.0 + WINDOW_S - 0.001)
 
 
-def test_what_was_spent_comes_back_after_the_window() -> None:
+def test_used_retries_come_back_after_the_window() -> None:
     budget = RetryBudget()
     assert take_all(budget, 100.0) == FLOOR
     assert budget.wait(103.0) == WINDOW_S - 3
@@ -30,7 +30,7 @@ def test_what_was_spent_comes_back_after_the_window() -> None:
     assert take_all(budget, 100.0 + WINDOW_S) == FLOOR
 
 
-def test_old_requests_count_no_more() -> None:
+def test_requests_before_the_window_do_not_count() -> None:
     budget = RetryBudget()
     for _ in range(5000):
         budget.requested(0.0)
@@ -52,7 +52,7 @@ class Retrier:
 
 
 class Scripted(RetryBudget):
-    """So many re-prefills, and more when the test says so."""
+    """Has as many retries as the test sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Scripted(RetryBudget):
         return 0.001
 
 
-async def test_who_came_first_is_served_first_when_the_time_has_come() -> None:
+async def test_parked_generations_retry_in_order_of_arrival() -> None:
     budget, served = Scripted(), list[int]()
     parked = Parked(budget)
     late, early, gone = (Retrier(n, served) for n in (9, 1, 5))
@@ -80,7 +80,7 @@ async def test_who_came_first_is_served_first_when_the_time_has_come() -> None:
     assert len(parked.without_budget) == 0
 
 
-async def test_nobody_overtakes_who_waits_and_new_requests_help() -> None:
+async def test_new_requests_free_retries_for_the_first_that_waits() -> None:
     budget, served = RetryBudget(), list[int]()
     parked = Parked(budget)
     first, second = Retrier(1, served), Retrier(2, served)

@@ -1,4 +1,4 @@
-"""What a router believes of its prefill workers, over any order of reports, submissions and ends."""
+"""The estimated load of prefill workers, in any order of reports, submissions and ends."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,19 +24,19 @@ def look(loads: PrefillLoads, now: float, tokens: int = 100, chunks: list[int] =
     return snapshot
 
 
-def test_the_queue_is_what_was_reported_and_sent_since_less_what_was_computed_meanwhile():
+def test_the_queue_is_the_report_plus_sent_minus_computed_tokens():
     loads, row = one()
     loads.reported(row, tokens_waiting=5000, tokens_per_s=SPEED, now=10)
     loads.sent(row, PrefillWork(1000), 11)
     assert look(loads, 12).wait[row] == pytest.approx(4)
     loads.reported(row, tokens_waiting=300, tokens_per_s=SPEED, now=13)
-    assert look(loads, 13).wait[row] == pytest.approx(1), "this router knows of 1000 that are not computed"
+    assert look(loads, 13).wait[row] == pytest.approx(1), "1000 tokens of this router are not computed"
     loads.ended(row, PrefillWork(1000), computed=True, now=13)
     assert look(loads, 13.1).wait[row] == pytest.approx(0.2)
     assert look(loads, 99).wait[row] == 0
 
 
-def test_what_is_given_up_no_longer_waits():
+def test_a_cancelled_prefill_no_longer_waits():
     loads, row = one()
     loads.sent(row, PrefillWork(1000), 0)
     loads.sent(row, PrefillWork(500), 0)
@@ -44,7 +44,7 @@ def test_what_is_given_up_no_longer_waits():
     assert look(loads, 0).wait[row] == pytest.approx(0.5)
 
 
-def test_seconds_are_of_the_wait_and_of_what_is_not_cached():
+def test_the_estimate_covers_the_wait_and_the_uncached_tokens():
     loads, row = one()
     loads.index.add(row, [7, 8])
     loads.sent(row, PrefillWork(1000), 0)
@@ -54,7 +54,7 @@ def test_seconds_are_of_the_wait_and_of_what_is_not_cached():
     assert snapshot.seconds(request, row) == pytest.approx(1 + 0.1)
 
 
-def test_an_unknown_speed_is_taken_to_be_that_of_the_others():
+def test_an_unknown_speed_is_the_mean_of_the_others():
     loads = PrefillLoads()
     rows = [loads.join(name, block_size=16, now=0) for name in ("a:1", "b:1", "c:1")]
     loads.reported(rows[0], tokens_waiting=0, tokens_per_s=3000, now=0)
@@ -68,8 +68,8 @@ def test_an_unknown_speed_is_taken_to_be_that_of_the_others():
     [
         (16, 1000, 3, 192),
         (64, 1000, 3, 192),
-        (128, 1000, 3, 128),  # half a block is of no use
-        (16, 192, 3, 176),  # the last position is computed anyway, so its block is
+        (128, 1000, 3, 128),  # only whole blocks count
+        (16, 192, 3, 176),  # the last position is always computed, and so is its block
         (64, 192, 3, 128),
         (128, 256, 4, 128),
         (48, 1000, 3, 192),
@@ -82,7 +82,7 @@ def test_cached_tokens_are_full_blocks_before_the_last_position(block_size, toke
     assert (snapshot.cached.of(row), snapshot.cached.most) == (cached, cached)
 
 
-def test_a_prompt_that_was_sent_is_expected_until_its_token_comes():
+def test_the_chunks_of_a_sent_prompt_are_expected_until_its_token_comes():
     loads, row = one()
     work = PrefillWork(200, [1, 2, 3])
     loads.sent(row, work, 0)
@@ -107,7 +107,7 @@ _EVENTS = st.tuples(
 
 @settings(max_examples=60)
 @given(st.lists(_EVENTS, max_size=80), st.permutations(range(CHUNKS)), st.integers(0, ROWS - 1))
-def test_the_index_knows_what_a_table_of_all_workers_would(events, prompt, left_out):
+def test_the_index_agrees_with_a_table_of_all_workers(events, prompt, left_out):
     index = ChunkIndex()
     index.grow(ROWS)
     reported: list[set[int]] = [set() for _ in range(ROWS)]

@@ -1,4 +1,4 @@
-"""Workers fail in every way; the client reads what it would have read without."""
+"""Workers fail in every way, and the client reads the same output as without failures."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ BODY = {"max_tokens": 200}
 
 
 async def answered_whole(cluster: Cluster, **body: Any) -> None:
-    """Every token once, in order, and nothing left behind."""
+    """Asserts that every token came once, in order."""
     events = await cluster.events(
         "/v1/completions", prompt="Hello", max_tokens=200, return_token_ids=True, **body
     )
@@ -46,13 +46,13 @@ async def both_asked(cluster: Cluster) -> None:
 
 
 def busy(workers: list[FakeWorker]) -> tuple[FakeWorker, FakeWorker]:
-    """The one that was asked, and the other."""
+    """Returns the worker that got the request, and the other one."""
     used = next(w for w in workers if w.submitted)
     return used, next(w for w in workers if w is not used)
 
 
 def tokens_in(line: bytes) -> list[int]:
-    """Of one line of a stream."""
+    """Returns the token ids of one line of a stream."""
     if not line.startswith(b"data: {"):
         return []
     return json.loads(line[6:])["choices"][0]["token_ids"]
@@ -63,7 +63,7 @@ def waiting_prefills(cluster: Cluster) -> int:
     return sum(len(connection.attempts) for connection in connections)
 
 
-# ---------------------------------------------------------------- messages that confuse
+# ---------------------------------------------------------------- late, repeated and wrong messages
 
 
 @pytest.mark.parametrize("which", ["duplicate", "late"])
@@ -73,8 +73,8 @@ async def test_repeated_and_late_tokens_are_dropped(cluster: Cluster, which: str
     await answered_whole(cluster)
 
 
-async def test_decode_may_bring_the_first_token(cluster: Cluster):
-    """Prefill's message is late: decode's repetition is emitted, prefill's own is dropped."""
+async def test_decode_may_send_the_first_token(cluster: Cluster):
+    """If prefill's token comes late, decode's repetition of it is emitted and prefill's is dropped."""
     prefill = cluster.prefills[0]
     prefill.steps = asyncio.Semaphore(0)
     request = asyncio.create_task(answered_whole(cluster))
@@ -85,8 +85,8 @@ async def test_decode_may_bring_the_first_token(cluster: Cluster):
     await cluster.idle()
 
 
-async def test_that_prefills_token_is_the_last_may_be_known_before_the_token(cluster: Cluster):
-    """Decode learns over the lanes that it has nothing to do; its word overtakes prefill's. No failure."""
+async def test_decode_may_report_finished_before_prefills_last_token_comes(cluster: Cluster):
+    """Decode learns from the KV transfer that prefill's token was the last one. That is no failure."""
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps = asyncio.Semaphore(0)
     decode.fail = (1, pb.FAILURE_CODE_FINISHED)
@@ -103,13 +103,13 @@ async def test_that_prefills_token_is_the_last_may_be_known_before_the_token(clu
     assert (len(prefills(prefill)), len(decodes(decode))) == (1, 1)
 
 
-async def test_a_decode_that_continues_another_text_is_not_believed(cluster: Cluster):
+async def test_a_decode_that_continues_another_text_is_replaced(cluster: Cluster):
     decode = cluster.decodes[0]
     right, decode.answer, decode.steps = decode.answer, [7] * 99, asyncio.Semaphore(0)
     body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
     async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
         received = tokens_in(await response.content.readline())
-        decode.steps.release()  # it repeats the first token, wrongly
+        decode.steps.release()  # its repetition of the first token is wrong
         await decode.until(lambda w: w.cancelled)
         decode.answer = right
         for _ in right:
@@ -119,10 +119,10 @@ async def test_a_decode_that_continues_another_text_is_not_believed(cluster: Clu
     assert received == cluster.answer
 
 
-# ---------------------------------------------------------------- prefill fails
+# ---------------------------------------------------------------- failures of prefill
 
 
-async def test_prefill_killed_before_its_token(pair: Cluster):
+async def test_prefill_lost_before_its_token(pair: Cluster):
     for worker in pair.prefills:
         worker.steps = asyncio.Semaphore(0)
     request = asyncio.create_task(answered_whole(pair))
@@ -141,7 +141,7 @@ async def test_prefill_killed_before_its_token(pair: Cluster):
     assert not retarget.output_ids
 
 
-async def test_prefill_lost_after_its_token_and_before_decode_had_the_kv(pair: Cluster):
+async def test_prefill_lost_between_its_token_and_the_end_of_the_transfer(pair: Cluster):
     for worker in pair.prefills:
         worker.holds_kv = True
     body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
@@ -160,7 +160,7 @@ async def test_prefill_lost_after_its_token_and_before_decode_had_the_kv(pair: C
 
 
 async def test_a_failure_of_the_old_source_does_not_count_against_the_new_one(cluster: Cluster):
-    """KV_FAILED that crosses a Retarget names the prefill it is about."""
+    """KV_FAILED names its prefill, because it may cross a Retarget."""
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps = asyncio.Semaphore(0)
     prefill.fail = (1, pb.FAILURE_CODE_DROPPED)  # the fake then fails the transfer as well
@@ -172,10 +172,10 @@ async def test_a_failure_of_the_old_source_does_not_count_against_the_new_one(cl
     assert len(retargets(decode)) == 1
 
 
-# ---------------------------------------------------------------- decode fails
+# ---------------------------------------------------------------- failures of decode
 
 
-async def test_decode_killed_before_it_had_the_kv_takes_no_second_prefill(pair: Cluster):
+async def test_decode_lost_before_it_had_the_kv_needs_no_second_prefill(pair: Cluster):
     for worker in pair.prefills:
         worker.steps = asyncio.Semaphore(0)
     request = asyncio.create_task(answered_whole(pair))
@@ -194,8 +194,8 @@ async def test_decode_killed_before_it_had_the_kv_takes_no_second_prefill(pair: 
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7])
-async def test_decode_killed_after_some_tokens(pair: Cluster, tokens: int):
-    """Prompt and output are prefilled again; the reservation is asked for first."""
+async def test_decode_lost_after_some_tokens(pair: Cluster, tokens: int):
+    """Prompt and output are prefilled again, after the new reservation."""
     for worker in pair.decodes:
         worker.steps = asyncio.Semaphore(tokens)
     body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
@@ -203,7 +203,7 @@ async def test_decode_killed_after_some_tokens(pair: Cluster, tokens: int):
         received: list[int] = []
         while len(received) < tokens:
             received += tokens_in(await response.content.readline())
-        # Once decode has joined, the router is through with the prefill.
+        # After decode has joined, no prefill is open.
         await pair.until(lambda: waiting_prefills(pair) == 0)
         killed, other = busy(pair.decodes)
         other.steps = None
@@ -217,28 +217,28 @@ async def test_decode_killed_after_some_tokens(pair: Cluster, tokens: int):
     assert list(decode.request.output_ids) == pair.answer[:tokens]
 
 
-async def test_handed_back_is_continued_elsewhere_and_is_no_failure(pair: Cluster):
+async def test_a_handed_back_request_continues_elsewhere_without_a_failure(pair: Cluster):
     for worker in pair.decodes:
         worker.fail = (2, pb.FAILURE_CODE_HANDED_BACK)
     await answered_whole(pair)
 
 
-# ---------------------------------------------------------------- room
+# ---------------------------------------------------------------- capacity
 
 
-async def test_no_room_means_another_worker(pair: Cluster):
+async def test_a_refused_reservation_goes_to_another_worker(pair: Cluster):
     for worker in pair.decodes:
         worker.no_room = 1
     request = asyncio.create_task(answered_whole(pair))
     await pair.until(lambda: all(decodes(w) for w in pair.decodes))
     await pair.until(lambda: pair.router.services.admission.waiting_for_decode == 1)
-    # Both said no: it waits for a report, and its one prefill is held meanwhile.
+    # Both workers refused. The request waits for a report, while its prefill is held.
     pair.decodes[0].report()
     await request
     assert sum(len(prefills(w)) for w in pair.prefills) == 1
 
 
-async def test_room_is_given_in_order_of_arrival(cluster: Cluster):
+async def test_capacity_is_given_in_order_of_arrival(cluster: Cluster):
     decode = cluster.decodes[0]
     decode.status.blocks_free = 0
     decode.report()
@@ -255,7 +255,7 @@ async def test_room_is_given_in_order_of_arrival(cluster: Cluster):
     assert [d.request.prompt_ids[0] for d in decodes(decode)] == [10, 11, 12, 13]
 
 
-async def test_a_dropped_prefill_is_made_again_only_when_there_is_room(cluster: Cluster):
+async def test_a_dropped_prefill_is_repeated_only_with_decode_capacity(cluster: Cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     decode.no_room = 1
     request = asyncio.create_task(answered_whole(cluster))
@@ -270,8 +270,8 @@ async def test_a_dropped_prefill_is_made_again_only_when_there_is_room(cluster: 
     assert [list(p.request.output_ids) for p in prefills(prefill)] == [[], cluster.answer[:1]]
 
 
-async def test_two_tokens_with_a_full_decode_pool(cluster: Cluster):
-    """One token is left and the prefill is held: it waits for decode like any other."""
+async def test_a_request_for_two_tokens_waits_for_a_full_decode_pool(cluster: Cluster):
+    """One token is left and the prefill is held: the request still waits for decode."""
     cluster.decodes[0].no_room = 1
     request = asyncio.create_task(cluster.complete(max_tokens=2))
     await cluster.until(lambda: cluster.router.services.admission.waiting_for_decode == 1)
@@ -280,7 +280,7 @@ async def test_two_tokens_with_a_full_decode_pool(cluster: Cluster):
     assert answer["choices"][0]["text"] == "The capital"
 
 
-# ---------------------------------------------------------------- giving up, and not
+# ---------------------------------------------------------------- giving up
 
 
 async def test_three_attempts_without_a_token_fail_and_name_the_request(pair: Cluster):
@@ -293,24 +293,24 @@ async def test_three_attempts_without_a_token_fail_and_name_the_request(pair: Cl
         error = (await response.json())["error"]
     assert "r-42" in error["message"]
     assert sum(len(prefills(w)) for w in pair.prefills) == 3
-    assert all(prefills(w) for w in pair.prefills)  # the second attempt went elsewhere
+    assert all(prefills(w) for w in pair.prefills)  # the second attempt went to the other worker
 
 
 async def test_any_new_token_resets_the_count(cluster: Cluster):
-    """Decode fails after every second token, far more often than three times."""
+    """Decode fails after every second token, more than three times in all."""
     cluster.decodes[0].fail_after = 2
     await answered_whole(cluster)
     assert len(decodes(cluster.decodes[0])) > 10
 
 
-async def test_what_workers_refuse_as_invalid_is_the_clients_error(cluster: Cluster):
+async def test_a_request_that_workers_reject_as_invalid_is_the_clients_error(cluster: Cluster):
     cluster.prefills[0].fail = (9, pb.FAILURE_CODE_INVALID)
     status, answer = await cluster.post("/v1/completions", prompt="x")
     assert status == 400
     assert "as the test wants" in answer["error"]["message"]
 
 
-# ---------------------------------------------------------------- nobody there
+# ---------------------------------------------------------------- no worker
 
 
 async def test_without_a_worker_requests_wait_for_one(cluster: Cluster):
@@ -326,18 +326,18 @@ async def test_without_a_worker_requests_wait_for_one(cluster: Cluster):
     await request
 
 
-async def test_nobody_comes(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_without_any_worker_a_request_gets_503(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, decode=0, worker_wait=0.3) as cluster:
         async with cluster.http.post(cluster.url + "/v1/completions", json={"prompt": "x"}) as response:
             assert response.status == 503
             assert int(response.headers["Retry-After"]) >= 1
             assert "no decode worker" in (await response.json())["error"]["message"]
-        answer = await cluster.complete(max_tokens=1)  # which needs no decode worker
+        answer = await cluster.complete(max_tokens=1)  # needs no decode worker
         assert answer["choices"][0]["text"] == "The"
         await cluster.idle()
 
 
-async def test_a_stream_that_waits_is_kept_alive_and_then_told(
+async def test_a_parked_stream_gets_keepalives_and_then_the_error(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("router.endpoints.http_response.KEEPALIVE_SECONDS", 0.1)
@@ -352,7 +352,7 @@ async def test_a_stream_that_waits_is_kept_alive_and_then_told(
         await cluster.idle()
 
 
-async def test_a_draining_worker_gets_nothing_new(pair: Cluster):
+async def test_a_worker_with_draining_status_gets_no_requests(pair: Cluster):
     draining = pair.decodes[0]
     draining.status.health = pb.WorkerStatus.HEALTH_DRAINING
     draining.report()
@@ -362,7 +362,7 @@ async def test_a_draining_worker_gets_nothing_new(pair: Cluster):
     assert not draining.submitted
 
 
-async def test_a_worker_that_says_it_is_draining_is_left_alone(pair: Cluster):
+async def test_a_worker_that_refuses_because_it_drains_gets_no_requests(pair: Cluster):
     for worker in pair.decodes:
         worker.fail = (1, pb.FAILURE_CODE_DRAINING)
     pair.decodes[1].fail = (0, pb.FAILURE_CODE_DRAINING)

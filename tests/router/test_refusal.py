@@ -1,4 +1,4 @@
-"""What is wrong between a router and a worker is told from what gRPC says, on real sockets."""
+"""The reasons for failed calls to a worker, from the errors of gRPC on real sockets."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ async def metrics_port() -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def kv_port() -> AsyncIterator[str]:
-    """Speaks first, and not HTTP/2."""
+    """A server that sends first, and not HTTP/2."""
 
     async def hello(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(bytes(range(200)))
@@ -73,7 +73,7 @@ class _RefusesUnsigned(grpc.aio.ServerInterceptor):
 
 @contextlib.asynccontextmanager
 async def older_worker() -> AsyncIterator[str]:
-    """One that knows no server ids: it refuses the question as it refuses every unsigned call."""
+    """A worker without server ids. It refuses the call for the id, like every unsigned call."""
     server = grpc.aio.server(interceptors=[_RefusesUnsigned()])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -100,7 +100,7 @@ async def told(address: str, tls: TlsFiles | None = None, secret: bytes = SECRET
     return refusal.explain(error.value, tls=tls is not None)
 
 
-async def test_another_secret() -> None:
+async def test_a_different_secret_is_named() -> None:
     async with worker() as address:
         reason, remedy = await told(address, secret=b"another cluster secret")
     assert "another cluster secret" in reason
@@ -118,7 +118,7 @@ async def test_another_secret() -> None:
         (router_port, "another service answers", refusal.PORT),
     ],
 )
-async def test_another_address(
+async def test_a_wrong_address_is_named(
     place: Callable[[], contextlib.AbstractAsyncContextManager[str]], reason: str, remedy: str
 ) -> None:
     async with place() as address:
@@ -127,7 +127,9 @@ async def test_another_address(
     assert found[1] == remedy
 
 
-async def test_tls(certificates: Certificates, strange_certificates: Certificates) -> None:
+async def test_a_tls_mismatch_is_named(
+    certificates: Certificates, strange_certificates: Certificates
+) -> None:
     ours, theirs = certificates, strange_certificates
     tls = files(ours.worker, ours.ca)
     wrong_name = files(ours.server, ours.ca)

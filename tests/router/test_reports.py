@@ -1,4 +1,4 @@
-"""What a router accepts of a worker's reports."""
+"""Checks of the tokens and rates that workers report."""
 
 import math
 
@@ -23,17 +23,17 @@ def token(token_id: int = 1, **logprobs) -> pb.TokenEvent:
         (token(top_ids=[100], top_logprobs=[-1.0]), "token 100"),
     ],
 )
-def test_a_token_that_makes_no_sense(event: pb.TokenEvent, named: str):
+def test_an_invalid_token_is_found(event: pb.TokenEvent, named: str):
     assert named in token_defect(event, 100)
 
 
-def test_a_token_that_makes_sense():
+def test_a_valid_token_passes():
     assert not token_defect(pb.TokenEvent(token_id=99), 100)
     assert not token_defect(token(99, logprob=-math.inf, top_ids=[0], top_logprobs=[-math.inf]), 100)
     assert not token_defect(pb.TokenEvent(token_id=1 << 30), 0)
 
 
-def test_rates():
+def test_invalid_rates_become_unknown():
     status = pb.WorkerStatus(prefill_tokens_per_s=math.inf, step_seconds=0.5, chunk_seconds=math.nan)
     assert clear_invalid_rates(status) == ["prefill_tokens_per_s inf", "chunk_seconds nan"]
     assert status == pb.WorkerStatus(step_seconds=0.5)

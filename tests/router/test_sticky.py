@@ -1,4 +1,4 @@
-"""Policies are pure: their promises are checked over many sessions, without a router."""
+"""Prefill policies, checked over many sessions without a router."""
 
 import random
 from collections import Counter
@@ -20,7 +20,7 @@ PROMPT = [_RANDOM.getrandbits(64) for _ in range(10)]
 def loads_of(
     workers: list[str], waiting: dict[str, int] | None = None
 ) -> tuple[PrefillLoads, dict[str, int]]:
-    """With the row of each."""
+    """Returns loads with the row of each worker."""
     loads = PrefillLoads()
     rows = {name: loads.join(name, block_size=16, now=0) for name in workers}
     for name, row in rows.items():
@@ -37,7 +37,7 @@ def choose(loads: PrefillLoads, key: int, *, chunks: list[int] = [], avoid=(), t
 
 
 def homes(workers: list[str]) -> dict[int, str]:
-    """Which worker each session goes to while all are idle."""
+    """Returns the worker of each session while all workers are idle."""
     loads, rows = loads_of(workers)
     names = {row: name for name, row in rows.items()}
     return {key: names[choose(loads, key)] for key in KEYS}
@@ -74,7 +74,7 @@ def test_a_worker_that_comes_back_in_another_row_gets_its_sessions_back():
     assert {key: names[choose(loads, key)] for key in before} == {k: old[row] for k, row in before.items()}
 
 
-def test_a_hot_session_overflows_to_its_next_worker_and_comes_back():
+def test_a_session_with_a_busy_home_goes_to_the_next_worker_and_comes_back():
     loads, _ = loads_of(WORKERS, dict.fromkeys(WORKERS, 100))
     request = PrefillRequest(key=KEYS[0], tokens=10)
     snapshot = loads.snapshot(request, 0)
@@ -88,7 +88,7 @@ def test_a_hot_session_overflows_to_its_next_worker_and_comes_back():
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=200), st.integers(0, 2**64 - 1), st.integers(1, 8))
 def test_no_worker_gets_work_beyond_its_bound(costs: list[int], key: int, workers: int):
-    """One session only, the worst case: whoever gets it had no more than `BOUND` times the mean."""
+    """The worst case is a single session. Its worker had at most `BOUND` times the mean load."""
     loads, _ = loads_of(WORKERS[:workers])
     for cost in costs:
         request = PrefillRequest(key=key, tokens=cost)
@@ -99,17 +99,17 @@ def test_no_worker_gets_work_beyond_its_bound(costs: list[int], key: int, worker
         loads.sent(row, PrefillWork(cost), 0)
 
 
-def test_a_prefix_is_followed_to_where_it_is_cached():
+def test_a_request_goes_to_the_worker_that_has_its_prefix():
     loads, _ = loads_of(WORKERS)
     home = choose(loads, KEYS[0], chunks=PROMPT, tokens=700)
     other = next(row for row in range(8) if row != home)
     loads.index.add(other, PROMPT)
     assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == other
     loads.index.add(home, PROMPT)
-    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home, "nothing is gained by leaving"
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home, "the other worker has not more"
 
 
-def test_a_prefix_is_computed_again_where_waiting_for_it_costs_more():
+def test_a_prefix_is_computed_again_if_waiting_costs_more():
     loads, _ = loads_of(WORKERS)
     home = choose(loads, KEYS[0])
     other = next(row for row in range(8) if row != home)
@@ -120,7 +120,7 @@ def test_a_prefix_is_computed_again_where_waiting_for_it_costs_more():
     assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home
 
 
-def test_a_short_prefix_that_several_have_leads_nobody_away_from_home():
+def test_a_short_prefix_on_several_workers_does_not_move_a_session():
     loads, _ = loads_of(WORKERS)
     home = choose(loads, KEYS[0])
     others = [row for row in range(8) if row != home]
@@ -128,10 +128,10 @@ def test_a_short_prefix_that_several_have_leads_nobody_away_from_home():
         loads.index.add(row, PROMPT[:8])
     assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home
     loads.index.add(others[1], PROMPT)
-    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == others[1], "one has the session itself"
+    assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == others[1], "it has the whole session"
 
 
-def test_the_longer_a_prefix_the_more_may_have_it_before_it_is_copied():
+def test_a_longer_prefix_may_be_on_more_workers_before_it_is_copied():
     loads, _ = loads_of(WORKERS)
     home = choose(loads, KEYS[0])
     document = list(range(3 * 512 // 64))
@@ -142,7 +142,7 @@ def test_the_longer_a_prefix_the_more_may_have_it_before_it_is_copied():
     assert choose(loads, KEYS[0], chunks=document, tokens=1600) == home
 
 
-def test_workers_that_failed_are_taken_only_when_there_is_no_other():
+def test_avoided_workers_are_chosen_only_without_others():
     loads, rows = loads_of(WORKERS[:2])
     first = choose(loads, KEYS[0], chunks=PROMPT, tokens=700)
     loads.index.add(first, PROMPT)
@@ -165,7 +165,7 @@ def test_a_worker_that_drains_or_left_is_not_chosen():
     assert loads.snapshot(PrefillRequest(key=1, tokens=1), 0) is None
 
 
-def test_round_robin_takes_each_in_turn():
+def test_round_robin_chooses_each_in_turn():
     loads, rows = loads_of(WORKERS)
     loads.serve(rows[WORKERS[3]], False)
     chosen = []

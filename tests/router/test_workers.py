@@ -1,4 +1,4 @@
-"""Which workers there are: the file that names them, who is refused, who comes back."""
+"""Connections to workers: the file that lists them, refusals, defects and reconnects."""
 
 import asyncio
 import math
@@ -23,11 +23,9 @@ from .conftest import TEXT, Cluster, make_cluster
 
 
 def rewrite(path: Path, workers: list[FakeWorker]) -> None:
-    """Atomically, as a supervisor does."""
+    """Replaces the file atomically, as a supervisor does."""
     new = path.with_suffix(".new")
-    new.write_text(
-        "# who is there\n" + "".join(f"{worker.address}  # {worker.index}\n" for worker in workers)
-    )
+    new.write_text("# workers\n" + "".join(f"{worker.address}  # {worker.index}\n" for worker in workers))
     new.replace(path)
 
 
@@ -49,7 +47,7 @@ async def test_workers_come_and_go_with_the_file(cluster: Cluster, tmp_path: Pat
     await extra.kill()
 
 
-async def test_a_worker_off_the_list_finishes_what_it_has(cluster: Cluster, tmp_path: Path):
+async def test_a_retired_worker_finishes_its_requests(cluster: Cluster, tmp_path: Path):
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(0)
     request = asyncio.create_task(cluster.complete())
@@ -76,7 +74,7 @@ async def test_a_retired_worker_that_refuses_its_last_attempt_is_closed(cluster:
     request.cancel()
 
 
-async def test_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path) as cluster:
         stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=9)
         stranger.model_fingerprint, stranger.max_model_len = "m2", 10
@@ -87,21 +85,21 @@ async def test_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Pat
         [refused] = [c for c in pool.connections if c.state is WorkerState.REFUSED]
         assert "is not that of" in refused.reason
         pool.availability_changed(pool.ready(pb.ROLE_DECODE)[0])
-        assert pool.max_positions == 8192, "that of the workers that serve"
+        assert pool.max_positions == 8192, "only the workers that serve count"
         await stranger.kill()
         await cluster.until(lambda: refused.state is WorkerState.CONNECTING)
         pool.availability_changed(pool.ready(pb.ROLE_DECODE)[0])
-        assert pool.max_positions == 8192, "a refused worker that went away does not count either"
+        assert pool.max_positions == 8192, "a refused worker that has gone does not count either"
         for _ in range(4):
             await cluster.complete()
         assert not stranger.submitted
 
 
 async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(cluster: Cluster):
-    """It was taken before the worker that could hold it went away. Then it waits for such a worker."""
+    """The only worker that could hold it has gone. The request parks until such a worker comes."""
     pool, [decode] = cluster.router.services.pool, cluster.decodes
     [load] = pool._candidates.decodes
-    load.full = True  # as after a refusal
+    load.full = True  # as after a refused reservation
     long = asyncio.create_task(cluster.complete(prompt=[5] * 3000))
     await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
     load.blocks_total = 100
@@ -117,13 +115,13 @@ async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(
     assert (await long)["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_another_tokenizer_is_refused(
+async def test_a_worker_with_another_tokenizer_is_refused(
     tokenizer: ModelTokenizer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    """By name, in `/status` and once in the log, however often it is tried again."""
+    """`/status` shows the reason, and the log has it once, although the router tries again."""
     monkeypatch.setattr(connection, "LAST_BACKOFF", 0.02)
     async with make_cluster(tokenizer, tmp_path, decode=0) as cluster:
         stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=9)
@@ -143,7 +141,7 @@ async def test_another_tokenizer_is_refused(
         await stranger.kill()
 
 
-async def test_two_models_that_connect_at_the_same_time(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
         prefill = FakeWorker(pb.ROLE_PREFILL, cluster.lanes, cluster.answer)
         decode = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer)
@@ -178,11 +176,11 @@ async def test_a_restarted_worker_is_a_new_incarnation(cluster: Cluster):
     assert cluster.decodes[0].submitted[-1].decode.source.incarnation == before + 1
 
 
-async def test_a_connection_closes_also_where_its_stream_breaks_in_the_same_moment(
+async def test_a_connection_closes_if_its_stream_breaks_at_the_same_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
-    """grpc.aio then raises the stream's error alone (its `_prepare_rpc`): without help, once in some hundred
-    times that a router and its workers end together, the router stays for ever."""
+    """grpc.aio then raises only the stream's error (in `_prepare_rpc`) and drops the cancellation. Without a
+    check, a router that ends together with its workers sometimes never ends."""
     waits = asyncio.Event()
 
     async def breaks(connection: WorkerConnection) -> None:
@@ -200,7 +198,7 @@ async def test_a_connection_closes_also_where_its_stream_breaks_in_the_same_mome
     await asyncio.wait_for(made.close(), 10)
 
 
-async def test_an_unknown_failure_code_fails_the_attempt_alone(cluster: Cluster):
+async def test_an_unknown_failure_code_fails_only_the_attempt(cluster: Cluster):
     """Workers may be upgraded before routers."""
     decode = cluster.decodes[0]
     decode.fail = (1, cast("pb.FailureCode", 99))
@@ -213,7 +211,7 @@ async def test_an_unknown_failure_code_fails_the_attempt_alone(cluster: Cluster)
     )
 
 
-async def test_a_failure_code_of_the_other_role_fails_the_attempt_alone(cluster: Cluster):
+async def test_a_failure_code_of_the_other_role_fails_only_the_attempt(cluster: Cluster):
     cluster.prefills[0].fail = (1, pb.FAILURE_CODE_NO_ROOM)
     [connection] = cluster.router.services.pool.ready(pb.ROLE_PREFILL)
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
@@ -241,18 +239,18 @@ async def test_an_unknown_finish_reason_ends_the_request(cluster: Cluster):
 
 
 @pytest.mark.parametrize("role", [pb.ROLE_PREFILL, pb.ROLE_DECODE])
-async def test_a_token_that_makes_no_sense_fails_its_attempt_alone(
+async def test_an_invalid_token_fails_only_its_attempt(
     cluster: Cluster, role: "pb.Role", caplog: pytest.LogCaptureFixture
 ):
     [worker] = cluster.prefills if role == pb.ROLE_PREFILL else cluster.decodes
     other = asyncio.create_task(cluster.complete(prompt="Other", logprobs=2))
     wrong = [pb.TokenLogprobs(logprob=math.nan), pb.TokenLogprobs(top_ids=[1, 2], top_logprobs=[-0.5])]
 
-    def break_it(event: pb.TokenEvent) -> None:
+    def damage(event: pb.TokenEvent) -> None:
         if wrong and event.output_index in (0, 3) and (event.output_index == 3) is (role == pb.ROLE_DECODE):
             event.logprobs.CopyFrom(wrong.pop())
 
-    worker.change = break_it
+    worker.change = damage
     for answer in await asyncio.gather(cluster.complete(logprobs=2), other):
         assert answer["choices"][0]["text"] == TEXT
         assert all(logprob <= 0 for logprob in answer["choices"][0]["logprobs"]["token_logprobs"])
@@ -261,7 +259,7 @@ async def test_a_token_that_makes_no_sense_fails_its_attempt_alone(
     assert "defect" not in caplog.text
 
 
-async def test_rates_that_are_no_numbers_count_as_unknown(cluster: Cluster, caplog: pytest.LogCaptureFixture):
+async def test_invalid_rates_count_as_unknown(cluster: Cluster, caplog: pytest.LogCaptureFixture):
     decode, [prefill] = cluster.decodes[0], cluster.prefills
     for worker in (prefill, decode):
         worker.status.prefill_tokens_per_s, worker.status.step_seconds = math.inf, -1.0
@@ -280,7 +278,7 @@ async def test_rates_that_are_no_numbers_count_as_unknown(cluster: Cluster, capl
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The next call of this method of any generation raises."""
+    """Makes the next call of this method of any generation raise."""
     method, failures = getattr(Generation, name), [RuntimeError("the test wants it")]
 
     def fails(generation: Generation, argument: object) -> None:
@@ -291,7 +289,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(Generation, name, fails)
 
 
-async def test_a_connection_that_meets_a_defect_is_opened_again(
+async def test_a_connection_is_opened_again_after_a_defect(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     fail_once(monkeypatch, "on_token")
@@ -300,7 +298,7 @@ async def test_a_connection_that_meets_a_defect_is_opened_again(
     await cluster.until(lambda: cluster.router.services.pool.complete)
 
 
-async def test_a_connection_that_ends_soon_each_time_is_opened_less_often(
+async def test_a_connection_that_ends_at_once_is_opened_less_often(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
     opened: list[float] = []
@@ -322,7 +320,7 @@ async def test_a_connection_that_ends_soon_each_time_is_opened_less_often(
     assert opened[5] - opened[0] >= 0.005 * (1 + 2 + 4 + 8 + 16)
 
 
-async def test_a_defect_in_one_request_does_not_keep_a_loss_from_the_others(
+async def test_a_defect_in_one_request_does_not_hide_a_lost_worker_from_the_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     decode = cluster.decodes[0]

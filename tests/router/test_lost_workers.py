@@ -1,4 +1,4 @@
-"""Workers that are lost say nothing about the requests that they had; only many in a row do."""
+"""A request survives lost workers, up to a limit."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from .conftest import Cluster
 
 
 async def lose_decode(cluster: Cluster, times: int) -> None:
-    """Each time before it had a token, and it comes back."""
+    """Kills and restarts the decode worker, each time before it sent a token."""
     decode = cluster.decodes[0]
     port = int(decode.address.rpartition(":")[2])
     for i in range(times):
@@ -24,7 +24,7 @@ async def ask(cluster: Cluster, **body: Any) -> tuple[int, dict[str, Any]]:
     return await cluster.post("/v1/completions", prompt="Hello", max_tokens=200, **body)
 
 
-async def test_losses_are_no_failures(cluster: Cluster) -> None:
+async def test_lost_workers_do_not_count_as_failures(cluster: Cluster) -> None:
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(0)
     request = asyncio.create_task(ask(cluster, return_token_ids=True))
@@ -37,7 +37,7 @@ async def test_losses_are_no_failures(cluster: Cluster) -> None:
     assert answer["choices"][0]["token_ids"] == cluster.answer
 
 
-async def test_who_loses_one_worker_after_the_other_may_be_why(
+async def test_a_request_that_loses_many_workers_in_a_row_is_given_up(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failure_count, "MAX_LOSSES", 4)
@@ -45,7 +45,7 @@ async def test_who_loses_one_worker_after_the_other_may_be_why(
     request = asyncio.create_task(ask(cluster))
     prefill = cluster.prefills[0]
     await prefill.until(lambda w: w.submitted)
-    await cluster.heard(prefill.submitted[0].prefill.prefill_id)  # a new token ends what was counted
+    await cluster.heard(prefill.submitted[0].prefill.prefill_id)  # a new token resets the count
     await lose_decode(cluster, 4)
     status, answer = await request
     assert status == 500

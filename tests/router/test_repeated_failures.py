@@ -1,4 +1,4 @@
-"""Who fails again and again: requests run alone, workers are left out, and retries are rationed."""
+"""Repeated failures: requests run alone, workers get no requests, and retries are limited."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from .conftest import Cluster
 from .test_recovery import answered_whole, decodes, prefills
 
 
-async def test_a_request_of_two_crashed_steps_runs_alone(cluster: Cluster) -> None:
+async def test_a_request_in_two_crashed_steps_runs_alone(cluster: Cluster) -> None:
     decode = cluster.decodes[0]
     decode.fail = (2, pb.FAILURE_CODE_ENGINE)
     await answered_whole(cluster)
@@ -20,14 +20,14 @@ async def test_a_request_of_two_crashed_steps_runs_alone(cluster: Cluster) -> No
     assert [d.request.retried for d in decodes(decode)] == [False, True, True]
 
 
-async def test_a_worker_that_fails_again_and_again_is_left_out_then_probed(
+async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
     bad, other = pair.decodes
     connections = {c.address: c for c in pair.router.services.pool.connections}
     other.status.blocks_free = 256
-    other.report()  # from now on the bad one looks better
+    other.report()  # the failing worker now has more free blocks
     await pair.until(lambda: connections[other.address].status.blocks_free == 256)
     bad.fail = (4, pb.FAILURE_CODE_ENGINE)
     for _ in range(6):
@@ -36,7 +36,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_out_then_probed(
     connection = connections[bad.address]
 
     async def tried_again() -> int:
-        """Its time is over: how often it is asked then, by some requests."""
+        """Ends the time without requests. Returns how many of six requests the worker then gets."""
         before = len(decodes(bad))
         connection.breaker._open_until = 0.0
         pair.router.services.pool.breaker_changed(connection)
@@ -44,11 +44,11 @@ async def test_a_worker_that_fails_again_and_again_is_left_out_then_probed(
             await answered_whole(pair)
         return len(decodes(bad)) - before
 
-    assert await tried_again() == 1, "the probe fails"
-    assert await tried_again() > 1, "the probe works"
+    assert await tried_again() == 1, "only the probe, which fails"
+    assert await tried_again() > 1, "the probe succeeds, and more requests follow"
 
 
-async def test_where_all_are_left_out_all_are_asked(
+async def test_if_all_breakers_are_open_all_workers_get_requests(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
@@ -58,9 +58,7 @@ async def test_where_all_are_left_out_all_are_asked(
     assert connection.breaker.open_for(0.0) > 0
 
 
-async def test_retries_beyond_the_budget_wait_for_it(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_retries_wait_for_the_budget(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry_budget, "FLOOR", 1)
     monkeypatch.setattr(retry_budget, "WINDOW_S", 0.5)
     retries = cluster.router.services.admission.parked.without_budget
@@ -72,7 +70,7 @@ async def test_retries_beyond_the_budget_wait_for_it(
     assert len(prefills(cluster.prefills[0])) == 3
 
 
-async def test_who_goes_while_waiting_for_the_budget_leaves_nothing(
+async def test_a_client_that_leaves_removes_its_parked_request(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry_budget, "FLOOR", 1)
