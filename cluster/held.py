@@ -1,7 +1,7 @@
 """Reads how many prompt tokens a router holds back.
 
-The gate of a router gives prefill workers at most two steps of prompts and holds the rest. So a long queue is
-in the router, and the load that workers report does not contain it.
+A router gives prefill workers at most two steps of prompts. The rest waits in its admission queue, and the
+load that workers report does not contain it.
 """
 
 from __future__ import annotations

@@ -5,5 +5,5 @@
 3. `emit` makes sure that each output token is emitted exactly once. `token_writer` puts it into the
    `token_queue` of the request and measures latency. There `choice` turns tokens into text.
 4. If a worker fails, it starts new attempts from prompt + output. `failure_count` ends that after too many
-   failures, the retry budget in `admission` slows it down, and `deadlines` bounds all waits.
+   failures, and `waits` bounds the waits for a worker, for retry budget, and in all.
 """

@@ -1,10 +1,24 @@
 """Counts the failed attempts of a request, and says when to give up. Pure: no clock, no I/O."""
 
+from rpc import worker_pb2 as pb
+
 MAX_FAILURES = 3
 # Attempts on workers that were lost. A lost worker names the requests in its crashed step, so the others are
 # probably not the cause. But a request that is present each time a machine dies may be the cause.
 MAX_LOSSES = 12
 CRASHES_TOGETHER = 2
+
+_NO_FAILURE = {
+    pb.FAILURE_CODE_NO_ROOM,
+    pb.FAILURE_CODE_HANDED_BACK,
+    pb.FAILURE_CODE_DRAINING,
+    pb.FAILURE_CODE_DROPPED,
+}
+
+
+def is_failure(code: "pb.FailureCode") -> bool:
+    """Whether the end of an attempt counts against the request and the worker."""
+    return code not in _NO_FAILURE
 
 
 class FailureCount:

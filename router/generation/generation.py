@@ -18,11 +18,11 @@ from router.admission.parked import Parked
 from router.admission.queue import Turn, TurnResult
 from router.errors import ApiError, Failed, InvalidRequest
 from router.generation.attempt import DecodeAttempt, PrefillAttempt
-from router.generation.deadlines import Deadlines
 from router.generation.emit import EmitOnce, Verdict
-from router.generation.failure_count import FailureCount
+from router.generation.failure_count import FailureCount, is_failure
 from router.generation.token_queue import TokenQueue
 from router.generation.token_writer import TokenWriter
+from router.generation.waits import Waits
 from router.job import Job
 from router.metrics import Metrics
 from router.workers.candidates import PrefillTarget
@@ -33,14 +33,6 @@ from rpc.logs import of_request
 from rpc.tracing import Span
 
 log = logging.getLogger(__name__)
-
-# These ends of an attempt are no failures of its worker.
-_NO_FAILURE = {
-    pb.FAILURE_CODE_NO_ROOM,
-    pb.FAILURE_CODE_HANDED_BACK,
-    pb.FAILURE_CODE_DRAINING,
-    pb.FAILURE_CODE_DROPPED,
-}
 
 
 class Generation:
@@ -78,16 +70,13 @@ class Generation:
         self._job = job
         self._turn = turn
         self._pool = pool
-        self._parked = parked
         self._writer = TokenWriter(tokens, index, job.sampling.max_tokens, metrics, span)
         self._metrics = metrics
         self._emit = EmitOnce()
         self._prefill: PrefillAttempt | None = None
         self._decode: DecodeAttempt | None = None
         self._failures = FailureCount()
-        self._deadlines = Deadlines(parked, self, metrics, timeout=timeout, worker_wait=worker_wait)
-        self._prefilled = False  # once; every further prefill needs retry budget
-        self._has_retry = False  # taken from the budget and not used yet
+        self._waits = Waits(parked, self, metrics, timeout=timeout, worker_wait=worker_wait)
         self._retried = False
 
     def start(self) -> None:
@@ -134,7 +123,7 @@ class Generation:
         return self._job.sampling.max_tokens - len(self.output_ids) == 1
 
     def _prefill_last(self) -> TurnResult:
-        if not self._may_prefill() or not self._plan_prefill(self._choose_prefill(), handover=False):
+        if not self._waits.may_prefill() or not self._plan_prefill(self._choose_prefill(), handover=False):
             return TurnResult.PARKED
         self._send_prefill()
         return TurnResult.SENT
@@ -150,14 +139,14 @@ class Generation:
         worker = self._pool.choose_decode(tokens, self._failures.avoid)
         if worker is None:
             if self._pool.can_ever_hold(tokens):
-                self._deadlines.worker_found()
+                self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
-            self._deadlines.wait_for_worker("decode")
+            self._waits.wait_for_worker("decode")
             return TurnResult.PARKED
         if self._prefill is not None:
             self._submit_decode(worker, output_ids, self._prefill.source)
             return TurnResult.SENT
-        if not self._may_prefill():
+        if not self._waits.may_prefill():
             return TurnResult.PARKED
         target = self._choose_prefill()
         if (overflow := self._overflow(worker, target)) is not None:
@@ -179,7 +168,7 @@ class Generation:
         computes: int = 0,
     ) -> None:
         """Without a source the decode worker prefills, and computes `computes` tokens."""
-        self._deadlines.worker_found()
+        self._waits.worker_found()
         decode = self._decode = DecodeAttempt(os.urandom(16), worker, prefills=source is None)
         self._emit.begin_decode(decode.id)
         submit = pb.SubmitDecode(decode_id=decode.id, request=self._request(output_ids), source=source)
@@ -192,15 +181,9 @@ class Generation:
         )
 
     def _prefill_on_decode(self, overflow: OverflowTarget) -> None:
-        self._prefilled, self._has_retry = True, False
+        self._waits.prefill_sent()
         self._metrics.overflow[overflow.reason].inc()
         self._submit_decode(overflow.worker, self.output_ids, None, overflow.tokens)
-
-    def _may_prefill(self) -> bool:
-        """Whether a prefill may be sent. Takes a retry from the budget, or parks the generation."""
-        if self._prefilled and not self._has_retry:
-            self._has_retry = self._parked.take_retry(self)
-        return self._has_retry or not self._prefilled
 
     def _choose_prefill(self) -> PrefillTarget | None:
         job = self._job
@@ -214,9 +197,9 @@ class Generation:
     def _plan_prefill(self, target: PrefillTarget | None, *, handover: bool = True) -> bool:
         """Returns False if there is no worker. The generation then waits for one."""
         if target is None:
-            self._deadlines.wait_for_worker("prefill")
+            self._waits.wait_for_worker("prefill")
             return False
-        self._deadlines.worker_found()
+        self._waits.worker_found()
         prefill_id = os.urandom(16)
         base = self._emit.begin_prefill(prefill_id)
         self._prefill = PrefillAttempt(prefill_id, target.worker, target.work, base, handover)
@@ -225,8 +208,8 @@ class Generation:
     def _send_prefill(self) -> None:
         prefill = self._prefill
         assert prefill is not None
-        prefill.sent = self._prefilled = True
-        self._has_retry = False
+        prefill.sent = True
+        self._waits.prefill_sent()
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id, request=self._request(self.output_ids), handover=prefill.handover
         )
@@ -234,7 +217,7 @@ class Generation:
 
     def _retarget(self, decode: DecodeAttempt) -> None:
         """Keeps the reservation. The decode worker fetches the KV of a new prefill of prompt + output."""
-        if not self._may_prefill():
+        if not self._waits.may_prefill():
             return
         target = self._choose_prefill()
         if target is None and self._overflow(decode.worker, None) is not None:
@@ -249,10 +232,13 @@ class Generation:
             self._send_prefill()
 
     def _request(self, output_ids: list[int]) -> pb.Request:
-        seconds = self._deadlines.seconds_left
-        retried, alone = self._retried, self._failures.alone
         return self._job.request(
-            self.id, self.name, output_ids, seconds=seconds, retried=retried, alone=alone
+            self.id,
+            self.name,
+            output_ids,
+            seconds=self._waits.seconds_left,
+            retried=self._retried,
+            alone=self._failures.alone,
         )
 
     # ------------------------------------------------------------ the end of a wait
@@ -260,10 +246,10 @@ class Generation:
     def on_worker(self) -> None:
         self._advance()
         if self._turn.waits:  # in the queue, and no longer for a worker
-            self._deadlines.worker_found()
+            self._waits.worker_found()
 
     def on_retry(self) -> None:
-        self._has_retry = True
+        self._waits.retry_granted()
         self._advance()
 
     # ------------------------------------------------------------ reports of the connections
@@ -325,13 +311,13 @@ class Generation:
         if code == pb.FAILURE_CODE_INVALID:
             self.fail(InvalidRequest(f"the workers rejected {self}: {failure.message}"))
         elif prefill is not None and failure.attempt_id == prefill.id:
-            self._prefill_failed(cause, counts=code not in _NO_FAILURE, message=failure.message)
+            self._prefill_failed(cause, counts=is_failure(code), message=failure.message)
         elif decode is not None and failure.attempt_id == decode.id:
             if code == pb.FAILURE_CODE_FINISHED:
                 # FINISHED came before the prefill's token, which may still come or be lost with its worker.
                 self._end_decode(cancel=False)
             elif code != pb.FAILURE_CODE_KV_FAILED:
-                self._decode_failed(cause, counts=code not in _NO_FAILURE, message=failure.message)
+                self._decode_failed(cause, counts=is_failure(code), message=failure.message)
             elif prefill is not None and failure.prefill_id in (b"", prefill.id):
                 # The prefill worker may have released KV that is fetched a second time: no failure.
                 self._prefill_failed(cause, counts=not prefill.refetched, message=failure.message)
@@ -385,15 +371,11 @@ class Generation:
         elif cause == "lost":
             self._failures.lost(worker.address)
         if counts or cause == "lost":
-            about = of_request(self.name)
-            log.info(
-                "%r: attempt %d failed (%s): %s", self, self._failures.total, cause, message, extra=about
-            )
+            total, about = self._failures.total, of_request(self.name)
+            log.info("%r: attempt %d failed (%s): %s", self, total, cause, message, extra=about)
         if self._failures.exhausted:
-            text = (
-                f"{self} failed {self._failures.total} times without a new token; the last failure: {message}"
-            )
-            self.fail(Failed(text))
+            times = f"{self._failures.total} times without a new token"
+            self.fail(Failed(f"{self} failed {times}; the last failure: {message}"))
             return
         self._advance()
 
@@ -428,7 +410,7 @@ class Generation:
         self.done = True
         self._emit.end()
         self._writer.end()
-        self._deadlines.end()
+        self._waits.end()
         self._end_prefill()
         self._end_decode(cancel=True)
         self._turn.end()

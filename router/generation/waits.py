@@ -1,4 +1,4 @@
-"""The time limits of one request: its deadline, and its wait for a worker."""
+"""What one request waits for outside the admission queue: a worker, retry budget, and its own deadline."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ class Failable(Parkable, Protocol):
         ...
 
 
-class Deadlines:
+class Waits:
     """Owns two timers: `timeout` seconds in all, and `worker_wait` seconds while no worker is available."""
 
     def __init__(
@@ -25,6 +25,8 @@ class Deadlines:
         self._request = request
         self._metrics = metrics
         self._worker_wait = worker_wait
+        self._prefilled = False
+        self._has_retry = False  # taken from the budget and not used yet
         self._deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
         self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
@@ -34,7 +36,23 @@ class Deadlines:
     def seconds_left(self) -> float:
         return self._deadline - time.monotonic()
 
+    def may_prefill(self) -> bool:
+        """Whether the prompt may be computed now: once for free, then only with a retry from the budget.
+
+        Without budget it parks the request, until `Parkable.on_retry`.
+        """
+        if self._prefilled and not self._has_retry:
+            self._has_retry = self._parked.take_retry(self._request)
+        return self._has_retry or not self._prefilled
+
+    def retry_granted(self) -> None:
+        self._has_retry = True
+
+    def prefill_sent(self) -> None:
+        self._prefilled, self._has_retry = True, False
+
     def wait_for_worker(self, role: str) -> None:
+        """Parks the request, until `Parkable.on_worker`."""
         self._parked.for_worker(self._request)
         if self._worker_timer is None:
             loop = asyncio.get_running_loop()
