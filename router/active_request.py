@@ -219,7 +219,7 @@ class ActiveRequest:
     @contextmanager
     def _traced(self) -> Iterator[Span]:
         body, sampling = self.body, self._jobs[0].sampling
-        asked: Attributes = {
+        attributes: Attributes = {
             "gen_ai.request.id": self.name,
             "gen_ai.request.n": body.n,
             "gen_ai.request.max_tokens": sampling.max_tokens,
@@ -228,7 +228,7 @@ class ActiveRequest:
             "gen_ai.response.model": self._services.model_name,
         }
         began = time.monotonic()
-        span = self._services.tracer.begin("request", self._traceparent, asked, "server")
+        span = self._services.tracer.begin("request", self._traceparent, attributes, "server")
         error = ""
         try:
             yield span

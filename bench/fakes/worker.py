@@ -1,6 +1,6 @@
 """Workers that speak the real gRPC service on real sockets, with a model that a test can predict.
 
-Output token i of a request is `answer[i]`, whoever computes it, so that a stream which went through any
+Output token i of a request is `output_ids[i]`, whoever computes it, so that a stream which went through any
 number of failures must read exactly like one that did not. KV is an entry in a table that fake prefill and
 decode workers share. Everything that a real worker may do wrong can be switched on.
 """
@@ -63,7 +63,7 @@ class FakeWorker(WorkerServicer):
         self,
         role: "pb.Role",
         lanes: Lanes,
-        answer: list[int],
+        output_ids: list[int],
         *,
         index: int = 0,
         eos: int = 2,
@@ -72,7 +72,7 @@ class FakeWorker(WorkerServicer):
     ) -> None:
         self.role = role
         self.lanes = lanes
-        self.answer = answer
+        self.output_ids = output_ids
         self.index = index
         self.eos = eos
         self.secret = secret
@@ -275,7 +275,7 @@ class FakeWorker(WorkerServicer):
         await self.next_step()
         if self.steps is not None:
             await self.steps.acquire()
-        token_id = self.answer[index % len(self.answer)]
+        token_id = self.output_ids[index % len(self.output_ids)]
         finish = pb.FINISH_REASON_NONE
         sampling = request.sampling
         if (token_id == self.eos and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
@@ -295,7 +295,7 @@ class FakeWorker(WorkerServicer):
         events = [event, event] if self.duplicate else [event]
         if self.late and index > len(request.output_ids):
             old = pb.TokenEvent(
-                attempt_id=attempt_id, output_index=index - 1, token_id=self.answer[index - 1]
+                attempt_id=attempt_id, output_index=index - 1, token_id=self.output_ids[index - 1]
             )
             events.insert(0, old)
         outputs.put_nowait(pb.WorkerMessage(step=pb.StepOutput(tokens=events)))

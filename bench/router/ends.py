@@ -65,9 +65,9 @@ def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) ->
     gc.disable()  # a pause of the workers must not count as the router's
 
     async def serve() -> None:
-        lanes, answer = Lanes(), list(range(1000, 1400))
+        lanes, output_ids = Lanes(), list(range(1000, 1400))
         roles = (pb.ROLE_PREFILL, pb.ROLE_DECODE)
-        workers = [await FakeWorker(role, lanes, answer, secret=secret).start() for role in roles]
+        workers = [await FakeWorker(role, lanes, output_ids, secret=secret).start() for role in roles]
         pipe.send([worker.address for worker in workers])
         while True:
             workers[1].step_seconds = step.value

@@ -200,8 +200,8 @@ class RenderedBody(Body):
     def template_settings(self) -> dict[str, Any]:
         """Variables of the template. As in vLLM, the reasoning effort also sets `enable_thinking`."""
         effort = self.reasoning_effort
-        asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
-        return asked | (self.chat_template_kwargs or {})
+        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+        return variables | (self.chat_template_kwargs or {})
 
     @property
     def ends_with_generation_prompt(self) -> bool:

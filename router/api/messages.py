@@ -58,7 +58,7 @@ class Message(BaseModel):
         return refuse(data, {"function_call": (), "audio": ()}, nested=True)
 
     @model_validator(mode="after")
-    def _calls_and_results(self) -> Self:
+    def _check_tool_fields(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise invalid("only messages of role assistant have tool_calls")
         if (self.tool_call_id is not None) != (self.role == "tool"):

@@ -39,11 +39,11 @@ class Operation:
 
 OPERATIONS = (
     Operation(
-        "post", "/v1/chat/completions", "Answer a chat.", responses.ChatResponse,
+        "post", "/v1/chat/completions", "Complete a chat.", responses.ChatResponse,
         body=ChatBody, chunk=responses.ChatChunk, errors=_GENERATION,
     ),
     Operation(
-        "post", "/v1/completions", "Continue a text.", responses.CompletionResponse,
+        "post", "/v1/completions", "Complete a text.", responses.CompletionResponse,
         body=CompletionBody, chunk=responses.CompletionChunk, errors=_GENERATION,
     ),
     Operation("get", "/v1/models", "The model that is served.", responses.ModelList, errors=(401,)),

@@ -54,7 +54,7 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def _check_schema(self) -> Self:
         if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
             raise invalid("type json_schema needs a json_schema with a schema", "response_format.json_schema")
         return self
@@ -95,7 +95,7 @@ class StructuredOutputs(BaseModel):
         return refuse(data, _UNSUPPORTED, nested=True)
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
+    def _check_members(self) -> Self:
         given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
         if sum(value is not None for value in given) != 1:
             raise invalid("must have one of json, regex, choice, grammar and json_object")

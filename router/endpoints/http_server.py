@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -44,12 +45,17 @@ class HttpEndpoints:
         self.app = web.Application(middlewares=[self._guard])
         self.app.add_routes(
             [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._completion),
+                web.post(
+                    "/v1/chat/completions", partial(self._generate, kind="chat", builder=ChatResponseBuilder)
+                ),
+                web.post(
+                    "/v1/completions",
+                    partial(self._generate, kind="completion", builder=CompletionResponseBuilder),
+                ),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{id:.+}", self._model),
-                web.post("/tokenize", self._tokenize),
-                web.post("/detokenize", self._detokenize),
+                web.post("/tokenize", partial(self._convert, kind="tokenize")),
+                web.post("/detokenize", partial(self._convert, kind="detokenize")),
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
                 web.get("/version", self._version),
@@ -102,12 +108,6 @@ class HttpEndpoints:
         return web.json_response(error.body, status=error.status, headers=headers)
 
     # ------------------------------------------------------------ generation
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "chat", ChatResponseBuilder)
-
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "completion", CompletionResponseBuilder)
 
     async def _generate(
         self, request: web.Request, kind: Literal["chat", "completion"], builder: type[ResponseBuilder]
@@ -167,12 +167,6 @@ class HttpEndpoints:
             "id": name, "object": "model", "created": self._created, "owned_by": "baton", "root": name,
             "parent": None, "max_model_len": self._frontend.capacity,
         }  # fmt: skip
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        return await self._convert(request, "tokenize")
-
-    async def _detokenize(self, request: web.Request) -> web.Response:
-        return await self._convert(request, "detokenize")
 
     async def _convert(self, request: web.Request, kind: Literal["tokenize", "detokenize"]) -> web.Response:
         body = await self._frontend.convert(kind, await self._read(request), _ACCOUNT.get())

@@ -142,12 +142,12 @@ class ChatResponseBuilder(ResponseBuilder):
     def _chunk_choice(self, index: int, part: _Part) -> dict[str, Any]:
         delta = part.last
         content, calls = self._parsed(index, delta.text, last=delta.finish_reason is not None)
-        said: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
         if content or not calls:
-            said["content"] = content
+            message["content"] = content
         if calls:
-            said["tool_calls"] = calls
-        return {"index": index, "delta": said, **self._rest(index, part)}
+            message["tool_calls"] = calls
+        return {"index": index, "delta": message, **self._rest(index, part)}
 
     def _parsed(self, index: int, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Returns content and tool calls of the next piece of a choice's text. `last`: no piece follows."""

@@ -58,20 +58,20 @@ class _Process:
         self.number = number
         self.ready: dict[str, Any] | None = None
         self.error = ""
-        ours, theirs = socket.socketpair()
+        own_end, its_end = socket.socketpair()
         reader, writer = os.pipe()
-        with contextlib.ExitStack() as undo, theirs, open(writer, "wb"):
-            undo.callback(ours.close)
+        with contextlib.ExitStack() as undo, its_end, open(writer, "wb"):
+            undo.callback(own_end.close)
             undo.callback(os.close, reader)
             command = [
                 *config.command, *ports, "--ready-fd", str(writer),
-                "--process-number", str(number), "--control-fd", str(theirs.fileno()),
+                "--process-number", str(number), "--control-fd", str(its_end.fileno()),
             ]  # fmt: skip
             # Blocks the loop for milliseconds, but must run in this thread: the process dies with its parent
             # thread.
-            self._popen = subprocess.Popen(command, pass_fds=(writer, theirs.fileno()))
+            self._popen = subprocess.Popen(command, pass_fds=(writer, its_end.fileno()))
             undo.pop_all()
-        self._control, self._pipe = ours, reader
+        self._control, self._pipe = own_end, reader
         self.pid = self._popen.pid
         self._client: ControlClient | None = None
 

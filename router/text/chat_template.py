@@ -77,14 +77,14 @@ class ChatTemplate:
         if continue_final_message:
             *earlier, final = messages
             messages = [*earlier, {**final, "content": final["content"] + _END}]
-        ours = {
+        variables = {
             "messages": messages,
             "tools": tools or None,
             "add_generation_prompt": add_generation_prompt,
             **self._tokens,
         }
         try:
-            text = self._template.render({**(settings or {}), **ours})
+            text = self._template.render({**(settings or {}), **variables})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # The template works for other messages, so the cause of the error is in these messages.
             raise ChatTemplateError(

@@ -76,10 +76,6 @@ class ModelTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Raises ValueError when the model has no chat template, or the template refuses the messages."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
-
     def render_chat(
         self,
         messages: list[dict[str, Any]],

@@ -141,7 +141,7 @@ def worker_page() -> Iterator[tuple[Metrics, str]]:
 
 async def join(cluster: Cluster, tmp_path: Path, metrics_address: str) -> None:
     """A decode worker with a metrics page."""
-    worker = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=3)
+    worker = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids, index=3)
     worker.metrics_address = metrics_address
     await worker.start()
     cluster.workers.append(worker)

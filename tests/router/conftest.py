@@ -27,6 +27,11 @@ def tokenizer(embedded_model_path: Path) -> ModelTokenizer:
     return load_tokenizer(str(embedded_model_path))
 
 
+def encode_chat(tokenizer: ModelTokenizer, messages: list[dict[str, Any]]) -> list[int]:
+    """The token ids of a chat, as the router makes them."""
+    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+
+
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory, embedded_model_path: Path) -> Path:
     """The same model as a Hugging Face directory, which loads much faster."""
@@ -47,7 +52,7 @@ class Cluster:
     http: aiohttp.ClientSession
     tokenizer: ModelTokenizer
     lanes: Lanes
-    answer: list[int]
+    output_ids: list[int]
     workers: list[FakeWorker] = field(default_factory=list)
 
     @property
@@ -100,9 +105,9 @@ class Cluster:
             return await response.text()
 
     async def complete(self, **body: Any) -> dict[str, Any]:
-        status, answer = await self.post("/v1/completions", **{"prompt": "Hello", "max_tokens": 200, **body})
-        assert status == 200, answer
-        return answer
+        status, result = await self.post("/v1/completions", **{"prompt": "Hello", "max_tokens": 200, **body})
+        assert status == 200, result
+        return result
 
     async def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """Returns the events of a stream without [DONE], which must be the last."""
@@ -127,9 +132,9 @@ async def make_cluster(
     worker_tls: TlsFiles | None = None,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
-    lanes, answer = Lanes(), [*tokenizer.encode(text), 2]
+    lanes, output_ids = Lanes(), [*tokenizer.encode(text), 2]
     workers = [
-        FakeWorker(role, lanes, answer, index=i, tls=worker_tls)
+        FakeWorker(role, lanes, output_ids, index=i, tls=worker_tls)
         for role, count in ((pb.ROLE_PREFILL, prefill), (pb.ROLE_DECODE, decode))
         for i in range(count)
     ]
@@ -140,7 +145,7 @@ async def make_cluster(
     config = {"request_timeout": 60.0, "grpc_port": 0, **config}
     made = RouterConfig(model="fake", secret=secret, port=0, workers_file=str(workers_file), **config)
     async with running(made, tokenizer) as router, aiohttp.ClientSession() as http:
-        cluster = Cluster(router, http, tokenizer, lanes, answer, workers)
+        cluster = Cluster(router, http, tokenizer, lanes, output_ids, workers)
         for worker in cluster.prefills:
             worker.transfer = cluster.heard
         if wait:

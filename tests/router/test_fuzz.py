@@ -55,11 +55,11 @@ OVER_GRPC: dict[str, list[Any]] = {
 
 
 async def call(stub: InferenceStub, request: pb.GenerateRequest) -> grpc.StatusCode:
-    answer = stub.Generate(request, timeout=10)
+    result = stub.Generate(request, timeout=10)
     with contextlib.suppress(grpc.aio.AioRpcError):
-        async for _ in answer:
+        async for _ in result:
             pass
-    return await answer.code()
+    return await result.code()
 
 
 @MANY

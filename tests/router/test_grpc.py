@@ -17,7 +17,7 @@ from router.text.tokenizer import ModelTokenizer
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub
 
-from .conftest import TEXT, Cluster, make_cluster
+from .conftest import TEXT, Cluster, encode_chat, make_cluster
 
 CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hi")])
 Health = health_pb2.HealthCheckResponse
@@ -53,11 +53,11 @@ async def test_a_response_and_its_usage(cluster: Cluster):
     *messages, last = await generate(cluster, text="Hello", max_tokens=200)
     assert text(messages) == TEXT
     deltas = [delta for message in messages for delta in message.deltas]
-    assert [delta.token_id for delta in deltas] == cluster.answer
+    assert [delta.token_id for delta in deltas] == cluster.output_ids
     assert {delta.finish_reason for delta in deltas[:-1]} == {pb.Delta.UNFINISHED}
     assert deltas[-1].finish_reason == pb.Delta.STOP
     assert deltas[-1].WhichOneof("stop_reason") is None
-    assert last.usage == pb.Usage(prompt_tokens=1, completion_tokens=len(cluster.answer), cached_tokens=3)
+    assert last.usage == pb.Usage(prompt_tokens=1, completion_tokens=len(cluster.output_ids), cached_tokens=3)
     assert not last.deltas
 
 
@@ -70,7 +70,7 @@ async def test_each_kind_of_prompt_reaches_the_workers(cluster: Cluster):
     for prompt in prompts:
         await generate(cluster, **prompt, max_tokens=1)
     seen = [list(m.prefill.request.prompt_ids) for m in cluster.prefills[0].submitted]
-    chat = cluster.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    chat = encode_chat(cluster.tokenizer, [{"role": "user", "content": "Hi"}])
     assert seen == [cluster.tokenizer.encode("Größe"), [7, 8], chat]
 
 
@@ -104,10 +104,10 @@ async def test_errors_are_those_of_http(cluster: Cluster):
     ]
     for over_grpc, over_http, expected in cases:
         code, details, trailing = await refusal(cluster, **over_grpc)
-        status, answer = await cluster.post("/v1/completions", **over_http)
+        status, result = await cluster.post("/v1/completions", **over_http)
         assert code == expected
         assert status in (400, 404)
-        error = answer["error"]
+        error = result["error"]
         assert (details, trailing["error-code"]) == (error["message"], error["code"])
         assert trailing.get("error-param") == error["param"]
         assert len(trailing["x-request-id"]) == 32
@@ -130,8 +130,8 @@ async def test_stop_reasons_and_logprobs(cluster: Cluster):
     first = messages[0].deltas[0].logprobs
     assert first.logprob == -0.5
     assert [top.token_id for top in first.top] == [100, 101]
-    *messages, _ = await generate(cluster, text="x", stop_token_ids=[cluster.answer[2]])
-    assert messages[-1].deltas[-1].stop_token_id == cluster.answer[2]
+    *messages, _ = await generate(cluster, text="x", stop_token_ids=[cluster.output_ids[2]])
+    assert messages[-1].deltas[-1].stop_token_id == cluster.output_ids[2]
 
 
 async def test_a_disconnect_cancels_the_request_on_both_workers(cluster: Cluster):

@@ -14,7 +14,7 @@ from router.api import responses
 from router.text.tokenizer import load_tokenizer
 from rpc import worker_pb2 as pb
 
-from .conftest import TEXT, Cluster, make_cluster
+from .conftest import TEXT, Cluster, encode_chat, make_cluster
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -23,25 +23,25 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 
 async def test_completion(cluster: Cluster):
-    answer = await cluster.complete()
-    assert answer["object"] == "text_completion"
-    assert answer["model"] == "fake"
-    assert answer["choices"][0]["text"] == TEXT
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    tokens = len(cluster.answer)
-    assert answer["usage"] == {
+    result = await cluster.complete()
+    assert result["object"] == "text_completion"
+    assert result["model"] == "fake"
+    assert result["choices"][0]["text"] == TEXT
+    assert result["choices"][0]["finish_reason"] == "stop"
+    tokens = len(cluster.output_ids)
+    assert result["usage"] == {
         "prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1,
         "prompt_tokens_details": {"cached_tokens": 3},
     }  # fmt: skip
 
 
 async def test_chat(cluster: Cluster):
-    status, answer = await cluster.post("/v1/chat/completions", messages=CHAT)
+    status, result = await cluster.post("/v1/chat/completions", messages=CHAT)
     assert status == 200
-    assert answer["object"] == "chat.completion"
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+    assert result["object"] == "chat.completion"
+    assert result["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
     prompt = cluster.prefills[0].submitted[0].prefill.request
-    assert list(prompt.prompt_ids) == cluster.tokenizer.encode_chat(CHAT)
+    assert list(prompt.prompt_ids) == encode_chat(cluster.tokenizer, CHAT)
     assert prompt.sampling.max_tokens == 8192 - len(prompt.prompt_ids)
 
 
@@ -68,18 +68,18 @@ async def test_prefill_and_decode_get_the_same_request(cluster: Cluster):
 
 
 async def test_a_request_for_one_token_needs_no_decode_worker(cluster: Cluster):
-    answer = await cluster.complete(max_tokens=1)
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 1
+    result = await cluster.complete(max_tokens=1)
+    assert result["choices"][0]["finish_reason"] == "length"
+    assert result["usage"]["completion_tokens"] == 1
     assert not cluster.prefills[0].submitted[0].prefill.handover
     assert not cluster.decodes[0].submitted
 
 
 async def test_eos_as_first_token_ends_the_request_and_cancels_decode(cluster: Cluster):
-    cluster.prefills[0].answer = cluster.decodes[0].answer = [2]
-    answer = await cluster.complete()
-    assert answer["choices"][0]["text"] == ""
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    cluster.prefills[0].output_ids = cluster.decodes[0].output_ids = [2]
+    result = await cluster.complete()
+    assert result["choices"][0]["text"] == ""
+    assert result["choices"][0]["finish_reason"] == "stop"
     await cluster.decodes[0].until(lambda w: w.cancelled == [w.submitted[0].decode.decode_id])
 
 
@@ -96,13 +96,13 @@ async def test_the_first_token_is_sent_before_decode_has_one(cluster: Cluster):
 
 
 async def test_each_choice_is_a_request_with_its_own_seed(cluster: Cluster):
-    answer = await cluster.complete(prompt=["Hi", "Ho"], n=2, seed=2**64 - 1)
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    result = await cluster.complete(prompt=["Hi", "Ho"], n=2, seed=2**64 - 1)
+    assert [choice["index"] for choice in result["choices"]] == [0, 1, 2, 3]
     requests = [m.prefill.request for m in cluster.prefills[0].submitted]
     assert sorted(r.sampling.seed for r in requests) == [0, 0, 2**64 - 1, 2**64 - 1]
     assert len({r.request_id for r in requests}) == 4
-    assert answer["usage"]["prompt_tokens"] == 2
-    assert answer["usage"]["completion_tokens"] == 4 * len(cluster.answer)
+    assert result["usage"]["prompt_tokens"] == 2
+    assert result["usage"]["completion_tokens"] == 4 * len(cluster.output_ids)
 
 
 async def test_a_request_without_a_seed_gets_a_random_one(cluster: Cluster):
@@ -113,8 +113,8 @@ async def test_a_request_without_a_seed_gets_a_random_one(cluster: Cluster):
 
 
 async def test_logprobs_of_both_kinds(cluster: Cluster):
-    answer = await cluster.complete(logprobs=2, max_tokens=3)
-    logprobs = answer["choices"][0]["logprobs"]
+    result = await cluster.complete(logprobs=2, max_tokens=3)
+    logprobs = result["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["The", " capital", " of"]
     assert logprobs["token_logprobs"] == [-0.5, -1.0, -1.5]
     assert logprobs["text_offset"] == [0, 3, 11]
@@ -124,29 +124,29 @@ async def test_logprobs_of_both_kinds(cluster: Cluster):
         assert top[token] == logprob, "the token itself is among them, even if it is unlikely"
         assert len(top) == 3
     body = {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 2}
-    _, answer = await cluster.post("/v1/chat/completions", **body)
-    first, second = answer["choices"][0]["logprobs"]["content"]
+    _, result = await cluster.post("/v1/chat/completions", **body)
+    first, second = result["choices"][0]["logprobs"]["content"]
     assert (first["token"], first["logprob"], bytes(first["bytes"])) == ("The", -0.5, b"The")
     assert (second["token"], [t["logprob"] for t in second["top_logprobs"]]) == (" capital", [0.0, -1.0])
 
 
 async def test_a_stop_string_ends_the_request_on_the_workers_too(cluster: Cluster):
     cluster.decodes[0].step_seconds = 0.01
-    answer = await cluster.complete(stop=["France is", "Paris"])
-    assert answer["choices"][0]["text"] == "The capital of "
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["choices"][0]["stop_reason"] == "France is"
-    assert answer["usage"]["completion_tokens"] == 5
+    result = await cluster.complete(stop=["France is", "Paris"])
+    assert result["choices"][0]["text"] == "The capital of "
+    assert result["choices"][0]["finish_reason"] == "stop"
+    assert result["choices"][0]["stop_reason"] == "France is"
+    assert result["usage"]["completion_tokens"] == 5
     await cluster.decodes[0].until(lambda w: w.cancelled == [w.submitted[0].decode.decode_id])
 
 
 async def test_echo_and_token_ids(cluster: Cluster):
     ids = cluster.tokenizer.encode("Say:")
-    answer = await cluster.complete(prompt=ids, echo=True, max_tokens=2, return_token_ids=True)
-    choice = answer["choices"][0]
+    result = await cluster.complete(prompt=ids, echo=True, max_tokens=2, return_token_ids=True)
+    choice = result["choices"][0]
     assert choice["text"] == "Say:The capital"
     assert choice["prompt_token_ids"] == ids
-    assert choice["token_ids"] == cluster.answer[:2]
+    assert choice["token_ids"] == cluster.output_ids[:2]
 
 
 async def test_a_streamed_chat_has_the_prompt_token_ids_once_for_each_choice(cluster: Cluster):
@@ -154,7 +154,7 @@ async def test_a_streamed_chat_has_the_prompt_token_ids_once_for_each_choice(clu
     events = await cluster.events("/v1/chat/completions", **body)
     firsts = [event for event in events if "role" in event["choices"][0]["delta"]]
     assert [event for event in events if "prompt_token_ids" in event] == firsts
-    assert [event["prompt_token_ids"] for event in firsts] == 2 * [cluster.tokenizer.encode_chat(CHAT)]
+    assert [event["prompt_token_ids"] for event in firsts] == 2 * [encode_chat(cluster.tokenizer, CHAT)]
 
 
 async def test_the_client_chooses_the_end_of_the_prompt(cluster: Cluster):
@@ -259,11 +259,11 @@ async def test_errors_have_openais_shape(cluster: Cluster):
         ("/v1/embeddings", {}, 404, None),
     ]
     for path, body, expected, param in cases:
-        status, answer = await cluster.post(path, **body)
-        assert status == expected, (path, body, answer)
-        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        status, result = await cluster.post(path, **body)
+        assert status == expected, (path, body, result)
+        assert set(result["error"]) == {"message", "type", "param", "code"}
         if param:
-            assert answer["error"]["param"] == param, (path, body, answer)
+            assert result["error"]["param"] == param, (path, body, result)
     async with cluster.http.get(cluster.url + "/v1/completions") as response:
         assert response.status == 405
         assert response.headers["Allow"] == "POST"
@@ -303,16 +303,16 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
     _, text = await cluster.post("/detokenize", tokens=tokens["tokens"])
     assert text == {"prompt": "Größe 🙂"}
     _, tokens = await cluster.post("/tokenize", messages=CHAT)
-    assert tokens["tokens"] == cluster.tokenizer.encode_chat(CHAT)
+    assert tokens["tokens"] == encode_chat(cluster.tokenizer, CHAT)
 
     await cluster.complete()
     exposed = await cluster.metrics()
     for name, label, value in (
         ("vllm:time_to_first_token_seconds_count", "", 1),
-        ("vllm:inter_token_latency_seconds_count", "", len(cluster.answer) - 1),
+        ("vllm:inter_token_latency_seconds_count", "", len(cluster.output_ids) - 1),
         ("vllm:e2e_request_latency_seconds_count", "", 1),
         ("vllm:prompt_tokens_total", "", 1),
-        ("vllm:generation_tokens_total", "", len(cluster.answer)),
+        ("vllm:generation_tokens_total", "", len(cluster.output_ids)),
         ("vllm:request_success_total", 'finished_reason="stop",', 1),
         ("vllm:num_requests_running", "", 0),
         ("vllm:num_requests_waiting", "", 0),
@@ -450,6 +450,6 @@ async def test_the_error_of_a_long_prompt_names_the_sliding_window(cluster: Clus
         ),
         ({"prompt": [5], "max_tokens": 100}, "exceed the context of 100, the model's sliding window"),
     ):
-        status, answer = await cluster.post("/v1/completions", **body)
+        status, result = await cluster.post("/v1/completions", **body)
         assert status == 400
-        assert told in answer["error"]["message"]
+        assert told in result["error"]["message"]

@@ -30,9 +30,9 @@ async def test_waiting_prompt_tokens_have_a_limit(tokenizer: ModelTokenizer, tmp
 
 async def test_a_body_that_is_too_large_is_refused_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, max_body_bytes=1000) as cluster:
-        status, answer = await cluster.post("/v1/completions", prompt="x" * 2000)
+        status, result = await cluster.post("/v1/completions", prompt="x" * 2000)
         assert status == 413
-        assert "1000 bytes" in answer["error"]["message"]
+        assert "1000 bytes" in result["error"]["message"]
         bomb = gzip.compress(bytes(50_000_000))
         headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
         async with cluster.http.post(cluster.url + "/v1/completions", data=bomb, headers=headers) as response:
@@ -63,9 +63,9 @@ async def test_a_request_never_runs_past_its_deadline(tokenizer: ModelTokenizer,
     async with make_cluster(tokenizer, tmp_path, request_timeout=0.5) as cluster:
         prefill, decode = cluster.prefills[0], cluster.decodes[0]
         decode.steps = asyncio.Semaphore(0)
-        status, answer = await cluster.post("/v1/completions", prompt="x")
+        status, result = await cluster.post("/v1/completions", prompt="x")
         assert status == 504
-        assert answer["error"]["code"] == "timeout"
+        assert result["error"]["code"] == "timeout"
         await decode.until(lambda w: w.cancelled)
         await prefill.until(lambda w: w.cancelled)
         events = await cluster.events("/v1/completions", prompt="x")
@@ -91,8 +91,8 @@ async def test_the_client_sets_a_timeout(cluster: Cluster):
         async with cluster.http.post(url, json={"prompt": "x"}, headers=sent) as response:
             assert response.status == 400
             assert (await response.json())["error"]["param"] == "x-request-timeout"
-    status, answer = await cluster.post("/v1/completions", prompt="x", timeout=0)
-    assert (status, answer["error"]["param"]) == (400, "timeout")
+    status, result = await cluster.post("/v1/completions", prompt="x", timeout=0)
+    assert (status, result["error"]["param"]) == (400, "timeout")
 
 
 async def test_a_deadline_counts_while_a_request_waits_for_its_turn(cluster: Cluster):
@@ -101,8 +101,8 @@ async def test_a_deadline_counts_while_a_request_waits_for_its_turn(cluster: Clu
     prefill.steps = asyncio.Semaphore(0)
     big = asyncio.create_task(cluster.complete(prompt=[5] * 7000))
     await prefill.until(lambda w: w.submitted)
-    status, answer = await cluster.post("/v1/completions", prompt="x", timeout=0.3)
-    assert (status, answer["error"]["code"]) == (504, "timeout")
+    status, result = await cluster.post("/v1/completions", prompt="x", timeout=0.3)
+    assert (status, result["error"]["code"]) == (504, "timeout")
     gone = asyncio.create_task(cluster.post("/v1/completions", prompt="y"))
     queue = cluster.router.services.admission.queue
     await cluster.until(lambda: len(queue) == 1)
@@ -128,7 +128,7 @@ async def test_no_request_waits_for_a_turn_while_a_role_has_no_worker(
         services = cluster.router.services
         await cluster.until(lambda: len(services.admission.parked.without_worker) == 4)
         assert len(services.admission.queue) == 0
-        assert {(await answer)[0] for answer in asked} == {503}
+        assert {(await result)[0] for result in asked} == {503}
 
 
 async def test_many_requests_of_one_key_do_not_starve_another(tokenizer: ModelTokenizer, tmp_path: Path):
@@ -179,7 +179,7 @@ async def test_a_flood_of_long_outputs_leaves_slots_to_other_keys(tokenizer: Mod
         others = [asyncio.create_task(ask("k2")) for _ in range(6)]
         await decode.until(lambda w: len(w.submitted) == 57 + 6)
         assert admission.waiting_for_decode == 13
-        for _ in range(76 * len(cluster.answer)):
+        for _ in range(76 * len(cluster.output_ids)):
             decode.steps.release()
         assert {await asked for asked in (*flood, *others)} == {200}
         await cluster.idle()

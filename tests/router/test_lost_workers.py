@@ -30,11 +30,11 @@ async def test_lost_workers_do_not_count_as_failures(cluster: Cluster) -> None:
     request = asyncio.create_task(ask(cluster, return_token_ids=True))
     await lose_decode(cluster, failure_count.MAX_FAILURES + 2)
     await decode.until(lambda w: len(w.submitted) > failure_count.MAX_FAILURES + 2)
-    for _ in cluster.answer:
+    for _ in cluster.output_ids:
         decode.steps.release()
-    status, answer = await request
+    status, result = await request
     assert status == 200
-    assert answer["choices"][0]["token_ids"] == cluster.answer
+    assert result["choices"][0]["token_ids"] == cluster.output_ids
 
 
 async def test_a_request_that_loses_many_workers_in_a_row_is_given_up(
@@ -47,6 +47,6 @@ async def test_a_request_that_loses_many_workers_in_a_row_is_given_up(
     await prefill.until(lambda w: w.submitted)
     await cluster.heard(prefill.submitted[0].prefill.prefill_id)  # a new token resets the count
     await lose_decode(cluster, 4)
-    status, answer = await request
+    status, result = await request
     assert status == 500
-    assert "failed 4 times without a new token" in answer["error"]["message"]
+    assert "failed 4 times without a new token" in result["error"]["message"]

@@ -18,17 +18,17 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def test_chat(client: openai.AsyncOpenAI):
-    answer = await client.chat.completions.create(
+    result = await client.chat.completions.create(
         model="fake", messages=CHAT, logprobs=True, top_logprobs=2, n=2, seed=3
     )
-    assert [choice.message.content for choice in answer.choices] == [TEXT, TEXT]
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].logprobs is not None
-    assert answer.choices[0].logprobs.content is not None
-    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    assert [choice.message.content for choice in result.choices] == [TEXT, TEXT]
+    assert result.choices[0].finish_reason == "stop"
+    assert result.choices[0].logprobs is not None
+    assert result.choices[0].logprobs.content is not None
+    assert len(result.choices[0].logprobs.content[0].top_logprobs) == 2
+    assert result.usage is not None
+    assert result.usage.prompt_tokens_details is not None
+    assert result.usage.prompt_tokens_details.cached_tokens == 3
 
 
 async def test_chat_stream(client: openai.AsyncOpenAI):
@@ -49,10 +49,10 @@ async def test_the_client_accumulates_a_stream(client: openai.AsyncOpenAI):
 
 
 async def test_completions(client: openai.AsyncOpenAI):
-    answer = await client.completions.create(model="fake", prompt="Hi", max_tokens=100, logprobs=1)
-    assert answer.choices[0].text == TEXT
-    assert answer.choices[0].logprobs is not None
-    assert answer.choices[0].logprobs.tokens is not None
+    result = await client.completions.create(model="fake", prompt="Hi", max_tokens=100, logprobs=1)
+    assert result.choices[0].text == TEXT
+    assert result.choices[0].logprobs is not None
+    assert result.choices[0].logprobs.tokens is not None
     stream = await client.completions.create(model="fake", prompt="Hi", max_tokens=100, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == TEXT
 

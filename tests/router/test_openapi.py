@@ -84,9 +84,9 @@ async def test_generated_responses_are_as_described(
 
 
 async def test_other_responses_are_as_described(cluster: Cluster):
-    status, answer = await cluster.post("/tokenize", prompt="Hello")
+    status, result = await cluster.post("/tokenize", prompt="Hello")
     assert status == 200
-    responses.TokenizeResponse.model_validate(answer)
-    status, answer = await cluster.post("/detokenize", tokens=answer["tokens"])
+    responses.TokenizeResponse.model_validate(result)
+    status, result = await cluster.post("/detokenize", tokens=result["tokens"])
     assert status == 200
-    responses.DetokenizeResponse.model_validate(answer)
+    responses.DetokenizeResponse.model_validate(result)

@@ -184,10 +184,10 @@ async def test_large_bodies_are_prepared_in_a_child_that_is_replaced_when_it_die
     dead = {0}
     for _ in range(2):
         sizes = {"prompt": text, "max_tokens": 2, "ignore_eos": True}
-        answer = await cluster.complete(**sizes, return_token_ids=True)
-        assert answer["choices"][0]["prompt_token_ids"] == expected
-        status, answer = await cluster.post("/tokenize", prompt=text)
-        assert (status, answer["tokens"]) == (200, expected)
+        result = await cluster.complete(**sizes, return_token_ids=True)
+        assert result["choices"][0]["prompt_token_ids"] == expected
+        status, result = await cluster.post("/tokenize", prompt=text)
+        assert (status, result["tokens"]) == (200, expected)
         assert cluster.router.grpc_address is not None
         async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
             request = ipb.GenerateRequest(text=text, max_tokens=1)
@@ -212,12 +212,12 @@ async def test_a_body_that_kills_a_child_is_refused(cluster: Cluster, number: si
     process.send_signal(number)
     with contextlib.suppress(psutil.NoSuchProcess):
         process.resume()
-    status, answer = await asked
+    status, result = await asked
     if number is signal.SIGKILL:
-        assert (status, answer["tokens"]) == (200, cluster.tokenizer.encode(LONG))
+        assert (status, result["tokens"]) == (200, cluster.tokenizer.encode(LONG))
     else:
         assert status == 400
-        assert "takes more than 20 s or 4 GiB" in answer["error"]["message"]
+        assert "takes more than 20 s or 4 GiB" in result["error"]["message"]
 
 
 async def test_a_drain_waits_for_a_request_that_is_being_prepared():

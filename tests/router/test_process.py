@@ -67,8 +67,8 @@ async def start(tokenizer: ModelTokenizer, directory: Path) -> AsyncIterator[Cal
     async with contextlib.AsyncExitStack() as stack:
 
         async def start_router(**config: Any) -> Router:
-            lanes, answer = Lanes(), [*tokenizer.encode(TEXT), 2]
-            workers = [FakeWorker(role, lanes, answer) for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)]
+            lanes, output_ids = Lanes(), [*tokenizer.encode(TEXT), 2]
+            workers = [FakeWorker(role, lanes, output_ids) for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)]
             for worker in workers:
                 await worker.start()
                 stack.push_async_callback(worker.kill)

@@ -97,9 +97,9 @@ async def start(
         http = await stack.enter_async_context(aiohttp.ClientSession())
 
         async def begin(*flags: str) -> Routers:
-            lanes, answer = Lanes(), [*tokenizer.encode(TEXT), 2]
+            lanes, output_ids = Lanes(), [*tokenizer.encode(TEXT), 2]
             roles = (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE)
-            workers = [FakeWorker(role, lanes, answer) for role in roles]
+            workers = [FakeWorker(role, lanes, output_ids) for role in roles]
             for worker in workers:
                 worker.model, worker.served_model_name = str(directory), "fake"
                 stack.push_async_callback((await worker.start()).kill)
@@ -205,8 +205,8 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
         assert response.status == 503
     for _ in range(6 * 40):
         routers.decode.steps.release()
-    for answer in running:
-        assert (await answer)["choices"][0]["text"] == TEXT
+    for running_request in running:
+        assert (await running_request)["choices"][0]["text"] == TEXT
     assert await routers.exit_code() == 0
     assert not any(psutil.pid_exists(pid) for pid in after.values())
 

@@ -23,7 +23,7 @@ async def answered_whole(cluster: Cluster, **body: Any) -> None:
     )
     assert "error" not in events[-1], events[-1]
     tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
-    assert tokens == cluster.answer
+    assert tokens == cluster.output_ids
     assert "".join(event["choices"][0]["text"] for event in events) == TEXT
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
@@ -90,7 +90,7 @@ async def test_decode_may_report_finished_before_prefills_last_token_comes(clust
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps = asyncio.Semaphore(0)
     decode.fail = (1, pb.FAILURE_CODE_FINISHED)
-    stop = [cluster.answer[0]]
+    stop = [cluster.output_ids[0]]
     request = asyncio.create_task(
         cluster.events("/v1/completions", prompt="Hello", max_tokens=9, stop_token_ids=stop)
     )
@@ -105,18 +105,18 @@ async def test_decode_may_report_finished_before_prefills_last_token_comes(clust
 
 async def test_a_decode_that_continues_another_text_is_replaced(cluster: Cluster):
     decode = cluster.decodes[0]
-    right, decode.answer, decode.steps = decode.answer, [7] * 99, asyncio.Semaphore(0)
+    right, decode.output_ids, decode.steps = decode.output_ids, [7] * 99, asyncio.Semaphore(0)
     body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
     async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
         received = tokens_in(await response.content.readline())
         decode.steps.release()  # its repetition of the first token is wrong
         await decode.until(lambda w: w.cancelled)
-        decode.answer = right
+        decode.output_ids = right
         for _ in right:
             decode.steps.release()
         async for line in response.content:
             received += tokens_in(line)
-    assert received == cluster.answer
+    assert received == cluster.output_ids
 
 
 # ---------------------------------------------------------------- failures of prefill
@@ -152,11 +152,11 @@ async def test_prefill_lost_between_its_token_and_the_end_of_the_transfer(pair: 
         pair.lanes.of(prefills(used)[0].prefill_id).settle(False)
         async for line in response.content:
             received += tokens_in(line)
-    assert received == pair.answer
+    assert received == pair.output_ids
     decode, _ = busy(pair.decodes)
     [retarget] = retargets(decode)
-    assert list(retarget.output_ids) == pair.answer[:1]
-    assert [list(p.request.output_ids) for p in prefills(other)] == [pair.answer[:1]]
+    assert list(retarget.output_ids) == pair.output_ids[:1]
+    assert [list(p.request.output_ids) for p in prefills(other)] == [pair.output_ids[:1]]
 
 
 async def test_a_failure_of_the_old_source_does_not_count_against_the_new_one(cluster: Cluster):
@@ -210,11 +210,11 @@ async def test_decode_lost_after_some_tokens(pair: Cluster, tokens: int):
         await killed.kill()
         async for line in response.content:
             received += tokens_in(line)
-    assert received == pair.answer
+    assert received == pair.output_ids
     again = [p for w in pair.prefills for p in prefills(w)][-1]
-    assert list(again.request.output_ids) == pair.answer[:tokens]
+    assert list(again.request.output_ids) == pair.output_ids[:tokens]
     [decode] = decodes(other)
-    assert list(decode.request.output_ids) == pair.answer[:tokens]
+    assert list(decode.request.output_ids) == pair.output_ids[:tokens]
 
 
 async def test_a_handed_back_request_continues_elsewhere_without_a_failure(pair: Cluster):
@@ -267,7 +267,7 @@ async def test_a_dropped_prefill_is_repeated_only_with_decode_capacity(cluster: 
     assert len(prefills(prefill)) == 1
     decode.report()
     await request
-    assert [list(p.request.output_ids) for p in prefills(prefill)] == [[], cluster.answer[:1]]
+    assert [list(p.request.output_ids) for p in prefills(prefill)] == [[], cluster.output_ids[:1]]
 
 
 async def test_a_request_for_two_tokens_waits_for_a_full_decode_pool(cluster: Cluster):
@@ -276,8 +276,8 @@ async def test_a_request_for_two_tokens_waits_for_a_full_decode_pool(cluster: Cl
     request = asyncio.create_task(cluster.complete(max_tokens=2))
     await cluster.until(lambda: cluster.router.services.admission.waiting_for_decode == 1)
     cluster.decodes[0].report()
-    answer = await request
-    assert answer["choices"][0]["text"] == "The capital"
+    result = await request
+    assert result["choices"][0]["text"] == "The capital"
 
 
 # ---------------------------------------------------------------- giving up
@@ -305,9 +305,9 @@ async def test_any_new_token_resets_the_count(cluster: Cluster):
 
 async def test_a_request_that_workers_reject_as_invalid_is_the_clients_error(cluster: Cluster):
     cluster.prefills[0].fail = (9, pb.FAILURE_CODE_INVALID)
-    status, answer = await cluster.post("/v1/completions", prompt="x")
+    status, result = await cluster.post("/v1/completions", prompt="x")
     assert status == 400
-    assert "as the test wants" in answer["error"]["message"]
+    assert "as the test wants" in result["error"]["message"]
 
 
 # ---------------------------------------------------------------- no worker
@@ -332,8 +332,8 @@ async def test_without_any_worker_a_request_gets_503(tokenizer: ModelTokenizer, 
             assert response.status == 503
             assert int(response.headers["Retry-After"]) >= 1
             assert "no decode worker" in (await response.json())["error"]["message"]
-        answer = await cluster.complete(max_tokens=1)  # needs no decode worker
-        assert answer["choices"][0]["text"] == "The"
+        result = await cluster.complete(max_tokens=1)  # needs no decode worker
+        assert result["choices"][0]["text"] == "The"
         await cluster.idle()
 
 

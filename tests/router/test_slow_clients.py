@@ -83,8 +83,8 @@ async def test_a_body_that_does_not_arrive(tokenizer: ModelTokenizer, tmp_path: 
             status = await reader.readline()
             assert status == b"HTTP/1.1 408 Request Timeout\r\n"
             await reader.readuntil(b"\r\n\r\n")
-            answer = json.loads(await reader.read(4096))
-            assert answer["error"]["code"] == "request_timeout"
+            result = json.loads(await reader.read(4096))
+            assert result["error"]["code"] == "request_timeout"
         assert not cluster.prefills[0].submitted
 
 

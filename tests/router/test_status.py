@@ -19,7 +19,7 @@ async def test_a_worker_that_leaves_during_the_call_is_shown_with_its_last_repor
 ) -> None:
     asked, hangs = asyncio.Event(), asyncio.Event()
 
-    async def answer(
+    async def get_status(
         worker: FakeWorker, request: pb.StatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerStatus:
         if hangs.is_set():
@@ -27,7 +27,7 @@ async def test_a_worker_that_leaves_during_the_call_is_shown_with_its_last_repor
             await asyncio.Event().wait()
         return worker.status
 
-    monkeypatch.setattr(FakeWorker, "GetStatus", answer)
+    monkeypatch.setattr(FakeWorker, "GetStatus", get_status)
     async with make_cluster(tokenizer, tmp_path) as cluster:
         hangs.set()
         question = asyncio.create_task(cluster.http.get(cluster.url + "/status"))

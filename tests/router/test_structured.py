@@ -88,12 +88,12 @@ async def test_the_error_of_an_invalid_grammar_names_its_field(
     cluster: Cluster, body: Any, param: str, reason: str
 ):
     for path, rest in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})):
-        status, answer = await cluster.post(path, **rest, **body)
+        status, result = await cluster.post(path, **rest, **body)
         assert status == 400
-        assert answer["error"]["param"] == param
-        assert answer["error"]["message"].startswith(param)
-        assert reason in answer["error"]["message"]
-        assert "\n" not in answer["error"]["message"]
+        assert result["error"]["param"] == param
+        assert result["error"]["message"].startswith(param)
+        assert reason in result["error"]["message"]
+        assert "\n" not in result["error"]["message"]
     assert not cluster.prefills[0].submitted
 
 

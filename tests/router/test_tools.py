@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from router.api import responses
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 
-from .conftest import TEXT, Cluster, make_cluster
+from .conftest import TEXT, Cluster, encode_chat, make_cluster
 
 CHAT: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
 TEMPLATE = """
@@ -89,10 +89,10 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 async def test_tool_calls_of_a_response_and_of_a_stream(calling: Cluster):
     body = {"messages": CHAT, "tools": TOOLS}
-    status, answer = await calling.post("/v1/chat/completions", **body)
+    status, result = await calling.post("/v1/chat/completions", **body)
     assert status == 200
-    responses.ChatResponse.model_validate(answer)
-    [choice] = answer["choices"]
+    responses.ChatResponse.model_validate(result)
+    [choice] = result["choices"]
     assert choice["finish_reason"] == "tool_calls"
     message = without_ids(choice["message"])
     assert message == {
@@ -148,12 +148,12 @@ async def test_tools_are_in_the_prompt_unless_tool_choice_is_none(calling: Clust
     text = calling.tokenizer.decode(auto, skip_special_tokens=False)
     assert auto == same
     assert json.dumps(TOOLS) in text
-    assert none == calling.tokenizer.encode_chat(CHAT)
+    assert none == encode_chat(calling.tokenizer, CHAT)
     for message in calling.prefills[0].submitted:
         assert not message.prefill.request.sampling.HasField("structured_output")
-    _, answer = await calling.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, tool_choice="none")
-    assert answer["choices"][0]["message"]["content"] == CALLS
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    _, result = await calling.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, tool_choice="none")
+    assert result["choices"][0]["message"]["content"] == CALLS
+    assert result["choices"][0]["finish_reason"] == "stop"
 
 
 async def test_earlier_calls_and_results_are_in_the_prompt(calling: Cluster):
@@ -194,9 +194,9 @@ async def test_template_variables_of_the_client(directory: Path, tmp_path: Path)
 
 async def test_one_call_at_most_without_parallel_tool_calls(calling: Cluster):
     body = {"messages": CHAT, "tools": TOOLS, "parallel_tool_calls": False}
-    _, answer = await calling.post("/v1/chat/completions", **body)
+    _, result = await calling.post("/v1/chat/completions", **body)
     streamed, reason = joined(await calling.events("/v1/chat/completions", **body))
-    message = without_ids(answer["choices"][0]["message"])
+    message = without_ids(result["choices"][0]["message"])
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
     assert (without_ids(streamed), reason) == (message, "tool_calls")
 
@@ -205,12 +205,12 @@ async def test_a_text_without_calls_and_a_call_that_is_cut_off(
     tool_tokenizer: ModelTokenizer, tmp_path: Path
 ):
     async with make_cluster(tool_tokenizer, tmp_path) as made:
-        _, answer = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS)
-        assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
-        assert answer["choices"][0]["finish_reason"] == "stop"
-        made.answer[:] = made.tokenizer.encode(ONE)
-        _, answer = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, max_tokens=25)
-        [choice] = answer["choices"]
+        _, result = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS)
+        assert result["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+        assert result["choices"][0]["finish_reason"] == "stop"
+        made.output_ids[:] = made.tokenizer.encode(ONE)
+        _, result = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, max_tokens=25)
+        [choice] = result["choices"]
         assert choice["finish_reason"] == "length"
         arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
         assert ARGUMENTS.startswith(arguments)
@@ -223,8 +223,8 @@ async def test_a_forced_call_that_is_cut_off_leaves_no_content(
     async with make_cluster(tool_tokenizer, tmp_path, text=ONE) as made:
         for max_tokens in range(1, 12):
             body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "max_tokens": max_tokens}
-            _, answer = await made.post("/v1/chat/completions", **body)
-            [choice] = answer["choices"]
+            _, result = await made.post("/v1/chat/completions", **body)
+            [choice] = result["choices"]
             assert (choice["message"]["content"] or None, choice["finish_reason"]) == (None, "length")
             message, reason = joined(await made.events("/v1/chat/completions", **body))
             assert (message["content"], reason) == (None, "length")
@@ -262,9 +262,9 @@ async def test_errors_about_tools_name_their_field(
     cluster: Cluster, calling: Cluster, directory: Path, tmp_path: Path
 ):
     async def refused(made: Cluster, **body: Any) -> tuple[str, str]:
-        status, answer = await made.post("/v1/chat/completions", **{"messages": CHAT, **body})
+        status, result = await made.post("/v1/chat/completions", **{"messages": CHAT, **body})
         assert status == 400
-        return answer["error"]["param"], answer["error"]["message"]
+        return result["error"]["param"], result["error"]["message"]
 
     param, message = await refused(cluster, tools=TOOLS)
     assert param == "tools"
@@ -299,10 +299,14 @@ async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_pa
     (model / "chat_template.jinja").write_text("{{ tools }}{{ messages }}")
     tokenizer = load_tokenizer(str(model), tool_call_parser="mistral")
     async with make_cluster(tokenizer, tmp_path) as made:
-        made.answer[:] = [5, *tokenizer.encode(f'[{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'), 2]
+        made.output_ids[:] = [
+            5,
+            *tokenizer.encode(f'[{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'),
+            2,
+        ]
         body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required"}
-        _, answer = await made.post("/v1/chat/completions", **body)
-        [call] = answer["choices"][0]["message"]["tool_calls"]
+        _, result = await made.post("/v1/chat/completions", **body)
+        [call] = result["choices"][0]["message"]["tool_calls"]
         assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
         grammar = made.prefills[0].submitted[0].prefill.request.sampling.structured_output.grammar
         assert grammar.startswith('start: <[5]> "["')
@@ -310,9 +314,9 @@ async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_pa
 
 async def test_tool_calls_with_the_official_client(calling: Cluster):
     async with openai.AsyncOpenAI(base_url=calling.url + "/v1", api_key="any", max_retries=0) as client:
-        answer = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS)
-        assert answer.choices[0].message.tool_calls
-        [first, _] = answer.choices[0].message.tool_calls
+        result = await client.chat.completions.create(model="fake", messages=CHAT, tools=TOOLS)
+        assert result.choices[0].message.tool_calls
+        [first, _] = result.choices[0].message.tool_calls
         assert first.type == "function"
         assert json.loads(first.function.arguments) == json.loads(ARGUMENTS)
         async with client.chat.completions.stream(model="fake", messages=CHAT, tools=TOOLS) as stream:

@@ -32,7 +32,7 @@ def rewrite(path: Path, workers: list[FakeWorker]) -> None:
 async def test_workers_come_and_go_with_the_file(cluster: Cluster, tmp_path: Path):
     pool, extra = (
         cluster.router.services.pool,
-        FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=1),
+        FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids, index=1),
     )
     await extra.start()
     rewrite(tmp_path / "workers", [*cluster.workers, extra])
@@ -76,7 +76,7 @@ async def test_a_retired_worker_that_refuses_its_last_attempt_is_closed(cluster:
 
 async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path) as cluster:
-        stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=9)
+        stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids, index=9)
         stranger.model_fingerprint, stranger.max_model_len = "m2", 10
         await stranger.start()
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
@@ -124,7 +124,7 @@ async def test_a_worker_with_another_tokenizer_is_refused(
     """`/status` shows the reason, and the log has it once, although the router tries again."""
     monkeypatch.setattr(connection, "LAST_BACKOFF", 0.02)
     async with make_cluster(tokenizer, tmp_path, decode=0) as cluster:
-        stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer, index=9)
+        stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids, index=9)
         stranger.vocab_size, stranger.vocabulary_fingerprint = 151936, "of another tokenizer"
         await stranger.start()
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
@@ -143,8 +143,8 @@ async def test_a_worker_with_another_tokenizer_is_refused(
 
 async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
-        prefill = FakeWorker(pb.ROLE_PREFILL, cluster.lanes, cluster.answer)
-        decode = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.answer)
+        prefill = FakeWorker(pb.ROLE_PREFILL, cluster.lanes, cluster.output_ids)
+        decode = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids)
         decode.model_fingerprint = "m2"
         for worker, other in ((prefill, decode), (decode, prefill)):
             worker.before_status = lambda other=other: other.until(lambda w: w.described)
@@ -228,14 +228,14 @@ async def test_an_unknown_finish_reason_ends_the_request(cluster: Cluster):
     event = pb.TokenEvent(
         attempt_id=submitted.decode_id,
         output_index=1,
-        token_id=cluster.answer[1],
+        token_id=cluster.output_ids[1],
         finish_reason=cast("pb.FinishReason", 99),
     )
     for outputs in decode._outputs:
         outputs.put_nowait(pb.WorkerMessage(step=pb.StepOutput(tokens=[event])))
-    answer = await request
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 2
+    result = await request
+    assert result["choices"][0]["finish_reason"] == "length"
+    assert result["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize("role", [pb.ROLE_PREFILL, pb.ROLE_DECODE])
@@ -251,9 +251,9 @@ async def test_an_invalid_token_fails_only_its_attempt(
             event.logprobs.CopyFrom(wrong.pop())
 
     worker.change = damage
-    for answer in await asyncio.gather(cluster.complete(logprobs=2), other):
-        assert answer["choices"][0]["text"] == TEXT
-        assert all(logprob <= 0 for logprob in answer["choices"][0]["logprobs"]["token_logprobs"])
+    for result in await asyncio.gather(cluster.complete(logprobs=2), other):
+        assert result["choices"][0]["text"] == TEXT
+        assert all(logprob <= 0 for logprob in result["choices"][0]["logprobs"]["token_logprobs"])
     assert not wrong
     assert len(worker.cancelled) >= 2
     assert "defect" not in caplog.text
