@@ -1,4 +1,4 @@
-"""What all benches share: their arguments, the report they write, and how a ratio is measured."""
+"""What all benches share: arguments, the report, and how to measure a ratio."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ _PACKAGES = ("baton-llm", "torch", "triton", "numpy", "pyzmq", "grpcio", "xxhash
 
 @dataclass(slots=True)
 class Row:
-    """One result. Names are stable and dotted; `goal` bounds `ratio`, or `value` where there is no ratio.
+    """One result.
 
-    `low` and `high` are the 95 % confidence interval of `value`, where one is known.
+    Attributes:
+        name: stable and dotted.
+        goal: bound of `ratio`, or of `value` if there is no ratio.
+        low, high: 95 % confidence interval of `value`, if known.
     """
 
     name: str
@@ -57,9 +60,9 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """The rows of one bench, with all that is needed to judge and repeat them.
+    """The rows of one bench, with what a reader needs to judge and repeat them.
 
-    `detail` is what a bench keeps beside its rows (curves, time lines): one more key of the JSON object.
+    `detail` has further results, such as curves. It becomes one more key of the JSON object.
     """
 
     bench: str
@@ -84,12 +87,12 @@ class Report:
         return found if self.detail is None else found | {"detail": self.detail}
 
     def write(self) -> None:
-        """Write the JSON file if one was asked for."""
+        """Writes the JSON file, if there is a path."""
         if self.json_path is not None:
             self.json_path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     def finish(self) -> None:
-        """Print the table and `write`."""
+        """Prints the table and calls `write`."""
         table = Table(title=f"bench.{self.bench}  {self.parameters}", title_justify="left")
         for column in ("name", "value", "p99", "ratio", "to", "spread", "goal"):
             table.add_column(column, justify="left" if column in ("name", "to") else "right")
@@ -107,16 +110,17 @@ class Report:
                 _number(row.spread),
                 goal,
             )
-        # A pipe has no width to fit into: never wrap the names that people grep for.
+        # A pipe has no width. Wide enough not to wrap row names, which users grep for.
         Console(width=None if sys.stdout.isatty() else 160).print(table)
         self.write()
 
 
 def parser(description: str, devices: Sequence[str] = DEVICES) -> argparse.ArgumentParser:
-    """The arguments every bench takes; a bench adds its own to the result.
+    """The arguments of every bench. A bench adds further ones to the result.
 
-    The bench can measure on `devices`. The parsed `device` is one of them, and this machine has it. Else the
-    parser exits with 2, argparse's code for a wrong argument, which is `EXIT_CANNOT_MEASURE`.
+    The bench can measure on `devices`. If the user asks for another device, or for one that this machine
+    lacks, the
+    parser exits with 2: argparse's code for a wrong argument, which equals `EXIT_CANNOT_MEASURE`.
     """
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON to PATH")
@@ -142,7 +146,7 @@ def _device(devices: Sequence[str], given: str) -> str:
 def interleaved(
     a: Callable[[], float], b: Callable[[], float], pairs: int
 ) -> tuple[list[float], list[float]]:
-    """Run A B A B … so that a machine that drifts favours neither side. Returns both series."""
+    """Runs A B A B …, so that a machine whose speed drifts favours neither side. Returns both series."""
     assert pairs >= MIN_PAIRS, f"a ratio takes at least {MIN_PAIRS} pairs, not {pairs}"
     series_a: list[float] = []
     series_b: list[float] = []
@@ -153,14 +157,14 @@ def interleaved(
 
 
 def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[float, float]:
-    """Median of the ratios pair by pair, and their spread (max − min)."""
+    """The median of the ratios of all pairs, and their spread (max − min)."""
     ratios = [x / y for x, y in zip(series_a, series_b, strict=True)]
     return statistics.median(ratios), max(ratios) - min(ratios)
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0…1) by the nearest-rank rule; of a short series the p99 is its maximum."""
-    assert values, "percentile of nothing"
+    """The q-quantile (0…1) by nearest rank. The p99 of a short series is its maximum."""
+    assert values, "no values"
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1))]
 
@@ -181,7 +185,7 @@ def versions() -> dict[str, str]:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # optional, or run from a checkout that is not installed
+            continue  # optional, or the checkout is not installed
     return found
 
 
@@ -193,7 +197,7 @@ def _cpu_name() -> str:
 
 
 def gpus() -> list[str]:
-    """Name and driver of each; empty: none."""
+    """Name and driver of each GPU."""
     try:
         out = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],

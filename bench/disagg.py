@@ -1,18 +1,17 @@
-"""Disaggregated against colocated: the same engine, devices and load; time to first token and gaps by rate.
+"""Disaggregated against colocated, with the same engine, devices and load: TTFT and gaps by rate.
 
     python -m bench.disagg [--rate R …] [--duration S] [--json PATH] [--short]
 
-Deployments of two workers each, all of them up, one under load at a time:
+Each deployment has two workers. All deployments run, and one at a time is under load:
 
-    1p1d        one prefill, one decode worker; every prompt is handed over
-    overflow    the same workers; decode takes what prefill is late with, in chunks that its target for gaps
-                bounds: one deployment for each --ttit-target
-    colocated   two decode workers and no prefill worker: each computes its prompts itself, in chunks within
-                the last of these targets
+    1p1d        one prefill and one decode worker; every prompt is handed over
+    overflow    the same workers; the decode worker computes prompts for which the prefill worker is late, in
+                chunks that the target for gaps bounds. One deployment for each --ttit-target
+    colocated   two decode workers; each computes its prompts in chunks within the last of these targets
 
-`baton bench run` sends an open loop (Poisson) of each rate, the same requests at the same times to all, and
-at the end a closed one for the throughput. On two GPUs the 8B Llama shape with random weights takes 2000
-tokens in and 150 out; on a CPU the embedded model takes less.
+`baton bench run` sends an open loop (Poisson) with each rate, the same requests at the same times to all
+deployments. At the end a closed loop measures the throughput. On two GPUs the 8B Llama shape with random
+weights gets prompts of 2,000 tokens and writes 150; on a CPU the embedded model gets less.
 """
 
 from __future__ import annotations
@@ -32,13 +31,14 @@ from bench.load.commands import INVALID as EXIT_INVALID
 from bench.roles import Roles
 from bench.shapes import write_shape
 
-# What a deployment of two H200 shall reach, in ms: rate → (TTFT p50, TTFT p99, gap p99).
+# Goals on two H200, in ms: rate -> (TTFT p50, TTFT p99, gap p99).
 GOALS = {4.0: (60, 240, 8), 8.0: (60, 240, 8), 10.0: (60, 240, 8), 12.0: (75, 300, 8.5)}
 
 SEED = 0
-"""Of prompts and arrivals, the same for each deployment: so prefix caches are off. At 22/s there are 220 ± 15
-requests in 10 s: near what one prefill worker can do, a draw for each deployment would decide more than what
-is compared."""
+"""All deployments get the same prompts and arrivals, so prefix caches are off. With random arrivals the
+number of
+requests would vary: 220 ± 15 in 10 s at 22/s. Near the limit of a prefill worker that would decide the
+result."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Load:
 
 
 def deployments(roles: Roles, args: argparse.Namespace, directory: Path) -> dict[str, str]:
-    """Starts them all. Returns the URL of each one's router."""
+    """Starts all deployments. Returns the URL of the router of each."""
     if args.device == "cuda":
         model = str(args.model or write_shape("llama-3.1-8b", directory, tokenizer=True))
         engine = ["--model", model, "--load-format", "dummy", "--dtype", "bfloat16", "--device", "cuda"]
@@ -86,16 +86,16 @@ def deployments(roles: Roles, args: argparse.Namespace, directory: Path) -> dict
 
 
 def run_load(url: str, load: Load, directory: Path, *how: str) -> dict[str, float]:
-    """One run of `baton bench`, in a process of its own. Returns value by row name.
+    """Runs `baton bench` in a child process. Returns value by row name.
 
-    A run whose client was too slow is told to the reader, not dropped: on few cores all of them are.
+    Reports a run whose client was too slow, but keeps it: with few cores every client is too slow.
     """
     out = directory / "load.json"
     command = [
         sys.executable, "-m", "cluster.cli", "bench", "run", "--url", url, "--json", str(out), *how,
         "--input-len", str(load.input_len), "--output-len", str(load.output_len),
         "--duration", str(load.duration), "--seed", str(SEED),
-        # Detected, it is a burst for one deployment, and for another the time before its queue.
+        # A detected warm-up would exclude different requests for each deployment.
         "--warmup", "0",
     ]  # fmt: skip
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
@@ -118,7 +118,7 @@ def measure(args: argparse.Namespace, load: Load, report: Report) -> None:
                 found = run_load(url, load, directory, "--rate", str(rate))
                 series[f"{deployment}.r{rate:g}"] = found
                 rows(report, f"disagg.{deployment}.r{rate:g}", found, GOALS.get(rate), args.device)
-                report.write()  # what is measured stays, whenever somebody stops it
+                report.write()  # keeps the results if the bench is stopped
         saturated = {
             deployment: run_load(url, load, directory, "--concurrency", str(load.concurrency))
             for deployment, url in urls.items()
@@ -161,7 +161,7 @@ def main() -> int:
     args = p.parse_args()
     args.gpus = gpus
     if args.device == "cuda" and args.gpus == 1:
-        print("bench.disagg: all workers share one GPU: a rehearsal, which measures nothing", file=sys.stderr)
+        print("bench.disagg: all workers share one GPU, so the figures mean nothing", file=sys.stderr)
     on_cpu = args.device == "cpu"
     args.rate = args.rate or ([0.5] if args.short else [0.5, 1.0] if on_cpu else [4.0, 8.0, 12.0, 16.0, 20.0])
     duration = args.duration or (5.0 if args.short else 30.0 if on_cpu else 20.0)

@@ -1,11 +1,12 @@
-"""How soon a router knows of a worker: that it is there, and that it is gone.
+"""How soon a router knows that a worker is there, or gone.
 
-One process holds a router's worker pool, fake workers behind their real gRPC service, and the source that
-names them: the file that a supervisor writes, or a fake Kubernetes API server over HTTP. Each round starts
-one worker, names it, waits until the pool would send it work, kills it, and waits until the pool would not.
+One process holds the worker pool of a router, fake workers behind their real gRPC service, and a source of
+addresses: the file that a supervisor writes, or a fake Kubernetes API server over HTTP. Each round starts a
+worker, adds its address to the source, and waits until the pool sends work to the worker. Then it kills the
+worker and waits until the pool sends no more work.
 
-known  from the source's news to a pool that would send work there
-lost   from the worker's death to a pool that would not; the source says nothing of it
+known  from the change of the source until the pool sends work to the worker
+lost   from the worker's death until the pool sends no more work; the source does not change
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ SERVICE = "baton-decode"
 
 
 async def rounds(discovery: Discovery, name: Callable[[str], None]) -> tuple[list[float], list[float]]:
-    """Milliseconds to know a worker and to lose it, of each round. `name` tells the source of an address."""
+    """Milliseconds of each round to know the worker and to lose it.
+
+    `name` writes an address to the source.
+    """
     pool = WorkerPool(
         SECRET, os.urandom(16), discovery, PREFILL_POLICIES["sticky"], RouterModel("fake", 0, "")
     )
@@ -90,7 +94,7 @@ async def measure(report: Report) -> None:
 
 def main() -> int:
     arguments = contract.parser(__doc__ or "", devices=("cpu",)).parse_args()
-    logging.disable(logging.WARNING)  # that each worker is lost, which is what is measured
+    logging.disable(logging.WARNING)  # the pool logs each lost worker
     report = Report("discovery", {"rounds": ROUNDS}, arguments.json)
     asyncio.run(measure(report))
     report.finish()

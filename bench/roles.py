@@ -1,9 +1,9 @@
-"""Real workers for a bench: `baton prefill` and `baton decode` as child processes, without Ray or a router.
+"""Real workers and routers for benches and tests, as child processes without Ray.
 
-`spawn` starts one; `Roles` starts them with a cluster secret of its own and waits until each reports ready;
-leaving it ends them.
-`Driver` is the least of a router: one authenticated Attach stream to a worker, with the time at which every
-message arrived.
+- `spawn` starts `baton ROLE`.
+- `Roles` starts roles with one cluster secret, waits until each is ready, and ends all of them.
+- `Driver` does the least of a router's work: one Attach stream to a worker. It notes when each message
+  arrived.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ STOP_TIMEOUT_S = 20.0
 def spawn(
     role: str, *flags: str, environment: Mapping[str, str], output: IO[bytes] | None = None
 ) -> tuple[subprocess.Popen[bytes], TextIO]:
-    """Starts `baton ROLE FLAGS`. Returns it, and the pipe in which it tells how it comes up: JSON objects, a
-    line each, the last one `{"ready": …}` or `{"error": …}`. `output` takes what it prints."""
+    """Starts `baton ROLE FLAGS`. Returns the process and a pipe.
+
+    The role writes JSON objects to the pipe, one per line, while it starts. The last one is `{"ready": …}` or
+    `{"error": …}`. `output` gets what the role prints.
+    """
     read_end, write_end = os.pipe()
     try:
         child = subprocess.Popen(
@@ -49,16 +52,16 @@ def spawn(
 
 
 class Roles:
-    """Owns the processes it starts. Use as a context manager."""
+    """Owns the processes that it starts. Use as a context manager."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_hex(16).encode()
         self._children: list[subprocess.Popen[bytes]] = []
 
     def start(self, role: str, *flags: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
-        """Starts `baton ROLE FLAGS` and returns what it reports when ready (address, kv_address, pid, …).
+        """Starts `baton ROLE FLAGS`. Returns its report when it is ready (address, kv_address, pid, …).
 
-        Raises RuntimeError with the worker's own words if it does not come up.
+        Raises RuntimeError with the error of the role if it does not start.
         """
         secret = {"BATON_CLUSTER_SECRET": self.secret.decode()}
         child, pipe = spawn(role, *flags, environment={**os.environ, **(environment or {}), **secret})
@@ -89,7 +92,7 @@ class Roles:
 
 
 class Driver:
-    """One Attach stream. Tokens are kept per attempt with the time.perf_counter() at which they came."""
+    """One Attach stream. Keeps the tokens of each attempt, with the time.perf_counter() of their arrival."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._channel = rpc.connect(address, secret)
@@ -108,7 +111,7 @@ class Driver:
         await self._call.write(message)
 
     async def tokens(self, attempt_id: bytes, count: int) -> list[tuple[float, pb.TokenEvent]]:
-        """The first `count` tokens of an attempt. Raises RuntimeError if it fails before."""
+        """Waits for the first `count` tokens of an attempt. Raises RuntimeError if the attempt fails."""
 
         def decided() -> bool:
             return attempt_id in self._failed or len(self._tokens[attempt_id]) >= count
@@ -120,7 +123,7 @@ class Driver:
         return self._tokens[attempt_id][:count]
 
     def times(self, attempt_id: bytes) -> list[float]:
-        """When the tokens came that an attempt has so far."""
+        """The arrival times of the tokens that have come for an attempt."""
         return [at for at, _ in self._tokens[attempt_id]]
 
     async def close(self) -> None:
@@ -141,7 +144,7 @@ class Driver:
 
 
 def request(prompt_ids: Sequence[int], max_tokens: int) -> pb.Request:
-    """A greedy request that runs to its full length."""
+    """A greedy request that ignores the end-of-sequence token."""
     sampling = pb.SamplingParams(
         temperature=0, top_p=1, repetition_penalty=1, seed=1, max_tokens=max_tokens, ignore_eos=True
     )

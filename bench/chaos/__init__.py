@@ -1,6 +1,12 @@
-"""What a real cluster does to its clients' streams while its processes are killed, stalled and cut off.
+"""What a cluster does to its clients' streams while its processes are killed, stopped and cut off.
 
-Life of a run: a cluster of `baton` processes, supervised here → what each stream must say, asked once in
-quiet → continuous load → faults at random moments, each followed until the worker is back → quiet: every
-pool must be whole → rows. The cluster and the streams also carry the system tests of recovery.
+Life of a run:
+
+1. Start a cluster of `baton` processes (`cluster`). It restarts every process that ends.
+2. Ask each case once while nothing is wrong: the right answers (`streams`).
+3. Send continuous load (`load`). Cause faults at random moments, and follow each until the worker is back
+   (`faults`).
+4. Stop the load. Every pool must be whole. Write the rows.
+
+The cluster and the streams also serve the system tests.
 """

@@ -1,10 +1,9 @@
-"""`python -m bench.chaos [--json] [--short]`: a real cluster under load, and everything that can die, dies.
+"""Kills, stops and cuts off the processes of a real cluster under load: `python -m bench.chaos`.
 
-Two workers of each role and a router, as processes, float32 on CPU. Clients ask without a break, each request
-greedy or seeded, and every answer is compared with the one that the same cluster gave in quiet. Meanwhile
-processes of every kind are killed (-9), engines are stopped (SIGSTOP) and lanes are cut. Clients whose
-router is killed ask again. Afterwards every
-pool must be whole.
+The cluster has two workers of each role and a router, in float32 on a CPU. Clients send one request after
+another, greedy or seeded. Every answer must equal the answer that the same cluster gave without faults.
+Processes of every kind are killed (SIGKILL), engines are stopped (SIGSTOP), lanes are cut. A client asks
+again if its router is killed. At the end every pool must be whole.
 """
 
 from __future__ import annotations
@@ -56,7 +55,10 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     quiet = (0.2, 1.5) if args.short else (0.2, 4.0)
     plans = {role: plan(role, args.kills, args.stalls, args.breaks, rng) for role in WORKERS}
     plans["router"] = plan("router", args.routers, 0, 0, rng)
-    longer = (quiet[0], quiet[1] * args.kills / max(1, args.routers))  # the tracks end at about the same time
+    longer = (
+        quiet[0],
+        quiet[1] * args.kills / max(1, args.routers),
+    )  # so that all tracks end at about the same time
     tracks = (
         torment(cluster, role, faults, longer if role == "router" else quiet, rng)
         for role, faults in plans.items()
@@ -84,7 +86,7 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
 
 
 def _add_faults(report: Report, happened: list[Happened], streams: list[Stream]) -> None:
-    """How many there were of each, how long the worker was away, and the pauses that clients saw."""
+    """Rows with the number of faults, the time that a worker was away, and the pauses that clients saw."""
     counts = Counter(f"{one.role}.{one.fault}" for one in happened)
     for name, count in sorted(counts.items()):
         report.add(Row(f"chaos.{name}", count, "times"))
@@ -111,7 +113,7 @@ def _add_seconds(report: Report, name: str, seconds: list[float]) -> None:
 
 
 def histogram(seconds: list[float]) -> dict[str, int]:
-    """How many are at most so long, and longer than the bound before."""
+    """How many lie between a bound and the one before."""
     bounds = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, float("inf")]
     found = Counter(next(bound for bound in bounds if gap <= bound) for gap in seconds)
     return {f"{bound:g}": found[bound] for bound in bounds}

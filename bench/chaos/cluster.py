@@ -1,7 +1,8 @@
-"""A cluster of `baton` processes without Ray: every worker, and the router, is started again when it ends.
+"""A cluster of `baton` processes without Ray. It restarts every worker, and the router, when the process
+ends.
 
-The command lines are those that a user would type; the workers file is rewritten as by any supervisor. There
-is no backoff: what is killed a hundred times comes back a hundred times.
+The command lines are those of a user, and a workers file names the workers, as with any supervisor. A process
+that ends is restarted at once.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _MUST_BE_ZERO = (
 
 
 class Worker:
-    """One place in the cluster, a worker's or the router's: its present process, and those before.
+    """One worker, or the router: its current process and the earlier ones.
 
     Attributes:
-        lives: what each incarnation reported when it was ready.
-        exits: the exit code of each that ended.
+        lives: the report of each process when it was ready.
+        exits: the exit code of each process that ended.
     """
 
     def __init__(self, cluster: LocalCluster, role: str, index: int, flags: Sequence[str]) -> None:
@@ -57,7 +58,7 @@ class Worker:
         self._may_start.set()
         self._popen: subprocess.Popen[bytes] | None = None
         self._stopping = False
-        # The process dies with the thread that started it: one thread for all of its lives.
+        # A process dies with the thread that started it, so one thread starts all of them.
         self._thread = threading.Thread(target=self._supervise, name=self.name, daemon=True)
         self._thread.start()
 
@@ -73,30 +74,30 @@ class Worker:
         processes.stop(self.processes()[kind])
 
     def terminate(self) -> None:
-        """SIGTERM: it drains."""
+        """SIGTERM: the worker drains."""
         assert self._popen is not None
         self._popen.send_signal(signal.SIGTERM)
 
     def hold(self) -> None:
-        """Once it has ended it is not started again before `release`."""
+        """A process that ends is not restarted before `release`."""
         self._may_start.clear()
 
     def release(self) -> None:
         self._may_start.set()
 
     def wait_life(self, count: int, within: float = START_S) -> None:
-        """Until `count` incarnations came up and the last of them serves."""
+        """Waits until `count` processes have been ready, and the last one serves."""
         self._cluster.wait_for(
             lambda: len(self.lives) >= count and self.ready, within, f"{self.name}, for the {count}th time"
         )
 
     def wait_exit(self, count: int, within: float = STOP_S) -> int:
-        """Until `count` of its processes have ended; the exit code of that one."""
+        """Waits until `count` processes have ended. Returns the exit code of the last of them."""
         self._cluster.wait_for(lambda: len(self.exits) >= count, within, f"the end of {self.name}")
         return self.exits[count - 1]
 
     def metric(self, name: str) -> float:
-        """The sum over all labels of one series that the present incarnation exports."""
+        """The sum over all labels of a metric of the current process."""
         with urllib.request.urlopen(
             f"http://{self.lives[-1]['metrics_address']}/metrics", timeout=10
         ) as page:
@@ -108,7 +109,7 @@ class Worker:
         self._may_start.set()
         if self._popen is not None and self._popen.poll() is None:
             for pid in self.processes().values():
-                os.kill(pid, signal.SIGCONT)  # who hangs cannot stop
+                os.kill(pid, signal.SIGCONT)  # a stopped process cannot end
             self._popen.send_signal(signal.SIGINT)
             try:
                 self._popen.wait(STOP_S)
@@ -135,7 +136,10 @@ class Worker:
 
 
 class LocalCluster:
-    """Use as a context manager: up when entered, gone when left. All methods may block; from any thread."""
+    """Use as a context manager:
+
+    entering starts the cluster, leaving ends it. Methods may block, in any thread.
+    """
 
     def __init__(
         self,
@@ -148,7 +152,7 @@ class LocalCluster:
         router_flags: Sequence[str] = (),
         key: str = "",
     ) -> None:
-        """`key`: of the API, where the flags of the router make it ask for one."""
+        """`key`: the API key, if the router asks for one."""
         self.directory = directory
         self._key = key
         self.url = ""
@@ -164,7 +168,7 @@ class LocalCluster:
         self._write()
 
     def of(self, role: str) -> list[Worker]:
-        """Of all of a role, which may be `router`."""
+        """All workers of a role, or the router."""
         if role == "router" and self._router is not None:
             return [self._router]
         return [worker for worker in self.workers if worker.role == role]
@@ -175,7 +179,7 @@ class LocalCluster:
             for role, count in self._counts.items():
                 self.workers += [Worker(self, role, i, self._flags[role]) for i in range(count)]
             port = str(free_port())  # the same for all of its lives
-            # Named, so that a router can start while all workers are down.
+            # With a model name the router can start while all workers are down.
             flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
             self._router = Worker(self, "router", 0, (*flags, *self._router_flags))
             self._router.wait_life(1)
@@ -205,14 +209,14 @@ class LocalCluster:
         return status(self.url, self._key)
 
     def _states(self) -> dict[str, str]:
-        """State by address of the workers that the router has; none while the router is away."""
+        """State by address of the router's workers. Empty while the router is away."""
         try:
             return {worker["address"]: worker["state"] for worker in self.status()["workers"]}
         except (OSError, http.client.HTTPException):
             return {}
 
     def wait_serving(self, workers: int, within: float = START_S) -> None:
-        """Until the router has attached to so many workers."""
+        """Waits until the router has attached to that many workers."""
 
         def attached() -> bool:
             return list(self._states().values()).count("ready") >= workers
@@ -220,7 +224,7 @@ class LocalCluster:
         self.wait_for(attached, within, f"{workers} workers at the router")
 
     def wait_attached(self, worker: Worker, within: float = START_S) -> None:
-        """Until the router has this worker's present incarnation."""
+        """Waits until the router has attached to the current process of a worker."""
 
         def attached() -> bool:
             return worker.ready and self._states().get(worker.lives[-1]["address"]) == "ready"
@@ -239,7 +243,7 @@ class LocalCluster:
             return roles.spawn(role, *flags, environment=self._environment, output=output)
 
     def listed(self, worker: Worker, *, ready: bool) -> None:
-        """It came or went: routers are told, and who waits looks again."""
+        """A worker became ready, or ended: tells the router and wakes waiting threads."""
         with self._news:
             worker.ready = ready
             self._write()
@@ -250,7 +254,7 @@ class LocalCluster:
         with self._news:
             while not condition():
                 assert time.monotonic() < deadline, f"waited {within:g} s for {what}"
-                self._news.wait(0.1)  # not all that is waited for is told
+                self._news.wait(0.1)  # some conditions change without a notification
 
     def _write(self) -> None:
         draft = self._file.with_suffix(".new")
@@ -259,14 +263,14 @@ class LocalCluster:
 
 
 def status(url: str, key: str = "") -> dict[str, Any]:
-    """Of a router. `key`: of its API."""
+    """The status of a router. `key`: its API key."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with urllib.request.urlopen(urllib.request.Request(url + "/status", headers=headers), timeout=30) as page:
         return json.load(page)
 
 
 def leaks(url: str, key: str = "") -> dict[str, int]:
-    """What is not whole in the pools of any worker of a router; empty when all is well."""
+    """What the pools of all workers miss. Empty if every pool is whole."""
     found: dict[str, int] = {}
     for worker in status(url, key)["workers"]:
         told, name = worker["status"], f"{worker['role']} {worker['index']}"
@@ -277,7 +281,7 @@ def leaks(url: str, key: str = "") -> dict[str, int]:
 
 
 def leaks_when_idle(url: str, key: str = "", within: float = WHOLE_S) -> dict[str, int]:
-    """As `leaks`, once nothing changes any more: releases follow the last token."""
+    """As `leaks`, but waits up to `within` seconds, since releases follow the last token."""
     deadline = time.monotonic() + within
     while (found := leaks(url, key)) and time.monotonic() < deadline:
         time.sleep(0.05)

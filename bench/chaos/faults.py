@@ -1,4 +1,4 @@
-"""What goes wrong, and when: one track of faults for each role, each followed until its worker is back."""
+"""The faults: one sequence for each role. Each fault is followed until its worker is back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Do = Callable[[LocalCluster, Worker], None]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`lethal`: the worker ends of it, and its next incarnation is waited for."""
+    """`lethal`: the worker ends, and the bench waits for its next process."""
 
     name: str  # "kill.engine"
     happens: Do
@@ -25,7 +25,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """A fault as it came. `back` is when its worker served again; `at` where it never went."""
+    """A fault that happened. `back` is when the worker served again; equals `at` if it never stopped."""
 
     role: str
     fault: str
@@ -38,7 +38,7 @@ def _killer(kind: str) -> Fault:
 
 
 def _break_lanes(cluster: LocalCluster, worker: Worker) -> None:
-    """All lanes of one decode worker: in both transfer processes the sessions end."""
+    """Cuts all lanes of one decode worker. The sessions end in both transfer processes."""
     transfer = worker.processes().get("transfer")
     for prefill in cluster.of("prefill"):
         port = int(prefill.lives[-1]["kv_address"].rpartition(":")[2])
@@ -52,7 +52,7 @@ BREAK = Fault("break.lanes", _break_lanes, lethal=False)
 
 
 def plan(role: str, kills: int, stalls: int, breaks: int, rng: random.Random) -> list[Fault]:
-    """In random order; kinds of processes in turn, so that each has its share. A router is one process."""
+    """Faults in random order. All kinds of processes get the same share. A router is one process."""
     kinds = KILLS if role != "router" else [_killer("service")]
     faults = [kinds[i % len(kinds)] for i in range(kills)] + [STALL] * stalls
     faults += [BREAK] * (breaks if role == "decode" else 0)
@@ -63,10 +63,10 @@ def plan(role: str, kills: int, stalls: int, breaks: int, rng: random.Random) ->
 async def torment(
     cluster: LocalCluster, role: str, faults: Sequence[Fault], quiet: tuple[float, float], rng: random.Random
 ) -> list[Happened]:
-    """One fault after another, at random workers of the role, with a random pause (seconds) before each.
+    """Causes one fault after another at random workers of a role, with a random pause (seconds) before each.
 
-    Another worker of the role is always there: what is shown is that nothing is lost, not how long requests
-    wait where there is nobody to serve them.
+    Another worker of the role is always there. The bench shows that nothing is lost, not how long requests
+    wait without any worker.
     """
     happened = []
     for fault in faults:

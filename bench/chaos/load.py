@@ -1,4 +1,4 @@
-"""Continuous load of streams whose tokens are known, and what the clients saw."""
+"""Continuous load of requests with known answers, and the check of what the clients got."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ RECONNECT_S = 0.2
 
 @dataclass(slots=True)
 class Load:
-    """Some clients, each asking one thing after another until told to stop. Every answer is kept. Who loses
-    the connection to the router asks again."""
+    """Clients that send one request after another and keep every answer.
+
+    A client that loses the connection to the router sends its request again.
+    """
 
     url: str
     cases: Sequence[Case]
@@ -24,7 +26,7 @@ class Load:
     streams: list[Stream] = field(default_factory=list)
 
     async def run(self, clients: int, stop: asyncio.Event) -> None:
-        """Returns once all clients have read their last answer to the end."""
+        """Returns after `stop`, once every client has read its last answer to the end."""
         async with new_session() as http:
 
             async def client() -> None:
@@ -32,7 +34,9 @@ class Load:
                     case = self.rng.choice(self.cases)
                     while (stream := await read(http, self.url, case)).cut:
                         if stream.status:
-                            self.streams.append(stream)  # else nobody listened: it never began
+                            self.streams.append(
+                                stream
+                            )  # else no router listened, and the request never began
                         await asyncio.sleep(RECONNECT_S)
                     self.streams.append(stream)
 
@@ -41,21 +45,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Every answer held against the right one."""
+    """The comparison of all answers with the right ones."""
 
     requests: int
     tokens: int
     failed: int
-    reconnected: int  # connections lost with a router
-    lost_or_repeated: int  # tokens by which an answer is too short or too long
-    different: int  # tokens that are not those of a run without faults
+    reconnected: int  # connections lost because a router was killed
+    lost_or_repeated: int  # tokens by which answers are too short or too long
+    different: int  # tokens that differ from a run without faults
     errors: tuple[str, ...]
 
 
 def judge(
     streams: Sequence[Stream], right: Mapping[Case, list[int]], routers_killed: Sequence[Happened] = ()
 ) -> Verdict:
-    """Who loses the connection while a router is killed and comes back has to ask again, and did not fail."""
+    """A stream that was cut while its router was killed counts as reconnected, not as failed."""
     lost = different = reconnected = 0
     failures = []
     for stream in streams:
@@ -68,12 +72,12 @@ def judge(
         expected = right[stream.case]
         if not stream.failed:
             lost += abs(len(expected) - len(stream.token_ids))
-        # A request that failed counts as failed; what it said before must be right all the same.
+        # The tokens before a failure must be right, too.
         different += sum(a != b for a, b in zip(stream.token_ids, expected, strict=False))
     tokens = sum(len(stream.token_ids) for stream in streams)
     return Verdict(len(streams), tokens, len(failures), reconnected, lost, different, tuple(failures))
 
 
 def pauses(streams: Sequence[Stream], happened: Happened) -> list[float]:
-    """Seconds without a token around a fault, for every stream that ran then (hit by it or not)."""
+    """Seconds without a token around a fault, for every stream that ran at that time."""
     return [gap for stream in streams if (gap := stream.gap_around(happened.at)) is not None]

@@ -1,4 +1,4 @@
-"""Processes by what they are called, and what can be done to them from outside."""
+"""Finds processes by their titles, and kills, stops or disconnects them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PIDFD_GETFD = 438  # the same number on every architecture
 
 
 def tree(service: int) -> dict[str, int]:
-    """The processes of a worker by kind, given its service process. Those that are gone are left out."""
+    """The running processes of a worker by kind. `service` is the pid of its service process."""
     found = {}
     for pid in (service, *_children(service)):
         title = _title(pid)
@@ -24,19 +24,19 @@ def tree(service: int) -> dict[str, int]:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL; nothing if it is gone already."""
+    """Sends SIGKILL. Does nothing if the process is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def stop(pid: int) -> None:
-    """SIGSTOP: it hangs, and does not die."""
+    """Sends SIGSTOP: the process hangs."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that belongs to the process alone: shared pages, as of the arena, are not counted."""
+    """The private memory of a process. Shared pages, such as the arena, do not count."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -44,10 +44,10 @@ def resident_bytes(pid: int) -> int:
 
 
 def break_connections(pid: int, port: int) -> int:
-    """Shuts down the TCP connections of a process to or from `port`; returns how many there were.
+    """Shuts down the TCP connections of a process to or from `port`. Returns their number.
 
-    Takes a copy of each descriptor out of the process (pidfd_getfd), so both ends see what they see when a
-    network cuts a connection. Works on descendants and, for root, on any process.
+    Copies each descriptor out of the process (pidfd_getfd), so both ends see what a broken network causes.
+    Works for descendants, and for root with any process.
     """
     cut = 0
     pidfd = os.pidfd_open(pid)
@@ -64,7 +64,7 @@ def break_connections(pid: int, port: int) -> int:
 
 
 def _borrowed(pidfd: int, fd: int) -> socket.socket:
-    """A descriptor of another process as a socket of ours. Raises OSError for what is no internet socket."""
+    """A socket of this process for a descriptor of another one. Raises OSError if it is no TCP socket."""
     libc = ctypes.CDLL(None, use_errno=True)
     copy = libc.syscall(_PIDFD_GETFD, pidfd, fd, 0)
     if copy < 0:

@@ -1,4 +1,4 @@
-"""Streams whose every token is known before: what they must say, and what clients saw of them."""
+"""Requests with one right answer each, and the streams that clients read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request with one right answer: greedy, or seeded and therefore as certain."""
+    """A request with one right answer: it is greedy, or it has a seed."""
 
     prompt: str
     max_tokens: int
@@ -46,7 +46,7 @@ class Case:
 
 
 def cases(count: int, max_tokens: int, *, repeat: int = 1) -> list[Case]:
-    """Every second one greedy. `repeat` makes prompts longer."""
+    """Makes cases; every second one is greedy. `repeat` makes prompts longer."""
     return [
         Case(
             f"({i}) " + " ".join([_TEXTS[i % len(_TEXTS)]] * (1 + i % 3 * repeat)),
@@ -60,19 +60,19 @@ def cases(count: int, max_tokens: int, *, repeat: int = 1) -> list[Case]:
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as a client saw it. Times are time.monotonic()."""
+    """One answer as a client got it. Times are time.monotonic()."""
 
     case: Case
     started: float = 0.0
     ended: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[float] = field(default_factory=list)  # of each token, where asked for
+    logprobs: list[float] = field(default_factory=list)  # of each token, if asked for
     arrivals: list[float] = field(default_factory=list)  # of each token
     keepalives: int = 0
     status: int = 0
     error: str = ""
-    cut: bool = False  # the connection ended before the answer did, as when a router is killed
+    cut: bool = False  # the connection ended before the answer, as when a router is killed
     finish_reason: str | None = None
 
     @property
@@ -80,7 +80,7 @@ class Stream:
         return bool(self.error) or self.finish_reason is None
 
     def gap_around(self, moment: float) -> float | None:
-        """Seconds without a token around a moment at which it ran; None if it did not run."""
+        """Seconds without a token around `moment`; None if the stream did not run then."""
         if not self.started <= moment <= self.ended:
             return None
         before = max((t for t in self.arrivals if t <= moment), default=self.started)
@@ -89,7 +89,7 @@ class Stream:
 
 
 def new_session(key: str = "") -> aiohttp.ClientSession:
-    """No limit on connections, no deadline but the server's. `key`: of the API."""
+    """A session without limits on connections and time. `key`: the API key."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None),
@@ -106,9 +106,9 @@ async def read(
     into: Stream | None = None,
     **more: Any,
 ) -> Stream:
-    """Asks and reads to the end. Never raises for what the server does: it is in the record.
+    """Sends a request and reads its answer to the end. Errors of the server are in the result.
 
-    `into` is a record to fill, for who wants to look at it before the end.
+    `into` is the stream to fill, if the caller wants to look at it before the end.
     """
     stream = into or Stream(case)
     stream.started = time.monotonic()
@@ -153,7 +153,7 @@ async def _nothing() -> Any:
 
 
 async def expected(url: str, asked: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:
-    """The right answers, from a cluster that nobody disturbs. Raises RuntimeError if one fails even so."""
+    """The right answers, from a cluster without faults. Raises RuntimeError if a request fails."""
     gate = asyncio.Semaphore(at_once)
 
     async def one(http: aiohttp.ClientSession, case: Case) -> list[int]:

@@ -1,4 +1,4 @@
-"""Work for an engine that a bench drives by itself: no worker around it, no socket."""
+"""Work for an engine that the bench steps by itself, without a worker or a socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine import EngineRequest, SamplingParams
 
 
 def greedy(prompt_ids: Sequence[int], max_tokens: int, **sampling: Any) -> EngineRequest:
-    """A request that runs to its full length."""
+    """A greedy request that ignores the end-of-sequence token."""
     return EngineRequest(
         os.urandom(16),
         list(prompt_ids),
@@ -23,12 +23,12 @@ def greedy(prompt_ids: Sequence[int], max_tokens: int, **sampling: Any) -> Engin
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    """Ordinary token ids; two seeds share no prefix."""
+    """Token ids without special tokens. Two seeds share no prefix."""
     return random.Random(seed).choices(range(100, 40_000), k=length)
 
 
 def drain(engine: Any) -> int:
-    """Steps until nothing is left to compute. Returns the tokens that came out."""
+    """Steps until the engine has no work. Returns the number of output tokens."""
     tokens = 0
     while engine.has_work:
         tokens += len(engine.step().outputs)
@@ -36,7 +36,7 @@ def drain(engine: Any) -> int:
 
 
 def prefill_seconds(engine: Any, prompts: Sequence[Sequence[int]]) -> float:
-    """From the requests' arrival to the last of their first tokens."""
+    """Seconds from the arrival of the requests to the last first token."""
     began = time.perf_counter()
     for ids in prompts:
         engine.add(greedy(ids, 1))
@@ -45,10 +45,9 @@ def prefill_seconds(engine: Any, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sampling: Any) -> list[float]:
-    """Time of each of `steps` steps in which `batch` requests decode around `context` tokens.
+    """Seconds of each of `steps` steps in which `batch` requests decode with about `context` tokens each.
 
-    Measured from step to step, as a client sees it. The first and last steps, when the batch fills and
-    empties, do not count.
+    Measured from step to step, as a client sees it. Steps while the batch fills or empties do not count.
     """
     margin = 8
     for number in range(batch):
@@ -60,7 +59,7 @@ def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sam
     last = time.perf_counter()
     for number in range(margin + steps):
         done = engine.step()
-        while not done.seconds:  # a launch only
+        while not done.seconds:  # the step was only launched
             done = engine.step()
         now = time.perf_counter()
         if len(done.outputs) == batch and number >= margin:

@@ -1,7 +1,7 @@
-"""What the card itself allows: the plain GEMMs of a step by cuBLAS, attention's KV at the card's own speed.
+"""The floor of a step on this card: its plain GEMMs by cuBLAS, and the KV of attention at the card's speed.
 
-Nothing of the engine is used here: no norm, no RoPE, no activation, no sampling. A decode step's GEMMs run in
-one CUDA graph, as they would in an engine; a prefill's run one after the other.
+Uses nothing of the engine: no norm, RoPE, activation or sampling. The GEMMs of a decode step run in one CUDA
+graph, as in an engine. Those of a prefill run one after another.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 KV_READ_BYTES_PER_S = 4.3e12
-"""What a good decode attention reads of an H200's 4.8 TB/s."""
+"""What a good decode attention reads on an H200, whose datasheet says 4.8 TB/s."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama that its GEMMs and its KV depend on."""
+    """The sizes of a Llama that decide its GEMMs and its KV."""
 
     layers: int
     hidden: int
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """(in, out) of a layer's four GEMMs, QKV and gate-up each as one."""
+        """(in, out) of the four GEMMs of a layer. QKV and gate-up are one GEMM each."""
         return [
             (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim),
             (self.heads * self.head_dim, self.hidden),
@@ -46,12 +46,12 @@ class Shape:
         return self.layers * sum(i * o for i, o in self.linears)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Of both K and V in all layers, bfloat16."""
+        """Bytes of K and V in all layers, in bfloat16."""
         return 2 * 2 * tokens * self.layers * self.kv_heads * self.head_dim
 
 
 class Floor:
-    """Owns weights of its own, random as the engine's are: power and clocks depend on the values."""
+    """Owns random weights, as the engine has, since power and clocks depend on the values."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -65,12 +65,12 @@ class Floor:
         return gemms + self._kv_read_ms(batch, context)
 
     def prefill_ms(self, sequences: int, tokens: int) -> float:
-        """GEMMs of all tokens, causal attention of each sequence by torch's fastest kernel."""
+        """The GEMMs of all tokens, and causal attention of each sequence by torch's fastest kernel."""
         inputs = self._inputs(sequences * tokens)
         return _median_ms(lambda: self._gemms(inputs, sequences), 5) + self._attention_ms(sequences, tokens)
 
     def mixed_ms(self, batch: int, context: int, prompt: int, chunk: int) -> float:
-        """A step that decodes `batch` requests and prefills `chunk` tokens of prompts of that length."""
+        """A step with `batch` decodes and `chunk` tokens of prompts that have `prompt` tokens."""
         inputs = self._inputs(batch + chunk)
         gemms = self._graphed(lambda: self._gemms(inputs, batch))
         return gemms + self._attention_ms(1, prompt) * chunk / prompt + self._kv_read_ms(batch, context)
@@ -79,7 +79,7 @@ class Floor:
         return batch * self._shape.kv_bytes(context) / KV_READ_BYTES_PER_S * 1e3
 
     def _attention_ms(self, sequences: int, tokens: int) -> float:
-        """Causal, of all layers."""
+        """Causal attention of all layers."""
         s = self._shape
         q = torch.randn(sequences, s.heads, tokens, s.head_dim, device="cuda", dtype=torch.bfloat16)
         k, v = (
@@ -98,7 +98,7 @@ class Floor:
         return s.layers * min(timed)
 
     def _inputs(self, rows: int) -> dict[int, torch.Tensor]:
-        """A [rows, width] tensor for each width that a GEMM reads."""
+        """A tensor [rows, width] for each input width of the GEMMs."""
         widths = {i for i, _ in self._shape.linears}
         return {i: torch.randn(rows, i, device="cuda", dtype=torch.bfloat16) for i in widths}
 

@@ -1,5 +1,7 @@
-"""What a step that only decodes costs the host: schedule, batch, draws, outputs, for a device that takes no
-time. A step is launched while the one before is under way, as on a GPU; launches themselves are not in it."""
+"""What a decode step costs the host, with a device that takes no time: schedule, batch, sampling, outputs.
+
+The engine launches a step while the one before runs, as on a GPU. The launches themselves are not included.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ MODEL = "one-small-layer"
 
 
 class _Moment:
-    """Passed once somebody has waited for it."""
+    """A fake CUDA event. It has happened once the engine has waited for it."""
 
     def __init__(self) -> None:
         self._passed = False
@@ -73,7 +75,7 @@ def _engine(model: Path, batch: int) -> Any:
 
 
 def _steps(engine: Any, batch: int, steps: int) -> list[float]:
-    """Of this thread, whoever else uses the machine."""
+    """CPU seconds of this thread for each step, so that other processes matter less."""
     for number in range(batch):
         engine.add(greedy(prompt(CONTEXT, number), 900))
     while engine.stats().tokens_waiting:
@@ -81,7 +83,7 @@ def _steps(engine: Any, batch: int, steps: int) -> list[float]:
     seconds: list[float] = []
     for _ in range(steps):
         began, outputs = time.thread_time(), 0
-        while not outputs:  # a launch only
+        while not outputs:  # the step was only launched
             outputs = len(engine.step().outputs)
         seconds.append(time.thread_time() - began)
         assert outputs == batch or len(seconds) < 3

@@ -1,5 +1,8 @@
-"""The embedded model in float32: a fresh process until its first token, and tokens/s against transformers'
-own `generate`, with the same threads, interleaved; and what a step costs the host of a device."""
+"""The embedded model in float32 on a CPU.
+
+Measures the time of a new process to its first token, tokens/s in turns with `generate` of transformers and
+the same threads, and the host's time for a step (`host`).
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,14 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     one = prompts[:1]
     kinds: list[tuple[str, Callable[[], float], Callable[[], float], float | None, str]] = [
         ("b1", lambda: ours(one), lambda: theirs(one), 1.2, "generate"),
-        # transformers serves requests as they come: one by one.
+        # transformers serves requests one by one, as they come.
         ("b16", lambda: ours(prompts), lambda: theirs(one), 4.0, "generate, one by one"),
     ]
     if not args.short:
         what = "generate, one padded batch"
         kinds.append(("b16.static", lambda: ours(prompts), lambda: theirs(prompts), None, what))
     for name, a, b, goal, what in kinds:
-        a(), b()  # the first calls of each shape
+        a(), b()  # warm up each shape
         a_series, b_series = contract.interleaved(a, b, pairs)
         ratio, spread = contract.paired_ratio(a_series, b_series)
         report.add(
@@ -62,7 +65,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def _start(path: Path, report: Report, rounds: int) -> None:
-    """Fresh processes one after the other; the first warms the file cache and does not count."""
+    """Starts new processes one after another. The first warms the file cache and does not count."""
     totals: list[float] = []
     parts: list[dict[str, float]] = []
     for _ in range(rounds + 1):

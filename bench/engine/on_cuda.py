@@ -1,8 +1,8 @@
-"""The 8B Llama shape in bfloat16 with random weights, no prefix cache: the rows of docs/lab/engine.md.
+"""The 8B Llama shape in bfloat16 with random weights on a GPU, without a prefix cache.
 
-The goal of a row is its *must*; beside it a row against the floor measured in the same run. A decode row
-counts from step to step around 1064 tokens of context; a prefill row from arrival to the last first token; a
-throughput row has a queue of requests of 2000 tokens in and 150 out, of which the engine may run so many.
+The goal of a row is its *must*. A second row compares it with the floor of the same run. A decode row is the
+time from step to step with about 1,064 tokens of context. A prefill row is the time from arrival to the last
+first token. A throughput row has a queue of requests with 2,000 tokens in and 150 out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ MODEL = "llama-3.1-8b"
 CONTEXT = 1064
 DECODE_MUST_MS = {1: 4.5, 8: 4.8, 32: 5.8, 64: 6.9, 128: 9.8, 256: 16.8}  # by batch
 PREFILL_MUST_MS = {(1, 2000): 49.8, (1, 8000): 212.0, (4, 2000): 194.0, (16, 2000): 752.0}
-PROMPT, OUTPUT = 2000, 150  # tokens of a request of the throughput rows
+PROMPT, OUTPUT = 2000, 150  # tokens of a request in the throughput rows
 THROUGHPUT_MUST = {(32, 512): 2000.0, (128, 8192): 2500.0}
-"""Output tokens/s by (running requests, --max-num-batched-tokens): of 512, 1024, 2048, 8192 and 16384 the
-best. A step with a prompt reads the weights for those that decode, too: of few, many such steps are best."""
-PENALISED = {"repetition_penalty": 1.05}  # as some models ask for by default
+"""Output tokens/s by (running requests, --max-num-batched-tokens). The budget is the best of 512, 1024, 2048,
+8192 and 16384. A step with a prompt reads the weights for the decodes, too: with few decodes, many such steps
+are best."""
+PENALISED = {"repetition_penalty": 1.05}  # the default of some models
 HBM_BYTES_PER_S = 4.8e12
 GEMM_FLOPS = 790e12
 
@@ -45,7 +46,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as directory:
-        engine = _engine(Path(directory), 256, 16384)  # prefills in one piece if they fit
+        engine = _engine(Path(directory), 256, 16384)  # a prefill is one chunk if it fits
         _prefills(engine, report, prefill_floor, rounds=3 if args.short else 9)
         _decodes(engine, report, decode_floor, steps=32 if args.short else 128)
         for (running, chunk), must in THROUGHPUT_MUST.items():
@@ -120,7 +121,7 @@ def _decodes(engine: Any, report: Report, floors: dict[int, float], steps: int) 
 
 
 def _throughput(engine: Engine, requests: int) -> float:
-    """Output tokens per second, from the first prompt to the last token."""
+    """Output tokens per second, from the arrival of the requests to the last token."""
     for number in range(requests):
         engine.add(greedy(prompt(PROMPT, 7_000_000 + number), OUTPUT))
     began = time.perf_counter()
@@ -128,13 +129,16 @@ def _throughput(engine: Engine, requests: int) -> float:
 
 
 def _throughput_floor(floor: Floor, running: int, budget: int) -> float:
-    """Output tokens per second of an engine that always has a prompt in its queue, and whose steps take the
-    floor's time: some with as many prompt tokens as fit (whole prompts, if one fits), the others without."""
+    """Output tokens per second of an engine with steps as fast as the floor.
+
+    Its queue always has a prompt. Some steps have as many prompt tokens as fit (whole prompts, if one fits),
+    the others have none.
+    """
     room = budget - running
     chunk = room // PROMPT * PROMPT or room
     context = PROMPT + OUTPUT // 2
     mixed, steps = PROMPT / chunk, OUTPUT / running  # of each request
-    assert mixed <= steps, "there are steps without prompts"
+    assert mixed <= steps, "no step is left without prompts"
     seconds = mixed * floor.mixed_ms(running, context, PROMPT, chunk) / 1e3
     seconds += (steps - mixed) * floor.decode_ms(running, context) / 1e3
     return OUTPUT / seconds

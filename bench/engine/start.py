@@ -1,5 +1,7 @@
-"""A fresh process, from its first import to the first token: `python -m bench.engine.start MODEL` prints the
-seconds of each part as JSON. The file is in the page cache already, or is then."""
+"""A new process from its first import to the first token: `python -m bench.engine.start MODEL`.
+
+Prints the seconds of each part as JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The part of a Kubernetes API server that discovery talks to, over real HTTP: list and watch of
-EndpointSlices, with resource versions, bookmarks, 410 Gone, and every way to go away."""
+"""A fake API server of Kubernetes over real HTTP: list and watch of EndpointSlices.
+
+It has resource versions, bookmarks, 410 Gone, and several ways to lose a connection.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,14 @@ def endpoint(address: str, ready: bool | None = True, pod: str = "") -> Object:
 
 
 class FakeKubernetes:
-    """Its store outlives `stop`; `start` comes back on the same port.
+    """The objects outlive `stop`. A later `start` uses the same port.
 
     Attributes:
         asked: the query of every request, in order.
-        deny: an HTTP status with which everything is answered; 0: none.
-        gone_as_event: 410 comes as an event in a stream that was opened, as from a watch cache; else as the
-            status of the answer.
-        hasty: watches end as soon as they are opened.
-        token: what callers must show.
+        deny: HTTP status of every answer; 0: none.
+        gone_as_event: 410 comes as an event in an open stream, as from a watch cache; else as the status.
+        hasty: a watch ends as soon as it is open.
+        token: the bearer token that a request must have.
     """
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
@@ -46,13 +47,13 @@ class FakeKubernetes:
         self._version = 100
         self._objects: dict[str, Object] = {}
         self._history: list[tuple[int, str, Object]] = []
-        self._forgotten = 0  # events up to this version are no longer known
+        self._forgotten = 0  # the server no longer knows events up to this version
         self._changed = asyncio.Event()
         self._open: set[asyncio.Transport] = set()
         self._runner: web.AppRunner | None = None
         self.port = 0
 
-    # ------------------------------------------------------------ what a test does to it
+    # ------------------------------------------------------------ for tests
 
     async def start(self) -> None:
         app = web.Application()
@@ -70,7 +71,7 @@ class FakeKubernetes:
             self._runner = None
 
     def kubeconfig(self, path: Path, token: str = TOKEN) -> Path:
-        """Writes a kubeconfig for it; returns its path."""
+        """Writes a kubeconfig for this server. Returns its path."""
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -93,7 +94,7 @@ class FakeKubernetes:
         *,
         silently: bool = False,
     ) -> None:
-        """Creates or replaces a slice; `silently`: watchers never hear of it."""
+        """Creates or replaces a slice. `silently`: watches get no event."""
         kind = "MODIFIED" if name in self._objects else "ADDED"
         self._objects[name] = {
             "kind": "EndpointSlice",
@@ -109,14 +110,14 @@ class FakeKubernetes:
         self._happened("DELETED", self._objects.pop(name), silently)
 
     def bookmark(self) -> None:
-        """Tells all who watch that they have seen everything up to a much later version."""
+        """Sends a bookmark with a much later version to all watches."""
         self._version += 50
         metadata = {"resourceVersion": str(self._version)}
         self._history.append((self._version, "BOOKMARK", {"kind": "EndpointSlice", "metadata": metadata}))
         self._wake()
 
     def forget(self) -> None:
-        """Compacts: who watches from before now is told 410."""
+        """Compacts the history: a watch from an earlier version gets 410."""
         self._version += 1
         self._forgotten = self._version
         self._history.clear()
@@ -127,7 +128,7 @@ class FakeKubernetes:
             transport.abort()
 
     def watches(self) -> list[str]:
-        """The versions from which it was watched."""
+        """The versions from which watches began."""
         return [query["resourceVersion"] for query in self.asked if query.get("watch") == "true"]
 
     def lists(self) -> int:
@@ -135,10 +136,10 @@ class FakeKubernetes:
 
     @property
     def watched(self) -> int:
-        """Open watches."""
+        """The number of open watches."""
         return len(self._open)
 
-    # ------------------------------------------------------------ what it answers
+    # ------------------------------------------------------------ answers
 
     def _happened(self, kind: str, thing: Object, silently: bool) -> None:
         self._version += 1
@@ -160,7 +161,7 @@ class FakeKubernetes:
         selector = re.fullmatch(
             r"kubernetes\.io/service-name in \((.*)\)", request.query.get("labelSelector", "")
         )
-        assert selector, "only slices of the named services are asked for"
+        assert selector, "the request must name its services"
         services = selector[1].split(",")
         if request.query.get("watch") == "true":
             return await self._watch(request, services)
@@ -186,7 +187,7 @@ class FakeKubernetes:
                 async with asyncio.timeout(int(request.query["timeoutSeconds"])):
                     await self._tell(response, seen, services)
         except TimeoutError:
-            pass  # the watch ends as asked for
+            pass  # the watch ends after its timeout
         finally:
             self._open.discard(transport)
         return response

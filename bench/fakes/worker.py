@@ -1,8 +1,8 @@
-"""Workers that speak the real gRPC service on real sockets, with a model that a test can predict.
+"""Fake workers with the real gRPC service on real sockets, and a model whose output is known.
 
-Output token i of a request is `output_ids[i]`, whoever computes it, so that a stream which went through any
-number of failures must read exactly like one that did not. KV is an entry in a table that fake prefill and
-decode workers share. Everything that a real worker may do wrong can be switched on.
+Output token i of every request is `output_ids[i]`. So a stream must be the same with and without failures. The KV
+of a prefill is an entry in a table that fake prefill and decode workers share. A test can switch on the
+faults that real workers may have.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ SECRET = b"a secret of the cluster"
 
 @dataclass
 class KV:
-    """What happened to a prefill's KV: decode waits for `settled`, then looks at `good`."""
+    """The transfer of a prefill's KV. Decode waits for `settled`, then reads `good`."""
 
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     good: bool = False
@@ -44,19 +44,19 @@ class Lanes:
 class FakeWorker(WorkerServicer):
     """One worker of either role.
 
-    Scripts (all may be changed while it runs):
-        steps: None, or a semaphore of tokens that it may still send.
-        no_room: refuse that many reservations.
-        fail: answer that many attempts with this code.
-        fail_after: fail each decode after that many tokens of it.
-        holds_kv: leave it to the test when a transfer succeeds or fails.
-        transfer: of prefill: awaited with its id after its token, before its KV is there.
-        duplicate, late: send each token twice; say old ones again in between.
+    Attributes (a test may change them at any time):
+        steps: None, or a semaphore of the tokens that the worker may still send.
+        no_room: how many reservations to refuse.
+        fail: how many attempts to fail, and the code.
+        fail_after: fail each decode after that many tokens.
+        holds_kv: the test decides when a transfer succeeds or fails.
+        transfer: awaited with the prefill id, after the first token and before the KV is there.
+        duplicate, late: send each token twice; repeat old tokens in between.
         change: called with each token before it is sent.
-        before_status: awaited before it answers how it is.
-        described: how often it was asked what it is.
-        cache: None, or the chunks that it tells routers of when they attach.
-        step_seconds: 0, or all attempts get their next token at the same time, that often.
+        before_status: awaited before GetStatus answers.
+        described: how often Describe was called.
+        cache: None, or the chunks that routers are told when they attach.
+        step_seconds: 0, or the interval in which all attempts get their next token at the same time.
     """
 
     def __init__(
@@ -98,21 +98,21 @@ class FakeWorker(WorkerServicer):
             health=pb.WorkerStatus.HEALTH_SERVING,
             blocks_free=512,
             blocks_total=512,
-            prefill_tokens_per_s=1e9,  # nothing waits: it answers at once
+            prefill_tokens_per_s=1e9,  # it answers at once
         )
         self.model, self.served_model_name = "fake", ""
         self.model_fingerprint = "m1"
         self.max_model_len = 8192
-        self.vocab_size, self.vocabulary_fingerprint = 0, ""  # as of a version that does not tell them
+        self.vocab_size, self.vocabulary_fingerprint = 0, ""  # as in a version that does not report them
         self.incarnation = int.from_bytes(os.urandom(8))
         self.address = ""
-        self.metrics_address = "127.0.0.1:2"  # where nobody listens
+        self.metrics_address = "127.0.0.1:2"  # no process listens there
         self._outputs: set[asyncio.Queue[pb.WorkerMessage]] = set()
         self._attempts: dict[bytes, asyncio.Task[None]] = {}
         self._sources: dict[bytes, Source] = {}
         self._server: grpc.aio.Server | None = None
 
-    # ------------------------------------------------------------ its life
+    # ------------------------------------------------------------ start, stop, reports
 
     async def start(self, port: int = 0) -> "FakeWorker":
         self._server = create_server(self.secret)
@@ -122,7 +122,7 @@ class FakeWorker(WorkerServicer):
         return self
 
     async def kill(self) -> None:
-        """As with kill -9: streams break at once, and what it held is gone."""
+        """As kill -9: streams break at once, and the KV is lost."""
         if self._server is not None:
             server, self._server = self._server, None
             for task in self._attempts.values():
@@ -136,7 +136,7 @@ class FakeWorker(WorkerServicer):
             await server.stop(None)
 
     async def until(self, condition) -> None:
-        """Waits for `condition(self)`, looked at with each message from a router."""
+        """Waits for `condition(self)`, which it checks with each message from a router."""
         async with asyncio.timeout(10):
             while not condition(self):
                 self.arrived.clear()
@@ -144,7 +144,7 @@ class FakeWorker(WorkerServicer):
 
     @property
     def attached(self) -> bool:
-        """A router's stream is open: it hears what is reported."""
+        """Whether the stream of a router is open."""
         return bool(self._outputs)
 
     def report(self) -> None:
@@ -153,7 +153,7 @@ class FakeWorker(WorkerServicer):
             outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
     def change_cache(self, added: Iterable[int], evicted: Iterable[int] = (), *, lost: bool = False) -> None:
-        """What it holds, and unless that is `lost`, what all routers are told."""
+        """Changes the cache, and tells all routers unless the message is `lost`."""
         assert self.cache is not None
         self.cache = (self.cache | {*added}) - {*evicted}
         self.cache_sequence += 1
@@ -247,7 +247,7 @@ class FakeWorker(WorkerServicer):
     # ------------------------------------------------------------ the model
 
     async def next_step(self) -> None:
-        """Whoever waits first makes the step for all who come to wait for it."""
+        """Waits for the next step. The first waiter schedules the step for all waiters."""
         if not self.step_seconds:
             return
         if self._step is None:
@@ -271,7 +271,7 @@ class FakeWorker(WorkerServicer):
     async def _emit(
         self, attempt_id: bytes, request: pb.Request, index: int, outputs: asyncio.Queue[pb.WorkerMessage]
     ) -> bool:
-        """Sends output token `index`. Returns whether it was the last."""
+        """Sends output token `index`. Returns whether it is the last one."""
         await self.next_step()
         if self.steps is not None:
             await self.steps.acquire()
@@ -339,7 +339,7 @@ class FakeWorker(WorkerServicer):
                 return
 
     def drop(self, prefill_id: bytes) -> None:
-        """A finished prefill that nobody fetched, given up for its blocks."""
+        """Drops a finished prefill that was not fetched, as a worker that needs its blocks."""
         self.lanes.of(prefill_id).good = False
         for outputs in self._outputs:
             self._say_failed(outputs, prefill_id, pb.FAILURE_CODE_DROPPED)
@@ -347,11 +347,11 @@ class FakeWorker(WorkerServicer):
     def _say_failed(
         self, outputs: asyncio.Queue[pb.WorkerMessage], attempt_id: bytes, code: "pb.FailureCode"
     ) -> None:
-        failed = pb.AttemptFailed(attempt_id=attempt_id, code=code, message="as the test wants")
+        failed = pb.AttemptFailed(attempt_id=attempt_id, code=code, message="fails on purpose")
         outputs.put_nowait(pb.WorkerMessage(failed=failed))
 
     async def _fetched(self, source: "Source") -> bool:
-        """Whether the KV came; False also when another source was named meanwhile."""
+        """Whether the KV came. False also if the router named another source meanwhile."""
         if source.here:
             return True
         kv = self.lanes.of(source.prefill_id)
@@ -371,7 +371,7 @@ async def _at_once(prefill_id: bytes) -> None:
 
 
 def _by_step(messages: list[pb.WorkerMessage]) -> list[pb.WorkerMessage]:
-    """With tokens that came at the same time in one message, as a real worker sends those of one step."""
+    """Joins consecutive tokens in one message, as a real worker does with the tokens of a step."""
     joined: list[pb.WorkerMessage] = []
     for message in messages:
         if joined and message.HasField("step") and joined[-1].HasField("step"):
@@ -383,9 +383,9 @@ def _by_step(messages: list[pb.WorkerMessage]) -> list[pb.WorkerMessage]:
 
 @dataclass
 class Source:
-    """Where a reservation's KV comes from; a Retarget changes it."""
+    """Where the KV of a reservation comes from. A Retarget message changes it."""
 
     prefill_id: bytes
     base: int
-    here: bool = False  # it is prefilled here
+    here: bool = False  # the decode worker computes the prompt
     changed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""What is measured: each kernel, what torch has for the same, and the least that it must move and compute."""
+"""The cases: each kernel, the same by torch, and the least bytes and operations that it needs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from engine.kernels import AttentionMetadata, Kernels
 from engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
-"""An H200: its datasheet's bandwidth, and bfloat16 products of random numbers as measured (cuBLAS, 8192³)."""
+"""Limits of an H200: bandwidth by its datasheet, bfloat16 products of random numbers as measured (cuBLAS,
+8192³)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of one layer; the defaults are Llama-3.1-8B's."""
+    """The sizes of one layer. The defaults are those of Llama-3.1-8B."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -53,11 +54,11 @@ class Case:
 
 
 Make = Callable[[], Case]
-"""Makes a case with inputs of its own."""
+"""Makes a case with new inputs."""
 
 
 class Cases:
-    """All cases of a shape, on a device."""
+    """All cases of a shape on a device."""
 
     def __init__(self, shape: Shape, kernels: Kernels, device: torch.device) -> None:
         self.shape, self.kernels, self.device = shape, kernels, device
@@ -122,7 +123,7 @@ class Cases:
         )
 
     def cache(self, contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A layer's cache with just these requests, in blocks anywhere, and their block tables."""
+        """The cache of a layer with these requests in shuffled blocks, and their block tables."""
         shape = self.shape
         blocks = [-(-context // shape.block_size) for context in contexts]
         places = torch.randperm(sum(blocks)).tolist()
@@ -135,21 +136,21 @@ class Cases:
     def attention(
         self, spans: Sequence[tuple[int, int]]
     ) -> tuple[Callable[[], object], Tensor, Tensor, Tensor]:
-        """One layer's attention of a step, and its dense q, k and v."""
+        """The attention of one layer in a step, and its dense q, k and v."""
         shape, decodes = self.shape, sum(stop - start == 1 for start, stop in spans)
         kv, tables = self.cache([stop for _, stop in spans])
         tokens = sum(stop - start for start, stop in spans)
         q = self.normal(tokens, shape.heads, shape.head_dim)
         k, v = (self.normal(tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
         contexts = torch.tensor([stop for _, stop in spans], dtype=torch.int32, device=self.device)
-        slots = torch.empty(0, dtype=torch.int64, device=self.device)  # nothing is written here
+        slots = torch.empty(0, dtype=torch.int64, device=self.device)  # no KV is written
         metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, spans[decodes:])
         plan = self.kernels.plan(metadata, shape.heads, shape.kv_heads, shape.dtype)
         return lambda: self.kernels.attention(q, k, v, kv, plan), q, k, v
 
     def decode(self, name: str, contexts: Sequence[int]) -> Case:
         ours, q, k, _ = self.attention([(context - 1, context) for context in contexts])
-        if len(set(contexts)) > 1:  # torch has nothing for ragged lengths but padding
+        if len(set(contexts)) > 1:  # torch would have to pad ragged lengths
             theirs = None
         else:
             keys, values = (
@@ -185,7 +186,8 @@ class Cases:
         )
 
     def _slice(self, *, into_pool: bool) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:
-        """A layer's cache as rows, the rows of a slice of one prompt, the slice; and what moves it."""
+        """The cache of a layer as rows, the rows of a slice of a prompt, the slice, and a function that moves
+        it."""
         from kv_transfer import copy_kernels
 
         tokens, shape = self.shape.prompts[0], self.shape
@@ -200,7 +202,7 @@ class Cases:
 
         def move() -> None:
             copy_kernels.launch(table, kv, tokens, shape.kv_heads, into_pool=into_pool)
-            _ = blocks, dense  # kept: the kernel knows only their addresses
+            _ = blocks, dense  # keeps them alive: the kernel has only their addresses
 
         return kv.flatten(1, 2), rows[:tokens], dense, move
 
@@ -227,7 +229,7 @@ class Cases:
         )
 
     def _products(self) -> Iterator[Make]:
-        """On the fused weights: up to 64 rows our kernel beside cuBLAS, above that cuBLAS alone."""
+        """Products with the fused weights: Baton's kernel and cuBLAS up to 64 rows, cuBLAS alone above."""
         shape = self.shape
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         sizes = {"qkv": (shape.hidden, qkv), "out": (shape.hidden, shape.hidden)}
@@ -287,7 +289,7 @@ class Cases:
             0,
             lambda: draw(logits, temperatures, keys),
             lambda: ((logits / temperatures[:, None]).softmax(-1) / clocks).argmax(-1),
-            "torch softmax, argmax, numbers drawn before",
+            "torch softmax, argmax, random numbers given",
         )
 
     def thresholds(self, rows: int, name: str, top_k: int, top_p: float) -> Case:

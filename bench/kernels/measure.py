@@ -1,4 +1,4 @@
-"""How long a case takes, and which constants of a kernel make it shortest."""
+"""Times a case, and times kernels by their constants."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import torch
 from bench.contract import Row, interleaved, paired_ratio
 from bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S, Cases, Make
 
-BEYOND_CACHE = 256 << 20  # bytes that the input sets of a case have together, at least
+BEYOND_CACHE = 256 << 20  # least bytes of all input sets of a case together
 MAX_SETS = 32
 PAIRS = 7
 
 Seconds = Callable[[Sequence[Callable[[], object]]], Callable[[], float]]
-"""Prepares calls to be timed; the result says how long all of them take together, this time."""
+"""Prepares calls. Returns a function that runs all of them once and returns their seconds."""
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which may still be filling the inputs
-    with torch.cuda.stream(side):  # compiles, chooses algorithms, allocates: before the capture
+    side.wait_stream(torch.cuda.current_stream())  # it may still fill the inputs
+    with torch.cuda.stream(side):  # compile, choose algorithms and allocate before the capture
         for call in calls:
             call()
     torch.cuda.synchronize()
@@ -82,7 +82,7 @@ def sweep(
             label = " ".join(f"{name}={value}" for name, value in chosen.items())
             try:
                 time = measure(make, seconds)[1]
-            except Exception as error:  # noqa: BLE001 - a choice that does not fit the device is an answer too
+            except Exception as error:  # noqa: BLE001 - a choice may not fit the device
                 print(f"{module.__name__} {label}: {type(error).__name__}", file=sys.stderr)
             else:
                 rows.append(replace(time, name=f"{time.name.removesuffix('.time')} {label}"))

@@ -1,24 +1,23 @@
-"""KV over TCP loopback: GB/s from one worker to the other, next to raw sockets. All in turn, by twos.
+"""KV over TCP loopback: GB/s from one worker to another, in turns with raw sockets.
 
     python -m bench.kv [--json PATH] [--short] [--table] [--device cpu|cuda] [--lanes N]
-                         [--peer NAME=PYTHON …]
+                       [--peer NAME=PYTHON …]
 
-`kv.tcp.lanes4.64MiB`  arena to arena: transfer processes, channels, frames, checksums, credits, from fetch()
-                       until the receiver reports it injected, without the copies between arena and pool. The
-                       like of raw sockets, and of what NIXL and Mooncake call a transfer: from memory that is
-                       registered to memory that is registered
-`….raw`                as many threads and connections move as many bytes from one buffer to another, with
-                       nothing beside (bench.kv.raw_sockets)
-`….vs_cubic`           the first next to raw sockets with the lanes' congestion control, where the machine has
-                       another by default; its GB/s and CPU are `….raw_cubic`
+`kv.tcp.lanes4.64MiB`  from arena to arena, with transfer processes, frames, checksums and credits: from
+                       fetch() until the receiver reports the KV as injected. Without the copies between arena
+                       and pool, as for raw sockets, and as NIXL and Mooncake define a transfer (registered
+                       memory to registered memory)
+`….raw`                the same bytes over plain sockets, with as many threads and connections (`raw_sockets`)
+`….vs_cubic`           the first, against raw sockets with the congestion control of the lanes, if the machine
+                       has another default; GB/s and CPU of these sockets are `….raw_cubic`
 `….unchecked`          the first without checksums
 `….pool`               from one paged pool to the other, block size 16, shuffled blocks. On a CPU gather and
-                       scatter compete with the sockets for cores; with `--device cuda` they are the GPU's
+                       scatter compete with the sockets for cores; with `--device cuda` the GPU does them
 `….cpu`, `….raw.cpu`   CPU seconds for each GB, of all processes
 
-`--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: these engines, each installed for that Python, in turn with
-ours: `kv.vs.nixl_read.256MiB` is our GB/s, and the ratio to theirs (peer_driver.py; settings in PEERS).
-`--table`: 1 to 16 lanes × 1 MiB to 1 GiB, arena to arena, with checksums and without, each next to raw
+`--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: in turns with these engines, each installed for that Python.
+`kv.vs.nixl_read.256MiB` is Baton's GB/s and the ratio to the engine (`peer_driver`; settings in PEERS).
+`--table`: 1 to 16 lanes × 1 MiB to 1 GiB, from arena to arena, with and without checksums, each against raw
 sockets with as many streams.
 """
 
@@ -43,8 +42,8 @@ from bench.kv.pair import BLOCK, Pair, Settings, cpu_seconds
 from bench.kv.raw_sockets import MIB, RawPair
 
 SIZES = (64, 256)  # MiB
-CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the machine
-# Row → engine, goal for ours ÷ theirs, pieces of a transfer, environment: the best of those tried.
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # default of the machine
+# Row -> engine, goal for Baton ÷ engine, pieces of a transfer, environment: the best settings of those tried.
 PEERS: dict[str, tuple[str, float, int, dict[str, str]]] = {
     "nixl_read": ("nixl", 2.0, 4, {
         "UCX_TLS": "tcp,cuda_copy", "UCX_TCP_TX_SEG_SIZE": "2m", "UCX_TCP_RX_SEG_SIZE": "2m",
@@ -61,7 +60,7 @@ TABLE_SIZES = (1, 4, 16, 64, 256, 1024)
 
 @dataclass
 class Way:
-    """A way to move bytes, and what it took: GB/s and CPU seconds for each GB."""
+    """A way to move bytes, and its CPU seconds for each GB."""
 
     seconds: Callable[[int], float]
     cpu_seconds: Callable[[], float]
@@ -86,9 +85,12 @@ def compare(
     report: Report, name: str, way: Way, to: Way, size: int, pairs: int, goal: float | None = None,
     shown: str = "",
 ) -> None:  # fmt: skip
-    """Row `name`, beside raw sockets, and its CPU seconds; the sockets' own as row `shown`, if any."""
+    """Adds row `name` with its ratio to raw sockets, and its CPU seconds.
+
+    `shown` is a row for the sockets.
+    """
     for each in (way, to):
-        each.speed(size)  # warm
+        each.speed(size)  # warm up
         each.cpu.clear()
     speeds, raw_speeds = interleaved(lambda: way.speed(size), lambda: to.speed(size), pairs)
     ratio, spread = paired_ratio(speeds, raw_speeds)
@@ -107,16 +109,20 @@ def compare(
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser("KV over TCP loopback: GB/s from worker to worker, next to raw sockets.")
     p.add_argument("--lanes", type=int, default=4)
-    p.add_argument("--slots", type=int, default=16, help="arena slots of either side")
-    p.add_argument("--slot-bytes", type=int, default=4 * MIB, help="of an arena slot, the largest frame")
-    p.add_argument("--lane-processes", type=int, help="of a transfer process (default: as in a worker)")
+    p.add_argument("--slots", type=int, default=16, help="arena slots of each side")
+    p.add_argument("--slot-bytes", type=int, default=4 * MIB, help="size of an arena slot: the largest frame")
+    p.add_argument(
+        "--lane-processes", type=int, help="movers of a transfer process (default: as in a worker)"
+    )
     p.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="nixl or mooncake")
     p.add_argument("--table", action="store_true", help="lanes × sizes; minutes")
     args = p.parse_args(arguments)
     pythons = dict(each.partition("=")[::2] for each in args.peer)
     for engine, python in pythons.items():
         if engine not in {known for known, *_ in PEERS.values()} or not shutil.which(python):
-            p.error(f"--peer {engine}={python}: wants nixl or mooncake, and the Python that has it installed")
+            p.error(
+                f"--peer {engine}={python}: must name nixl or mooncake, and a Python that has it installed"
+            )
     torch.set_num_threads(1)
     settings = Settings(args.lanes, args.slots, args.slot_bytes, args.lane_processes, max(SIZES) * MIB)
     pairs = 7 if args.short else 15
@@ -135,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Peer:
-    """Another engine in processes of its own, which run only while it has its turn: they poll. Close it."""
+    """Another engine in child processes. They poll, so they run only during their turn. Close it."""
 
     def __init__(self, name: str, python: str, most_bytes: int) -> None:
         _, _, pieces, environment = PEERS[name]
@@ -153,7 +159,7 @@ class Peer:
         self._process.stdin.write(f"{size}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
-            if line.startswith("{"):  # the rest is its log
+            if line.startswith("{"):  # other lines are its log
                 os.killpg(self._process.pid, signal.SIGSTOP)
                 return json.loads(line)["seconds"]
         raise RuntimeError(f"{self._process.args} ended")
@@ -212,7 +218,7 @@ def rows(report: Report, settings: Settings, device: str, raw: Way, cubic: Way, 
 
 def table(report: Report, settings: Settings) -> None:
     for lanes in TABLE_LANES:
-        # Twice as many slots as lanes, as a worker insists on, for each peer; half of an arena is a peer's.
+        # A worker needs two slots per lane for each peer, and a peer gets half of the arena.
         changed = replace(settings, lanes=lanes, slots=max(settings.slots, 4 * lanes))
         changed = replace(changed, most_bytes=max(TABLE_SIZES) * MIB)
         for suffix, checksums in (("", True), (".unchecked", False)):

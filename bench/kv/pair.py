@@ -1,4 +1,4 @@
-"""A prefill and a decode worker's KV transfer, each with an engine process of its own, for `bench.kv`."""
+"""The KV transfer of a prefill and a decode worker, each with an engine process, for `bench.kv`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16
 BLOCK = 16
 NO_TRACE = kv.TraceWriter(None, "")
 _INCARNATION = 1
-_CPUCLOCK_SCHED = 2  # in the clock of a pid, as clock_getcpuclockid(3) makes it
+_CPUCLOCK_SCHED = 2  # part of the clock id of a process, see clock_getcpuclockid(3)
 _SECRET = b"bench.kv: not a secret"
-# Stands in for the package of that name: every checksum, written and expected, is 0.
+# Replaces the package xxhash: every checksum is 0.
 _NO_CHECKSUM = """
 def xxh3_64_intdigest(data): return 0
 class xxh3_64:
@@ -43,9 +43,9 @@ class Settings:
     lanes: int
     slots: int
     slot_bytes: int
-    lane_processes: int | None  # None: as in a worker
+    lane_processes: int | None  # movers; None: as in a worker
     most_bytes: int  # of a transfer
-    device: str = "meta"  # where the pools are; "meta": there are none, slots travel as they are
+    device: str = "meta"  # of the pools; "meta": no pools, only slots are sent
     checksums: bool = True
 
     @property
@@ -54,7 +54,7 @@ class Settings:
 
 
 class Side:
-    """One worker: a transfer process, an arena and a pool; the endpoint is made by who uses it."""
+    """One worker: a transfer process, an arena and a pool. The caller makes the endpoint."""
 
     def __init__(self, role: str, settings: Settings) -> None:
         self.arena = kv.Arena.create(settings.slots, settings.slot_bytes)
@@ -80,7 +80,7 @@ class Side:
             )
             theirs.close()
             service.close()
-            ready = kv.decode_from_transfer(self.service.recv(MIB))  # it has imported all that it needs
+            ready = kv.decode_from_transfer(self.service.recv(MIB))  # sent after all imports
         assert isinstance(ready, kv.Ready)
         self.port = ready.port
         blocks = -(-settings.most_tokens // BLOCK)
@@ -94,7 +94,7 @@ class Side:
         self.paged_kv = kv.PagedKV(self.pool, BLOCK, LAYOUT, settings.device)
 
     def digest(self) -> str:
-        """Of K and V of all layers, in order of positions."""
+        """A digest of K and V of all layers, in order of positions."""
         found = hashlib.blake2b()
         for layer in self.pool:
             if not layer.is_meta:
@@ -107,7 +107,7 @@ class Side:
 
 
 def _prefill(control: Connection, settings: Settings) -> None:
-    """The prefill engine: opens a finished prefill whenever asked to."""
+    """The prefill engine: opens a finished prefill for each number of tokens that it gets."""
     torch.set_num_threads(1)
     side = Side("prefill", settings)
     for layer in side.pool:
@@ -127,7 +127,7 @@ def _prefill(control: Connection, settings: Settings) -> None:
 
 
 class Pair:
-    """Decode in this process, prefill in a child. Close it."""
+    """The decode engine runs in this process, the prefill engine in a child. Close it."""
 
     def __init__(self, settings: Settings) -> None:
         context = multiprocessing.get_context("spawn")
@@ -143,7 +143,10 @@ class Pair:
         self._pids = (os.getpid(), self._child.pid, *transfers, *(c for p in transfers for c in _children(p)))
 
     def seconds(self, size: int) -> float:
-        """Of one transfer of so many bytes, from fetch() to Injected; the prefill is finished before."""
+        """Seconds of one transfer of `size` bytes, from fetch() to Injected.
+
+        The prefill is finished before.
+        """
         tokens = size // LAYOUT.bytes_per_token
         self._control.send(tokens)
         prefill_id = self._control.recv()
@@ -160,11 +163,11 @@ class Pair:
         return time.perf_counter() - started
 
     def cpu_seconds(self) -> float:
-        """Of both engines and both transfer processes, with their movers, so far."""
+        """CPU time so far of both engines and both transfer processes with their movers."""
         return sum(map(cpu_seconds, self._pids))
 
     def close(self) -> None:
-        """Asserts that the decode pool holds what the prefill pool holds, if there are any."""
+        """Ends both sides. Asserts that both pools hold the same KV."""
         assert self._side.digest() == self._digest, "KV at decode differs from KV at prefill"
         self._control.send(None)
         self._child.join()
@@ -173,7 +176,7 @@ class Pair:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and all of its threads so far; not in /proc's ticks: a transfer may take less than one."""
+    """CPU time so far of a process with all threads. The ticks of /proc are longer than a transfer."""
     return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
 
 
@@ -183,7 +186,7 @@ def _children(pid: int) -> list[int]:
 
 @contextmanager
 def _checksums(on: bool) -> Iterator[None]:
-    """What is spawned meanwhile computes checksums, or only believes to."""
+    """Processes that start within this context compute checksums, or replace them by 0."""
     before = os.environ.get("PYTHONPATH")
     with tempfile.TemporaryDirectory() as directory:
         if not on:

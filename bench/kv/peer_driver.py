@@ -1,9 +1,9 @@
-"""Other transfer engines between two processes, from registered memory to registered memory, for `bench.kv`.
+"""Drives another transfer engine between two processes, between registered memory, for `bench.kv`.
 
-    PYTHON bench/peer_driver.py nixl-read|nixl-write|mooncake BYTES PIECES
+    PYTHON bench/kv/peer_driver.py nixl-read|nixl-write|mooncake BYTES PIECES
 
-Run by a Python that has the engine installed; imports nothing of ours. For each line on stdin, a number of
-bytes, that many are moved and the seconds are printed. The environment tunes the engine.
+Needs a Python that has the engine installed, and imports nothing of Baton. Each line on stdin is a number of
+bytes: moves them and prints the seconds. Environment variables tune the engine.
 """
 
 import base64
@@ -97,7 +97,9 @@ def main() -> None:
         [sys.executable, *sys.argv, "target"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None
-    found = json.loads(next(line for line in child.stdout if line.startswith("{")))  # they log to stdout
+    found = json.loads(
+        next(line for line in child.stdout if line.startswith("{"))
+    )  # the engines log to stdout, too
     initiator = engine(what, "initiator", size)
     initiator.connect(found["address"])
     for line in sys.stdin:

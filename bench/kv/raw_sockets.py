@@ -1,8 +1,8 @@
-"""The baseline of everything that moves KV: plain sockets between two processes, one thread a stream.
+"""The baseline for moving KV: plain sockets between two processes, with a thread for each stream.
 
-Each stream sends its part of one large buffer with `sendall` in 1 MiB pieces and receives with `recv_into`
-into another: no checksum, no frames, nothing beside. What Python's sockets can do on this machine, as it sets
-them up or (`congestion`) with another of the kernel's congestion controls.
+Each stream sends its part of a large buffer with `sendall`, in pieces of 1 MiB, and receives with `recv_into`
+into another buffer, without checksums or frames. So it shows what Python's sockets reach on this machine,
+with its default congestion control or another one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 MIB = 1 << 20
-_SIZE = 8  # bytes of the order: how much each stream shall send
+_SIZE = 8  # bytes of an order: how much a stream must send
 
 
 class RawPair:
@@ -34,7 +34,7 @@ class RawPair:
         self.pid = self._child.pid
 
     def seconds(self, size: int) -> float:
-        """How long `size` bytes take, from the order to the last byte in the buffer."""
+        """Seconds for `size` bytes, from the order to the last byte in the buffer."""
         part = size // len(self._streams)
         if len(self._buffer) < part * len(self._streams):
             self._buffer = memoryview(bytearray(part * len(self._streams)))
@@ -59,7 +59,7 @@ class RawPair:
 
 
 def _sender(port: int, streams: int, congestion: bytes) -> None:
-    """The child: each thread sends as much as it is told, until its connection ends."""
+    """The child: each thread sends what its orders say, until the connection ends."""
     source = memoryview(bytearray(os.urandom(MIB)) * 64)
 
     def send(_: int) -> None:

@@ -1,24 +1,24 @@
 """How much of a KV transfer hides behind the prefill, and what the handover costs.
 
-A prefill and a decode worker run as real processes, without Ray or a router; the bench submits to both as a
-router does. Three kinds of run are interleaved, A B C A B C …:
+A prefill and a decode worker run as real processes, without Ray or a router. The bench submits to both as a
+router does. Three kinds of run alternate, A B C A B C …:
 
-A  both submitted at once: layers stream while later ones are computed.
-   exposed  = decode has all KV injected − prefill sampled the first token
-   handover = token 2 − token 1 at the router, in decode steps (the median gap of the tokens that follow)
-B  decode submitted when prefill is done: the same bytes, with nothing to hide behind.
-   alone    = FETCH → all KV injected
-C  the same prefill without a handover: what its first token takes when nothing is sent.
+A  both are submitted at once: layers are sent while later ones are computed.
+   exposed  = time from the first token at prefill to all KV injected at decode
+   handover = time from token 1 to token 2 at the router, in decode steps (the median gap of the later tokens)
+B  decode is submitted when the prefill is done: the same bytes, with no computation to hide behind.
+   alone    = time from FETCH to all KV injected
+C  the same prefill without a handover: its time to first token when no KV is sent.
 
-Before each the GPUs rest for as long: what one did just before decides its clocks.
+Before each run the GPUs rest for the same time, since earlier work decides their clocks.
 
-hidden = 1 − max(0, exposed) ÷ alone: 1 is a transfer nobody waited for, 0 one that began when prefill ended.
-Tokens are timed where a router would see them; the moments inside the workers come from their traces, whose
-clock (CLOCK_MONOTONIC) all processes of a host share. `alone` is also compared with plain sockets that carry
-as many bytes, in the same rounds.
+hidden = 1 − max(0, exposed) ÷ alone. It is 1 if no request waited for the transfer, and 0 if the transfer
+began when the prefill ended. Token times are those at the router. Times inside the workers come from their
+traces, whose clock (CLOCK_MONOTONIC) all processes of a host share. `alone` is also compared with plain
+sockets that move as many bytes.
 
-With --batch, gaps between tokens of other streams are compared while KV comes in all the time and while none
-does, in turns A B B A …, since contexts grow; two streams more decode in B, so that the batch is the same.
+--batch N compares the gaps of N other streams while KV comes in all the time and while none comes, in the
+order A B B A …, since contexts grow. Two more streams decode in B, so that the batch has the same size.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from bench.shapes import write_shape
 
 GPU_SHAPE = "llama-3.1-8b"
 CONTEXT = 1000
-"""Tokens of the prompts of streams that decode beside."""
+"""Prompt tokens of the background streams."""
 PERIOD_S = 0.8
-"""Seconds that gaps are collected at a time, with KV coming in or without."""
+"""Seconds of a period in which gaps are collected, with or without incoming KV."""
 PERIODS = 6
-"""Of each."""
+"""Periods of each kind."""
 REST_S = 0.05
-GOLDEN = 0.618  # multiples of it, less their whole part, lie far apart from each other
+GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 
 
 def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """Flags of both roles; environment of prefill and of decode."""
+    """The flags of both roles, and the environments of prefill and decode."""
     common = ["--dtype", args.dtype, "--kv-lanes", str(args.lanes), "--trace-dir", str(directory)]
     common += ["--no-enable-prefix-caching"]  # batches repeat prompts, which must be computed again
     if args.device == "cpu":
-        # One core each: on a small machine the two engines would otherwise fight over all of them.
+        # One thread each: otherwise two engines would compete for the cores of a small machine.
         return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])], {}, {}
     import torch
 
@@ -87,7 +87,7 @@ def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], dict[st
 
 @dataclass
 class Runs:
-    """What was measured, times in seconds."""
+    """What was measured. Times are in seconds."""
 
     streamed: dict[int, list[Streamed]]  # by size of the batch beside it
     alones: list[bytes] = field(default_factory=list)  # decode ids
@@ -111,7 +111,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
             for driver in drivers:
                 await driver.attach()
             workers = Workers(drivers[0], drivers[1], source)
-            for number in range(2):  # lanes, page faults, torch's first calls
+            for number in range(2):  # warm up: lanes, page faults, first calls of torch
                 await streamed(workers, prompt_of(args.tokens, number))
             for number in range(2, args.rounds + 2):
                 await asyncio.sleep(REST_S)
@@ -126,7 +126,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
             for batch in args.batch:
                 background = await Background.start(workers, batch, CONTEXT, length=3000, seed=100_000)
                 for number in range(3 * args.rounds):
-                    # The last one ended with a step: they come at points of a step that are spread evenly.
+                    # The last run ended with a step. So begin at points that are spread evenly over a step.
                     step = runs.streamed[batch][-1].step if number else 0.0
                     await asyncio.sleep(REST_S + step * (number * GOLDEN % 1))
                     prompt = prompt_of(args.tokens, 1000 * batch + number)
@@ -138,7 +138,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
                 await driver.close()
             size = Trace.read(directory).joined[runs.alones[0]].size
             runs.raws = [raw.seconds(size) for _ in runs.alones]
-        # Complete once the workers are gone and have flushed their traces.
+        # Complete after the workers have ended, which flushes their traces.
         trace = Trace.read(directory)
     report_rows(args, report, runs, trace)
     if args.picture:
@@ -229,7 +229,7 @@ def main() -> int:
         "--growth", type=int, action="append", default=[], metavar="N",
         help="also time a transfer of N tokens with nothing to hide behind; may be repeated",
     )  # fmt: skip
-    p.add_argument("--picture", type=Path, help="draw a handover: an SVG file")
+    p.add_argument("--picture", type=Path, help="draw one handover into this SVG file")
     args = p.parse_args()
     on_cpu = args.device == "cpu"
     args.tokens = args.tokens or (1000 if on_cpu else 2000)
@@ -243,7 +243,7 @@ def main() -> int:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
     parameters = {k: v for k, v in vars(args).items() if k not in ("json", "picture")}
     report = Report("overlap", parameters | {"output_tokens": OUTPUT_TOKENS}, args.json)
-    gc.disable()  # looking through all tokens that came would keep the clock from being read for 0.1 s
+    gc.disable()  # a collection over all received tokens takes 0.1 s and would delay timestamps
     asyncio.run(measure(args, report))
     report.finish()
     return 0

@@ -1,4 +1,4 @@
-"""One handover as a picture: what ran when, in every process, from the prefill's step to the tokens after."""
+"""One handover as a picture: what each process did, from the step of the prefill to the next tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLE = "font:12px system-ui,sans-serif;background:#fff"
 
 
 def picture(trace: Trace, prefill_id: bytes, decode_id: bytes, title: str) -> str:
-    """SVG, from the beginning of the step that gave the first token to a few steps after the handover."""
+    """SVG from the start of the step with the first token to a few steps after the handover."""
     token, joined = trace.first_token[prefill_id], trace.joined[decode_id].at
     forward = max((s for s in _spans(trace, "prefill", "step") if s.end <= token + 1e-3), key=lambda s: s.end)
     begin = forward.start

@@ -1,4 +1,4 @@
-"""What is submitted to a prefill and a decode worker, and when its tokens come."""
+"""Submits requests to a prefill and a decode worker, and times their tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUTPUT_TOKENS = 12
 class Workers:
     prefill: Driver
     decode: Driver
-    source: dict[str, Any]  # what the prefill worker reported
+    source: dict[str, Any]  # the report of the prefill worker
 
     async def submit_prefill(self, work: pb.Request, *, handover: bool = True) -> bytes:
         prefill_id = os.urandom(16)
@@ -41,7 +41,7 @@ class Workers:
 
 @dataclass
 class Streamed:
-    """A run of kind A, times in seconds."""
+    """A run A. Times are in seconds."""
 
     prefill_id: bytes
     decode_id: bytes
@@ -57,7 +57,7 @@ async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOK
     decode_id = await workers.submit_decode(work, prefill_id)
     [(first, token)] = await workers.prefill.tokens(prefill_id, 1)
     output = await workers.decode.tokens(decode_id, length)
-    assert output[0][1].token_id == token.token_id, "decode must repeat prefill's first token"
+    assert output[0][1].token_id == token.token_id, "decode must repeat the first token"
     assert [event.output_index for _, event in output] == list(range(length))
     at = [when for when, _ in output]
     step = statistics.median(b - a for a, b in itertools.pairwise(at[1:]))
@@ -65,7 +65,7 @@ async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOK
 
 
 async def alone(workers: Workers, prompt: list[int]) -> bytes:
-    """A run of kind B. Returns its decode id."""
+    """A run B. Returns its decode id."""
     work = request(prompt, 2)
     prefill_id = await workers.submit_prefill(work)
     await workers.prefill.tokens(prefill_id, 1)
@@ -75,7 +75,7 @@ async def alone(workers: Workers, prompt: list[int]) -> bytes:
 
 
 async def prefill_only(workers: Workers, prompt: list[int]) -> float:
-    """A run of kind C. Returns its time to first token."""
+    """A run C. Returns its time to first token."""
     submitted = time_now()
     prefill_id = await workers.submit_prefill(request(prompt, 1), handover=False)
     [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
@@ -84,7 +84,7 @@ async def prefill_only(workers: Workers, prompt: list[int]) -> float:
 
 @dataclass
 class Background:
-    """Streams that keep the decode batch at a size while others are measured."""
+    """Streams that keep the decode batch at a size while other requests are measured."""
 
     workers: Workers
     attempts: list[bytes]
@@ -101,25 +101,27 @@ class Background:
         return cls(workers, attempts)
 
     def gaps(self, since: float, until: float) -> list[float]:
-        """Seconds between tokens that came in this time, of all streams."""
+        """Seconds between tokens of all streams that came within a time."""
         times = [self.workers.decode.times(decode_id) for decode_id in self.attempts]
         inside = [[at for at in series if since <= at <= until] for series in times]
         return [b - a for series in inside for a, b in itertools.pairwise(series)]
 
     async def stop(self, count: int | None = None) -> None:
-        """Ends so many of them; None: all."""
+        """Ends `count` streams; None: all."""
         ended, self.attempts = self.attempts[:count], self.attempts[len(self.attempts[:count]) :]
         for decode_id in ended:
             await self.workers.decode.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=decode_id)))
 
 
 AT_ONCE = 2
-"""Prompts handed over: a prefill begins before the last one's KV is all there, so some always comes in."""
+"""Prompts that are handed over at a time.
+
+With two, a prefill begins before all KV of the last one has come.
+"""
 
 
 async def quiet_gaps(background: Background, context: int, seconds: float, seed: int) -> list[float]:
-    """Gaps of the background's tokens while nothing else happens. The batch is as large as it becomes when
-    others are handed over: so many more decode beside it."""
+    """Gaps of the background streams while no KV comes. `AT_ONCE` more streams keep the batch size equal."""
     more = await Background.start(background.workers, AT_ONCE, context, 3000, seed)
     began, gaps = time_now(), []
     while not gaps:
@@ -130,22 +132,22 @@ async def quiet_gaps(background: Background, context: int, seconds: float, seed:
 
 
 async def injected_gaps(background: Background, tokens: int, seconds: float, seed: int) -> list[float]:
-    """The same while one prompt after the other is handed over: its KV injected, two tokens decoded."""
+    """Gaps of the background streams while prompts are handed over all the time."""
     number = itertools.count(seed)
     began = time_now()
     while True:
         prompts = [prompt_of(tokens, next(number)) for _ in range(AT_ONCE)]
         await asyncio.gather(*(streamed(background.workers, prompt, length=3) for prompt in prompts))
-        # Only now: it takes this process some milliseconds, in which it would note tokens too late.
+        # Not earlier: collecting gaps takes some milliseconds and would delay timestamps of tokens.
         if time_now() >= began + seconds and (gaps := background.gaps(began, time_now())):
             return gaps
 
 
 def prompt_of(length: int, number: int) -> list[int]:
-    """Token ids that no other prompt shares a prefix with."""
+    """Token ids. No two prompts share a prefix."""
     return [100 + (number * 7919 + i * 31) % 20_000 for i in range(length)]
 
 
 def time_now() -> float:
-    """The clock of `Driver`."""
+    """The same clock as `Driver` uses."""
     return asyncio.get_running_loop().time()

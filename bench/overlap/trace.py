@@ -1,4 +1,4 @@
-"""What the workers' traces say about attempts, and the spans of all their processes."""
+"""Reads the traces of workers: moments of attempts, and the spans of all processes."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ async def test_a_request_that_workers_reject_as_invalid_is_the_clients_error(clu
     cluster.prefills[0].fail = (9, pb.FAILURE_CODE_INVALID)
     status, result = await cluster.post("/v1/completions", prompt="x")
     assert status == 400
-    assert "as the test wants" in result["error"]["message"]
+    assert "fails on purpose" in result["error"]["message"]
 
 
 # ---------------------------------------------------------------- no worker
