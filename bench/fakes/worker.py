@@ -1,8 +1,8 @@
 """Fake workers with the real gRPC service on real sockets, and a model whose output is known.
 
-Output token i of every request is `output_ids[i]`. So a stream must be the same with and without failures. The KV
-of a prefill is an entry in a table that fake prefill and decode workers share. A test can switch on the
-faults that real workers may have.
+Output token i of every request is `output_ids[i]`. So a stream must be the same with and without failures.
+The KV of a prefill is an entry in a table that fake prefill and decode workers share. A test can switch on
+the faults that real workers may have.
 """
 
 import asyncio
