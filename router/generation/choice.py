@@ -49,8 +49,10 @@ class Choice:
         self._min_tokens = min_tokens
 
     def push(self, token: Token) -> Delta:
-        """Returns the delta of a token. A finish reason marks the last delta, at a stop string before the
-        last token of the model."""
+        """Returns the delta of a token. The last delta has a finish reason.
+
+        A stop string ends the choice although the model would generate more tokens.
+        """
         reason = token.finish_reason or None
         stop_reason: str | int | None = None
         # The stop token is not part of the text.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 HANDOVER_STEPS = 2.0
-"""Decode steps between the token of prefill and the first token of decode."""
+"""Decode steps between the first token, from prefill, and the second."""
 
 OverflowReason = Literal["short", "cached", "saturated", "no_prefill"]
 REASONS: tuple[OverflowReason, ...] = ("short", "cached", "saturated", "no_prefill")

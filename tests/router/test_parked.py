@@ -51,6 +51,38 @@ class Retrier:
         self.done.set()
 
 
+class Workerless:
+    """Waits for a worker, and parks again `times` times."""
+
+    def __init__(self, parked: Parked, times: int) -> None:
+        self.arrival = parked.arrival()
+        self.woken = 0
+        self._parked = parked
+        self._times = times
+
+    def on_worker(self) -> None:
+        self.woken += 1
+        if self.woken <= self._times:
+            self._parked.for_worker(self)
+
+    def on_retry(self) -> None:
+        raise AssertionError("it waits for a worker")
+
+
+def test_each_ready_worker_wakes_all_that_wait_for_one_once() -> None:
+    parked = Parked(RetryBudget())
+    satisfied, waits, gone = (Workerless(parked, times) for times in (0, 5, 0))
+    for generation in (satisfied, waits, gone, satisfied):
+        parked.for_worker(generation)
+    parked.worker_found(gone)
+    parked.worker_ready()
+    assert list(parked.without_worker) == [waits]
+    parked.worker_ready()
+    assert (satisfied.woken, waits.woken, gone.woken) == (1, 2, 0)
+    parked.remove(waits)
+    assert not parked.without_worker
+
+
 class Scripted(RetryBudget):
     """Has as many retries as the test sets."""
 

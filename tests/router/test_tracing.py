@@ -85,7 +85,7 @@ async def test_a_retry_is_a_second_attempt(tokenizer: ModelTokenizer, tmp_path: 
     assert request.error is None
 
 
-async def test_over_grpc_and_cut(tokenizer: ModelTokenizer, tmp_path: Path, receiver: Receiver):
+async def test_a_grpc_request_that_times_out(tokenizer: ModelTokenizer, tmp_path: Path, receiver: Receiver):
     trace_id, parent = os.urandom(16).hex(), os.urandom(8).hex()
     async with make_cluster(
         tokenizer, tmp_path, otlp_endpoint=receiver.endpoint, request_timeout=0.5
@@ -105,7 +105,7 @@ async def test_over_grpc_and_cut(tokenizer: ModelTokenizer, tmp_path: Path, rece
     assert "was not finished within" in str(request.error)
 
 
-async def test_off_the_clients_trace_goes_through(cluster: Cluster):
+async def test_without_tracing_workers_get_the_clients_trace(cluster: Cluster):
     trace_id = os.urandom(16).hex()
     parent = await complete(cluster, trace_id)
     for submitted in (cluster.prefills[0].submitted[0].prefill, cluster.decodes[0].submitted[0].decode):
