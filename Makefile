@@ -51,7 +51,7 @@ lint: venv
 	$(BIN)/lint-imports
 
 test: venv $(NODE_MODULES) prometheus
-	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 2 $(ARGS)
+	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 3 $(ARGS)
 
 test-long: venv $(NODE_MODULES)
 	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 $(ARGS)

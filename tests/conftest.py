@@ -1,14 +1,13 @@
 """Fixtures for all packages, and which tests run at the same time.
 
-`make test` has two processes. One runs all tests that start clusters and workers, one after the other. The
-other runs the rest meanwhile, module by module, and at the end both share it. While one runs a test that is
-marked `alone`, the other waits.
+`make test` has three processes. One runs all tests that start clusters and workers, one after the other. The
+others run the rest meanwhile, module by module, and at the end all share it. Tests of clusters often wait, so
+with two processes two cores would be idle for a part of the time.
 """
 
-import fcntl
 import importlib
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
@@ -34,7 +33,6 @@ if DEVICE == "cpu":
     del os.environ["TRITON_INTERPRET"]
 
 
-TESTS = Path(__file__).parent
 CLUSTERS = frozenset({"system", "worker", "prefill_worker", "decode_worker"})
 """Packages with tests that start clusters and workers."""
 
@@ -51,24 +49,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "clusters" if Path(module).parts[1] in CLUSTERS else module
 
     return Scheduling(config, log)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting does not count for the test's timeout
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tests share the lock on `running`; a test that is `alone` takes all of it. While it waits for that it
-    holds `following`, so that no other test starts before it."""
-    running, following = (os.open(path, os.O_RDONLY) for path in (TESTS, __file__))
-    try:
-        fcntl.flock(following, fcntl.LOCK_EX)
-        alone = item.get_closest_marker("alone") is not None
-        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(following, fcntl.LOCK_UN)
-        return (yield)
-    finally:
-        # Not only closed: a child that a test forked may have the same open file.
-        fcntl.flock(running, fcntl.LOCK_UN)
-        os.close(running)
-        os.close(following)
 
 
 @pytest.fixture(scope="module")

@@ -118,10 +118,11 @@ def memory(cluster: LocalCluster) -> Counter[str]:
 
 
 def may_grow(title: str) -> int:
+    if title.endswith("bodies"):
+        return 2 * GROWTH  # two processes have this title
     return GROWTH + POOL if title.endswith("engine") else GROWTH
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("warm_up", "seconds", "longest_pause"),
     [
@@ -150,7 +151,6 @@ async def test_known_streams_go_on(
         await served(cluster, right, warm_up)
         before = memory(cluster)
         longest = await served(cluster, right, seconds)
-        after = memory(cluster)
     [report] = told
     print(f"longest pause {longest:.2f} s, without an attack {quiet:.2f} s;", report)
     assert report["believed"] == {}
@@ -158,6 +158,15 @@ async def test_known_streams_go_on(
     places = [*cluster.workers, *cluster.of("router")]
     assert [(len(place.lives), place.exits) for place in places] == [(1, [])] * 3, "none was started again"
     assert await asyncio.to_thread(leaks_when_idle, cluster.url, KEY) == {}
-    grown = {name: size >> 20 for name, size in (after - before).items() if size > may_grow(name)}
-    assert grown == {}, "MiB"
+
+    def grown() -> dict[str, int]:
+        """MiB by which processes have grown too much."""
+        after = memory(cluster)
+        return {name: size >> 20 for name, size in (after - before).items() if size > may_grow(name)}
+
+    # A child may still prepare a body whose client has gone.
+    deadline = time.monotonic() + 20
+    while (too_much := grown()) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    assert too_much == {}, "MiB"
     assert longest <= longest_pause

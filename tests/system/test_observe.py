@@ -20,7 +20,7 @@ from tests.grafana import RULES, expressions, rules
 from tests.otlp import Receiver, Span
 from tests.prometheus import Prometheus
 
-from .recovery import LONG, MIXED, Broken
+from .recovery import LONG, SHORT, Broken
 
 KV_BYTES = 30 * 2 * 3 * 64 * 4  # of one position: layers, K and V, KV heads, head_dim, float32
 CASE = LONG[1]
@@ -182,7 +182,7 @@ async def test_prometheus_finds_data_for_every_query(broken: Broken, tmp_path: P
 
     async def load() -> None:
         while not loaded.is_set():
-            await broken.ride(MIXED)
+            await broken.ride([LONG[0], SHORT[0]])
 
     def look() -> None:
         with Prometheus(tmp_path, RULES, cluster.url.removeprefix("http://")) as prometheus:

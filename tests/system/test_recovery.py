@@ -6,6 +6,8 @@ import asyncio
 import json
 from collections.abc import Callable
 
+import pytest
+
 from bench.chaos.cluster import Worker
 from bench.chaos.streams import Case, Stream, new_session, read
 
@@ -74,10 +76,12 @@ async def test_with_no_worker_of_a_role_streams_wait_and_are_kept_alive(broken: 
     await broken.settled()
 
 
+@pytest.mark.long
 async def test_three_attempts_without_a_token_are_the_end_of_that_request_alone(broken: Broken) -> None:
     """Whoever prefills it dies in the step. What the other workers decode meanwhile goes on.
 
     After two crashed steps it shares none: a kill may then hit a step of the others, or fall between two.
+    In `make test`, `tests/router/test_lost_workers.py` counts the attempts.
     """
     await asyncio.to_thread(broken.all_back)
     doomed = Case("A very long story. " * 300, 4, 0.0, 1)
