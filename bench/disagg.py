@@ -52,15 +52,14 @@ class Load:
 def deployments(roles: Roles, args: argparse.Namespace, directory: Path) -> dict[str, str]:
     """Starts all deployments. Returns the URL of the router of each."""
     if args.device == "cuda":
-        model = str(args.model or write_shape("llama-3.1-8b", directory, tokenizer=True))
+        model = str(write_shape("llama-3.1-8b", directory, tokenizer=True))
         engine = ["--model", model, "--load-format", "dummy", "--dtype", "bfloat16", "--device", "cuda"]
         engine += ["--max-model-len", "8192", "--max-num-seqs", "256", "--max-num-batched-tokens", "8192"]
         engine += ["--gpu-memory-utilization", "0.42" if args.gpus > 1 else "0.21", "--engine-timeout", "120"]
         engine += ["--kv-lanes", "8", "--kv-slot-bytes", str(2 << 20), "--kv-slots", "256"]
         router = ["--model", model]
     else:
-        named = ["--model", str(args.model)] if args.model else []
-        engine, router = [*named, "--dtype", "float32", "--num-threads", "1"], named
+        engine, router = ["--dtype", "float32", "--num-threads", "1"], []
     engine += ["--no-enable-prefix-caching"]
 
     def start(role: str, index: int, device: int, *more: str) -> str:
@@ -152,7 +151,6 @@ def main() -> int:
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--rate", type=float, action="append", help="requests a second; may be repeated")
     p.add_argument("--duration", type=float, help="seconds of each run (default: 30 on a CPU, 20 on GPUs)")
-    p.add_argument("--model", type=Path, help="default: the embedded model, or the 8B shape on GPUs")
     p.add_argument(
         "--ttit-target", type=float, action="append", metavar="MS", help="of decode workers; may be repeated"
     )
@@ -166,7 +164,7 @@ def main() -> int:
     args.rate = args.rate or ([0.5] if args.short else [0.5, 1.0] if on_cpu else [4.0, 8.0, 12.0, 16.0, 20.0])
     duration = args.duration or (5.0 if args.short else 30.0 if on_cpu else 20.0)
     load = Load(256, 32, duration, 4) if on_cpu else Load(2000, 150, duration, 128)
-    parameters = {k: v for k, v in vars(args).items() if k not in ("json", "model")}
+    parameters = {k: v for k, v in vars(args).items() if k != "json"}
     report = Report("disagg", parameters | {"input": load.input_len, "output": load.output_len}, args.json)
     measure(args, load, report)
     report.finish()

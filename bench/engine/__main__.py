@@ -10,7 +10,6 @@ from bench.contract import Report
 
 def main() -> int:
     p = contract.parser("One engine: against transformers on a CPU, against the floor of the card on a GPU.")
-    p.add_argument("--threads", type=int, help="CPU threads of both sides (default: torch's choice)")
     args = p.parse_args()
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)

@@ -33,9 +33,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     path = embedded_path()
     _start(path, report, rounds=3 if args.short else 7)
     host.measure(report, steps=300)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=512, num_threads=args.threads))
+    engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=512))
     reference = _transformers(path)
     pairs, tokens = (MIN_PAIRS, 16) if args.short else (9, 48)
     report.parameters |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": tokens, "pairs": pairs}

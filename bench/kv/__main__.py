@@ -111,9 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--lanes", type=int, default=4)
     p.add_argument("--slots", type=int, default=16, help="arena slots of each side")
     p.add_argument("--slot-bytes", type=int, default=4 * MIB, help="size of an arena slot: the largest frame")
-    p.add_argument(
-        "--lane-processes", type=int, help="movers of a transfer process (default: as in a worker)"
-    )
     p.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="nixl or mooncake")
     p.add_argument("--table", action="store_true", help="lanes × sizes; minutes")
     args = p.parse_args(arguments)
@@ -124,11 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--peer {engine}={python}: must name nixl or mooncake, and a Python that has it installed"
             )
     torch.set_num_threads(1)
-    settings = Settings(args.lanes, args.slots, args.slot_bytes, args.lane_processes, max(SIZES) * MIB)
+    settings = Settings(args.lanes, args.slots, args.slot_bytes, max(SIZES) * MIB)
     pairs = 7 if args.short else 15
     shown = {"lanes": args.lanes, "slots": args.slots, "slot_bytes": args.slot_bytes}
-    shown |= {"lane_processes": settings.lane_processes, "pairs": pairs, "block_size": BLOCK}
-    shown["pools"] = args.device
+    shown |= {"pairs": pairs, "block_size": BLOCK, "pools": args.device}
     report = Report("kv", shown, args.json)
     if args.table:
         table(report, settings)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import msgspec
 import torch
 
 import kv_transfer as kv
@@ -43,7 +42,6 @@ class Settings:
     lanes: int
     slots: int
     slot_bytes: int
-    lane_processes: int | None  # movers; None: as in a worker
     most_bytes: int  # of a transfer
     device: str = "meta"  # of the pools; "meta": no pools, only slots are sent
     checksums: bool = True
@@ -67,8 +65,6 @@ class Side:
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
             slot_bytes=settings.slot_bytes, lanes=settings.lanes,
         )  # fmt: skip
-        if settings.lane_processes is not None:
-            config = msgspec.structs.replace(config, lane_processes=settings.lane_processes)
         with _checksums(settings.checksums):
             self.process = kv.spawn_transfer(
                 config,

@@ -68,7 +68,14 @@ GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 
 def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
     """The flags of both roles, and the environments of prefill and decode."""
-    common = ["--dtype", args.dtype, "--kv-lanes", str(args.lanes), "--trace-dir", str(directory)]
+    common = [
+        "--dtype",
+        "float32" if args.device == "cpu" else "bfloat16",
+        "--kv-lanes",
+        str(args.lanes),
+        "--trace-dir",
+        str(directory),
+    ]
     common += ["--no-enable-prefix-caching"]  # batches repeat prompts, which must be computed again
     if args.device == "cpu":
         # One thread each: otherwise two engines would compete for the cores of a small machine.
@@ -219,7 +226,6 @@ def main() -> int:
     p.add_argument("--tokens", type=int, help="prompt length (default: 1000 on a CPU, 2000 on a GPU)")
     p.add_argument("--rounds", type=int, default=9, help="rounds A B (default: %(default)s)")
     p.add_argument("--lanes", type=int, help="KV lanes (default: 4 on a CPU, 8 on a GPU)")
-    p.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {GPU_SHAPE} (dummy) on a GPU")
     p.add_argument(
         "--batch", type=int, action="append", default=[], metavar="N",
@@ -234,7 +240,6 @@ def main() -> int:
     on_cpu = args.device == "cpu"
     args.tokens = args.tokens or (1000 if on_cpu else 2000)
     args.lanes = args.lanes or (4 if on_cpu else 8)
-    args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     if args.short:
         args.rounds = contract.MIN_PAIRS
     if min(args.batch, default=AT_ONCE + 1) <= AT_ONCE:

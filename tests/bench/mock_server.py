@@ -1,9 +1,9 @@
-"""An OpenAI-compatible server whose every delay is known, and which fails in every known way.
+"""An OpenAI-compatible server with known delays and with every kind of failure.
 
 In a test: `async with MockServer(Behavior(ttft=0.02)) as server: …  server.url`. As a process: `python
-tests/bench/mock_server.py --port 8199 --ttft-ms 200 --gaps-ms 30,30,90`. It keeps the times at which it
-really wrote each chunk, on the monotonic clock that client and server share (`served`, or the file --truth,
-written on SIGTERM), so that a client can be judged apart from the server's own lateness.
+tests/bench/mock_server.py --port 8199 --ttft-ms 200 --gaps-ms 30,30,90`. It records when it wrote each chunk,
+on the monotonic clock that client and server share (`served`, or the file --truth, which it writes on
+SIGTERM). So a test can tell errors of the client from delays of the server.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ Fault = Literal[
     "none", "429", "500", "reset", "half", "done_only", "garbage", "not_json", "error_event", "empty",
     "abort", "hang", "html", "bad_types",
 ]  # fmt: skip
-BOS = 1  # tokens the server adds to a prompt of completions
-TEMPLATE = 7  # and to one of chat
+BOS = 1  # tokens that the server adds to a prompt of completions
+TEMPLATE = 7  # tokens that it adds to a prompt of chat
 
 
 @dataclass
 class Behavior:
-    """Delays in seconds. `gaps` and `faults` are repeated; a stall keeps every write within it back to its
-    end.
-    """
+    """Delays are in seconds. `gaps` and `faults` repeat. A stall delays every write within it to its end."""
 
     ttft: float = 0.005
     gaps: Sequence[float] = (0.002,)
@@ -250,7 +248,7 @@ def _max_tokens(body: dict[str, Any]) -> int:
 
 
 def count_tokens(body: dict[str, Any]) -> int:
-    """A word is a token; words of more than 5 letters are two, which a load generator has to find out."""
+    """A word is a token. A word of more than 5 letters is two, which the load generator has to find out."""
     if "messages" in body:
         return TEMPLATE + sum(_words(m["content"]) for m in body["messages"])
     prompt = body["prompt"]
@@ -309,7 +307,7 @@ async def main() -> None:
         gaps=[float(g) / 1e3 for g in args.gaps_ms.split(",")],
         tokens_per_chunk=args.tokens_per_chunk,
     )
-    gc.disable()  # its pauses would be delays that nobody knows
+    gc.disable()  # a pause would be an unknown delay
     async with MockServer(behavior, args.port) as server:
         told = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)

@@ -1,4 +1,4 @@
-"""What the tests of the load harness share."""
+"""Helpers of the tests of the load harness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the harness says about 500 streams, against what the server did: within 1 ms or 2 %.
+"""The report of the harness about 500 streams is within 1 ms or 2 % of what the server did.
 
 Timing is only proved on a machine with cores to spare, hence `long`: with 8 cores and nothing else running.
 """

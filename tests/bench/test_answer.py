@@ -43,7 +43,7 @@ def test_every_chunk_with_text_is_a_token_at_its_time() -> None:
     assert record.finish_reason == "length"
 
 
-def test_the_role_chunk_of_a_chat_is_no_token() -> None:
+def test_the_role_chunk_of_a_chat_does_not_count_as_a_token() -> None:
     role = _event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
     said = _event(choices=[{"index": 0, "delta": {"content": "hi"}}])
     end = _event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
@@ -53,7 +53,7 @@ def test_the_role_chunk_of_a_chat_is_no_token() -> None:
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_reasoning_is_tokens_but_nothing_to_repeat(field: str) -> None:
+def test_reasoning_counts_as_tokens_and_is_not_repeated_in_the_history(field: str) -> None:
     thought = _event(choices=[{"index": 0, "delta": {field: "hm"}}])
     end = _event(choices=[{"index": 0, "delta": {"content": "ok"}, "finish_reason": "stop"}])
     answer = _answer(thought, end, DONE, keep_text=True)
@@ -70,7 +70,7 @@ def test_running_usage_counts_the_tokens_of_every_chunk() -> None:
     assert record.mean_gap == pytest.approx(2.0 / 4)
 
 
-def test_usage_beside_the_last_choice_alone_is_the_sum_and_no_chunk() -> None:
+def test_usage_only_with_the_last_choice_is_the_sum() -> None:
     end = _event(choices=[{"index": 0, "text": "c", "finish_reason": "stop"}], **_usage(6))
     record = _answer(_text("a"), _text("b"), end).record
     assert record.arrivals == [0.0, 1.0, 2.0]
@@ -78,7 +78,7 @@ def test_usage_beside_the_last_choice_alone_is_the_sum_and_no_chunk() -> None:
     assert record.generated == 6
 
 
-def test_cached_tokens() -> None:
+def test_cached_tokens_are_recorded() -> None:
     last = _event(choices=[], **_usage(1, prompt_tokens_details={"cached_tokens": 5}))
     assert _answer(_text("a"), FINISH, last, DONE).record.cached_tokens == 5
 
@@ -99,13 +99,13 @@ def test_cached_tokens() -> None:
         ((_text("a"), _event(choices=[{"text": "", "finish_reason": "abort"}]), DONE), Failure.STREAM_ERROR),
     ],
 )
-def test_what_is_no_whole_answer_fails(chunks: tuple[bytes, ...], failure: Failure) -> None:
+def test_an_incomplete_answer_fails(chunks: tuple[bytes, ...], failure: Failure) -> None:
     record = _answer(*chunks).record
     assert record.failure is failure
     assert record.detail
 
 
-def test_the_first_failure_stays_and_nothing_is_read_after_it() -> None:
+def test_the_first_failure_is_kept_and_later_data_is_ignored() -> None:
     record = _answer(_text("a"), b"data: {broken\n\n" + _text("b"), FINISH).record
     assert record.failure is Failure.GARBAGE
     assert record.arrivals == [0.0]
@@ -120,7 +120,7 @@ STREAM = (
 )
 
 
-def test_events_are_the_same_however_the_bytes_are_cut() -> None:
+def test_events_do_not_depend_on_how_the_bytes_are_cut() -> None:
     whole = SSEParser()
     events = whole.feed(STREAM)
     assert events[1:] == [b"one\ntwo", b"[DONE]"]

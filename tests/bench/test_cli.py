@@ -1,4 +1,4 @@
-"""The command as a user starts it: exit codes, files, Ctrl-C. Speeds are not judged."""
+"""The command as a user starts it: exit codes, files, Ctrl-C. The tests do not judge speeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.bench.mock_server import Behavior, Fault, MockServer
 from tests.bench.test_page import outcome
 from tests.pages import ROOT, blocks
 
-MEASURED = (0, 3)  # 3: a busy machine may leave the client too little, and then it says so
+MEASURED = (0, 3)  # 3: on a busy machine the client may not keep up
 QUICK = ("--input-len", "20", "--output-len", "4", "--processes", "1", "--warmup", "0", "--quiet")
 
 
@@ -51,7 +51,7 @@ def _rows(path: Path) -> dict[str, Any]:
     return {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
 
 
-async def test_run_writes_all_it_is_asked_for(tmp_path: Path) -> None:
+async def test_run_writes_every_file_that_its_options_name(tmp_path: Path) -> None:
     files = [tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html")]
     outputs = [x for path in files for x in (f"--{path.suffix[1:]}", path)]
     async with MockServer(Behavior(ttft=0.02, gaps=(0.005,))) as server:
@@ -66,7 +66,7 @@ async def test_run_writes_all_it_is_asked_for(tmp_path: Path) -> None:
     rows = _rows(files[0])
     lines = files[1].read_text().splitlines()
     assert rows["requests.sent"] == len(lines)
-    assert arrived == len(lines) + 1, "one probe, and nothing else that the server has to generate for"
+    assert arrived == len(lines) + 1, "one probe and the load, no other request"
     assert rows["ttft.p50"] >= 20
     assert rows["ttit.p50"] >= 4
     assert rows["input.off"] == rows["requests.failed"] == 0
@@ -76,7 +76,7 @@ async def test_run_writes_all_it_is_asked_for(tmp_path: Path) -> None:
     assert "<svg" in files[2].read_text()
 
 
-async def test_the_command_of_the_quick_start(tmp_path: Path) -> None:
+async def test_the_command_of_the_quick_start_works(tmp_path: Path) -> None:
     [command] = [
         block.text for block in blocks(ROOT / "docs/quickstart.md") if block.text.startswith("baton bench ")
     ]
@@ -89,14 +89,14 @@ async def test_the_command_of_the_quick_start(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").exists()
 
 
-async def test_a_server_that_is_down() -> None:
+async def test_a_server_that_is_down_is_an_error() -> None:
     code, _, err = await _bench("run", "--url", "http://127.0.0.1:1", *QUICK)
     assert code == 1
     assert "no answer" in err
 
 
-async def test_a_server_that_only_fails(tmp_path: Path) -> None:
-    """The probe gets through, everything after it does not."""
+async def test_a_run_without_any_success_exits_with_1(tmp_path: Path) -> None:
+    """The probe succeeds, every later request fails."""
     faults: list[Fault] = ["none", *["429"] * 20]
     async with MockServer(Behavior(ttft=0, faults=faults)) as server:
         code, out, _ = await _bench(
@@ -131,12 +131,14 @@ def test_only_refusals_in_a_row_end_a_run() -> None:
 
     row = [_refused(n / 10) for n in range(30)]
     assert hopeless(*row).index(True) == REFUSALS - 1
-    assert not any(hopeless(*row[:15], _refused(1.5, None), *row[15:])), "one was served"
-    assert not any(hopeless(*(_refused(n / 1000) for n in range(100)))), "a burst is not yet hopeless"
+    assert not any(hopeless(*row[:15], _refused(1.5, None), *row[15:])), "one request succeeded"
+    assert not any(hopeless(*(_refused(n / 1000) for n in range(100)))), (
+        "a burst of refusals does not end a run"
+    )
     assert not any(hopeless(*(_refused(n / 10, Failure.STREAM_ERROR) for n in range(30))))
 
 
-async def test_half_of_the_answers_fail(tmp_path: Path) -> None:
+async def test_failed_answers_are_counted(tmp_path: Path) -> None:
     async with MockServer(Behavior(ttft=0, faults=("none", "half"))) as server:
         code, _, _ = await _bench(
             "run", "--url", server.url, "--requests", "20", *QUICK, "--json", tmp_path / "r.json",
@@ -163,7 +165,7 @@ async def test_half_of_the_answers_fail(tmp_path: Path) -> None:
         (("report", "nowhere.json"), "nowhere.json: no report"),
     ],
 )
-def test_what_was_asked_for_is_wrong(args: tuple[str, ...], said: str) -> None:
+def test_a_mistake_in_the_options_exits_with_2(args: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 2
     assert said in result.stderr
@@ -191,7 +193,7 @@ async def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert rows["requests.failed"] == 0
 
 
-async def test_ctrl_c_before_anything_was_measured() -> None:
+async def test_ctrl_c_before_the_first_answer_exits_with_130() -> None:
     async with MockServer(Behavior(ttft=60.0)) as server:
         process = await _start("run", "--url", server.url, *QUICK)
         await _served(server, 1)
@@ -207,13 +209,13 @@ async def test_clients_end_with_their_parent() -> None:
         await _served(server, 20)
         process.kill()
         await process.communicate()
-        # They share the parent's output, so `communicate` returned only because they are gone.
+        # They share the output of the parent, so `communicate` returns only when they are gone.
         count = len(server.served)
         await asyncio.sleep(0.3)
         assert len(server.served) <= count + 4
 
 
-async def test_a_sweep_has_the_rows_of_every_load(tmp_path: Path) -> None:
+async def test_a_sweep_writes_the_rows_of_every_load(tmp_path: Path) -> None:
     async with MockServer(Behavior(ttft=0.01)) as server:
         code, out, err = await _bench(
             "sweep", "--url", server.url, "--concurrencies", "1,3", "--duration", "0.5", *QUICK,
@@ -224,11 +226,11 @@ async def test_a_sweep_has_the_rows_of_every_load(tmp_path: Path) -> None:
     assert "Sweep" in out
     rows = _rows(tmp_path / "r.json")
     assert rows["concurrency=3.throughput.requests"] > rows["concurrency=1.throughput.requests"]
-    # The probe comes once for each load; everything else is new, lest a prefix cache help the later loads.
+    # Each load has its probe and otherwise new prompts, so that no prefix cache helps the later loads.
     assert len(set(prompts)) == len(prompts) - 1
 
 
-async def test_no_rate_keeps_to_the_objective(tmp_path: Path) -> None:
+async def test_a_search_without_a_good_rate_exits_with_1(tmp_path: Path) -> None:
     async with MockServer(Behavior(ttft=0.01)) as server:
         code, _, err = await _bench(
             "sweep", "--url", server.url, "--find-rate", "0.02", "--arrivals", "constant", "--requests", "1",
@@ -239,7 +241,7 @@ async def test_no_rate_keeps_to_the_objective(tmp_path: Path) -> None:
     assert "No rate meets ttft.p50=1ms" in err or code == 3
 
 
-async def test_replay_keeps_the_trace_s_lengths_and_times(tmp_path: Path) -> None:
+async def test_replay_keeps_the_lengths_and_times_of_the_trace(tmp_path: Path) -> None:
     async with MockServer(Behavior(ttft=0, gaps=(0,))) as server:
         code, _, err = await _bench(
             "replay", "--url", server.url, "--speed", "40", "--quiet", "--json", tmp_path / "r.json"
@@ -254,7 +256,7 @@ async def test_replay_keeps_the_trace_s_lengths_and_times(tmp_path: Path) -> Non
     assert _rows(tmp_path / "r.json")["input.off"] == 0
 
 
-def test_compare_and_report_side_by_side(tmp_path: Path) -> None:
+def test_compare_and_report_take_several_reports(tmp_path: Path) -> None:
     old, new, page = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "page.html"
     report = results.report_of(outcome(), "2026-01-01").as_dict()
     old.write_text(json.dumps(report))
@@ -270,7 +272,9 @@ def test_compare_and_report_side_by_side(tmp_path: Path) -> None:
     assert code("compare", old, new, "--fail-if", "ttft.p99>+5%", "--fail-if", "ttit.p99>+5%") == 1
     assert code("compare", old, new, "--fail-if", "ttit.p99>+25%") == 0
     assert code("compare", new, old, "--fail-if", "ttit.p99>+5%") == 0
-    assert code("compare", old, old, new, "--fail-if", "ttit.p99>+5%") == 1, "any of the later ones"
+    assert code("compare", old, old, new, "--fail-if", "ttit.p99>+5%") == 1, (
+        "a condition that holds for any later report fails"
+    )
     assert code("compare", old, new, "--fail-if", "no.such.row>+5%") == 2
     assert code("report", old, new, "--html", page) == 0
     assert "new" in page.read_text()

@@ -1,4 +1,4 @@
-"""The client against a real server on a real socket. Its sleeps are the subject, not a way to wait."""
+"""The client against a real server on a real socket. The sleeps are what these tests are about."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.bench.support import client_config, one_turn, open_loop, run_client
 SAME = Listed((one_turn(),))
 
 
-async def test_what_the_server_wrote_is_what_is_recorded() -> None:
+async def test_records_match_what_the_server_sent() -> None:
     behavior = Behavior(ttft=0.05, gaps=(0.02, 0.04))
     async with MockServer(behavior) as server:
         (record,) = await run_client(client_config(server.url, Listed((one_turn(5),)), sessions=1))
@@ -35,7 +35,7 @@ async def test_what_the_server_wrote_is_what_is_recorded() -> None:
     assert record.ttft >= 0.05
 
 
-async def test_prompts_have_exactly_the_lengths_that_were_asked_for() -> None:
+async def test_prompts_have_the_lengths_that_the_options_ask_for() -> None:
     workload = Synthetic(1, Distribution("uniform", (20, 400)), Distribution("uniform", (1, 6)))
     async with MockServer(Behavior(ttft=0)) as server:
         records = await run_client(client_config(server.url, workload, sessions=30, concurrency=8))
@@ -63,7 +63,7 @@ async def test_clients_share_the_sessions_and_the_users() -> None:
     assert sorted(r.index for records in found for r in records) == list(range(11))
 
 
-async def test_an_open_loop_sends_at_its_times_whatever_the_server_does() -> None:
+async def test_an_open_loop_keeps_its_times_beside_a_slow_server() -> None:
     async with MockServer(Behavior(ttft=0.5)) as server:
         records = await run_client(client_config(server.url, SAME, duration=0.4, **open_loop(50.0)))
     assert sorted(r.intended for r in records) == pytest.approx([i / 50 for i in range(20)])
@@ -80,7 +80,7 @@ async def test_a_trace_is_replayed_at_its_times_scaled_by_its_speed() -> None:
     assert arrived[-1] - arrived[0] == pytest.approx(0.4, abs=0.1)
 
 
-async def test_the_wait_for_a_free_place_is_latency() -> None:
+async def test_waiting_for_a_free_place_counts_as_latency() -> None:
     async with MockServer(Behavior(ttft=0.1, gaps=(0,))) as server:
         config = client_config(server.url, SAME, duration=0.19, **open_loop(20.0) | {"concurrency": 1})
         records = await run_client(config)
@@ -91,7 +91,7 @@ async def test_the_wait_for_a_free_place_is_latency() -> None:
     assert held.lag < held.sent - held.intended, "the client itself was in time"
 
 
-async def test_a_stall_shows_in_an_open_loop_where_a_closed_one_hides_it() -> None:
+async def test_an_open_loop_shows_a_stall_that_a_closed_loop_hides() -> None:
     """Coordinated omission: while the server stalls, a closed loop sends nothing that could be late."""
     behavior = Behavior(ttft=0.005, gaps=(0.001,), stall=(0.4, 1.2))
     async with MockServer(behavior) as one, MockServer(behavior) as other:
@@ -134,7 +134,7 @@ async def test_sessions_keep_their_id_history_and_think_time() -> None:
     assert second.intended - first.ended == pytest.approx(0.1, abs=0.05)
 
 
-async def test_history_of_completions_is_one_text() -> None:
+async def test_the_history_of_completions_is_one_text() -> None:
     turns = (Turn(2, text="one"), Turn(2, text="two"))
     async with MockServer(Behavior(ttft=0)) as server:
         await run_client(client_config(server.url, Listed((Session(turns),)), sessions=1))
@@ -186,7 +186,7 @@ async def test_every_failure_is_named_and_counted(api: str) -> None:
     assert "too many requests" in busy.detail
 
 
-async def test_nobody_listens() -> None:
+async def test_a_port_without_a_listener_is_refused() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -194,12 +194,12 @@ async def test_nobody_listens() -> None:
     assert [r.error_class for r in records] == ["refused"] * 3
 
 
-async def test_no_such_host() -> None:
+async def test_an_unknown_host_is_unreachable() -> None:
     records = await run_client(client_config("http://host.invalid:80", SAME, sessions=1))
     assert [r.error_class for r in records] == ["unreachable"]
 
 
-async def test_a_server_that_goes_away_in_the_middle() -> None:
+async def test_a_server_that_ends_in_the_middle_of_a_stream() -> None:
     async with MockServer(Behavior(ttft=0.01, gaps=(0.02,))) as server:
         config = client_config(server.url, Listed((one_turn(20),)), duration=1.5, **open_loop(20.0))
         running = asyncio.create_task(run_client(config))
@@ -212,14 +212,14 @@ async def test_a_server_that_goes_away_in_the_middle() -> None:
     assert set(classes) <= {"", "refused", "half_streamed", "disconnected"}
 
 
-async def test_what_is_not_answered_within_the_drain_time_has_failed() -> None:
+async def test_an_answer_after_the_drain_time_has_failed() -> None:
     async with MockServer(Behavior(ttft=30.0)) as server:
         config = client_config(server.url, SAME, duration=0.2, drain=0.2, **open_loop(20.0))
         records = await run_client(config)
     assert [r.error_class for r in records] == ["unfinished"] * 4
 
 
-async def test_users_of_a_closed_loop_that_hang_do_not_outlast_the_drain_time() -> None:
+async def test_hanging_users_of_a_closed_loop_end_with_the_drain_time() -> None:
     async with MockServer(Behavior(ttft=30.0)) as server:
         records = await run_client(client_config(server.url, SAME, duration=0.2, drain=0.2, concurrency=3))
     assert [r.error_class for r in records] == ["unfinished"] * 3
@@ -237,7 +237,7 @@ async def test_a_stop_keeps_what_was_measured(shape: dict) -> None:
     assert len(set(indices)) == len(indices)
 
 
-async def test_no_request_without_its_place_is_lost_on_a_stop() -> None:
+async def test_a_stop_records_requests_that_wait_for_a_place() -> None:
     """Those that still waited for a free place are recorded too."""
     async with MockServer(Behavior(ttft=30.0)) as server:
         config = client_config(

@@ -38,38 +38,40 @@ def _report(detail: dict[str, Any] | None = None, **values: float) -> dict[str, 
         ("a>+5%", 0, 0.001, True),
     ],
 )
-def test_conditions(condition: str, old: float, new: float, holds: bool) -> None:
+def test_a_condition_holds_strictly_beyond_its_bound(
+    condition: str, old: float, new: float, holds: bool
+) -> None:
     assert Condition.parse(condition).holds(old, new) is holds
 
 
 @pytest.mark.parametrize("text", ["", "a", "a>", "a>5ms", "a=5", ">5", "a>+-5", "a>=5", "a>5%"])
-def test_what_is_no_condition(text: str) -> None:
+def test_an_invalid_condition_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--fail-if"):
         Condition.parse(text)
 
 
-def test_row_names_of_sweeps() -> None:
+def test_conditions_take_row_names_of_sweeps() -> None:
     assert Condition.parse("rate=0.5.ttit.p99.9>+1%").row == "rate=0.5.ttit.p99.9"
 
 
-def test_a_condition_that_holds_says_by_how_much() -> None:
+def test_a_condition_that_holds_reports_the_change() -> None:
     verdict = compare.judge(_report(ttit_p99=10), _report(ttit_p99=12), [Condition.parse("ttit.p99>+5%")])
     assert verdict.failed == ("ttit.p99>+5%: 10 → 12 (+20.0%)",)
 
 
-def test_a_row_that_is_missing_is_no_success() -> None:
+def test_a_missing_row_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"second report has no row 'ttit.p99'. Did you mean ttit.p90"):
         compare.judge(_report(ttit_p99=1), _report(ttit_p90=1), [Condition.parse("ttit.p99>+5%")])
 
 
-def test_nothing_is_decided_on_an_invalid_run() -> None:
+def test_conditions_on_an_invalid_run_are_refused() -> None:
     bad = _report({"valid": False}, a=1)
     with pytest.raises(ValueError, match="the second run is invalid"):
         compare.judge(_report(a=1), bad, [Condition.parse("a>+5%")])
     assert "INVALID" in compare.judge(_report(a=1), bad, []).warnings[0]
 
 
-def test_other_experiments_are_pointed_out() -> None:
+def test_a_comparison_of_different_experiments_warns() -> None:
     other = _report(a=1)
     other["parameters"]["load"] = "open loop, poisson 4/s"
     (warning,) = compare.judge(_report(a=1), other, []).warnings
@@ -77,7 +79,7 @@ def test_other_experiments_are_pointed_out() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": [1]}', '{"results": [{"name": "a"}]}', "\x00"])
-def test_what_is_no_report(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"x.json: no report.*--json"):

@@ -1,4 +1,4 @@
-"""`bench.disagg` asks the same of all its deployments; what it measures takes GPUs."""
+"""`bench.disagg` sends the same load to all deployments. Real figures need GPUs."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from bench import disagg
 
 
-def test_a_rate_is_the_same_requests_at_the_same_times_for_all(
+def test_all_deployments_get_the_same_requests_at_the_same_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[list[str]] = []
@@ -27,5 +27,5 @@ def test_a_rate_is_the_same_requests_at_the_same_times_for_all(
         assert disagg.run_load(url, load, tmp_path, "--rate", "22") == {"ttft.p50": 1.0}
     one, other = [dict(zip(command[5::2], command[6::2], strict=True)) for command in sent]
     assert {name for name in one if one[name] != other[name]} == {"--url"}
-    assert int(one["--seed"]) == disagg.SEED, "else each run draws its own"
-    assert float(one["--warmup"]) == 0, "else each leaves out what it finds slow"
+    assert int(one["--seed"]) == disagg.SEED, "otherwise each run has other prompts"
+    assert float(one["--warmup"]) == 0, "otherwise each run excludes another warm-up"

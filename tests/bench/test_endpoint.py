@@ -30,7 +30,7 @@ async def _prompt_lengths(plan: Plan) -> set[int | None]:
 
 
 @pytest.mark.parametrize(("api", "overhead"), [("completions", BOS), ("chat", TEMPLATE)])
-async def test_exact_by_tokenize(api: Api, overhead: int) -> None:
+async def test_prompt_lengths_are_exact_with_tokenize(api: Api, overhead: int) -> None:
     """Words of more than one token are found out, and so is what the server adds itself."""
     async with MockServer(Behavior(ttft=0)) as server:
         plan = await _plan(server, api=api)
@@ -41,7 +41,7 @@ async def test_exact_by_tokenize(api: Api, overhead: int) -> None:
         assert await _prompt_lengths(plan) == {77}
 
 
-async def test_exact_by_token_ids() -> None:
+async def test_prompt_lengths_are_exact_with_token_ids() -> None:
     async with MockServer(Behavior(ttft=0, tokenize=False)) as server:
         plan = await _plan(server)
         assert plan.tokenization.kind == "ids"
@@ -50,7 +50,7 @@ async def test_exact_by_token_ids() -> None:
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
-async def test_a_stated_approximation(api: Api) -> None:
+async def test_approximate_prompt_lengths_are_reported_as_such(api: Api) -> None:
     async with MockServer(Behavior(ttft=0, tokenize=False, token_ids=False)) as server:
         plan = await _plan(server, api=api)
         assert not plan.tokenization.exact
@@ -60,14 +60,14 @@ async def test_a_stated_approximation(api: Api) -> None:
     assert all(n is not None and 60 <= n <= 95 for n in lengths)
 
 
-async def test_nothing_is_counted_at_all() -> None:
+async def test_a_server_without_token_counts() -> None:
     async with MockServer(Behavior(ttft=0, tokenize=False, token_ids=False, usage=False)) as server:
         plan = await _plan(server)
     assert "assumed" in plan.tokenization.statement
     assert any("no usage" in note for note in plan.notes)
 
 
-async def test_a_strict_server_is_asked_without_extensions() -> None:
+async def test_a_strict_server_gets_requests_without_extensions() -> None:
     async with MockServer(Behavior(ttft=0, strict=True)) as server:
         plan = await _plan(server)
         records = await run_client(plan.client_configs()[0])
@@ -77,20 +77,20 @@ async def test_a_strict_server_is_asked_without_extensions() -> None:
     assert [r.output_tokens for r in records] == [3, 3, 3]
 
 
-async def test_a_server_that_ignores_what_it_does_not_know() -> None:
+async def test_a_server_that_ignores_unknown_fields() -> None:
     async with MockServer(Behavior(ttft=0, running_usage=False, tokens_per_chunk=2)) as server:
         plan = await _plan(server)
     assert any("no running usage" in note for note in plan.notes)
 
 
-async def test_models() -> None:
+async def test_the_first_or_the_named_model_is_used() -> None:
     async with MockServer(Behavior(ttft=0)) as server:
         assert (await _plan(server)).target.model == "mock"
         with pytest.raises(EndpointError, match="--model 'other': the server has mock"):
             await _plan(server, model="other")
 
 
-async def test_a_key_is_needed() -> None:
+async def test_a_missing_key_is_reported() -> None:
     async with MockServer(Behavior(ttft=0, api_key="secret")) as server:
         with pytest.raises(EndpointError, match=r"401.*--api-key"):
             await _plan(server)
@@ -99,12 +99,12 @@ async def test_a_key_is_needed() -> None:
     assert "secret" not in str(plan.parameters())
 
 
-async def test_nobody_answers() -> None:
+async def test_a_server_that_does_not_answer() -> None:
     with pytest.raises(EndpointError, match=r"--url http://127.0.0.1:1: no answer.*Start the server"):
         await experiment.prepare(Options(target=TargetOptions(url="http://127.0.0.1:1")))
 
 
-async def test_something_else_answers() -> None:
+async def test_a_server_that_is_not_openai_compatible() -> None:
     async with MockServer(Behavior(ttft=0)) as server:
         with pytest.raises(EndpointError, match=r"lists no model.*without /v1"):
             await experiment.prepare(Options(target=TargetOptions(url=f"{server.url}/metrics")))
@@ -113,13 +113,13 @@ async def test_something_else_answers() -> None:
 @pytest.mark.parametrize(
     ("fault", "said"), [("500", "http_500"), ("html", "garbage"), ("half", "half_streamed")]
 )
-async def test_a_probe_that_fails_says_how(fault: str, said: str) -> None:
+async def test_a_failed_probe_reports_the_failure(fault: str, said: str) -> None:
     async with MockServer(Behavior(ttft=0, faults=(fault,))) as server:  # type: ignore[arg-type]
         with pytest.raises(EndpointError, match=rf"a probe of http.*failed: {said}"):
             await _plan(server)
 
 
-async def test_prompts_that_the_server_must_refuse_are_told_before_the_run() -> None:
+async def test_prompts_that_are_too_long_are_refused_before_the_run() -> None:
     async with MockServer(Behavior(ttft=0, max_model_len=100)) as server:
         await _plan(server, input_len="90", output_len="10")
         with pytest.raises(

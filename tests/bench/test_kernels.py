@@ -1,4 +1,4 @@
-"""bench.kernels on the CPU, in Triton's interpreter: each case runs as on a GPU, but for the clock."""
+"""`bench.kernels` on a CPU, in Triton's interpreter: each case runs as on a GPU, without its clock."""
 
 from collections.abc import Callable, Sequence
 
@@ -53,7 +53,7 @@ def test_every_case_runs_and_makes_rows(cases: Cases) -> None:
     assert rows["kernels.gather.t17"].ratio == 1.0
 
 
-def test_a_sweep_tries_every_choice_and_leaves_the_constants_alone(cases: Cases) -> None:
+def test_a_sweep_tries_every_choice_and_restores_the_constants(cases: Cases) -> None:
     from engine.kernels import decode_attention
 
     stages = decode_attention.STAGES

@@ -33,7 +33,7 @@ from bench.load.traffic.distribution import Distribution
         ("exponential:40", 40, 0),
     ],
 )
-def test_distributions(text: str, mean: float, least: float) -> None:
+def test_distributions_have_their_mean_and_least_value(text: str, mean: float, least: float) -> None:
     found = Distribution.parse(text, "--x")
     rng = np.random.default_rng(1)
     draws = [found.draw(rng) for _ in range(20_000)]
@@ -42,7 +42,7 @@ def test_distributions(text: str, mean: float, least: float) -> None:
     assert Distribution.parse(str(found), "--x") == found
 
 
-def test_objectives() -> None:
+def test_objectives_are_parsed() -> None:
     assert Slo.parse("ttft=0.5s, ttit.p99=15ms,gap=80").bounds == (
         Bound("ttft", "", 500.0),
         Bound("ttit", "p99", 15.0),
@@ -98,6 +98,6 @@ def test_errors_name_the_value_and_the_remedy(make: Callable[[], Any], message: 
         make()
 
 
-def test_addresses_as_clients_are_configured() -> None:
+def test_an_address_may_end_with_v1_or_a_slash() -> None:
     assert TargetOptions(url="http://x:8000/v1/").base == "http://x:8000"
     assert TargetOptions(url="http://x:8000/").base == "http://x:8000"

@@ -94,7 +94,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("kind", PAGES)
-def test_a_page_is_whole_and_loads_nothing(kind: str) -> None:
+def test_a_page_is_valid_and_loads_nothing(kind: str) -> None:
     text = PAGES[kind]()
     tags = _Tags()
     tags.feed(text)
@@ -104,7 +104,7 @@ def test_a_page_is_whole_and_loads_nothing(kind: str) -> None:
     assert "alert('x')</script>" not in text, "what came over the network is text"
 
 
-def test_a_page_shows_what_spoils_its_numbers() -> None:
+def test_a_page_shows_why_its_numbers_are_invalid() -> None:
     text = page([_report(died=["client process 0 died"], incomplete=True, failed=3)], ["x"])
     for said in (
         "INVALID",
@@ -116,7 +116,7 @@ def test_a_page_shows_what_spoils_its_numbers() -> None:
         assert said in text, said
 
 
-def test_lines_are_where_the_numbers_are() -> None:
+def test_lines_of_a_chart_are_at_their_values() -> None:
     svg = Chart("t", "x", "y", [Line("one", [(0, 0), (50, 10), (100, 20)], 0)], log_y=False).svg()
     points = re.search(r'<polyline[^>]*points="([^"]+)"', svg)
     assert points is not None
@@ -127,7 +127,7 @@ def test_lines_are_where_the_numbers_are() -> None:
     assert y0 > y2, "larger is higher"
 
 
-def test_another_bench_is_no_load_test() -> None:
+def test_a_report_of_another_bench_is_refused() -> None:
     with pytest.raises(ValueError, match="kv is no report of a load test"):
         page([{"bench": "kv", "results": [], "parameters": {}}], ["kv"])
 

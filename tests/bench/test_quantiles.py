@@ -8,7 +8,7 @@ import pytest
 from bench.load.measurement.quantiles import Series
 
 
-def test_nearest_rank() -> None:
+def test_quantiles_are_by_nearest_rank() -> None:
     found = Series.of([[float(x)] for x in range(1, 1001)]).estimates()
     assert {name: e.value for name, e in found.items()} == {
         "p50": 500.0,
@@ -27,7 +27,7 @@ def test_too_few_samples_have_no_upper_bound() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 20])
-def test_the_interval_covers_the_truth(size: int) -> None:
+def test_the_interval_covers_the_true_value(size: int) -> None:
     """95 of 100 times, also where the samples of a cluster are all alike."""
     rng = np.random.default_rng(4)
     covered = 0
@@ -58,6 +58,6 @@ def test_the_curve_ends_at_the_maximum_and_never_falls() -> None:
     assert all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(curve))
 
 
-def test_nothing_was_measured() -> None:
+def test_an_empty_series_has_no_quantiles() -> None:
     assert Series.of([[], []]).estimates() == {}
     assert Series.of([]).curve() == []

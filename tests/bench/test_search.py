@@ -26,12 +26,12 @@ def test_the_rate_found_is_good_and_close(capacity: float, first: float) -> None
     assert len(set(rates)) == len(rates)
 
 
-def test_no_rate_is_good() -> None:
+def test_no_good_rate_gives_none() -> None:
     found, rates = _search(0.0, 1.0)
     assert found is None
     assert min(rates) >= LEAST_RATE
 
 
-def test_every_rate_is_good() -> None:
+def test_a_search_ends_if_every_rate_is_good() -> None:
     found, rates = _search(1e9, 1.0)
     assert found == max(rates) <= MOST_RATE

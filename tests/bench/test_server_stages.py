@@ -30,7 +30,7 @@ def _snapshot(*pages: str) -> dict[str, Histogram]:
     return found
 
 
-def test_what_was_added() -> None:
+def test_stages_are_what_was_added_during_the_run() -> None:
     before = _snapshot(_histogram(QUEUE, [9.0] * 5))
     view = between(before, _snapshot(_histogram(QUEUE, [9.0] * 5 + [0.003] * 90 + [0.1] * 10)))
     (stage,) = view.stages
@@ -40,7 +40,7 @@ def test_what_was_added() -> None:
     assert 0.064 < stage.p99 <= 0.128
 
 
-def test_workers_and_labels_add_up() -> None:
+def test_workers_and_labels_are_summed() -> None:
     labelled = _histogram("baton:kv_exposed_seconds", [0.01] * 3).replace('{le="', '{worker="1",le="')
     view = between({}, _snapshot(labelled, _histogram("baton:kv_exposed_seconds", [0.03])))
     (stage,) = view.stages
@@ -57,7 +57,7 @@ def test_workers_and_labels_add_up() -> None:
         (_snapshot(_histogram(QUEUE, [1.0] * 5)), _snapshot(_histogram(QUEUE, [1.0])), "restarted"),
     ],
 )
-def test_no_stages_and_why(before: Snapshot, after: Snapshot, said: str) -> None:
+def test_missing_stages_have_a_reason(before: Snapshot, after: Snapshot, said: str) -> None:
     view = between(before, after)
     assert view == ServerView((), view.statement)
     assert said in view.statement
@@ -72,7 +72,7 @@ def test_no_stages_and_why(before: Snapshot, after: Snapshot, said: str) -> None
         (None, []),
     ],
 )
-async def test_pages_of_workers(status: Any, workers: list[str]) -> None:
+async def test_the_pages_of_baton_workers_are_found(status: Any, workers: list[str]) -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response(status) if status is not None else web.Response(status=404)
 
@@ -84,14 +84,14 @@ async def test_pages_of_workers(status: Any, workers: list[str]) -> None:
     assert found == [f"{url}/metrics", *(f"http://{worker}/metrics" for worker in workers)]
 
 
-async def test_pages_that_cannot_be_used() -> None:
+async def test_unusable_pages_have_a_reason() -> None:
     async with MockServer(Behavior(metrics=False)) as server, new_http_session(5.0) as http:
         assert "404" in await scrape(http, [f"{server.url}/metrics"], {})
         assert "not in Prometheus" in await scrape(http, [f"{server.url}/v1/models"], {})
         assert "127.0.0.1:1" in await scrape(http, ["http://127.0.0.1:1/metrics"], {})
 
 
-async def test_a_page_that_comes_in_pieces_is_read_to_its_end() -> None:
+async def test_a_page_in_several_pieces_is_read_to_its_end() -> None:
     async def page(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)

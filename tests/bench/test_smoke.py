@@ -1,7 +1,6 @@
-"""Every bench runs to its report, at the smallest sizes. The figures mean nothing here.
+"""Every bench runs to its report at the smallest size. The figures mean nothing.
 
-A stand-in takes the place of `baton serve` and of a load by `baton bench`. `make test-long` runs these
-benches with `--short` and with real clusters.
+A stand-in replaces workers and `baton bench`. `make test-long` runs some benches with real processes.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def test_the_readme_names_every_bench() -> None:
 
 
 @pytest.mark.parametrize("name", [*ON_GPU, *ON_CPU])
-def test_without_a_gpu_it_refuses_to_measure_one(
+def test_a_bench_refuses_a_gpu_that_is_not_there(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(contract, "gpus", list)
@@ -121,7 +120,7 @@ def check_flags(command: str, *flags: str) -> None:
 
 
 class StandInRoles(Roles):
-    """Starts nothing, and takes only flags that the role takes."""
+    """Starts no process. Raises an error for flags that the role does not take."""
 
     def start(self, role: str, *flags: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
         check_flags(role, *flags)
@@ -185,8 +184,8 @@ def test_runs_kv(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kv, "SIZES", (1,))
     threads = torch.get_num_threads()
     flags = ("--short", "--lanes", "1", "--slots", "4", "--slot-bytes", str(MIB))
-    # One for all variants: each would start four processes.
-    with contextlib.closing(Pair(kv.Settings(1, 4, MIB, None, MIB, device="cpu"))) as pair:
+    # One pair for all variants, since each pair starts four processes.
+    with contextlib.closing(Pair(kv.Settings(1, 4, MIB, MIB, device="cpu"))) as pair:
         shared = SimpleNamespace(seconds=pair.seconds, cpu_seconds=pair.cpu_seconds, close=lambda: None)
         monkeypatch.setattr(kv, "Pair", lambda settings: shared)
         rows = run("kv", *flags)
@@ -212,12 +211,12 @@ def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytes
     assert {"routing_sim.multi_turn.w64.changes.sticky.hits", "routing_sim.mooncake.w4.bound"} <= {*rows}
 
 
-# ---------------------------------------------------------------- a router before fake workers
+# ---------------------------------------------------------------- a router with fake workers
 
 
 @pytest.fixture(scope="module")
 def routed() -> Iterator[tuple[Roles, ends.FakeWorkers, dict[str, Any]]]:
-    """Real fake workers, and a real router before them."""
+    """Fake workers in their process, and a real router."""
     with Roles() as roles, contextlib.closing(ends.FakeWorkers(roles.secret)) as workers:
         yield roles, workers, router.start_router(roles, workers)
 
@@ -242,7 +241,7 @@ def shared(
     monkeypatch.setattr(router, "FakeWorkers", lambda secret: contextlib.nullcontext(workers))
     monkeypatch.setattr(router, "WARM_UP", 1)
     monkeypatch.setattr(router, "PERIODS", 1)
-    # In so short a time the kernel may count none.
+    # In such a short time the kernel may count no CPU time.
     monkeypatch.setattr(router, "cpu_seconds", lambda pid: ends.cpu_seconds(pid) + time.monotonic())
     monkeypatch.setattr(contextlib, "closing", lambda given: given)
     monkeypatch.setattr("gc.disable", lambda: None)
@@ -260,7 +259,7 @@ def test_runs_router(
     monkeypatch.setattr(router, "large_requests", lambda: large)
     few = partial(router.decisions, 100, 2)
     monkeypatch.setattr(router, "decisions", lambda workers, count, busy: few(busy=busy))
-    with ends.Load(routed[2]["url"], 1) as load:  # one for all: each is a process
+    with ends.Load(routed[2]["url"], 1) as load:  # one load for all, since each is a process
         monkeypatch.setattr(router, "Load", lambda url, streams: contextlib.nullcontext(load))
         rows = run("router", "--pairs", "100", "--streams", "1", "--seconds", "0.1")
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
@@ -306,7 +305,7 @@ def test_runs_disagg(
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["disagg", "engine"])
-def test_the_short_form_measures(name: str, tmp_path: Path) -> None:
+def test_the_short_form_runs_with_real_processes(name: str, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     command = [sys.executable, "-m", f"bench.{name}", "--short", "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)

@@ -33,7 +33,7 @@ def test_a_constant_series_is_not_cut() -> None:
     assert found.steady is True
 
 
-def test_what_hardly_differs_is_not_cut() -> None:
+def test_a_small_difference_is_not_cut() -> None:
     values = np.full(200, 0.2)
     values[:90] += 0.001
     assert _detect(values).begin == 0.0
@@ -45,13 +45,13 @@ def test_a_growing_queue_is_not_steady() -> None:
     assert "rises" in found.statement
 
 
-def test_too_few_to_tell() -> None:
+def test_too_few_requests_to_detect_a_warm_up() -> None:
     found = _detect(_noise(20))
     assert (found.begin, found.steady) == (0.0, None)
     assert "20 requests are too few" in found.statement
 
 
-def test_a_warm_up_that_was_asked_for() -> None:
+def test_a_given_warm_up_is_excluded() -> None:
     times = [i * 0.1 for i in range(400)]
     found = steady_state.fixed_warm_up(5.0, times, _noise(400).tolist())
     assert (found.begin, found.steady) == (5.0, True)

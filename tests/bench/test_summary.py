@@ -16,7 +16,7 @@ def _every(count: int, spacing: float = 0.1, **more: object) -> list[Record]:
     return [record(i * spacing, index=i, **more) for i in range(count)]  # type: ignore[arg-type]
 
 
-def test_exact_latencies() -> None:
+def test_latencies_are_exact() -> None:
     records = [record(i * 0.1, ttft=0.2, gaps=(0.03,) * 9 + (0.15,)) for i in range(100)]
     found = _summary(records).latencies
     assert found["ttft"]["p99"].value == pytest.approx(200)
@@ -34,7 +34,7 @@ def test_latency_counts_from_the_intended_time() -> None:
     assert _summary([late]).latencies["ttft"]["p50"].value == pytest.approx(500)
 
 
-def test_throughput_is_what_arrived_within_the_window() -> None:
+def test_throughput_counts_arrivals_within_the_window() -> None:
     records = _every(101, ttft=0.05, gaps=(0.01, 0.01))
     found = _summary(records)
     assert (found.begin, found.end) == (0.0, pytest.approx(10.0))
@@ -42,7 +42,7 @@ def test_throughput_is_what_arrived_within_the_window() -> None:
     assert found.requests_per_s == pytest.approx(10, rel=0.02)
 
 
-def test_throughput_does_not_count_the_time_in_which_the_server_filled_up() -> None:
+def test_throughput_excludes_the_time_before_the_first_answer() -> None:
     """10 requests a second of 4 s each: nothing is complete in the first 4 s."""
     found = _summary(_every(201, ttft=1.0, gaps=(0.5,) * 6))
     assert found.requests_per_s == pytest.approx(10, rel=0.02)
@@ -50,7 +50,7 @@ def test_throughput_does_not_count_the_time_in_which_the_server_filled_up() -> N
     assert "throughput from 4.0 s on" in found.window_statement
 
 
-def test_the_warm_up_counts_nowhere() -> None:
+def test_the_warm_up_is_excluded_everywhere() -> None:
     slow = [record(i * 0.1, ttft=3.0, index=i) for i in range(20)]
     found = _summary(slow + [record(2 + i * 0.1, ttft=0.1, index=i) for i in range(60)], warm_up=2.0)
     assert found.sent == 60
@@ -88,7 +88,7 @@ def test_a_server_that_fails_fast_cannot_meet_a_bound_on_quantiles() -> None:
     assert _summary(failed, "ttft.p99=500").slo_met is False
 
 
-def test_what_ctrl_c_cut_off_is_no_failure() -> None:
+def test_an_interrupted_request_is_no_failure() -> None:
     cut = record(9.0, failure=Failure.INTERRUPTED, detail="x", output_tokens=None)
     found = _summary([*_every(50), cut], "ttft=500")
     assert (found.sent, found.failed, found.interrupted) == (50, 0, 1)
@@ -109,17 +109,17 @@ def test_what_ctrl_c_cut_off_is_no_failure() -> None:
         ("ttft=100,gap=29", False),
     ],
 )
-def test_bounds_on_a_request(slo: str, met: bool) -> None:
+def test_bounds_on_a_request_decide_goodput(slo: str, met: bool) -> None:
     one = record(0.0, ttft=0.1, gaps=(0.01, 0.03))
     value = {bound.metric: round(request_value(one, bound.metric) or 0, 6) for bound in Slo.parse(slo).bounds}
     assert Slo.parse(slo).met_by_request(lambda metric: value[metric]) is met
 
 
-def test_a_single_token_has_no_gap_to_miss() -> None:
+def test_an_answer_of_one_token_meets_bounds_on_gaps() -> None:
     assert _summary([record(0.0)], "ttit=1,gap=1,handover=1").goodput_share == 1.0
 
 
-def test_several_tokens_in_a_chunk() -> None:
+def test_a_chunk_of_several_tokens_with_running_usage() -> None:
     found = _summary([record(0.0, gaps=(0.04, 0.04), tokens=(1, 4, 4))])
     assert found.tokens_per_chunk == 3
     assert found.latencies["ttit"]["p50"].value == pytest.approx(40), "as it came"
@@ -127,12 +127,12 @@ def test_several_tokens_in_a_chunk() -> None:
     assert found.latencies["ttit.request"]["p50"].value == pytest.approx(10)
 
 
-def test_several_tokens_in_a_chunk_without_running_usage() -> None:
+def test_a_chunk_of_several_tokens_without_running_usage() -> None:
     found = _summary([record(0.0, gaps=(0.04, 0.04), output_tokens=9)])
     assert found.latencies["ttit.normalized"]["p50"].value == pytest.approx(10)
 
 
-def test_lengths_that_the_server_counted_otherwise() -> None:
+def test_lengths_other_than_asked_for_are_counted() -> None:
     records = _every(3, asked_input=100, prompt_tokens=100, asked_output=5, output_tokens=5)
     records += _every(1, asked_input=100, prompt_tokens=103, asked_output=5, output_tokens=2)
     found = _summary(records)
@@ -140,7 +140,7 @@ def test_lengths_that_the_server_counted_otherwise() -> None:
     assert found.input_lengths == (100, 100.75, 103)
 
 
-def test_nothing_came_back() -> None:
+def test_a_run_without_records() -> None:
     found = _summary([], "ttft=1")
     assert (found.sent, found.latencies, found.timeline) == (0, {}, [])
     assert found.slo_met is False

@@ -29,14 +29,14 @@ def test_a_prompt_has_exactly_its_length(length: int) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(512, 512, 1), (5, 1, 1), (1, 1, 1, 9), (2, 3), (700, 6)])
-def test_the_overhead_comes_off_the_end(lengths: tuple[int, ...]) -> None:
+def test_the_end_of_a_prompt_gets_shorter_by_the_overhead(lengths: tuple[int, ...]) -> None:
     composer = Composer(Tokenization("text", EXACT.words, 1.0, 3, True, ""))
     prompt = composer.compose([Segment((i,), n) for i, n in enumerate(lengths)])
     assert isinstance(prompt, str)
     assert len(prompt.split()) == sum(lengths) - 3
 
 
-def test_token_ids_have_exactly_their_number() -> None:
+def test_a_prompt_of_token_ids_has_exactly_its_length() -> None:
     composer = Composer(Tokenization("ids", (), 1.0, 0, True, ""))
     prompt = composer.compose([Segment((1,), 300), Segment((2,), 5)])
     assert isinstance(prompt, list)
@@ -45,7 +45,7 @@ def test_token_ids_have_exactly_their_number() -> None:
     assert composer.compose([Segment((1,), 300)]) == prompt[:300]
 
 
-def test_the_same_segment_is_the_same_text_and_a_cut_one_its_start() -> None:
+def test_a_shorter_segment_is_the_start_of_the_longer_one() -> None:
     composer = Composer(Tokenization("text", EXACT.words, 1.0, 0, True, ""))
     whole, again, cut, other = (
         composer.compose([Segment((1, 2), 50)]),
@@ -60,7 +60,7 @@ def test_the_same_segment_is_the_same_text_and_a_cut_one_its_start() -> None:
     assert whole != other
 
 
-def test_prompts_differ_from_their_start() -> None:
+def test_prompts_differ_from_their_first_token() -> None:
     """No prefix cache may help a workload that shares nothing."""
     workload = Synthetic(1, _fixed(64), _fixed(4))
     composer = Composer(EXACT)
@@ -77,7 +77,7 @@ def test_lengths_follow_their_distribution() -> None:
     assert np.mean([t.output_tokens for t in turns]) == pytest.approx(50, rel=0.02)
 
 
-def test_sessions_are_the_same_in_every_process_and_others_with_another_seed() -> None:
+def test_sessions_depend_only_on_seed_and_index() -> None:
     def sessions(seed: int) -> list[Session]:
         workload = Synthetic(
             seed, Distribution("lognormal", (100, 0.5)), _fixed(4), turns=Distribution("uniform", (1, 6))
@@ -88,7 +88,7 @@ def test_sessions_are_the_same_in_every_process_and_others_with_another_seed() -
     assert sessions(3) != sessions(4)
 
 
-def test_groups_share_their_prefix_and_nothing_else() -> None:
+def test_groups_share_only_their_prefix() -> None:
     workload = Synthetic(1, _fixed(100), _fixed(4), prefix_groups=3, prefix_len=40)
     composer = Composer(EXACT)
     prompts = [str(composer.compose(workload.session(i).turns[0].segments)) for i in range(60)]
@@ -97,7 +97,7 @@ def test_groups_share_their_prefix_and_nothing_else() -> None:
     assert len({" ".join(p.split()[40:46]) for p in prompts}) == 60
 
 
-def test_only_later_turns_think() -> None:
+def test_only_later_turns_have_think_time() -> None:
     workload = Synthetic(1, _fixed(9), _fixed(4), turns=_fixed(3), think_time=_fixed(2))
     session = workload.session(0)
     assert [t.think_seconds for t in session.turns] == [0, 2, 2]
@@ -121,7 +121,7 @@ def test_a_trace_keeps_times_lengths_and_shared_blocks() -> None:
     assert first.turns[0].segments[2] != second.turns[0].segments[2]
 
 
-def test_fewer_ids_than_blocks_leave_a_tail_of_its_own() -> None:
+def test_tokens_without_a_hash_id_are_unique() -> None:
     """Some tools write ids of whole blocks only."""
     first, second = _sessions(_trace((0, 1300, 20, [1, 2]), (1, 1300, 20, [1, 2])))
     assert first.turns[0].input_tokens == 1300
@@ -129,7 +129,7 @@ def test_fewer_ids_than_blocks_leave_a_tail_of_its_own() -> None:
     assert first.turns[0].segments[2] != second.turns[0].segments[2]
 
 
-def test_length_scale_keeps_what_is_shared() -> None:
+def test_length_scale_keeps_the_shared_share() -> None:
     first, second = _sessions(_trace((0, 1024, 100, [1, 2]), (1, 1536, 100, [1, 2, 3])), scale=0.1)
     assert [s.length for s in first.turns[0].segments] == [51, 51]
     assert second.turns[0].segments[:2] == first.turns[0].segments[:2]
@@ -145,19 +145,19 @@ def test_length_scale_keeps_what_is_shared() -> None:
         ("", "is empty"),
     ],
 )
-def test_a_broken_trace_names_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_of_a_broken_trace_names_the_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         datasets.read_trace(path)
 
 
-def test_a_trace_that_is_not_there() -> None:
+def test_a_missing_trace_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"nowhere.*No such file"):
         datasets.read_trace(Path("nowhere"))
 
 
-def test_conversations_with_question_and_answer_in_turn(tmp_path: Path) -> None:
+def test_conversations_alternate_question_and_answer(tmp_path: Path) -> None:
     said = {
         "twice": ["human:q1", "gpt:a1", "human:q2", "gpt:a2", "human:q3"],
         "system first": ["system:s", "human:q4", "gpt:a4"],
@@ -184,7 +184,7 @@ def test_conversations_with_question_and_answer_in_turn(tmp_path: Path) -> None:
     assert len(datasets.read_conversations(path, 2, 1, seed=1)) == 2
 
 
-def test_conversations_of_another_shape_say_so(tmp_path: Path) -> None:
+def test_conversations_of_another_shape_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     path.write_text('[{"conversations": "hello"}]')
     with pytest.raises(ValueError, match="ShareGPT-style"):
@@ -199,14 +199,14 @@ def test_replies_give_the_output_lengths() -> None:
     assert sessions[0].turns[1].text == "q2"
 
 
-def test_a_list_is_sent_once_if_it_has_times_and_over_and_over_if_not() -> None:
+def test_a_timed_list_is_sent_once_and_another_list_repeats() -> None:
     sessions = tuple(Session((Turn(i + 1, text="x"),), at=float(i)) for i in range(3))
     assert Listed(sessions, timed=True).count == 3
     assert Listed(sessions).count is None
     assert Listed(sessions).session(4) == sessions[1]
 
 
-def test_the_samples_can_be_used() -> None:
+def test_the_samples_are_valid() -> None:
     lines = datasets.read_trace(SAMPLE_TRACE)
     shared = {i for line in lines for i in line.hash_ids}
     assert sum(len(line.hash_ids) for line in lines) > 2 * len(shared), "the point of the trace is its reuse"
