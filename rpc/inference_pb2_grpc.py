@@ -45,7 +45,7 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """The answer as it is generated. Ending the call cancels it everywhere.
+        """Streams the output as it is generated. When the client ends the call, the generation is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

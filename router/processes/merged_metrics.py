@@ -2,7 +2,7 @@
 
 Each process counts in its own memory, without files or locks. (`prometheus_client`'s multiprocess mode writes
 each observation to a mapped file.) Only a scrape pays for the sums. Counters and histograms of a process that
-died stay in the sums as last scraped, because a sum that falls would look like a restart of all processes.
+died stay in the sums, as last scraped. A sum that falls would look like a restart of all processes.
 """
 
 from collections.abc import Iterable, Mapping

@@ -32,8 +32,8 @@ from rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import TEXT
 
-KEY = "sk-a-key-that-nobody-may-see"
-SALT = "a-salt-that-nobody-may-see"
+KEY = "sk-a-secret-key"
+SALT = "a-secret-salt"
 AS_CLIENT = {"Authorization": f"Bearer {KEY}"}
 SUCCESS = 'vllm:request_success_total{finished_reason="stop",model_name="fake",role="router"}'
 
