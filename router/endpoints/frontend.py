@@ -5,13 +5,13 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Literal
 
 from router.active_request import ActiveRequest, Services
 from router.admission.account import Account
-from router.admission.keys import ANY_CLIENT, ApiKey, KeyRing
+from router.admission.keys import ANY_CLIENT, KeyRing
 from router.admission.queue import Entry
 from router.api.bodies import ChatOptions, CompletionOptions
 from router.api.jobs import Context, make_jobs
@@ -117,9 +117,13 @@ class Frontend:
         began = time.monotonic()
         with self._services.active.preparing():
             limit = min(self._services.request_timeout, math.inf if timeout is None else timeout)
-            prepared = await self._prepare(kind, raw, entry.key, limit)
+            async with _deadline(limit, began):
+                prepared = await self._preparer.prepare(kind, raw, self._served, entry.key.name)
             assert isinstance(prepared, Prepared)
             body = prepared.options
+            limit = min(limit, math.inf if body.timeout is None else body.timeout)
+            async with _deadline(limit, began):
+                structure = await self._structure(body, entry.key.name)
             jobs = make_jobs(
                 body,
                 prepared.prompts,
@@ -128,16 +132,15 @@ class Frontend:
                 session=session,
                 cache_salt=entry.key.cache_salt,
                 tenant=entry.key.tenant,
-                structure=await self._structure(body, entry.key.name),
+                structure=structure,
             )
-        deadline = began + min(limit, math.inf if body.timeout is None else body.timeout)
         return ActiveRequest(
             self._services,
             prepared,
             jobs,
             entry,
             name=name,
-            deadline=deadline,
+            deadline=began + limit,
             traceparent=valid_traceparent(traceparent),
         )
 
@@ -147,20 +150,12 @@ class Frontend:
         """Returns the JSON response to /tokenize or /detokenize. Raises ApiError."""
         account.enter()
         try:
-            response = await self._prepare(kind, raw, account.key, self._services.request_timeout)
+            async with _deadline(self._services.request_timeout, time.monotonic()):
+                response = await self._preparer.prepare(kind, raw, self._served, account.key.name)
         finally:
             account.leave()
         assert isinstance(response, bytes)
         return response
-
-    async def _prepare(
-        self, kind: Kind, raw: bytes | bytearray, key: ApiKey, timeout: float
-    ) -> Prepared | bytes:
-        try:
-            async with asyncio.timeout(timeout):
-                return await self._preparer.prepare(kind, raw, self._served, key.name)
-        except TimeoutError:
-            raise TimedOut(f"the request was not prepared within {timeout:g} s") from None
 
     async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
         """Returns the constraint that workers must enforce on the output. Raises InvalidRequest."""
@@ -183,3 +178,13 @@ class Frontend:
                 f"tools: {len(grammar)} characters are too many for tool_choice", param="tools"
             )
         return Structure("grammar", grammar, "tools")
+
+
+@asynccontextmanager
+async def _deadline(seconds: float, began: float) -> AsyncIterator[None]:
+    """Raises TimedOut at `began` (time.monotonic()) + `seconds`."""
+    try:
+        async with asyncio.timeout(began + seconds - time.monotonic()):
+            yield
+    except TimeoutError:
+        raise TimedOut(f"the request was not prepared within {seconds:g} s") from None

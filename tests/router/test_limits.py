@@ -4,7 +4,11 @@ import asyncio
 import gzip
 from pathlib import Path
 
+import pytest
+
 from router.admission.keys import ApiKey, api_keys
+from router.api.structured import Structure
+from router.preparation.grammar_checker import GrammarChecker
 from router.text.tokenizer import ModelTokenizer
 
 from .conftest import TEXT, Cluster, make_cluster
@@ -93,6 +97,17 @@ async def test_the_client_sets_a_timeout(cluster: Cluster):
             assert (await response.json())["error"]["param"] == "x-request-timeout"
     status, result = await cluster.post("/v1/completions", prompt="x", timeout=0)
     assert (status, result["error"]["param"]) == (400, "timeout")
+
+
+async def test_a_deadline_ends_the_wait_for_a_grammar(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    async def hangs(checker: GrammarChecker, given: Structure, key: str) -> Structure:
+        return await asyncio.Future()
+
+    monkeypatch.setattr(GrammarChecker, "check", hangs)
+    body = {"messages": CHAT, "response_format": {"type": "json_object"}, "timeout": 0.3}
+    async with asyncio.timeout(5):
+        status, answer = await cluster.post("/v1/chat/completions", **body)
+    assert (status, answer["error"]["code"]) == (504, "timeout")
 
 
 async def test_a_deadline_counts_while_a_request_waits_for_its_turn(cluster: Cluster):
