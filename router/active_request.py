@@ -48,7 +48,7 @@ class Services:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenCounts:
     """Tokens of a request, as its client is told."""
 
     prompt_tokens: int
@@ -250,9 +250,9 @@ class ActiveRequest:
                 error = self._error.message
             span.end(error or ("" if self.finished else "aborted"))
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenCounts:
         """Counts up to now."""
-        return Usage(
+        return TokenCounts(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=sum(generation.cached_tokens for generation in self._generations[:: self.body.n]),

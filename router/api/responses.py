@@ -206,7 +206,7 @@ class VersionResponse(ResponseModel):
     version: str
 
 
-class WorkerStatus(ResponseModel):
+class StatusWorker(ResponseModel):
     """A worker. `description` and `status` are WorkerDescription and WorkerStatus of proto/worker.proto."""
 
     address: str
@@ -221,7 +221,7 @@ class WorkerStatus(ResponseModel):
     status: dict[str, Any]
 
 
-class RouterStatus(ResponseModel):
+class StatusRouter(ResponseModel):
     index: int
     pid: int
     model: str
@@ -237,6 +237,6 @@ class RouterStatus(ResponseModel):
 class StatusResponse(ResponseModel):
     """`cluster` is the report of the supervisor of `baton serve`; null without one."""
 
-    router: RouterStatus
-    workers: list[WorkerStatus]
+    router: StatusRouter
+    workers: list[StatusWorker]
     cluster: dict[str, Any] | None

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from router.active_request import ActiveRequest, Usage
+from router.active_request import ActiveRequest, TokenCounts
 from router.api.bodies import ChatOptions, CompletionOptions
 from router.generation.choice import Delta
 from router.text.tokenizer import ModelTokenizer
@@ -253,7 +253,7 @@ def _tool_call(piece: Piece) -> dict[str, Any]:
     return {"index": piece.call, "id": call_id, "type": "function", "function": function}
 
 
-def _usage(used: Usage) -> dict[str, Any]:
+def _usage(used: TokenCounts) -> dict[str, Any]:
     return {
         "prompt_tokens": used.prompt_tokens,
         "completion_tokens": used.completion_tokens,
