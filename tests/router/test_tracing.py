@@ -1,4 +1,4 @@
-"""One request is one trace: what a router adds to it, over both faces, and when workers fail."""
+"""One request is one trace: the spans of a router over HTTP and gRPC, and when workers fail."""
 
 from __future__ import annotations
 
