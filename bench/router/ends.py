@@ -81,7 +81,7 @@ def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) ->
 
 
 class Load:
-    """Keeps `streams` completions open through the router, from a process of its own."""
+    """Keeps `streams` completions open through the router, from a child process."""
 
     def __init__(self, url: str, streams: int) -> None:
         self.tokens = CONTEXT.Value("L", 0)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from bench.load.measurement.self_check import check
-from bench.load.traffic.wire import Load
+from bench.load.traffic.wire import ClientUsage
 
-IDLE = Load(elapsed=10.0, cpu=1.0, waited=0.1, stalls=[0.0005] * 1000)
+IDLE = ClientUsage(elapsed=10.0, cpu=1.0, waited=0.1, stalls=[0.0005] * 1000)
 
 
-def _reasons(load: Load = IDLE, lags: tuple[float, ...] = (0.0,) * 100, **more: object) -> tuple[str, ...]:
+def _reasons(
+    load: ClientUsage = IDLE, lags: tuple[float, ...] = (0.0,) * 100, **more: object
+) -> tuple[str, ...]:
     fields = {"ttft_p50": 0.05, "gap_p50": 0.01, "died": ()} | more
     return check([IDLE, load], lags, **fields).reasons  # type: ignore[arg-type]
 
@@ -23,18 +25,18 @@ def test_late_sends_make_a_run_invalid() -> None:
 
 
 def test_a_stalled_event_loop_makes_a_run_invalid() -> None:
-    (reason,) = _reasons(Load(10.0, 1.0, 0.1, [0.02] * 1000))
+    (reason,) = _reasons(ClientUsage(10.0, 1.0, 0.1, [0.02] * 1000))
     assert "event loop stalled" in reason
 
 
 def test_a_busy_core_makes_a_run_invalid() -> None:
-    (reason,) = _reasons(Load(10.0, 9.5, 0.1, [0.0] * 1000))
+    (reason,) = _reasons(ClientUsage(10.0, 9.5, 0.1, [0.0] * 1000))
     assert "95% of a core" in reason
     assert "--processes" in reason
 
 
 def test_waiting_for_a_core_makes_a_run_invalid() -> None:
-    (reason,) = _reasons(Load(10.0, 1.0, 3.0, [0.0] * 1000))
+    (reason,) = _reasons(ClientUsage(10.0, 1.0, 3.0, [0.0] * 1000))
     assert "waited for a core 30%" in reason
 
 

@@ -1,9 +1,8 @@
-"""Prompts of exact lengths in the server's own tokens.
+"""Prompts with exact lengths in the tokens of the server.
 
-A prompt is a row of segments, and a segment is (seed, length): the same segment is the same text wherever it
-stands, which is how shared prefixes and Mooncake's blocks are made. Text is a row of common words that the
-server's tokenizer was seen to take as one token each, so that lengths add up (`endpoint.find_tokenization`
-checks this against `/tokenize`).
+A prompt is a sequence of segments. A segment is (seed, length), and the same segment is always the same text.
+So prompts can share prefixes or the blocks of a trace. Text is made of common words that are one token each
+for the server, so that lengths add up (`endpoint.find_tokenization` checks this with `/tokenize`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A client process: `python -m bench.load.traffic.client_process`, started by `fleet`.
 
 Life: read the configuration from stdin → write Ready → read Start → write a record for each request that ends
-→ write Load → exit. If stdin ends, the parent has died, and the process ends at once.
+→ write ClientUsage → exit. If stdin ends, the parent has died, and the process ends at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from pathlib import Path
 import uvloop
 
 from bench.load.traffic.client import Client, ClientConfig
-from bench.load.traffic.wire import Finished, Load, Progress, Ready, Start, Stop, commands, frame, read_frame
+from bench.load.traffic.wire import (
+    ClientUsage,
+    Finished,
+    Progress,
+    Ready,
+    Start,
+    Stop,
+    commands,
+    frame,
+    read_frame,
+)
 
 STALL_PERIOD = 0.01
 _PROGRESS_PERIOD = 0.25
@@ -50,7 +60,7 @@ async def main() -> None:
     ]
     began, cpu, waited = time.monotonic(), time.process_time(), _waited()
     await client.run(start.at, stop)
-    load = Load(
+    load = ClientUsage(
         elapsed=time.monotonic() - began,
         cpu=time.process_time() - cpu,
         waited=_waited() - waited,

@@ -12,7 +12,17 @@ from pathlib import Path
 
 from bench.load.target.record import Failure, Record
 from bench.load.traffic.client import ClientConfig
-from bench.load.traffic.wire import Finished, Load, Progress, Ready, Start, Stop, frame, messages, read_frame
+from bench.load.traffic.wire import (
+    ClientUsage,
+    Finished,
+    Progress,
+    Ready,
+    Start,
+    Stop,
+    frame,
+    messages,
+    read_frame,
+)
 
 _HEADSTART_SECONDS = 0.2  # from the Start message to the start, so that all clients get it in time
 _STOP_SECONDS = 10.0
@@ -54,7 +64,7 @@ class Harvest:
     started: float = 0.0
     ended: float = 0.0
     records: list[Record] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[ClientUsage] = field(default_factory=list)
     sent: dict[int, int] = field(default_factory=dict)
     in_flight: dict[int, int] = field(default_factory=dict)
     interrupted: bool = False
@@ -116,7 +126,7 @@ class Fleet:
                     self.stop()
             elif isinstance(message, Progress):
                 harvest.sent[index], harvest.in_flight[index] = message.sent, message.in_flight
-            elif isinstance(message, Load):
+            elif isinstance(message, ClientUsage):
                 harvest.loads.append(message)
                 return
         # A client that was stopped before its start reports nothing.

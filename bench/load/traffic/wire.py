@@ -34,7 +34,7 @@ class Finished(msgspec.Struct, tag=True):
     record: Record
 
 
-class Load(msgspec.Struct, tag=True):
+class ClientUsage(msgspec.Struct, tag=True):
     """How busy a client process was during the run, in seconds.
 
     Attributes:
@@ -49,7 +49,7 @@ class Load(msgspec.Struct, tag=True):
 
 
 Command = ClientConfig | Start | Stop
-Message = Ready | Progress | Finished | Load
+Message = Ready | Progress | Finished | ClientUsage
 
 commands = msgspec.msgpack.Decoder(Command)
 messages = msgspec.msgpack.Decoder(Message)
