@@ -110,6 +110,7 @@ class DecodeRole:
             prefill_id=source.prefill_id,
             kv_address=source.kv_address,
             incarnation=source.incarnation,
+            attempt=0,
             block_ids=attempt.block_ids,
             num_tokens=attempt.prompt_tokens + attempt.output_tokens,
         )

@@ -19,7 +19,7 @@ Roles use the interfaces of `transport`. Behind them, engine processes touch KV 
 `docs/protocol.md`.
 """
 
-from kv_transfer.arena import Arena
+from kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from kv_transfer.arena_transport import ArenaTransport
 from kv_transfer.config import TransferConfig, TransferDeadlines
 from kv_transfer.heartbeat import Heartbeat
@@ -32,7 +32,6 @@ from kv_transfer.spawn import (
     Ready,
     StatsRequest,
     TransferStats,
-    channel_pair,
     decode_from_transfer,
     encode,
     spawn_transfer,
@@ -52,6 +51,7 @@ from kv_transfer.transport import (
 
 __all__ = [
     "Arena",
+    "ArenaEnd",
     "ArenaTransport",
     "Closed",
     "Drain",

@@ -10,6 +10,8 @@ import contextlib
 import fcntl
 import mmap
 import os
+import socket
+from dataclasses import dataclass
 
 from kv_transfer.config import MAX_SLOT_BYTES, PAGE
 
@@ -59,3 +61,37 @@ class Arena:
         self.memory.release()
         self._map.close()
         os.close(self.fd)
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """For engine ↔ transfer and service ↔ transfer: keeps message boundaries, shows a dead other end."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaEnd:
+    """One direction of KV as the engine process or the transfer process holds it.
+
+    A worker has one arena for KV that it sends and one for KV that it receives. So a fetch of its own never
+    takes a slot from the fetches of others.
+    """
+
+    channel: socket.socket  # to the other process: messages that pass slots
+    arena: Arena
+
+    @classmethod
+    def pair(cls, num_slots: int, slot_bytes: int) -> tuple[ArenaEnd, ArenaEnd]:
+        """Both ends, over one new arena."""
+        arena = Arena.create(num_slots, slot_bytes)
+        engine, transfer = channel_pair()
+        return cls(engine, arena), cls(transfer, arena)
+
+    @classmethod
+    def inherited(cls, fds: tuple[int, int], num_slots: int, slot_bytes: int) -> ArenaEnd:
+        """The end of a process that inherited these `fds`."""
+        channel, arena = fds
+        return cls(socket.socket(fileno=channel), Arena(arena, num_slots, slot_bytes))
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        return self.channel.fileno(), self.arena.fd

@@ -141,6 +141,7 @@ class FetchIn(Local):
     prefill_id: bytes
     address: str
     incarnation: int
+    attempt: int
     ranges: tuple[tuple[int, int], ...]
     head_start: int
     head_count: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -38,23 +38,22 @@ def _lane_processes() -> int:
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The first line on stdin of `python -m kv_transfer.process`, as JSON."""
 
-    role: Literal["prefill", "decode"]
     name: str  # "prefill 0": for the process title, logs and the peer's logs
     title: str = "baton"  # what the process title begins with
     incarnation: int  # u64, drawn by the service process at its start
     model_fingerprint: str
     layout: KVLayout
-    num_slots: int  # of the arena
-    slot_bytes: int  # of the arena: the largest payload of one frame
-    host: str = "127.0.0.1"  # prefill listens here; decode listens nowhere
+    num_slots: int  # of each arena
+    slot_bytes: int  # of each arena: the largest payload of one frame
+    host: str = "127.0.0.1"  # listens here for the workers that fetch
     port: int = 0  # 0: chosen, and told in Ready
-    lanes: int = 4  # for KV: decode opens this many to each prefill worker (fewer when there are many peers)
-    max_lanes: int = 64  # decode: over all peers, each of which has its share of them when it connects
-    bind: tuple[str, ...] = ()  # decode: interfaces or own addresses that lanes go out from, in turn
-    max_sessions: int = 256  # prefill: authenticated peers
-    # prefill: connections that have not yet proved the secret; as many more from where a peer has before
+    lanes: int = 4  # for KV: opened to each worker that KV is fetched from (fewer when there are many)
+    max_lanes: int = 64  # opened over all peers; each peer gets its share when this process connects
+    bind: tuple[str, ...] = ()  # interfaces or own addresses that lanes go out from, in turn
+    max_sessions: int = 256  # with peers that fetch from here
+    # accepted connections that have not yet proved the secret; as many more from known addresses
     max_handshakes: int = 64
-    max_waiting: int = 4096  # prefill: FETCHes for prefill ids not yet seen
+    max_waiting: int = 4096  # FETCHes for prefill ids not yet seen
     lane_processes: int = msgspec.field(default_factory=_lane_processes)  # 0: the transfer process does it
     deadlines: TransferDeadlines = TransferDeadlines()
     trace_path: str | None = None

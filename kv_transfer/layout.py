@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -39,7 +39,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     def fingerprint(self) -> str:
         """Readable on purpose: a mismatch is refused with both sides' fingerprints in the message."""
         shape = f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim}"
-        return f"kv{WIRE_VERSION} {shape} dtype={self.dtype}"
+        return f"kv{WIRE_VERSION} {shape}"
 
     @property
     def head_bytes(self) -> int:

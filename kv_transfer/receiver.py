@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kv_transfer.arena import Arena
+from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import (
     Arrived,
     CancelIn,
@@ -63,17 +62,16 @@ class ArenaReceiver:
 
     def __init__(
         self,
-        channel: socket.socket,
-        arena: Arena,
+        end: ArenaEnd,
         kv: PagedKV,
         trace: TraceWriter,
     ) -> None:
         from kv_transfer.device import open_pool  # torch: in engine processes only
 
-        self._pool = open_pool(kv, arena)
+        self._pool = open_pool(kv, end.arena)
         self._layout = kv.layout
         self._trace = trace
-        self._channel = Channel(channel, ToReceiver)
+        self._channel = Channel(end.channel, ToReceiver)
         self._fetches: dict[bytes, _Fetch] = {}  # by decode id, until an outcome is certain
         self._by_transfer: dict[bytes, _Fetch] = {}
         self._arrivals: deque[Arrived] = deque()  # not yet looked at
@@ -88,6 +86,7 @@ class ArenaReceiver:
         prefill_id: bytes,
         kv_address: str,
         incarnation: int,
+        attempt: int,
         block_ids: Sequence[int],
         num_tokens: int,
         start: int = 0,
@@ -96,7 +95,7 @@ class ArenaReceiver:
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         heads = self._layout.num_kv_heads
-        request = FetchIn(os.urandom(16), prefill_id, kv_address, incarnation, ranges, 0, heads)
+        request = FetchIn(os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads)
         table = self._pool.table(block_ids, num_tokens)
         fetch = _Fetch(decode_id, request, table, time.monotonic())
         if replaced is not None:  # it may still be written for that one, whatever becomes of this one

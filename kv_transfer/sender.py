@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.arena import Arena
+from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import (
     Channel,
     CloseOut,
@@ -55,14 +54,13 @@ class ArenaSender:
 
     def __init__(
         self,
-        channel: socket.socket,
-        arena: Arena,
+        end: ArenaEnd,
         kv: PagedKV,
         trace: TraceWriter,
     ) -> None:
         from kv_transfer.device import open_pool  # torch: in engine processes only
 
-        self._pool = open_pool(kv, arena)
+        self._pool = open_pool(kv, end.arena)
         self._layout = kv.layout
         self._trace = trace
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -72,10 +70,10 @@ class ArenaSender:
         self._asleep = False  # the pump, until it is woken
         self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The pump's.
-        self._channel = Channel(channel, ToSender)
+        self._channel = Channel(end.channel, ToSender)
         self._prefills: dict[bytes, OutgoingPrefill] = {}
         self._turns = Turns(kv.layout.num_layers)
-        self._slots = SenderSlots(arena.num_slots)
+        self._slots = SenderSlots(end.arena.num_slots)
         # In stream order, with the events.
         self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, SliceOut]]]] = deque()
         self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served

@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from kv_transfer.arena import Arena
+from kv_transfer.arena import ArenaEnd
 from kv_transfer.config import TransferConfig
 from kv_transfer.heartbeat import Heartbeat
 
@@ -18,24 +18,27 @@ EXIT_ENGINE_GONE = 3  # of a transfer process: its engine process ended before i
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Transfer process → service, once: lanes are accepted (prefill) or can be opened (decode)."""
+    """Transfer process → service, once: lanes are accepted, and can be opened."""
 
-    port: int  # 0 on decode, which listens nowhere
+    port: int
 
 
 class TransferStats(msgspec.Struct, frozen=True, tag=True):
     """Transfer process → service, every second and on StatsRequest. Counts are since the start."""
 
     transfers_open: int
-    prefills_held: int  # prefill: offered and not released
-    fetches_waiting: int  # prefill: for an id not seen yet
+    prefills_held: int  # offered and not released
+    fetches_waiting: int  # for an id not seen yet
     sessions: int
     lanes: int
-    slots_total: int
-    slots_free: int  # decode: free or granted as credit; prefill: not on their way
-    kv_bytes: int  # payload of KV frames sent (prefill) or verified (decode)
-    kv_frames: int
-    late_frames: int  # decode: of transfers that had ended, read away
+    slots: int  # of each arena
+    sender_slots_free: int  # not on their way
+    receiver_slots_free: int  # free or granted as credit
+    bytes_sent: int  # payload of KV frames
+    bytes_received: int  # verified
+    frames_sent: int
+    frames_received: int
+    late_frames: int  # of transfers that had ended, read away
     transfers: dict[str, int]  # ended, by reason ("injected" or "acked" is the good one)
     checksum_failures: dict[str, int]  # by kind: header, payload, control
     refused: dict[str, int]  # peers and frames refused, by reason
@@ -65,35 +68,33 @@ decode_from_transfer = msgspec.msgpack.Decoder(FromTransfer).decode
 decode_to_transfer = msgspec.msgpack.Decoder(ToTransfer).decode
 
 
-def channel_pair() -> tuple[socket.socket, socket.socket]:
-    """For engine ↔ transfer and service ↔ transfer: keeps message boundaries, shows a dead other end."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
 def spawn_transfer(
     config: TransferConfig,
     *,
-    channel: socket.socket,
-    arena: Arena,
+    sending: ArenaEnd,
+    receiving: ArenaEnd,
     heartbeat: Heartbeat,
     service: socket.socket,
     secret: bytes,
 ) -> subprocess.Popen[bytes]:
     """Start `python -m kv_transfer.process`. Call it from a thread that lives as long as this process.
 
-    `channel` and `service` are the transfer process's ends: close them here afterwards, so that their end is
-    seen when it dies. It ends when this process does, when `service` is closed here, or on SIGTERM.
+    The channels and `service` are the transfer process's ends: close them here afterwards, so that the other
+    ends show when it dies. It ends when this process does, when `service` is closed here, or on SIGTERM.
     """
     fds = {
-        "--channel-fd": channel.fileno(), "--arena-fd": arena.fd, "--heartbeat-fd": heartbeat.fd,
-        "--service-fd": service.fileno(),
-    }  # fmt: skip
-    fds_and_parent = {**fds, "--parent-pid": os.getpid()}
-    arguments = [x for name, value in fds_and_parent.items() for x in (name, str(value))]
+        "--sending-fds": sending.fds,
+        "--receiving-fds": receiving.fds,
+        "--heartbeat-fd": (heartbeat.fd,),
+        "--service-fd": (service.fileno(),),
+    }
+    arguments = ["--parent-pid", str(os.getpid())]
+    for name, numbers in fds.items():
+        arguments += [name, *map(str, numbers)]
     child = subprocess.Popen(
         [sys.executable, "-m", "kv_transfer.process", *arguments],
         stdin=subprocess.PIPE,
-        pass_fds=tuple(fds.values()),
+        pass_fds=[fd for numbers in fds.values() for fd in numbers],
         # What a process is started with stays readable in /proc/PID/environ: the secret goes through the
         # pipe.
         env={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE},

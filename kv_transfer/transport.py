@@ -146,13 +146,15 @@ class Receiver(Protocol):
         prefill_id: bytes,
         kv_address: str,
         incarnation: int,
+        attempt: int,
         block_ids: Sequence[int],
         num_tokens: int,
         start: int = 0,
     ) -> None:
         """Fetches positions [start, num_tokens) into `block_ids`, which no enqueued step may touch.
 
-        It replaces a fetch of this decode id that is live, or whose failure is not reported yet.
+        It replaces a fetch of this decode id that is live, or whose failure is not reported yet. `attempt`
+        numbers the decode attempts of a request: a fetch of a newer attempt replaces those of older ones.
         """
 
     def cancel(self, decode_id: bytes) -> None:

@@ -14,7 +14,6 @@ counter, and so does the transfer process, which tells its peers.
 import gc
 import math
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from engine import (
     build_engine,
 )
 from engine.loader.tokenizer_json import vocabulary
-from kv_transfer import Arena, ArenaTransport, Heartbeat, KVLayout, PagedKV, TraceWriter, Transport
+from kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, KVLayout, PagedKV, TraceWriter, Transport
 from kv_transfer.wait import wait
 from rpc import vocabulary_fingerprint
 from worker import messages
@@ -130,8 +129,11 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
     """
     link = ServiceLink(config.address)
     trace = TraceWriter(config.trace_path, config.name)
-    arena = Arena(config.arena_fd, config.kv_slots, config.kv_slot_bytes)
-    transport = ArenaTransport(socket.socket(fileno=config.channel_fd), arena, trace)
+    sending, receiving = (
+        ArenaEnd.inherited(fds, config.kv_slots, config.kv_slot_bytes)
+        for fds in (config.sending_fds, config.receiving_fds)
+    )
+    transport = ArenaTransport(sending, receiving, trace)
     heartbeat = Heartbeat(config.heartbeat_fd)
     parts = Parts(config, link, heartbeat, transport, trace, Attempts(link.send))
     heartbeat.tick()

@@ -29,8 +29,8 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     title: str  # prefix of the process title
     parent_pid: int
     address: str  # of the service's socket
-    channel_fd: int  # inherited: the engine's end of the KV channel
-    arena_fd: int  # inherited
+    sending_fds: tuple[int, int]  # inherited, as `ArenaEnd.fds` of the engine's ends
+    receiving_fds: tuple[int, int]
     heartbeat_fd: int  # inherited
     kv_slots: int
     kv_slot_bytes: int

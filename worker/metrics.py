@@ -218,10 +218,17 @@ class Metrics(Collector):
         )
         yield self._gauge("baton:kv_sessions", "Peers with open lanes.", stats.sessions)
         yield self._gauge("baton:kv_lanes", "Open lanes.", stats.lanes)
-        yield self._gauge("baton:kv_arena_slots", "Slots of the staging arena.", stats.slots_total)
-        yield self._gauge("baton:kv_arena_slots_free", "Free slots of the staging arena.", stats.slots_free)
-        yield self._by_label("baton:kv_bytes", "KV moved.", "connector", {"tcp": stats.kv_bytes})
-        yield self._counter("baton:kv_frames", "KV frames moved.", stats.kv_frames)
+        yield self._gauge("baton:kv_arena_slots", "Slots of each staging arena.", stats.slots)
+        arenas = GaugeMetricFamily(
+            "baton:kv_arena_slots_free", "Free slots of a staging arena.", labels=(*self._labels, "direction")
+        )
+        arenas.add_metric([*self._labels.values(), "send"], stats.sender_slots_free)
+        arenas.add_metric([*self._labels.values(), "receive"], stats.receiver_slots_free)
+        yield arenas
+        moved = {"send": stats.bytes_sent, "receive": stats.bytes_received}
+        yield self._by_label("baton:kv_bytes", "KV sent, or received and verified.", "direction", moved)
+        frames = {"send": stats.frames_sent, "receive": stats.frames_received}
+        yield self._by_label("baton:kv_frames", "KV frames.", "direction", frames)
         yield self._counter(
             "baton:kv_late_frames", "Frames that arrived for a transfer that had ended.", stats.late_frames
         )

@@ -136,7 +136,7 @@ class Service:
         await self._server.start()
         self._serving = True
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        log.info("ready at %s:%d%s", host, port, f", KV lanes at {kv_address}" if kv_address else "")
+        log.info("ready at %s:%d, KV lanes at %s", host, port, kv_address)
         self._ready.ready(
             role=config.role,
             index=config.index,
@@ -164,8 +164,7 @@ class Service:
         except OSError as error:
             reason = rpc.cannot_listen("--metrics-port", config.host, config.metrics_port, error)
             raise StartError(reason) from error
-        if config.role == "prefill":
-            _try_port(config.kv_address() or config.host, config.kv_port)
+        _try_port(config.kv_address() or config.host, config.kv_port)
         return port, metrics_port, host
 
     async def _drain(self) -> None:
@@ -252,8 +251,8 @@ class Service:
             held_prefills=stats.held,
             reservations=stats.reservations,
             transfers_open=transfer.transfers_open,
-            arena_slots_free=transfer.slots_free,
-            arena_slots_total=transfer.slots_total,
+            arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
+            arena_slots_total=2 * transfer.slots,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             step_seconds=stats.step_seconds,
             prompt_tokens=engine.counts.prompt_tokens,

@@ -29,7 +29,7 @@ class TransferLink:
         """Number of messages received. The process sends one every second, so a standstill means it hangs."""
 
     async def ready(self) -> int:
-        """Waits until the process is ready. Returns the port of its KV lanes, or 0 on a decode worker."""
+        """Waits until the process is ready. Returns the port of its KV lanes."""
         message = await self._receive()
         assert isinstance(message, Ready), f"unexpected message before Ready: {message}"
         return message.port

@@ -1,6 +1,6 @@
 """The process tree of one worker: shared resources, ordered start, supervision, ordered stop.
 
-1. Make the shared resources: heartbeat, arena, socket pairs, local socket.
+1. Make the shared resources: heartbeat, arenas, socket pairs, local socket.
 2. Start the engine process, which loads the model.
 3. Start the transfer process, which needs the KV layout of the engine.
 4. Watch both. `WorkerTree.failure` completes with a TreeError as soon as a process dies or hangs.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kv_transfer import Arena, Heartbeat, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
+from kv_transfer import ArenaEnd, Heartbeat, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
 from kv_transfer.spawn import EXIT_ENGINE_GONE
 from worker import messages
 from worker.config import WorkerConfig
@@ -59,8 +59,9 @@ class WorkerTree:
             _make_directory("--trace-dir", config.trace_dir)
         self.engine_link = EngineLink(config.run_dir)
         self._heartbeat = Heartbeat.create()
-        self._arena = Arena.create(config.kv_slots, config.kv_slot_bytes)
-        self._engine_end, self._transfer_end = channel_pair()
+        # Of each direction, the engine's end and the transfer process's.
+        self._sending = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
+        self._receiving = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
         service_end, self._transfer_service_end = channel_pair()
         self.transfer_link = TransferLink(service_end)
 
@@ -79,8 +80,8 @@ class WorkerTree:
             title=config.title,
             parent_pid=os.getpid(),
             address=self.engine_link.address,
-            channel_fd=self._engine_end.fileno(),
-            arena_fd=self._arena.fd,
+            sending_fds=self._sending[0].fds,
+            receiving_fds=self._receiving[0].fds,
             heartbeat_fd=self._heartbeat.fd,
             kv_slots=config.kv_slots,
             kv_slot_bytes=config.kv_slot_bytes,
@@ -88,11 +89,12 @@ class WorkerTree:
             logging=config.logging(self._incarnation, "engine"),
             engine=msgspec.Raw(msgspec.json.encode(config.engine)),
         )
-        fds = (start.channel_fd, start.arena_fd, start.heartbeat_fd)
+        fds = (*start.sending_fds, *start.receiving_fds, start.heartbeat_fd)
         self._engine = ChildProcess(
             name, spawn(self._engine_module, msgspec.json.encode(start), pass_fds=fds)
         )
-        self._engine_end.close()
+        for ends in (self._sending, self._receiving):
+            ends[0].channel.close()
         dog = Watchdog(name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
@@ -112,7 +114,7 @@ class WorkerTree:
                     raise AssertionError(f"unexpected message before EngineReady: {message}")
 
     async def start_transfer(self, engine: EngineReady) -> str:
-        """Starts the transfer process. Returns the address of the KV lanes, or "" on a decode worker."""
+        """Starts the transfer process. Returns the address of the KV lanes."""
         config = self._config
         name = f"{config.name} transfer"
         try:
@@ -121,25 +123,25 @@ class WorkerTree:
             raise StartError(f"--kv-slot-bytes, --kv-slots, --kv-lanes: {error}") from error
         popen = spawn_transfer(
             start,
-            channel=self._transfer_end,
-            arena=self._arena,
+            sending=self._sending[1],
+            receiving=self._receiving[1],
             heartbeat=self._heartbeat,
             service=self._transfer_service_end,
             secret=config.secret,
         )
         self._transfer = ChildProcess(name, popen)
-        self._transfer_end.close()
+        for ends in (self._sending, self._receiving):
+            ends[1].channel.close()
         self._transfer_service_end.close()
         self.watch(self._watch_exit(self._transfer))
         port = await self.transfer_link.ready()
         silence = max(MIN_TRANSFER_SILENCE, config.deadlines.engine)
         self.watch(Watchdog(name, lambda: self.transfer_link.reports, silence).watch())
-        return f"{config.reachable_kv_host()}:{port}" if config.role == "prefill" else ""
+        return f"{config.reachable_kv_host()}:{port}"
 
     def _transfer_config(self, engine: EngineReady) -> TransferConfig:
         config, deadlines = self._config, self._config.deadlines
         return TransferConfig(
-            role=config.role,
             name=config.name,
             title=config.title,
             incarnation=self._incarnation,
@@ -257,9 +259,11 @@ class WorkerTree:
             self.failure.exception()  # else asyncio logs it as never retrieved
         self.engine_link.close()
         self.transfer_link.close()
-        for end in (self._engine_end, self._transfer_end, self._transfer_service_end):
-            end.close()
-        self._arena.close()
+        self._transfer_service_end.close()
+        for ours, theirs in (self._sending, self._receiving):
+            ours.channel.close()
+            theirs.channel.close()
+            ours.arena.close()
         self._heartbeat.close()
 
 

@@ -24,7 +24,7 @@ from bench.kv.raw_sockets import MIB
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 BLOCK = 16
 NO_TRACE = kv.TraceWriter(None, "")
-_INCARNATION = 1
+_INCARNATIONS = {"prefill": 1, "decode": 2}
 _CPUCLOCK_SCHED = 2  # part of the clock id of a process, see clock_getcpuclockid(3)
 _SECRET = b"bench.kv: not a secret"
 # Replaces the package xxhash: every checksum is 0.
@@ -55,26 +55,28 @@ class Side:
     """One worker: a transfer process, an arena and a pool. The caller makes the endpoint."""
 
     def __init__(self, role: str, settings: Settings) -> None:
-        self.arena = kv.Arena.create(settings.slots, settings.slot_bytes)
+        self.sending, sending = kv.ArenaEnd.pair(settings.slots, settings.slot_bytes)
+        self.receiving, receiving = kv.ArenaEnd.pair(settings.slots, settings.slot_bytes)
         self.heartbeat = kv.Heartbeat.create()
-        self.arena.memory[:] = random.Random(0).randbytes(MIB) * (len(self.arena.memory) // MIB)
-        self.channel, theirs = kv.channel_pair()
+        memory = self.sending.arena.memory
+        memory[:] = random.Random(0).randbytes(MIB) * (len(memory) // MIB)
         self.service, service = kv.channel_pair()
         config = kv.TransferConfig(
-            role="prefill" if role == "prefill" else "decode", name=f"{role} 0", incarnation=_INCARNATION,
+            name=f"{role} 0", incarnation=_INCARNATIONS[role],
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
             slot_bytes=settings.slot_bytes, lanes=settings.lanes,
         )  # fmt: skip
         with _checksums(settings.checksums):
             self.process = kv.spawn_transfer(
                 config,
-                channel=theirs,
-                arena=self.arena,
+                sending=sending,
+                receiving=receiving,
                 heartbeat=self.heartbeat,
                 service=service,
                 secret=_SECRET,
             )
-            theirs.close()
+            sending.channel.close()
+            receiving.channel.close()
             service.close()
             ready = kv.decode_from_transfer(self.service.recv(MIB))  # sent after all imports
         assert isinstance(ready, kv.Ready)
@@ -86,7 +88,7 @@ class Side:
             torch.zeros(shape, dtype=torch.bfloat16, device=settings.device) for _ in range(LAYOUT.num_layers)
         ]
 
-        self.transport = kv.ArenaTransport(self.channel, self.arena, NO_TRACE)
+        self.transport = kv.ArenaTransport(self.sending, self.receiving, NO_TRACE)
         self.paged_kv = kv.PagedKV(self.pool, BLOCK, LAYOUT, settings.device)
 
     def digest(self) -> str:
@@ -149,7 +151,7 @@ class Pair:
         started = time.perf_counter()
         self._receiver.fetch(
             secrets.token_bytes(16), prefill_id=prefill_id, kv_address=self._address,
-            incarnation=_INCARNATION, block_ids=self._side.blocks, num_tokens=tokens,
+            incarnation=_INCARNATIONS["prefill"], attempt=0, block_ids=self._side.blocks, num_tokens=tokens,
         )  # fmt: skip
         events: Sequence[object] = ()
         while not events:

@@ -99,7 +99,7 @@ CLUSTER = [
     ),
     Panel("KV blocks in use, prefill", "percentunit", each("vllm:kv_cache_usage_perc", "prefill")),
     Panel("KV blocks in use, decode", "percentunit", each("vllm:kv_cache_usage_perc", "decode")),
-    Panel("KV sent", "Bps", rate("baton:kv_bytes_total", "prefill", "connector")),
+    Panel("KV sent", "Bps", rate("baton:kv_bytes_total", "prefill", "direction")),
 ]  # fmt: skip
 
 ROUTER = [
@@ -196,7 +196,7 @@ TRANSFER = [
     ),
     Panel(
         "Arena slots free", "short",
-        {"{{role}} {{instance}}": 'baton:kv_arena_slots_free{model_name=~"$model_name"}'},
+        {"{{role}} {{instance}} {{direction}}": 'baton:kv_arena_slots_free{model_name=~"$model_name"}'},
     ),
     Panel("Bad frames", "ops", rate("baton:kv_checksum_failures_total", "decode", "kind")),
     Panel("Refused", "ops", rate("baton:kv_refused_total", "prefill", "reason"), "Peers and frames."),

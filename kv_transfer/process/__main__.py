@@ -1,11 +1,13 @@
 """The transfer process: sockets, checksums, credits and deadlines of one worker. No torch, no CUDA.
 
-    python -m kv_transfer.process --channel-fd N --arena-fd N --heartbeat-fd N --service-fd N --parent-pid N
+    python -m kv_transfer.process --sending-fds CHANNEL ARENA --receiving-fds CHANNEL ARENA
+        --heartbeat-fd N --service-fd N --parent-pid N
 
 On stdin come the TransferConfig as one line of JSON, and the cluster secret in hexadecimal.
 
-It is one thread, whose loop serves the engine channel, the service socket, the listener, the clock and, where
-cores are few, all lanes. Where there are more, `movers` are forked: they serve all lanes but lane 0.
+It is one thread, whose loop serves the engine's two channels, the service socket, the listener, the clock
+and, where cores are few, all lanes. Where there are more, `movers` are forked: they serve all lanes but
+lane 0.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import msgspec
 import setproctitle
 
 from kv_transfer import spawn
-from kv_transfer.arena import Arena
+from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import Channel, ChannelClosed, FromReceiver, FromSender
 from kv_transfer.config import TransferConfig
 from kv_transfer.heartbeat import Heartbeat
@@ -39,6 +41,7 @@ from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
 from kv_transfer.process.tcp_session import ReceivingSession, SendingSession
+from kv_transfer.protocol.messages import Side
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
@@ -52,33 +55,33 @@ class TransferProcess:
         self,
         config: TransferConfig,
         secret: bytes,
-        channel: socket.socket,
-        arena: Arena,
+        sending: ArenaEnd,
+        receiving: ArenaEnd,
         heartbeat: Heartbeat,
         service: socket.socket,
     ) -> None:
         self._config = config
         self._heartbeat = heartbeat
         self._service = service
-        prefill = config.role == "prefill"
-        slots = None if prefill else SlotPipe(config.num_slots)
-        self._movers = movers.fork(config, arena, slots, [channel, service])
+        slots = SlotPipe(config.num_slots)
+        inherited = [sending.channel, receiving.channel, service]
+        self._movers = movers.fork(config, sending.arena, receiving.arena, slots, inherited)
         self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._loop = Loop(self._flush)
-        self._channel = Channel(channel, FromSender if prefill else FromReceiver, self._blocked)
-        self._side: PrefillSide | DecodeSide
-        if slots is None:
-            self._side = PrefillSide(config, arena, self._channel, self._counters)
-            make_session: MakeSession = partial(SendingSession, self._side)
-        else:
-            self._side = DecodeSide(config, slots, self._channel, self._counters, self._connect)
-            make_session = partial(ReceivingSession, self._side, arena, slots)
+        self._to_sender = Channel(sending.channel, FromSender, self._blocked)
+        self._to_receiver = Channel(receiving.channel, FromReceiver, self._blocked)
+        self._prefill = PrefillSide(config, sending.arena, self._to_sender, self._counters)
+        self._decode = DecodeSide(config, slots, self._to_receiver, self._counters, self._connect)
+        make_sessions: dict[Side, MakeSession] = {
+            "sender": partial(SendingSession, self._prefill),
+            "receiver": partial(ReceivingSession, self._decode, receiving.arena, slots),
+        }
         self._connector = TcpConnector(
-            config, secret, make_session, self._counters, self._trace, self._tick_age, self._loop,
+            config, secret, make_sessions, self._counters, self._trace, self._tick_age, self._loop,
             self._movers,
         )  # fmt: skip
-        self._listener = _listen(config.host, config.port) if prefill else None
+        self._listener = _listen(config.host, config.port)
         self._ticks = (0, time.monotonic())  # the engine's counter, and when it was seen to change
         self._next_tick = 0.0
         self._next_stats = 0.0
@@ -89,16 +92,16 @@ class TransferProcess:
         """Until SIGTERM, or until the service closes its socket. The exit code: 0 unless it cannot go on."""
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-        self._watch_channel()
+        self._watch_channels()
         self._loop.watch(self._service.fileno(), select.EPOLLIN, self._from_service)
         self._watch_listener()
-        port = self._listener.getsockname()[1] if self._listener is not None else 0
         for mover in self._movers:
             self._watch_mover(mover)
-        self._tell(spawn.Ready(port))
+        self._tell(spawn.Ready(self._listener.getsockname()[1]))
         try:
             while not self._stopping and os.getppid() == parent_pid:
-                self._loop.turn(_TICK if self._side.busy or self._drain_until else _IDLE_TICK)
+                busy = self._prefill.busy or self._decode.busy or self._drain_until
+                self._loop.turn(_TICK if busy else _IDLE_TICK)
                 self._tick(time.monotonic())
             self._connector.stop()
             self._loop.turn(0)
@@ -118,11 +121,17 @@ class TransferProcess:
     def _connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
         return self._connector.connect(address, incarnation, lanes)
 
-    def _from_engine(self, _: int) -> None:
-        self._channel.flush()
-        for message in self._channel.receive():
-            self._side.engine(message)
-        self._watch_channel()
+    def _from_sender(self, _: int) -> None:
+        self._to_sender.flush()
+        for message in self._to_sender.receive():
+            self._prefill.engine(message)
+        self._watch_channels()
+
+    def _from_receiver(self, _: int) -> None:
+        self._to_receiver.flush()
+        for message in self._to_receiver.receive():
+            self._decode.engine(message)
+        self._watch_channels()
 
     def _watch_mover(self, mover: movers.MoverHandle) -> None:
         room = select.EPOLLOUT if mover.channel.full else 0
@@ -134,26 +143,22 @@ class TransferProcess:
             if mover.channel.pending:
                 mover.flush()
                 self._watch_mover(mover)
-        channel = self._channel
-        if not channel.pending or channel.full:
-            return None
-        wait = channel.due - time.monotonic()
-        if wait > 0:
-            return wait
-        channel.send()
-        return None
+        waits = [_flush_due(channel) for channel in (self._to_sender, self._to_receiver)]
+        return min((wait for wait in waits if wait is not None), default=None)
 
-    def _watch_channel(self) -> None:
-        """For messages, and for room if something waits to go into it."""
-        room = select.EPOLLOUT if self._channel.full else 0
-        self._loop.watch(self._channel.fileno(), select.EPOLLIN | room, self._from_engine)
+    def _watch_channels(self) -> None:
+        """For messages, and for room if messages wait for room."""
+        for channel, call in (
+            (self._to_sender, self._from_sender),
+            (self._to_receiver, self._from_receiver),
+        ):
+            room = select.EPOLLOUT if channel.full else 0
+            self._loop.watch(channel.fileno(), select.EPOLLIN | room, call)
 
     def _watch_listener(self) -> None:
-        if self._listener is not None:
-            self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
+        self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
 
     def _accept(self, _: int) -> None:
-        assert self._listener is not None
         if not self._connector.accept(self._listener):
             self._loop.forget(self._listener.fileno())  # until the next tick: it stays readable
 
@@ -165,7 +170,8 @@ class TransferProcess:
         if now >= self._next_tick:
             self._next_tick = now + _TICK
             self._connector.tick(now)
-            self._side.tick(now)
+            self._prefill.tick(now)
+            self._decode.tick(now)
             for mover in self._movers:
                 mover.check(now)
             self._watch_listener()
@@ -173,9 +179,10 @@ class TransferProcess:
             self._next_stats = now + 1.0
             self._tell(self._stats())
             self._trace.flush()
-        if self._drain_until is not None and (self._side.quiet or now >= self._drain_until):
+        quiet = self._prefill.quiet and self._decode.quiet
+        if self._drain_until is not None and (quiet or now >= self._drain_until):
             self._drain_until = None
-            self._tell(spawn.Drained(self._side.transfers_open))
+            self._tell(spawn.Drained(self._transfers_open))
             for session in list(self._connector.sessions.values()):
                 session.end("drained", "the worker drains")
 
@@ -196,22 +203,28 @@ class TransferProcess:
             case spawn.StatsRequest():
                 self._tell(self._stats())
             case spawn.Drain(timeout):
-                self._side.draining = True
+                self._prefill.draining = self._decode.draining = True
                 self._drain_until = time.monotonic() + timeout
 
+    @property
+    def _transfers_open(self) -> int:
+        return self._prefill.transfers_open + self._decode.transfers_open
+
     def _stats(self) -> spawn.TransferStats:
-        side, counters = self._side, self._counters
-        prefill = side if isinstance(side, PrefillSide) else None
+        counters = self._counters
         return spawn.TransferStats(
-            transfers_open=side.transfers_open,
-            prefills_held=len(prefill.table.held) if prefill else 0,
-            fetches_waiting=len(prefill.table.waiting) if prefill else 0,
+            transfers_open=self._transfers_open,
+            prefills_held=len(self._prefill.table.held),
+            fetches_waiting=len(self._prefill.table.waiting),
             sessions=len(self._connector.sessions),
             lanes=self._connector.lane_count,
-            slots_total=self._config.num_slots,
-            slots_free=side.slots_free(),
-            kv_bytes=counters.kv_bytes,
-            kv_frames=counters.kv_frames,
+            slots=self._config.num_slots,
+            sender_slots_free=self._prefill.slots_free(),
+            receiver_slots_free=self._decode.slots_free(),
+            bytes_sent=counters.bytes_sent,
+            bytes_received=counters.bytes_received,
+            frames_sent=counters.frames_sent,
+            frames_received=counters.frames_received,
             late_frames=counters.late_frames,
             transfers=dict(counters.transfers),
             checksum_failures=dict(counters.checksum_failures),
@@ -228,11 +241,22 @@ class TransferProcess:
             self._stopping = True
 
     def _blocked(self) -> None:
-        self._loop.wake(self._watch_channel)
+        self._loop.wake(self._watch_channels)
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
         self._loop.interrupt()
+
+
+def _flush_due(channel: Channel) -> float | None:
+    """Sends what is due. Returns the seconds until more is due, or None."""
+    if not channel.pending or channel.full:
+        return None
+    wait = channel.due - time.monotonic()
+    if wait > 0:
+        return wait
+    channel.send()
+    return None
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -245,7 +269,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for name in ("--channel-fd", "--arena-fd", "--heartbeat-fd", "--service-fd", "--parent-pid"):
+    for name in ("--sending-fds", "--receiving-fds"):
+        parser.add_argument(name, type=int, nargs=2, required=True)
+    for name in ("--heartbeat-fd", "--service-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
@@ -256,10 +282,12 @@ def main() -> int:
         logging.config.dictConfig(config.logging)
     service = socket.socket(fileno=args.service_fd)
     service.setblocking(False)
-    arena = Arena(args.arena_fd, config.num_slots, config.slot_bytes)
-    channel = socket.socket(fileno=args.channel_fd)
+    sending, receiving = (
+        ArenaEnd.inherited((channel, arena), config.num_slots, config.slot_bytes)
+        for channel, arena in (args.sending_fds, args.receiving_fds)
+    )
     heartbeat = Heartbeat(args.heartbeat_fd)
-    return TransferProcess(config, secret, channel, arena, heartbeat, service).run(args.parent_pid)
+    return TransferProcess(config, secret, sending, receiving, heartbeat, service).run(args.parent_pid)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from kv_transfer.protocol.fetches import (
     Transfer,
 )
 from kv_transfer.protocol.frame import Header
-from kv_transfer.protocol.messages import Aborted, Commit, Control, CreditReturned
+from kv_transfer.protocol.messages import Aborted, Commit, Control, CreditReturned, Have
 from kv_transfer.receiver_pacing import credit
 
 
@@ -100,10 +100,12 @@ class DecodeSide:
                     self._free(slot)
             case FetchIn(transfer_id) if self.draining:
                 self._channel.post(FailedIn(transfer_id, "draining", retry=False))
-            case FetchIn(transfer_id, prefill_id, address, incarnation, ranges, first, heads):
+            case FetchIn(transfer_id, prefill_id, address, incarnation, attempt, ranges, first, heads):
                 peer = (address, incarnation)
                 self._apply(
-                    self._fetches.fetch(transfer_id, peer, prefill_id, ranges, (first, first + heads), now)
+                    self._fetches.fetch(
+                        transfer_id, peer, prefill_id, attempt, ranges, (first, first + heads), now
+                    )
                 )
                 self._peers.want(peer, now)
             case InjectedIn(transfer_id):
@@ -147,6 +149,8 @@ class DecodeSide:
                     raise ProtocolError("credit", str(e)) from None
             case Commit():
                 self._apply(self._fetches.commit(number, transfer_id, header.sender_rank, message, now))
+            case Have():
+                raise ProtocolError("order", "HAVE answers no FETCH_CONTENT")
             case Aborted():
                 self._apply(self._fetches.aborted(number, transfer_id, message, session.kv_moved, now))
         self.settle()
@@ -180,8 +184,8 @@ class DecodeSide:
                 self._apply(self._fetches.damaged(transfer, time.monotonic()))
             self.settle()
             return
-        self._counters.kv_frames += 1
-        self._counters.kv_bytes += header.length
+        self._counters.frames_received += 1
+        self._counters.bytes_received += header.length
         try:
             complete = self._fetches.verified(transfer, header, time.monotonic())
         except FrameRefused as e:

@@ -317,7 +317,7 @@ class Lane:
         if not kv:
             self._payload = memoryview(bytearray(header.length))
         elif self.receiver is None:
-            raise FrameError("direction", "a KV frame came to a prefill worker")
+            raise FrameError("direction", "a KV frame came to the sender")
         else:
             self._began = self.kv_moved = time.monotonic()
             self._payload, self.ticket = self.receiver.kv_begins(self, header)

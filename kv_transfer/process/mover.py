@@ -35,6 +35,7 @@ class Adopt(Local):
     max_payload: int
     read: bytes
     unwritten: bytes
+    sends: bool  # KV frames leave by this lane; else they come
 
 
 class Say(Local):
@@ -116,13 +117,14 @@ class Mover:
     """Serves its lanes in the forked process. Implements LaneOwner, LaneReceiver and LaneSender."""
 
     def __init__(
-        self, channel: socket.socket, side: socket.socket, arena: Arena, slots: SlotPipe | None,
+        self, channel: socket.socket, side: socket.socket, sending: Arena, receiving: Arena, slots: SlotPipe,
         trace: TraceWriter,
     ) -> None:  # fmt: skip
-        """`side`: where descriptors of lanes come. `slots`: for frames that come; None: frames only leave."""
+        """`side`: where descriptors of lanes come. `slots`: of `receiving`, for frames that come."""
         self._channel = Channel(channel, ToMover, self._watch)
         self._side = side
-        self._arena = arena
+        self._sending = sending
+        self._receiving = receiving
         self._slots = slots
         self._trace = trace
         self._loop = Loop(self._flush)
@@ -159,7 +161,7 @@ class Mover:
                 case Say(number, payload) if number in self._lanes:
                     self._lanes[number].push(FrameType.PING, NO_TRANSFER, payload)
                 case Move(number, header, slot) if number in self._lanes:
-                    payload = self._arena.slot(slot)[: header.length]
+                    payload = self._sending.slot(slot)[: header.length]
                     self._lanes[number].push_frame(OutgoingFrame(header, payload, slot))
                 case Close(number, kind, why) if number in self._lanes:
                     self._lanes[number].close_soon(kind, why)
@@ -174,7 +176,7 @@ class Mover:
             socket.socket(fileno=fds[0]), self._loop, self, self._trace, read=m.read, unwritten=m.unwritten
         )
         lane.max_payload = m.max_payload
-        if self._slots is None:
+        if m.sends:
             lane.sender = self
         else:
             lane.receiver = self
@@ -194,10 +196,9 @@ class Mover:
     # ------------------------------------------------------------ LaneReceiver
 
     def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        assert self._slots is not None
         slot = self._slots.take()
         self._channel.post(Begins(self._ids[lane], header, slot))
-        return self._arena.slot(slot)[: header.length], slot
+        return self._receiving.slot(slot)[: header.length], slot
 
     def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
         self._channel.post(Ends(self._ids[lane], whole))

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import setproctitle
 
-from kv_transfer import spawn
-from kv_transfer.arena import Arena
+from kv_transfer.arena import Arena, channel_pair
 from kv_transfer.channel import Channel, ChannelClosed
 from kv_transfer.config import TransferConfig
 from kv_transfer.parent import die_with_parent
@@ -125,13 +124,13 @@ class MoverHandle:
         self._pid = pid
         self._made = 0
 
-    def adopt(self, lane: Lane, owner: LaneOwner[FarLane]) -> FarLane:
+    def adopt(self, lane: Lane, owner: LaneOwner[FarLane], *, sends: bool) -> FarLane:
         """Hand over a lane on which no KV frame is under way."""
         self._made += 1
         sock, read, unwritten = lane.leave()
         socket.send_fds(self._side, [b"l"], [sock.fileno()])
         sock.close()
-        self.channel.post(mover.Adopt(self._made, lane.max_payload, read, unwritten))
+        self.channel.post(mover.Adopt(self._made, lane.max_payload, read, unwritten, sends))
         self.lanes[self._made] = FarLane(self, self._made, owner)
         return self.lanes[self._made]
 
@@ -180,17 +179,23 @@ class MoverHandle:
 
 
 def fork(
-    config: TransferConfig, arena: Arena, slots: SlotPipe | None, inherited: Sequence[socket.socket]
+    config: TransferConfig,
+    sending: Arena,
+    receiving: Arena,
+    slots: SlotPipe,
+    inherited: Sequence[socket.socket],
 ) -> list[MoverHandle]:
     """Start `config.lane_processes` movers. Before there are threads; `inherited` stays with this process."""
     handles: list[MoverHandle] = []
     for number in range(config.lane_processes):
-        (ours, theirs), (near, far) = spawn.channel_pair(), spawn.channel_pair()
+        (ours, theirs), (near, far) = channel_pair(), channel_pair()
         parent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             not_mine = [*inherited, ours, near, *(x for h in handles for x in (h.channel.sock, h._side))]
-            _child(parent_pid, not_mine, partial(_mover, config, arena, slots, theirs, far, number))
+            _child(
+                parent_pid, not_mine, partial(_mover, config, sending, receiving, slots, theirs, far, number)
+            )
         theirs.close()
         far.close()
         handles.append(MoverHandle(ours, near, pid))
@@ -216,8 +221,8 @@ def _child(parent_pid: int, not_mine: Sequence[socket.socket], run: Callable[[],
 
 
 def _mover(
-    config: TransferConfig, arena: Arena, slots: SlotPipe | None, channel: socket.socket, side: socket.socket,
-    number: int,
+    config: TransferConfig, sending: Arena, receiving: Arena, slots: SlotPipe, channel: socket.socket,
+    side: socket.socket, number: int,
 ) -> None:  # fmt: skip
     name = f"{config.name} transfer, lanes {number}"
     setproctitle.setproctitle(f"{config.title}: {name}")
@@ -225,6 +230,7 @@ def _mover(
     if config.trace_path is not None:
         path = Path(config.trace_path).with_suffix(f".lanes{number}.trace")
     trace = TraceWriter(path, name)
-    arena.populate()
-    mover.Mover(channel, side, arena, slots, trace).run()
+    sending.populate()
+    receiving.populate()
+    mover.Mover(channel, side, sending, receiving, slots, trace).run()
     trace.close()

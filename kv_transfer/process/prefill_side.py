@@ -40,6 +40,7 @@ from kv_transfer.protocol.messages import (
     Credit,
     CreditReturned,
     Fetch,
+    FetchContent,
 )
 from kv_transfer.sender_pacing import window
 
@@ -127,6 +128,9 @@ class PrefillSide:
         self._bound_unread(session, header)
         now = time.monotonic()
         match message:
+            case FetchContent():
+                self._counters.refuse("fetch_content", "FETCH_CONTENT is not supported")
+                session.send(Aborted("unsupported", 0), header.transfer_id)
             case Fetch():
                 if self.draining and message.prefill_id not in self.table.held:
                     self._counters.transfers["busy"] += 1
@@ -163,8 +167,8 @@ class PrefillSide:
         return False
 
     def frame_sent(self, frame: OutgoingFrame) -> None:
-        self._counters.kv_frames += 1
-        self._counters.kv_bytes += len(frame.payload)
+        self._counters.frames_sent += 1
+        self._counters.bytes_sent += len(frame.payload)
         self.table.sent(frame.header.transfer_id, time.monotonic())
         self._give_back(frame.slot, unsent=False)
 

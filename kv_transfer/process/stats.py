@@ -18,8 +18,10 @@ def printable(text: str) -> str:
 
 class TransferCounters:
     def __init__(self) -> None:
-        self.kv_bytes = 0
-        self.kv_frames = 0
+        self.bytes_sent = 0  # payload of KV frames
+        self.frames_sent = 0
+        self.bytes_received = 0  # verified
+        self.frames_received = 0
         self.late_frames = 0  # of transfers that had ended: read away
         self.transfers: Counter[str] = Counter()  # ended, by reason
         self.checksum_failures: Counter[str] = Counter()  # by kind

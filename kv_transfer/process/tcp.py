@@ -10,9 +10,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.layout import WIRE_VERSION
 from kv_transfer.process.handshake import Handshake, say
 from kv_transfer.process.handshakes import Handshakes
 from kv_transfer.process.lane import Lane
@@ -22,7 +23,7 @@ from kv_transfer.process.stats import TransferCounters, printable
 from kv_transfer.process.tcp_session import SessionOwner, TcpSession
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType
 from kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
-from kv_transfer.protocol.messages import HelloOpen, Identity, Ping, encode
+from kv_transfer.protocol.messages import HelloOpen, Identity, Ping, Side, encode
 from kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
@@ -39,26 +40,22 @@ class TcpConnector:
     """All sessions of one transfer process."""
 
     def __init__(
-        self, config: TransferConfig, secret: bytes, make_session: MakeSession, counters: TransferCounters,
-        trace: TraceWriter, tick_age: Callable[[float], float], loop: Loop, movers: Sequence[MoverHandle],
+        self, config: TransferConfig, secret: bytes, make_sessions: Mapping[Side, MakeSession],
+        counters: TransferCounters, trace: TraceWriter, tick_age: Callable[[float], float], loop: Loop,
+        movers: Sequence[MoverHandle],
     ) -> None:  # fmt: skip
-        """`make_session`: of the class for this side's direction."""
+        """`make_sessions`: by this process's side of the session."""
         self.config = config
         self.counters = counters
         self.sessions: dict[bytes, TcpSession] = {}  # by session id, from the first word to the end
         self.handshakes = Handshakes(config.max_handshakes)
         self.lane_count = 0
-        self.listening = config.role == "prefill"
-        self._make_session = make_session
+        self._make_sessions = make_sessions
         self._sessions_made = 0
         self._secret = secret
         self._trace = trace
         self._tick_age = tick_age
         self._next_ping = 0.0
-        self._identity = Identity(
-            config.role, config.name, config.incarnation, config.model_fingerprint,
-            config.layout.fingerprint, config.slot_bytes,
-        )  # fmt: skip
         self._loop = loop
         self._movers = movers
 
@@ -66,7 +63,7 @@ class TcpConnector:
 
     def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> TcpSession:
         """Start a session. `session_up` or `session_down` follows. OSError: the session cannot start."""
-        session = self._session(os.urandom(16), lanes)
+        session = self._session("receiver", os.urandom(16), lanes)
         sockets: list[socket.socket] = []
         try:
             sources = itertools.cycle(self.config.bind or (None,))
@@ -78,7 +75,9 @@ class TcpConnector:
             raise
         self.sessions[session.id] = session
         for number, sock in enumerate(sockets):
-            party = Initiator(self._secret, self._identity, session.id, number, lanes, incarnation)
+            party = Initiator(
+                self._secret, self._identity("receiver"), session.id, number, lanes, incarnation
+            )
             say(self._adopt(sock, None, Handshake(self, session, party)), party.open)
         return session
 
@@ -92,7 +91,7 @@ class TcpConnector:
             except OSError as e:  # out of descriptors, or the connection is gone again: others go on
                 self.counters.refuse("accept", str(e))
                 return e.errno not in _SCARCE
-            owner = Handshake(self, None, Listener(self._secret, self._identity))
+            owner = Handshake(self, None, Listener(self._secret, self._identity("sender")))
             self._adopt(sock, _network_of(address[0]), owner)
         return True
 
@@ -100,19 +99,29 @@ class TcpConnector:
         """The session that an authenticated lane belongs to; a new one for its first lane."""
         session = self.sessions.get(opened.session_id)
         if session is None:
-            if len(self.sessions) >= self.config.max_sessions:
-                raise LaneRefused("busy", f"{len(self.sessions)} sessions are open")
-            session = self.sessions[opened.session_id] = self._session(opened.session_id, opened.lanes)
-        elif session.peer != peer or session.lane_count != opened.lanes or opened.lane in session.lanes:
+            fetching = sum(other.side == "sender" for other in self.sessions.values())
+            if fetching >= self.config.max_sessions:
+                raise LaneRefused("busy", f"{fetching} peers fetch from here")
+            session = self.sessions[opened.session_id] = self._session(
+                "sender", opened.session_id, opened.lanes
+            )
+        elif (
+            session.side != "sender"
+            or session.peer != peer
+            or session.lane_count != opened.lanes
+            or opened.lane in session.lanes
+        ):
             raise LaneRefused("hello", f"lane {opened.lane} does not fit session of {session.name}")
         return session
 
     def session_is_up(self, session: TcpSession) -> None:
-        if self.listening:
+        if session.side == "sender":
             assert session.peer is not None
+            key = (session.peer.incarnation, session.peer.rank)
             for other in list(self.sessions.values()):
-                same = other.peer is not None and other.peer.incarnation == session.peer.incarnation
-                if same and other is not session:
+                if other is session or other.side == "receiver" or other.peer is None:
+                    continue
+                if (other.peer.incarnation, other.peer.rank) == key:
                     other.end("lost", "replaced by a new session of the same peer")
         session.handler.session_up(session)
 
@@ -122,14 +131,15 @@ class TcpConnector:
         for lane in self.handshakes:
             if isinstance(lane.owner, Handshake) and lane.owner.session is session:
                 lane.close_soon(reason, detail)
-        if session.up or not self.listening:
+        if session.up or session.side == "receiver":
             session.handler.session_down(session, reason, detail)
 
     def place(self, lane: Lane, session: TcpSession) -> Lane | FarLane:
         """Where an authenticated lane goes on: in the mover with the fewest, or where it is."""
         if not self._movers:
             return lane
-        return min(self._movers, key=lambda x: len(x.lanes)).adopt(lane, session)
+        mover = min(self._movers, key=lambda x: len(x.lanes))
+        return mover.adopt(lane, session, sends=session.side == "sender")
 
     def lane_proved(self, lane: Lane) -> None:
         self.handshakes.proved(lane)
@@ -174,9 +184,18 @@ class TcpConnector:
         for session in list(self.sessions.values()):
             session.end("stopped", "the transfer process ends")
 
-    def _session(self, session_id: bytes, lanes: int) -> TcpSession:
+    def _session(self, side: Side, session_id: bytes, lanes: int) -> TcpSession:
         self._sessions_made += 1
-        return self._make_session(self, self._sessions_made, session_id, lanes)
+        return self._make_sessions[side](self, self._sessions_made, session_id, lanes)
+
+    def _identity(self, side: Side) -> Identity:
+        config = self.config
+        return Identity(
+            side=side, versions=(WIRE_VERSION, WIRE_VERSION), name=config.name,
+            incarnation=config.incarnation, rank=0, ranks=1, model_fingerprint=config.model_fingerprint,
+            layout_fingerprint=config.layout.fingerprint, kv_dtype=config.layout.dtype, kv_scales="none",
+            slot_bytes=config.slot_bytes,
+        )  # fmt: skip
 
     def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Lane:
         """`network`: where the peer connected from; None: this side connected."""

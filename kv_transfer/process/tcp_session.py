@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kv_transfer.arena import Arena
 from kv_transfer.config import TransferConfig
@@ -15,7 +15,16 @@ from kv_transfer.process.movers import FarLane
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import NO_TRANSFER, Header
-from kv_transfer.protocol.messages import Control, Identity, MessageError, Ping, decode, encode, frame_type
+from kv_transfer.protocol.messages import (
+    Control,
+    Identity,
+    MessageError,
+    Ping,
+    Side,
+    decode,
+    encode,
+    frame_type,
+)
 
 
 class SessionOwner(Protocol):
@@ -23,7 +32,6 @@ class SessionOwner(Protocol):
 
     config: TransferConfig
     counters: TransferCounters
-    listening: bool
     lane_count: int
 
     def place(self, lane: Lane, session: TcpSession) -> Lane | FarLane: ...
@@ -33,6 +41,10 @@ class SessionOwner(Protocol):
 
 class TcpSession(ABC):
     """What sessions of both directions have. Implements connector.Session and LaneOwner."""
+
+    side: ClassVar[Side]
+    """This process's side. The receiver connects, so its session is up with all of its lanes. The sender's
+    is up with lane 0."""
 
     def __init__(
         self, handler: SessionHandler[Any], connector: SessionOwner, number: int, session_id: bytes,
@@ -73,7 +85,7 @@ class TcpSession(ABC):
             self.handler.session_over(self)
 
     def add(self, number: int, lane: Lane, peer: Identity) -> None:
-        """`lane` is authenticated. The session is up with lane 0; on decode with all of its lanes."""
+        """`lane` is authenticated."""
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._connector.config.slot_bytes)
         lane.owner, lane.max_payload = self, self.slot_bytes
@@ -81,7 +93,7 @@ class TcpSession(ABC):
         self.lanes[number] = placed
         self._attach(placed)
         self._open += 1
-        enough = 0 in self.lanes if self._connector.listening else len(self.lanes) == self.lane_count
+        enough = 0 in self.lanes if self.side == "sender" else len(self.lanes) == self.lane_count
         if enough and not self.up:
             self.up = True
             self._connector.session_is_up(self)
@@ -96,7 +108,7 @@ class TcpSession(ABC):
         if self.ended:
             return
         try:
-            message = decode(self._connector.config.role, header.type, payload)
+            message = decode(self.side, header.type, payload)
             if isinstance(message, Ping):
                 self._ping(message)
             elif not self.up or lane is not self.lanes.get(0):
@@ -145,6 +157,8 @@ class TcpSession(ABC):
 class ReceivingSession(TcpSession):
     """KV frames come in. Implements LaneReceiver and FarReceiver."""
 
+    side: ClassVar[Side] = "receiver"
+
     def __init__(
         self, receiver: FrameReceiver, arena: Arena, slots: SlotPipe, connector: SessionOwner, number: int,
         session_id: bytes, lane_count: int,
@@ -171,6 +185,8 @@ class ReceivingSession(TcpSession):
 
 class SendingSession(TcpSession):
     """KV frames go out. Implements LaneSender and connector.SessionToDecode."""
+
+    side: ClassVar[Side] = "sender"
 
     def __init__(
         self, sender: FrameSender, connector: SessionOwner, number: int, session_id: bytes, lane_count: int

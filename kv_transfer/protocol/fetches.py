@@ -40,6 +40,7 @@ class _Source:
 class Transfer:
     id: bytes
     prefill_id: bytes
+    attempt: int
     source: _Source
     incoming: Incoming
     opened: float
@@ -131,12 +132,12 @@ class Fetches:
     # ------------------------------------------------------------ from the engine
 
     def fetch(
-        self, transfer_id: bytes, peer: PeerKey, prefill_id: bytes, ranges: Sequence[Range], heads: Range,
-        now: float,
+        self, transfer_id: bytes, peer: PeerKey, prefill_id: bytes, attempt: int, ranges: Sequence[Range],
+        heads: Range, now: float,
     ) -> list[Effect]:  # fmt: skip
         source = self._source(peer)
         incoming = Incoming(self._layout, ranges, heads, slot_bytes=self._slot_bytes)
-        transfer = Transfer(transfer_id, prefill_id, source, incoming, now, now)
+        transfer = Transfer(transfer_id, prefill_id, attempt, source, incoming, now, now)
         self.open[transfer_id] = source.transfers[transfer_id] = transfer
         return self._ask(source, transfer)
 
@@ -291,7 +292,7 @@ class Fetches:
             return []
         incoming = transfer.incoming
         first, last = incoming.heads
-        fetch = Fetch(transfer.prefill_id, incoming.ranges, 0, first, last - first)
+        fetch = Fetch(transfer.prefill_id, transfer.attempt, 1, incoming.ranges, 0, first, last - first)
         return [Send(source.session, transfer.id, fetch)]
 
     def _abort(self, transfer: Transfer, reason: Reason) -> list[Effect]:

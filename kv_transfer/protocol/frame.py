@@ -20,10 +20,11 @@ HEADER_BYTES = 64
 TRAILER_BYTES = 8
 NO_TRANSFER = bytes(16)
 KIND_KV = 0
+KIND_STATE = 1  # of layers with a state; not built yet
 
-_BODY = struct.Struct("<4sBBH16sHHHHIIIIBB10s")  # the 60 bytes that the last field covers
+_BODY = struct.Struct("<4sBBH16sHHHHIIIIBBB9s")  # the 60 bytes that the last field covers
 _CHECK = struct.Struct("<I")
-_ZEROS = bytes(10)
+_ZEROS = bytes(9)
 assert _BODY.size + _CHECK.size == HEADER_BYTES
 _TRAILER = struct.Struct("<Q")
 assert _TRAILER.size == TRAILER_BYTES
@@ -39,10 +40,15 @@ class FrameType(enum.IntEnum):
     ABORT = 7
     ABORTED = 8
     PING = 9
+    FETCH_CONTENT = 10
+    HAVE = 11
 
 
 _TYPES = {int(t): t for t in FrameType}
-_OF_TRANSFER = {FrameType.FETCH, FrameType.COMMIT, FrameType.ACK, FrameType.ABORT, FrameType.ABORTED}
+_OF_TRANSFER = {
+    FrameType.FETCH, FrameType.FETCH_CONTENT, FrameType.HAVE, FrameType.COMMIT, FrameType.ACK,
+    FrameType.ABORT, FrameType.ABORTED,
+}  # fmt: skip
 
 
 class FrameError(Exception):
@@ -66,12 +72,14 @@ class Header(NamedTuple):
     length: int = 0
     sender_rank: int = 0
     receiver_rank: int = 0
+    state_type: int = 0  # of kind state: its place in the registry
 
 
 def pack(h: Header) -> bytes:
     body = _BODY.pack(
         MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, h.layer, h.kind, h.head_start, h.head_count,
-        h.token_start, h.token_count, h.seq, h.length, h.sender_rank, h.receiver_rank, _ZEROS,
+        h.token_start, h.token_count, h.seq, h.length, h.sender_rank, h.receiver_rank,
+        h.state_type, _ZEROS,
     )  # fmt: skip
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body) & 0xFFFF_FFFF)
 

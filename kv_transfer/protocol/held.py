@@ -68,6 +68,7 @@ class Held:
     state: HoldState = HoldState.READY
     transfer_id: bytes | None = None  # of the open transfer; in READY of one that may still be ACKed
     session: int = 0
+    attempt: int = 0  # the newest one that has fetched
     receiver_rank: int = 0  # as its FETCH says
     sent: int = 0  # frames of the open transfer that have begun to leave
     moved: float = 0.0  # when the open transfer last made progress
@@ -144,26 +145,36 @@ class HeldPrefills:
     # ------------------------------------------------------------ from a peer
 
     def fetch(self, transfer_id: bytes, session: int, fetch: Fetch, now: float) -> list[Effect]:
+        if (reason := self._refusal(transfer_id, fetch)) is not None:
+            return [Send(session, transfer_id, Aborted(reason, 0))]
         held = self.held.get(fetch.prefill_id)
-        if transfer_id in self.open or any(w.transfer_id == transfer_id for w in self.waiting.values()):
-            return [Send(session, transfer_id, Aborted("integrity", 0))]  # ids are drawn fresh for each FETCH
         if held is not None:
             effects: list[Effect] = []
             if held.state is not HoldState.READY:
                 effects = self._end_transfer(held, "superseded", now)
             return effects + self._start(held, transfer_id, session, fetch, now)
-        ended = self._tombstones.get(fetch.prefill_id)
-        if ended is not None:
-            return [Send(session, transfer_id, Aborted(ended, 0))]
         effects = [Waiting(fetch.prefill_id)]
-        old = self.waiting.pop(fetch.prefill_id, None)
+        old = self.waiting.get(fetch.prefill_id)
         if old is not None:
             effects = [Send(old.session, old.transfer_id, Aborted("superseded", 0))]
-        elif len(self.waiting) >= self._max_waiting:
-            return [Send(session, transfer_id, Aborted("busy", 0))]
         deadline = now + self._deadlines.fetch_wait
         self.waiting[fetch.prefill_id] = _Waiting(transfer_id, session, fetch, deadline)
         return effects
+
+    def _refusal(self, transfer_id: bytes, fetch: Fetch) -> Reason | None:
+        """Why a FETCH cannot start or wait. None: it can."""
+        if transfer_id in self.open or any(w.transfer_id == transfer_id for w in self.waiting.values()):
+            return "integrity"  # ids are drawn fresh for each FETCH
+        if fetch.receivers != 1:
+            return "unsupported"
+        held, waiting = self.held.get(fetch.prefill_id), self.waiting.get(fetch.prefill_id)
+        newest = held.attempt if held is not None else waiting.fetch.attempt if waiting is not None else 0
+        if fetch.attempt < newest:
+            return "superseded"
+        if held is not None or waiting is not None:
+            return None
+        ended = self._tombstones.get(fetch.prefill_id)
+        return ended or ("busy" if len(self.waiting) >= self._max_waiting else None)
 
     def ack(self, transfer_id: bytes, now: float) -> list[Effect]:
         """Only the current transfer's ACK releases; one that outlived its session still is that."""
@@ -244,7 +255,7 @@ class HeldPrefills:
         assert held.state is HoldState.READY
         held.state, held.transfer_id, held.session = HoldState.STREAMING, transfer_id, session
         held.sent, held.moved, held.since = 0, now, now
-        held.receiver_rank = fetch.receiver_rank
+        held.receiver_rank, held.attempt = fetch.receiver_rank, fetch.attempt
         self.open[transfer_id] = held
         return [Start(held.prefill_id, transfer_id, session, fetch)]
 

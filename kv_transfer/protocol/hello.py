@@ -1,6 +1,6 @@
 """The handshake on each lane: three messages, each side proves that it knows the cluster secret. Pure.
 
-    initiator (decode)                          listener (prefill)
+    initiator (the receiver of KV)              listener (the sender of KV)
     open: session, lane, nonce, identity  --->
                                           <---  reply: nonce, identity, HMAC over both sides' words
     proof: HMAC over the same             --->  lane is up
@@ -16,6 +16,7 @@ import hmac
 import os
 
 from kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
+from kv_transfer.layout import WIRE_VERSION
 from kv_transfer.protocol.messages import (
     HelloOpen,
     HelloProof,
@@ -30,7 +31,7 @@ MAX_HELLO_BYTES = 4096
 
 
 class LaneRefused(Exception):
-    """The peer is not one to talk to. `reason` names the counter: secret, role, model, layout, …"""
+    """The peer is not one to talk to. `reason` names the counter: secret, side, model, layout, …"""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -100,7 +101,7 @@ class Listener:
 
 def _mac(secret: bytes, label: bytes, opened: bytes, reply: HelloReply) -> bytes:
     """Over all that both said but the MAC; each part's length first, so that there is one reading."""
-    parts = (b"baton kv lane v1", label, opened, reply.nonce, reply.identity)
+    parts = (b"baton kv lane v3", label, opened, reply.nonce, reply.identity)
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return hmac.digest(secret, message, hashlib.sha256)
 
@@ -113,11 +114,22 @@ def _identity(payload: bytes) -> Identity:
 
 
 def _check(mine: Identity, theirs: Identity) -> None:
-    if theirs.role == mine.role:
-        raise LaneRefused("role", f"{theirs.name} and {mine.name} are both {mine.role} workers")
-    for what in ("model", "layout"):
-        a, b = (getattr(side, f"{what}_fingerprint") for side in (mine, theirs))
+    if theirs.side == mine.side:
+        raise LaneRefused("side", f"{theirs.name} and {mine.name} both say that they are the {mine.side}")
+    if theirs.incarnation == mine.incarnation:
+        raise LaneRefused("self", f"{mine.name} cannot fetch from itself over a lane")
+    if not theirs.versions[0] <= WIRE_VERSION <= theirs.versions[1]:
+        low, high = theirs.versions
+        raise LaneRefused(
+            "version", f"{theirs.name} speaks wire versions {low} to {high}, not {WIRE_VERSION}"
+        )
+    # A wire field that is described but not built yet has one value, and another value is refused by name.
+    fields = {"model": "model_fingerprint", "layout": "layout_fingerprint", "dtype": "kv_dtype"}
+    for reason, field in {**fields, "scales": "kv_scales", "ranks": "ranks"}.items():
+        a, b = getattr(mine, field), getattr(theirs, field)
         if a != b:
-            raise LaneRefused(what, f"{mine.name} has {a!r}, {theirs.name} has {b!r}")
+            raise LaneRefused(reason, f"{field}: {mine.name} has {a!r}, {theirs.name} has {b!r}")
+    if theirs.rank >= theirs.ranks:
+        raise LaneRefused("ranks", f"{theirs.name} has rank {theirs.rank} of {theirs.ranks}")
     if not PAGE <= theirs.slot_bytes <= MAX_SLOT_BYTES:
         raise LaneRefused("limits", f"{theirs.name} takes slices of {theirs.slot_bytes} bytes")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.layout import KVLayout, Range
-from kv_transfer.protocol.frame import KIND_KV, Header
+from kv_transfer.protocol.frame import KIND_KV, KIND_STATE, Header
 from kv_transfer.protocol.messages import Commit, FirstToken
 
 
@@ -87,11 +87,14 @@ class Incoming:
     def begin(self, h: Header) -> None:
         """A KV frame's header came; Fault unless exactly this frame is still missing."""
         assert self.live
+        if h.kind == KIND_STATE:
+            raise Fault("state", "frames of kind state are not supported")
         rank = self._ranks.get(h.sender_rank)
         if (
             rank is None
             or h.receiver_rank != self._rank
             or h.kind != KIND_KV
+            or h.state_type
             or h.layer >= self._layout.num_layers
         ):
             raise Fault("frame_fields", f"no such rank, kind or layer: {h}")

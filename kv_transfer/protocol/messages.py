@@ -7,7 +7,7 @@ it is read and validated field by field while it is decoded. Nothing else is eve
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,7 @@ from kv_transfer.protocol.frame import FrameType
 MAX_CONTROL_BYTES = 64 << 10
 MAX_RANGES = 1024
 MAX_TOP = 1024
+MAX_CHUNKS = 2048
 
 Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U8 = Annotated[int, Meta(ge=0, lt=1 << 8)]
@@ -28,8 +29,10 @@ Text = Annotated[str, Meta(max_length=512)]
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
-# Why a transfer or a prefill ended. These seven travel; `kv_transfer` adds local ones for its callers.
-Reason = Literal["finished", "cancelled", "superseded", "gone", "busy", "deadline", "integrity"]
+# Why a transfer or a prefill ended. These eight travel; `kv_transfer` adds local ones for its callers.
+Reason = Literal[
+    "finished", "cancelled", "superseded", "gone", "busy", "deadline", "integrity", "unsupported"
+]  # fmt: skip
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -50,14 +53,23 @@ class FirstToken(Message):
         return all(x is None or x < math.inf for x in (self.logprob, *self.top_logprobs))
 
 
+Side = Literal["sender", "receiver"]
+"""Of a session, as KV flows. The receiver connects. A worker may be both, in different sessions."""
+
+
 class Identity(Message):
     """The process that speaks, the model that it serves and the frames that it can take."""
 
-    role: Literal["prefill", "decode"]
+    side: Side
+    versions: tuple[U8, U8]  # lowest and highest wire version that it speaks
     name: Text
     incarnation: U64
+    rank: U8  # of its tensor parallel group
+    ranks: U8  # of that group
     model_fingerprint: Text
     layout_fingerprint: Text
+    kv_dtype: Text
+    kv_scales: Text  # "none", "head" or "token_head"
     slot_bytes: U32
 
 
@@ -92,31 +104,53 @@ Hello = HelloOpen | HelloReply | HelloProof | HelloRefused
 
 
 class Fetch(Message):
-    """decode → prefill: send these positions of that prefill, under the transfer id in the header."""
+    """receiver → sender: send these positions of that prefill, under the transfer id in the header."""
 
     prefill_id: Id
+    attempt: U64  # of decode: a FETCH of a newer attempt ends the transfers of older ones
+    receivers: U8  # ranks that fetch; the prefill is released when each has acknowledged
     ranges: Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=MAX_RANGES)]  # [start, stop), ascending
     receiver_rank: U8
     head_start: U16  # the KV heads that this receiver rank holds
     head_count: U16
 
 
+class FetchContent(Message):
+    """receiver → sender: send the KV of these chunks of 64 tokens, under the transfer id in the header.
+
+    HAVE answers with how many of them, from the first on, the sender has.
+    """
+
+    chunks: Annotated[tuple[Id, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    first_chunk: U32  # its position in the prompt, in chunks
+    receivers: U8
+    receiver_rank: U8
+    head_start: U16
+    head_count: U16
+
+
+class Have(Message):
+    """sender → receiver: the sender pins so many chunks of FETCH_CONTENT and streams them."""
+
+    chunks: U32
+
+
 class Credit(Message):
-    """decode → prefill: frames that the session may carry, ever. `recall`: return what is not used yet."""
+    """receiver → sender: frames that the session may carry, ever. `recall`: return what is not used yet."""
 
     total: U63
     recall: bool = False
 
 
 class CreditReturned(Message):
-    """prefill → decode: answers the recall of `total`: `sent` frames left or are leaving, no more will."""
+    """sender → receiver: answers the recall of `total`: `sent` frames left or are leaving, no more will."""
 
     total: U63
     sent: U63
 
 
 class Commit(Message):
-    """prefill → decode: the transfer is this many frames and bytes from this sender rank; the first token."""
+    """sender → receiver: the first token, and how many frames and bytes this sender rank sends in all."""
 
     first_token: FirstToken
     frames: U32
@@ -124,17 +158,17 @@ class Commit(Message):
 
 
 class Ack(Message):
-    """decode → prefill: injected; the prefill may be released."""
+    """receiver → sender: injected; the prefill may be released."""
 
 
 class Abort(Message):
-    """decode → prefill: ends the transfer, not the prefill."""
+    """receiver → sender: ends the transfer, not the prefill."""
 
     reason: Reason
 
 
 class Aborted(Message):
-    """prefill → decode: answers ABORT, refuses a FETCH, or announces the sender's own end of a transfer."""
+    """sender → receiver: answers ABORT, refuses a FETCH, or announces the sender's own end of a transfer."""
 
     reason: Reason
     frames: U32  # ever sent under this transfer id
@@ -145,7 +179,7 @@ class Ping(Message):
     tick_age_ms: U32  # since the engine last ticked; 0 before its first tick
 
 
-Control = Fetch | Credit | CreditReturned | Commit | Ack | Abort | Aborted | Ping
+Control = Fetch | FetchContent | Have | Credit | CreditReturned | Commit | Ack | Abort | Aborted | Ping
 
 _TYPES: dict[type[Message], FrameType] = {
     Fetch: FrameType.FETCH,
@@ -156,14 +190,16 @@ _TYPES: dict[type[Message], FrameType] = {
     Abort: FrameType.ABORT,
     Aborted: FrameType.ABORTED,
     Ping: FrameType.PING,
+    FetchContent: FrameType.FETCH_CONTENT,
+    Have: FrameType.HAVE,
 }
-# What each role may be sent. A type that is not here is a protocol error.
-_TO_PREFILL = (Fetch, Credit, Ack, Abort, Ping)
-_TO_DECODE = (CreditReturned, Commit, Aborted, Ping)
+# What each side may be sent. A type that is not here is a protocol error.
+_TO_SENDER = (Fetch, FetchContent, Credit, Ack, Abort, Ping)
+_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping)
 _encode = msgspec.msgpack.Encoder().encode
-_decoders = {
-    "prefill": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_PREFILL},
-    "decode": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_DECODE},
+_decoders: dict[Side, dict[FrameType, Any]] = {
+    "sender": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_SENDER},
+    "receiver": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_RECEIVER},
 }
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 _decode_identity = msgspec.msgpack.Decoder(Identity).decode
@@ -185,16 +221,16 @@ def frame_type(message: Control) -> FrameType:
     return _TYPES[type(message)]
 
 
-def decode(role: Literal["prefill", "decode"], kind: FrameType, payload: memoryview) -> Control:
-    """Decode what came to a process of `role`; MessageError for anything but one valid message of `kind`."""
-    decoder = _decoders[role].get(kind)
+def decode(side: Side, kind: FrameType, payload: memoryview) -> Control:
+    """Decodes what came to this side of a session. Raises MessageError if it is no valid `kind`."""
+    decoder = _decoders[side].get(kind)
     if decoder is None:
-        raise MessageError(f"{kind.name} is never sent to a {role} worker")
+        raise MessageError(f"{kind.name} is never sent to the {side}")
     try:
         message = decoder(payload)
     except _UNREADABLE as e:
         raise MessageError(f"{kind.name}: {e}") from None
-    if isinstance(message, Fetch):
+    if isinstance(message, Fetch | FetchContent):
         _check_fetch(message)
     elif isinstance(message, Commit):
         first = message.first_token
@@ -217,11 +253,13 @@ def decode_identity(payload: bytes) -> Identity:
         raise MessageError(f"HELLO identity: {e}") from None
 
 
-def _check_fetch(message: Fetch) -> None:
+def _check_fetch(message: Fetch | FetchContent) -> None:
     previous = 0
-    for start, stop in message.ranges:
+    for start, stop in message.ranges if isinstance(message, Fetch) else ():
         if not previous <= start < stop:
             raise MessageError(f"FETCH: ranges must be ascending, disjoint and not empty: {start}, {stop}")
         previous = stop
     if message.head_count == 0:
         raise MessageError("FETCH: no heads asked for")
+    if not message.receiver_rank < message.receivers:
+        raise MessageError(f"FETCH: receiver rank {message.receiver_rank} of {message.receivers}")

@@ -40,8 +40,8 @@ def page(kv_bytes: float = 0, tokens: float = 0, ttft: tuple[int, int, int] = (0
     first, second, all_ = ttft[0], ttft[0] + ttft[1], sum(ttft)
     return parse(
         f"""# TYPE baton:kv_bytes counter
-baton:kv_bytes_total{{connector="tcp"}} {kv_bytes}
-baton:kv_bytes_total{{connector="nixl"}} 0
+baton:kv_bytes_total{{direction="send"}} {kv_bytes}
+baton:kv_bytes_total{{direction="receive"}} 0
 # TYPE vllm:generation_tokens counter
 vllm:generation_tokens_total {tokens}
 # TYPE {TTFT} histogram
@@ -127,7 +127,7 @@ def tokenizer(tmp_path: Path) -> ModelTokenizer:
 
 
 def sent(kv_bytes: int) -> TransferStats:
-    return TransferStats(0, 0, 0, 1, 4, 64, 64, kv_bytes, 2, 0, {}, {}, {}, {})
+    return TransferStats(0, 0, 0, 1, 4, 64, 64, 64, kv_bytes, 0, 2, 0, 0, {}, {}, {}, {})
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ async def test_cancel_while_kv_is_streaming(workers: Workers) -> None:
 
     async def frames() -> float:
         await status(pair.decode)  # makes the report that the scrape shows
-        return metrics(workers[1])["baton:kv_frames_total"]
+        return metrics(workers[1])['baton:kv_frames_total{direction="receive"}']
 
     async with paired(*workers) as pair:
         for moment in ("reserved", "some", "computed"):
@@ -359,8 +359,8 @@ async def test_metrics_count_a_handover(workers: Workers) -> None:
     assert decode["vllm:generation_tokens_total"] == 4
     assert decode['vllm:request_success_total{finished_reason="length"}'] == 1
     kv_bytes = 100 * 2 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, head_dim, float32
-    assert prefill['baton:kv_bytes_total{connector="tcp"}'] == kv_bytes
-    assert decode['baton:kv_bytes_total{connector="tcp"}'] == kv_bytes
+    assert prefill['baton:kv_bytes_total{direction="send"}'] == kv_bytes
+    assert decode['baton:kv_bytes_total{direction="receive"}'] == kv_bytes
     for name in (
         "kv_hidden_share",
         "kv_exposed_seconds",
@@ -370,7 +370,8 @@ async def test_metrics_count_a_handover(workers: Workers) -> None:
         "handover_seconds",
     ):
         assert decode[f"baton:{name}_count"] == 1
-    assert prefill["baton:kv_frames_total"] == decode["baton:kv_frames_total"] > 0
+    received = decode['baton:kv_frames_total{direction="receive"}']
+    assert prefill['baton:kv_frames_total{direction="send"}'] == received > 0
     assert prefill['baton:kv_transfers_total{reason="acked"}'] == 1
     assert decode['baton:kv_transfers_total{reason="injected"}'] == 1
     injection = decode["baton:kv_injection_seconds_sum"]
@@ -386,4 +387,5 @@ async def test_metrics_count_a_handover(workers: Workers) -> None:
     assert all(0 < seconds < took for seconds in stages)
     assert sum(stages) <= took, "the stages do not overlap"
     assert after[0]["vllm:kv_cache_usage_perc"] == 0
-    assert after[0]["baton:kv_arena_slots_free"] == after[0]["baton:kv_arena_slots"]
+    free = after[0]['baton:kv_arena_slots_free{direction="send"}']
+    assert free == after[0]["baton:kv_arena_slots"]

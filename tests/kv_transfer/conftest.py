@@ -43,21 +43,22 @@ class Worker:
         self.block_size = block_size
         self.layout = layout
         self.incarnation = incarnation or random.getrandbits(64)
-        self.arena = kv.Arena.create(slots, slot_bytes)
+        self.sending, sending = kv.ArenaEnd.pair(slots, slot_bytes)
+        self.receiving, receiving = kv.ArenaEnd.pair(slots, slot_bytes)
         self.heartbeat = kv.Heartbeat.create()
-        self.channel, channel = kv.channel_pair()
         self.service, service = kv.channel_pair()
         # On every machine the same; tests of what it changes say otherwise.
         default: Any = {"name": f"{role} 0", "model_fingerprint": MODEL, "lane_processes": 0}
         settings = default | config
         self.process = kv.spawn_transfer(
             kv.TransferConfig(
-                role=role, incarnation=self.incarnation, layout=layout, num_slots=slots,
+                incarnation=self.incarnation, layout=layout, num_slots=slots,
                 slot_bytes=slot_bytes, **settings,
             ),
-            channel=channel, arena=self.arena, heartbeat=self.heartbeat, service=service, secret=secret,
+            sending=sending, receiving=receiving, heartbeat=self.heartbeat, service=service, secret=secret,
         )  # fmt: skip
-        channel.close()
+        sending.channel.close()
+        receiving.channel.close()
         service.close()
         shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
         self.pool = [torch.zeros(shape, device=DEVICE) for _ in range(layout.num_layers)]
@@ -66,7 +67,7 @@ class Worker:
 
     @property
     def transport(self) -> kv.Transport:
-        return kv.ArenaTransport(self.channel, self.arena, NO_TRACE)
+        return kv.ArenaTransport(self.sending, self.receiving, NO_TRACE)
 
     @property
     def paged_kv(self) -> kv.PagedKV:
@@ -113,7 +114,9 @@ class Worker:
     def stop(self) -> None:
         self.service.close()
         self.process.wait(10)
-        self.arena.close()
+        for end in (self.sending, self.receiving):
+            end.channel.close()
+            end.arena.close()
         self.heartbeat.close()
 
 
@@ -162,7 +165,7 @@ class Decode(Worker):
     ) -> bytes:
         decode_id = os.urandom(16)
         self.reserved[decode_id] = self.allocate(num_tokens)
-        where: Any = {"kv_address": source.address, "incarnation": source.incarnation} | other
+        where: Any = {"kv_address": source.address, "incarnation": source.incarnation, "attempt": 0} | other
         self.receiver.fetch(
             decode_id, prefill_id=prefill_id, block_ids=self.reserved[decode_id], num_tokens=num_tokens,
             start=start, **where,
@@ -224,8 +227,8 @@ class Pair:
                 self.prefill.sender.idle
                 and self.decode.receiver.idle
                 and (a.transfers_open, a.prefills_held, a.fetches_waiting, b.transfers_open) == (0, 0, 0, 0)
-                and a.slots_free == a.slots_total
-                and b.slots_free == b.slots_total
+                and a.sender_slots_free == a.receiver_slots_free == a.slots
+                and b.sender_slots_free == b.receiver_slots_free == b.slots
             )
 
         self.until(whole, "the pools to be whole")
@@ -293,7 +296,7 @@ class BareDecode(Worker):
 
     def failure(self, source: Prefill, **other: Any) -> str:
         """Why a fetch from that prefill worker fails."""
-        where: Any = {"kv_address": source.address, "incarnation": source.incarnation} | other
+        where: Any = {"kv_address": source.address, "incarnation": source.incarnation, "attempt": 0} | other
         self.receiver.fetch(
             os.urandom(16), prefill_id=source.hold(20), block_ids=[0, 1], num_tokens=20, **where
         )

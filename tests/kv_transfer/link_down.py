@@ -35,7 +35,7 @@ def main() -> None:
     blocks = pair.prefill.held[prefill_id]
     decode_id = pair.decode.fetch(pair.prefill, prefill_id, TOKENS)
     pair.prefill.sender.ready(prefill_id, None, 0, TOKENS // 2)
-    pair.until(lambda: pair.decode.stats().kv_frames > 3, "half of it")
+    pair.until(lambda: pair.decode.stats().frames_received > 3, "half of it")
     link("down")
     pair.prefill.sender.ready(prefill_id, None, TOKENS // 2, TOKENS)
     pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))

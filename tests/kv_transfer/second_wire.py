@@ -13,8 +13,8 @@ import msgspec
 import xxhash
 
 SECRET = b"a cluster secret for tests"
-LAYOUT = "kv2 layers=3 kv_heads=2 head_dim=16 dtype=float32"
-HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING = range(1, 10)
+LAYOUT = "kv3 layers=3 kv_heads=2 head_dim=16"
+HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE = range(1, 12)
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
@@ -44,7 +44,7 @@ class Lane:
             (check,) = struct.unpack("<I", raw[60:])
             assert check == xxhash.xxh3_64_intdigest(raw[:60]) & 0xFFFFFFFF
             magic, version, kind, flags = struct.unpack("<4sBBH", raw[:8])
-            assert (magic, version, flags) == (b"BtKV", 2, 0)
+            assert (magic, version, flags) == (b"BtKV", 3, 0)
             names = (
                 "layer",
                 "kind",
@@ -92,7 +92,7 @@ class Lane:
 
 
 def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -> bytes:
-    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 2), frame_type, h.get("flags", 0))
+    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 3), frame_type, h.get("flags", 0))
     head += transfer
     head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
     head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))
@@ -102,12 +102,13 @@ def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -
 
 
 def mac(secret: bytes, label: bytes, opened: bytes, nonce: bytes, identity: bytes) -> bytes:
-    parts = (b"baton kv lane v1", label, opened, nonce, identity)
+    parts = (b"baton kv lane v3", label, opened, nonce, identity)
     return hmac.digest(secret, b"".join(struct.pack("<I", len(p)) + p for p in parts), hashlib.sha256)
 
 
-def identity(role: str, incarnation: int = 5) -> bytes:
-    return pack([role, f"fake {role}", incarnation, "model of the tests", LAYOUT, 4096])
+def identity(side: str, incarnation: int = 5) -> bytes:
+    about = ["model of the tests", LAYOUT, "float32", "none", 4096]
+    return pack([side, [3, 3], f"fake {side}", incarnation, 0, 1, *about])
 
 
 def connect(
@@ -121,7 +122,7 @@ def connect(
     """As a decode worker, one lane, up to the listener's verdict; `behind` its last word, in one piece."""
     lane = Lane(socket.create_connection(("127.0.0.1", port)))
     lane.answers = False
-    opened = pack(["open", session or os.urandom(16), number, lanes, os.urandom(32), identity("decode")])
+    opened = pack(["open", session or os.urandom(16), number, lanes, os.urandom(32), identity("receiver")])
     lane.send(HELLO, opened)
     kind, _, _, payload = lane.read()
     tag, nonce, theirs, proof = unpack(payload)
@@ -145,7 +146,7 @@ class FakePrefill:
         lane = Lane(self.listener.accept()[0])
         _, _, _, opened = lane.read()
         lane.number = unpack(opened)[2]
-        nonce, mine = os.urandom(32), identity("prefill")
+        nonce, mine = os.urandom(32), identity("sender")
         lane.say(HELLO, ["reply", nonce, mine, mac(SECRET, b"listener", opened, nonce, mine)])
         tag, proof = unpack(lane.read()[3])
         assert (tag, proof) == ("proof", mac(SECRET, b"initiator", opened, nonce, mine))

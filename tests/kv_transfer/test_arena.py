@@ -69,7 +69,7 @@ def test_bad_slot_sizes_are_named(slot_bytes: int) -> None:
 )
 def test_a_bad_configuration_is_named(change: dict[str, Any], named: str) -> None:
     good: Any = {
-        "role": "decode", "name": "decode 0", "incarnation": 1, "model_fingerprint": "m",
+        "name": "decode 0", "incarnation": 1, "model_fingerprint": "m",
         "layout": kv.KVLayout(2, 1, 8, "float32"), "num_slots": 4, "slot_bytes": 4096,
     }  # fmt: skip
     kv.TransferConfig(**good)

@@ -61,7 +61,7 @@ class Side:
         self.is_up = False
         monkeypatch.setattr(decode_side, "time", SimpleNamespace(monotonic=lambda: self.now))
         config = kv.TransferConfig(
-            role="decode", name="decode 0", incarnation=1, model_fingerprint="m", num_slots=4,
+            name="decode 0", incarnation=1, model_fingerprint="m", num_slots=4,
             slot_bytes=4096, layout=kv.KVLayout(1, 1, 8, "float32"), max_lanes=12, lane_processes=0,
             deadlines=kv.TransferDeadlines(**deadlines),
         )  # fmt: skip
@@ -73,7 +73,7 @@ class Side:
         self.side = DecodeSide(config, self.slots, self.channel, TransferCounters(), network.connect)
 
     def fetch(self, transfer_id: bytes, address: str = "[::1]:7000") -> None:
-        self.side.engine(ch.FetchIn(transfer_id, b"p" * 16, address, 9, ((0, 4),), 0, 1))
+        self.side.engine(ch.FetchIn(transfer_id, b"p" * 16, address, 9, 0, ((0, 4),), 0, 1))
 
     def told(self) -> list[Any]:
         """What the engine was."""

@@ -91,8 +91,9 @@ class Bench:
         if lowest_fd:
             theirs = socket.socket(fileno=fcntl.fcntl(theirs.detach(), fcntl.F_DUPFD_CLOEXEC, lowest_fd))
         self.arena = kv.Arena.create(SLOTS, 4096)
+        end = kv.ArenaEnd(theirs, self.arena)
         self.cache = [torch.arange(2.0 * 8 * 16 * 8).view(2, 8, 16, 1, 8) for _ in range(2)]
-        self.endpoint = endpoint(theirs, self.arena, kv.PagedKV(self.cache, 16, LAYOUT, "cpu"), NO_TRACE)
+        self.endpoint = endpoint(end, kv.PagedKV(self.cache, 16, LAYOUT, "cpu"), NO_TRACE)
         self.channel = ch.Channel(ours, receives)
         self.inbox: list[Any] = []
 
@@ -298,7 +299,13 @@ def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, ArenaReceiver, Late
 
 def fetch(bench: Bench, until: Any) -> bytes:
     bench.endpoint.fetch(
-        b"d", prefill_id=b"p", kv_address="127.0.0.1:1", incarnation=1, block_ids=[7, 2], num_tokens=20
+        b"d",
+        prefill_id=b"p",
+        kv_address="127.0.0.1:1",
+        incarnation=1,
+        attempt=0,
+        block_ids=[7, 2],
+        num_tokens=20,
     )
     message = bench.next(until, ch.FetchIn)
     assert message.ranges == ((0, 20),)
@@ -426,7 +433,13 @@ def test_a_fetch_that_replaces_one_waits_for_its_scatters(receiving: Any, until:
         bench.channel.send(ch.FailedIn(transfer_id, "gone", retry=False))
         assert receiver.poll() == []
     receiver.fetch(
-        b"d", prefill_id=b"q", kv_address="127.0.0.1:1", incarnation=2, block_ids=[7, 2], num_tokens=20
+        b"d",
+        prefill_id=b"q",
+        kv_address="127.0.0.1:1",
+        incarnation=2,
+        attempt=0,
+        block_ids=[7, 2],
+        num_tokens=20,
     )
     pool.go()
     assert receiver.poll() == []

@@ -14,10 +14,13 @@ from kv_transfer.protocol.frame import FrameError, FrameType, Header, pack, pars
 
 u8, u16, u32 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32))
 ids = st.binary(min_size=16, max_size=16)
-OF_TRANSFER = [FrameType.FETCH, FrameType.ACK, FrameType.ABORT, FrameType.ABORTED]
+OF_TRANSFER = [
+    FrameType.FETCH, FrameType.FETCH_CONTENT, FrameType.HAVE, FrameType.ACK, FrameType.ABORT,
+    FrameType.ABORTED,
+]  # fmt: skip
 OF_NO_TRANSFER = [FrameType.HELLO, FrameType.CREDIT, FrameType.PING]
 headers = st.one_of(
-    st.builds(Header, st.just(FrameType.KV), ids, u16, u16, u16, u16, u32, u32, u32, u32, u8, u8),
+    st.builds(Header, st.just(FrameType.KV), ids, u16, u16, u16, u16, u32, u32, u32, u32, u8, u8, u8),
     st.builds(lambda *x: Header(FrameType.COMMIT, x[0], length=x[1], sender_rank=x[2]), ids, u32, u8),
     st.builds(lambda *x: Header(x[0], x[1], length=x[2]), st.sampled_from(OF_TRANSFER), ids, u32),
     st.builds(lambda *x: Header(x[0], length=x[1]), st.sampled_from(OF_NO_TRANSFER), u32),
@@ -25,10 +28,10 @@ headers = st.one_of(
 
 
 def test_every_byte_is_where_the_table_says() -> None:
-    header = Header(FrameType.KV, bytes(range(16)), 1, 0, 2, 3, 4, 5, 6, 7, 8, 9)
+    header = Header(FrameType.KV, bytes(range(16)), 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
     expected = (
-        b"BtKV\x02\x04\x00\x00" + bytes(range(16)) + struct.pack("<4H", 1, 0, 2, 3)
-        + struct.pack("<4I", 4, 5, 6, 7) + b"\x08\x09" + bytes(10)
+        b"BtKV\x03\x04\x00\x00" + bytes(range(16)) + struct.pack("<4H", 1, 1, 2, 3)
+        + struct.pack("<4I", 4, 5, 6, 7) + b"\x08\x09\x0a" + bytes(9)
     )  # fmt: skip
     check = struct.pack("<I", xxhash.xxh3_64_intdigest(expected) & 0xFFFFFFFF)
     assert pack(header) == expected + check
@@ -74,7 +77,7 @@ def test_fields_that_a_type_does_not_use_are_zero(kind: FrameType) -> None:
         (4, b"\x01", "version"),
         (5, b"\x63", "type"),
         (6, b"\x01", "type"),
-        (50, b"\x01", "type"),
+        (51, b"\x01", "type"),
         (59, b"\x01", "type"),
     ],
 )

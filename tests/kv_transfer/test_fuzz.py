@@ -229,7 +229,8 @@ class Source(FakePrefill):
         decode, decode_id = self._decode, os.urandom(16)
         blocks = decode.reserved[decode_id] = decode.allocate(POSITIONS)
         decode.receiver.fetch(
-            decode_id, prefill_id=b"p" * 16, kv_address=self.address, incarnation=5, block_ids=blocks,
+            decode_id, prefill_id=b"p" * 16, kv_address=self.address, incarnation=5, attempt=0,
+            block_ids=blocks,
             num_tokens=POSITIONS,
         )  # fmt: skip
         return decode_id, blocks
@@ -388,6 +389,11 @@ def test_a_receiver_among_noise(make_decode: Any, until: Any, count: int) -> Non
     assert believed > count / 400
     assert decode.process.poll() is None
     source.lost()
-    until(lambda: decode.poll() or decode.stats().slots_free == 64, "the slots to come home", decode.receiver)
+
+    def home() -> bool:
+        decode.poll()
+        return decode.stats().receiver_slots_free == 64
+
+    until(home, "the slots to come home", decode.receiver)
     assert decode.receiver.idle
     assert decode.stats().checksum_failures["payload"] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kv_transfer.config import TransferDeadlines
 from kv_transfer.protocol.effects import Expired, Send
@@ -12,7 +13,7 @@ from kv_transfer.protocol.held import HeldPrefills, HoldState, Release, Start, S
 from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FirstToken, Reason
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
-FETCH = Fetch(P, ((0, 8),), 0, 0, 4)
+FETCH = Fetch(P, 0, 1, ((0, 8),), 0, 0, 4)
 COMMIT = Commit(FirstToken(1), 2, 64)
 A, B = 1, 2  # sessions
 
@@ -60,7 +61,7 @@ def test_a_fetch_waits_for_its_prefill() -> None:
 def test_the_table_of_waiting_fetches_is_bounded() -> None:
     held = table(max_waiting=1)
     held.fetch(T1, A, FETCH, 0)
-    other = Fetch(Q, (), 0, 0, 4)
+    other = Fetch(Q, 0, 1, (), 0, 0, 4)
     assert held.fetch(T2, A, other, 0) == [aborted("busy", transfer=T2)]
     # A newer FETCH for the same id takes its place.
     assert held.fetch(T2, B, FETCH, 0) == [aborted("superseded")]
@@ -161,7 +162,7 @@ def test_an_ack_of_what_was_never_committed_is_an_error() -> None:
 def test_a_transfer_id_is_used_once() -> None:
     held = streaming()
     held.offer(Q, 0)
-    assert held.fetch(T1, B, Fetch(Q, (), 0, 0, 4), 1) == [aborted("integrity", session=B)]
+    assert held.fetch(T1, B, Fetch(Q, 0, 1, (), 0, 0, 4), 1) == [aborted("integrity", session=B)]
     assert held.open[T1].prefill_id == P
 
 
@@ -173,7 +174,7 @@ def test_a_peer_that_uses_a_transfer_id_again_ends_nothing(end: str) -> None:
     held.commit(T1, COMMIT, 1)
     held.session_down(A, 2)
     held.offer(Q, 2)
-    start = Start(Q, T1, B, Fetch(Q, (), 0, 0, 4))
+    start = Start(Q, T1, B, Fetch(Q, 0, 1, (), 0, 0, 4))
     assert held.fetch(T1, B, start.fetch, 2) == [start]
     if end == "close":
         held.close(P, "cancelled", 3)
@@ -259,3 +260,23 @@ def test_the_engines_end_ends_what_still_flows() -> None:
     assert not held.held
     assert not held.open
     assert not held.begin_send(T1, 101)
+
+
+def test_a_fetch_of_an_older_attempt_does_not_replace_a_newer_one() -> None:
+    held = HeldPrefills(TransferDeadlines(), 4)
+    newer, older = replace(FETCH, attempt=3), replace(FETCH, attempt=2)
+    assert held.fetch(T1, A, newer, 0) == [Waiting(P)]
+    assert held.fetch(T2, B, older, 0) == [aborted("superseded", transfer=T2, session=B)]
+    held.offer(P, 0)
+    assert held.fetch(T2, B, older, 1) == [aborted("superseded", transfer=T2, session=B)]
+    assert held.open.keys() == {T1}
+    held.abort(T1, "cancelled", 2)
+    assert held.fetch(T2, B, older, 3) == [aborted("superseded", transfer=T2, session=B)]
+
+
+def test_a_fetch_of_several_receivers_is_refused_by_name() -> None:
+    held = HeldPrefills(TransferDeadlines(), 4)
+    held.offer(P, 0)
+    several = replace(FETCH, receivers=2)
+    assert held.fetch(T1, A, several, 0) == [aborted("unsupported")]
+    assert held.fetch(T2, A, FETCH, 0) == [Start(P, T2, A, FETCH)]

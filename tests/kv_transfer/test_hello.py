@@ -11,8 +11,12 @@ from kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
 from kv_transfer.protocol.messages import HelloOpen, HelloProof, HelloReply, Identity, decode_hello
 
 SECRET = b"0123456789abcdef"
-PREFILL = Identity("prefill", "prefill 0", 7, "m", "layout a", 1 << 20)
-DECODE = Identity("decode", "decode 3", 9, "m", "layout a", 1 << 16)
+PREFILL = Identity(
+    "sender", (3, 3), "prefill 0", 7, 0, 1, "m", "layout a", "bfloat16", "none", slot_bytes=1 << 20
+)
+DECODE = Identity(
+    "receiver", (3, 3), "decode 3", 9, 0, 1, "m", "layout a", "bfloat16", "none", slot_bytes=1 << 16
+)
 replace = msgspec.structs.replace
 
 
@@ -73,7 +77,13 @@ def test_every_word_is_signed() -> None:
     [
         ({"model_fingerprint": "n"}, "model"),
         ({"layout_fingerprint": "layout b"}, "layout"),
-        ({"role": "prefill"}, "role"),
+        ({"kv_dtype": "float8_e4m3fn"}, "dtype"),
+        ({"kv_scales": "head"}, "scales"),
+        ({"ranks": 2}, "ranks"),
+        ({"rank": 1}, "ranks"),
+        ({"versions": (4, 5)}, "version"),
+        ({"side": "sender"}, "side"),
+        ({"incarnation": 7}, "self"),
         ({"slot_bytes": 100}, "limits"),
         ({"slot_bytes": 1 << 31}, "limits"),
     ],
@@ -84,7 +94,7 @@ def test_mismatch_names_both_sides(changed: dict[str, object], reason: str) -> N
     with contextlib.suppress(LaneRefused):  # it may see the mismatch, too; the proof is there all the same
         a.reply(answer(b, a))
     assert a.proof is not None
-    with pytest.raises(LaneRefused, match="decode 3") as refused:
+    with pytest.raises(LaneRefused, match=r"decode 3|prefill 0") as refused:
         b.check(a.proof)
     assert refused.value.reason == reason
     if reason in ("model", "layout"):

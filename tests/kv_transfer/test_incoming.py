@@ -104,7 +104,9 @@ WHOLE = Slice(0, 0, 4, 0, 8)
     ("bad", "kind"),
     [
         (header(WHOLE, 0, layer=2), "frame_fields"),
-        (header(WHOLE, 0, kind=1), "frame_fields"),
+        (header(WHOLE, 0, kind=1), "state"),
+        (header(WHOLE, 0, kind=2), "frame_fields"),
+        (header(WHOLE, 0, state_type=1), "frame_fields"),
         (header(WHOLE, 0, sender_rank=1), "frame_fields"),
         (header(WHOLE, 0, receiver_rank=1), "frame_fields"),
         (header(WHOLE, 0, length=100), "frame_length"),

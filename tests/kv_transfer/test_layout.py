@@ -56,7 +56,7 @@ def test_intersect() -> None:
 
 
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
-    assert LAYOUT.fingerprint == "kv2 layers=4 kv_heads=8 head_dim=64 dtype=bfloat16"
+    assert LAYOUT.fingerprint == "kv3 layers=4 kv_heads=8 head_dim=64"
     assert LAYOUT.bytes_per_token_layer == 2 * 8 * 64 * 2
 
 

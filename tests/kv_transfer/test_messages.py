@@ -13,41 +13,51 @@ from kv_transfer.protocol import messages as m
 from kv_transfer.protocol.frame import FrameType
 
 ID = bytes(range(16))
-TO_PREFILL = [m.Fetch(ID, ((0, 5), (9, 12)), 0, 0, 3), m.Credit(9, True), m.Ack(), m.Abort("cancelled")]
-TO_DECODE = [
+TO_SENDER: list[m.Control] = [
+    m.Fetch(ID, 7, 2, ((0, 5), (9, 12)), 1, 0, 3),
+    m.Credit(9, True),
+    m.Ack(),
+    m.Abort("cancelled"),
+]
+TO_SENDER.append(m.FetchContent((ID, ID), 3, 1, 0, 0, 3))
+TO_RECEIVER = [
     m.CreditReturned(9, 4), m.Commit(m.FirstToken(5, -0.25, (5, 6), (-0.25, -2.0)), 3, 999),
-    m.Aborted("gone", 2),
+    m.Aborted("gone", 2), m.Have(2),
 ]  # fmt: skip
 BOTH = [m.Ping((1 << 64) - 1, 12)]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_each_role_reads_its_own_messages_and_no_other(role: Any) -> None:
-    mine, others = (TO_PREFILL, TO_DECODE) if role == "prefill" else (TO_DECODE, TO_PREFILL)
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_each_side_reads_its_own_messages_and_no_other(side: Any) -> None:
+    mine, others = (TO_SENDER, TO_RECEIVER) if side == "sender" else (TO_RECEIVER, TO_SENDER)
     for message in mine + BOTH:
-        assert m.decode(role, m.frame_type(message), memoryview(m.encode(message))) == message
+        assert m.decode(side, m.frame_type(message), memoryview(m.encode(message))) == message
     for message in others:
         if not isinstance(
             message, m.Credit | m.CreditReturned
         ):  # one frame type, a message for each direction
             with pytest.raises(m.MessageError, match="never sent"):
-                m.decode(role, m.frame_type(message), memoryview(m.encode(message)))
+                m.decode(side, m.frame_type(message), memoryview(m.encode(message)))
     for kind in (FrameType.HELLO, FrameType.KV):
         with pytest.raises(m.MessageError):
-            m.decode(role, kind, memoryview(b"\x90"))
+            m.decode(side, kind, memoryview(b"\x90"))
 
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (FrameType.FETCH, [ID[:15], [[0, 5]], 0, 0, 3]),
-        (FrameType.FETCH, [ID, [[5, 5]], 0, 0, 3]),
-        (FrameType.FETCH, [ID, [[0, 5], [4, 9]], 0, 0, 3]),
-        (FrameType.FETCH, [ID, [[0, 1 << 32]], 0, 0, 3]),
-        (FrameType.FETCH, [ID, [[2 * i, 2 * i + 1] for i in range(1025)], 0, 0, 3]),
-        (FrameType.FETCH, [ID, [[0, 5]], 0, 0, 0]),
-        (FrameType.FETCH, [ID, [[0, 5]], 0, 0]),
-        (FrameType.FETCH, [ID, [[0, 5]], 0, 0, 3, "more"]),
+        (FrameType.FETCH, [ID[:15], 0, 1, [[0, 5]], 0, 0, 3]),
+        (FrameType.FETCH, [ID, 0, 1, [[5, 5]], 0, 0, 3]),
+        (FrameType.FETCH, [ID, 0, 1, [[0, 5], [4, 9]], 0, 0, 3]),
+        (FrameType.FETCH, [ID, 0, 1, [[0, 1 << 32]], 0, 0, 3]),
+        (FrameType.FETCH, [ID, 0, 1, [[2 * i, 2 * i + 1] for i in range(1025)], 0, 0, 3]),
+        (FrameType.FETCH, [ID, 0, 1, [[0, 5]], 0, 0, 0]),
+        (FrameType.FETCH, [ID, 0, 1, [[0, 5]], 0, 0]),
+        (FrameType.FETCH, [ID, 0, 1, [[0, 5]], 0, 0, 3, "more"]),
+        (FrameType.FETCH, [ID, 0, 1, [[0, 5]], 1, 0, 3]),
+        (FrameType.FETCH_CONTENT, [[ID[:15]], 0, 1, 0, 0, 3]),
+        (FrameType.FETCH_CONTENT, [[], 0, 1, 0, 0, 3]),
+        (FrameType.FETCH_CONTENT, [[ID] * 2049, 0, 1, 0, 0, 3]),
         (FrameType.CREDIT, [-1, False]),
         (FrameType.ABORT, ["because"]),
         (FrameType.ABORT, {"reason": "gone"}),
@@ -56,20 +66,20 @@ def test_each_role_reads_its_own_messages_and_no_other(role: Any) -> None:
 )
 def test_out_of_bounds(kind: FrameType, fields: object) -> None:
     with pytest.raises(m.MessageError, match=kind.name):
-        m.decode("prefill", kind, memoryview(msgspec.msgpack.encode(fields)))
+        m.decode("sender", kind, memoryview(msgspec.msgpack.encode(fields)))
 
 
 def test_a_first_token_needs_as_many_logprobs_as_ids() -> None:
     bad = m.encode(m.Commit(m.FirstToken(5, None, (1, 2), (-1.0,)), 0, 0))
     with pytest.raises(m.MessageError, match="2 top ids"):
-        m.decode("decode", FrameType.COMMIT, memoryview(bad))
+        m.decode("receiver", FrameType.COMMIT, memoryview(bad))
 
 
-@given(st.sampled_from(["prefill", "decode"]), st.sampled_from(FrameType), st.binary(max_size=200))
-def test_noise_is_an_error_or_a_valid_message(role: Any, kind: FrameType, noise: bytes) -> None:
+@given(st.sampled_from(["sender", "receiver"]), st.sampled_from(FrameType), st.binary(max_size=200))
+def test_noise_is_an_error_or_a_valid_message(side: Any, kind: FrameType, noise: bytes) -> None:
     """Whatever is accepted is a message within its bounds, as encoding it again shows."""
     try:
-        message = m.decode(role, kind, memoryview(noise))
+        message = m.decode(side, kind, memoryview(noise))
     except m.MessageError:
         return
-    assert m.decode(role, kind, memoryview(m.encode(message))) == message
+    assert m.decode(side, kind, memoryview(m.encode(message))) == message

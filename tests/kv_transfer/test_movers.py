@@ -81,7 +81,7 @@ def test_kv_goes_down_their_lanes(make_prefill: Any, until: Any) -> None:
     expected = [prefill.rows(prefill.held[prefill_id], layer, 0, 10) for layer in range(3)]
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
-    control.say(FETCH, [prefill_id, [[0, 10]], 0, 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], b"t" * 16)
     control.say(CREDIT, [3, False])
     for seq in range(3):
         kind, transfer, head, payload = data.read()
@@ -89,7 +89,7 @@ def test_kv_goes_down_their_lanes(make_prefill: Any, until: Any) -> None:
         got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
         assert torch.equal(got, expected[head["layer"]].cpu())
     assert control.read()[0] == COMMIT
-    until(lambda: prefill.stats().slots_free == 16, "the slots to come home")
+    until(lambda: prefill.stats().sender_slots_free == 16, "the slots to come home")
 
 
 @pytest.mark.parametrize("cut", [0, 30, 64, 100])
@@ -119,7 +119,13 @@ class Peers:
         for i, fake in self.fakes.items():
             blocks = decode.reserved[i] = decode.allocate(10)
             decode.receiver.fetch(
-                i, prefill_id=i * 16, kv_address=fake.address, incarnation=5, block_ids=blocks, num_tokens=10
+                i,
+                prefill_id=i * 16,
+                kv_address=fake.address,
+                incarnation=5,
+                attempt=0,
+                block_ids=blocks,
+                num_tokens=10,
             )
 
     def asked(self, i: bytes) -> tuple[Lane, Lane, bytes]:
@@ -147,7 +153,7 @@ class Peers:
         assert sorted(control.read()[0] for _ in range(2)) == [CREDIT, ACK], "a recall, which `read` answers"
 
     def free(self, count: int) -> None:
-        self.until(lambda: self.decode.stats().slots_free == count, f"{count} slots to be free")
+        self.until(lambda: self.decode.stats().receiver_slots_free == count, f"{count} slots to be free")
 
 
 def test_frames_beyond_their_credit_end_their_session_and_no_other(make_decode: Any, until: Any) -> None:
@@ -293,13 +299,13 @@ def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, un
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: lanes(process) == 1, "lane 1 to be handed over")
     process.suspend()
-    control.say(FETCH, [prefill_id, [[0, 300]], 0, 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, 1, [[0, 300]], 0, 0, 2], b"t" * 16)
     control.say(CREDIT, [40, False])
-    until(lambda: prefill.stats().slots_free == 64 - 12, "as many as a session of two lanes may have")
+    until(lambda: prefill.stats().sender_slots_free == 64 - 12, "as many as a session of two lanes may have")
     control.sock.close()
     until(lambda: prefill.stats().sessions == 0, "the session to end")
     process.resume()
-    until(lambda: prefill.stats().slots_free == 64, "the slots to come home")
+    until(lambda: prefill.stats().sender_slots_free == 64, "the slots to come home")
     assert [data.read()[0] for _ in range(3)][-1] == 0, "at most what its lane had left"
     prefill.sender.close(prefill_id, "cancelled")
     until(lambda: prefill.poll() or prefill.sender.idle, "the pump to have them", prefill.sender)

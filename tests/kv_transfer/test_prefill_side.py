@@ -25,7 +25,6 @@ class Peer:
 
 
 CONFIG = kv.TransferConfig(
-    role="prefill",
     name="prefill 0",
     incarnation=1,
     model_fingerprint="m",

@@ -28,7 +28,8 @@ from kv_transfer.process.tcp import _connecting
     [
         ({"secret": b"another secret, not ours"}, {}, "secret"),
         ({"model_fingerprint": "another model"}, {}, "model"),
-        ({"layout": kv.KVLayout(3, 2, 16, "float16"), "slot_bytes": 4096}, {}, "layout"),
+        ({"layout": kv.KVLayout(2, 2, 16, "float32"), "slot_bytes": 4096}, {}, "layout"),
+        ({"layout": kv.KVLayout(3, 2, 16, "float16"), "slot_bytes": 4096}, {}, "dtype"),
         ({}, {"incarnation": 12345}, "incarnation"),
     ],
 )
@@ -44,7 +45,7 @@ def test_refused_at_hello(
     decode = bare_decode(config)
     assert decode.failure(prefill, **fetch) == reason
     assert reason in decode.stats().refused
-    if reason in ("model", "layout"):  # proven peers: the other side knows why, too
+    if reason in ("model", "layout", "dtype"):  # proven peers: the other side knows why, too
         until(lambda: reason in prefill.stats().refused, "prefill to refuse, too")
     until(lambda: prefill.stats().lanes == 0, "the lanes to close")
 
@@ -149,13 +150,13 @@ def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
     """A parent that is killed cannot tell its children; the kernel does. SIGTERM goes to the child itself."""
     code = (
         "import kv_transfer as kv, sys, time\n"
-        "arena, heartbeat = kv.Arena.create(4, 4096), kv.Heartbeat.create()\n"
-        "a, b = kv.channel_pair(); c, d = kv.channel_pair()\n"
+        "(a, b), (e, f) = kv.ArenaEnd.pair(4, 4096), kv.ArenaEnd.pair(4, 4096)\n"
+        "c, d = kv.channel_pair()\n"
         "layout = kv.KVLayout(1, 1, 8, 'float32')\n"
-        "config = kv.TransferConfig(role='decode', name='decode 0', incarnation=1, model_fingerprint='m',"
+        "config = kv.TransferConfig(name='decode 0', incarnation=1, model_fingerprint='m',"
         " layout=layout, num_slots=4, slot_bytes=4096)\n"
-        "child = kv.spawn_transfer(config, channel=b, arena=arena, heartbeat=heartbeat, service=d,"
-        " secret=b'x' * 16)\n"
+        "child = kv.spawn_transfer(config, sending=b, receiving=f,"
+        " heartbeat=kv.Heartbeat.create(), service=d, secret=b'x' * 16)\n"
         "c.recv(1000); print(child.pid, flush=True)\n"
         "sys.exit(child.wait() if 'wait' in sys.argv else time.sleep(60))"
     )

@@ -30,7 +30,8 @@ def open_things(pid: int) -> tuple[int, int]:
 def test_nothing_grows(make_pair: Any, count: int, lane_processes: int) -> None:
     settings = {"deadlines": DEADLINES, "lane_processes": lane_processes}
     pair = make_pair(settings, settings)
-    assert pair.prefill.port >= pair.decode.port, "both are up, and have forked"
+    assert pair.prefill.port, "it is up, and has forked"
+    assert pair.decode.port
     made = [psutil.Process(worker.process.pid) for worker in (pair.prefill, pair.decode)]
     pids = [os.getpid(), *(p.pid for process in made for p in (process, *process.children()))]
     rng = random.Random(count)

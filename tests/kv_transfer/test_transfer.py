@@ -27,12 +27,13 @@ def test_layers_stream_while_the_prefill_computes(make_pair: Any) -> None:
     decode_id = pair.decode.fetch(pair.prefill, prefill_id, n)
     pair.prefill.sender.ready(prefill_id, None, 0, 64)
     pair.until(
-        lambda: pair.decode.stats().kv_frames >= 3, "the cached prefix to arrive before anything is computed"
+        lambda: pair.decode.stats().frames_received >= 3,
+        "the cached prefix to arrive",
     )
     for start, stop in ((64, 200), (200, n)):
         for layer in range(3):
             pair.prefill.sender.ready(prefill_id, layer, start, stop)
-    pair.until(lambda: pair.decode.stats().kv_frames >= 57, "all layers to arrive before COMMIT")
+    pair.until(lambda: pair.decode.stats().frames_received >= 57, "all layers to arrive before COMMIT")
     assert decode_id not in pair.decode.events
     first = kv.FirstToken(42, -0.5, (42, 7), (-0.5, -1.5))
     blocks = pair.prefill.held[prefill_id]
@@ -132,7 +133,7 @@ def test_a_receiver_that_does_not_read_keeps_nobody_waiting(
     for layer in range(3):
         prefill.sender.ready(first, layer, 0, 500)
     prefill.sender.commit(first, kv.FirstToken(1))
-    until(lambda: stuck.stats().slots_free <= 2, "its arena to fill up", prefill.sender)
+    until(lambda: stuck.stats().receiver_slots_free <= 2, "its arena to fill up", prefill.sender)
     for _ in range(3):
         second = prefill.hold(400)
         blocks = prefill.held[second]
@@ -155,7 +156,7 @@ def test_a_new_fetch_supersedes(make_prefill: Any, make_decode: Any, pair_of: An
     prefill_id = prefill.open(200)
     prefill.sender.ready(prefill_id, None, 0, 100)
     lost = first.fetch(prefill, prefill_id, 200)
-    a.until(lambda: first.stats().kv_frames, "the first transfer to be under way")
+    a.until(lambda: first.stats().frames_received, "the first transfer to be under way")
     taken = second.fetch(prefill, prefill_id, 200)
     assert a.event(lost) == kv.FetchFailed(lost, "superseded")
     blocks = prefill.held[prefill_id]
@@ -311,7 +312,7 @@ def test_fetch_again_under_the_same_decode_id(make_pair: Any) -> None:
     pair.until(lambda: pair.prefill.sender.has_fetch(stuck), "the first FETCH")
     pair.decode.receiver.fetch(
         decode_id, prefill_id=other, kv_address=pair.prefill.address, incarnation=pair.prefill.incarnation,
-        block_ids=pair.decode.reserved[decode_id], num_tokens=40,
+        attempt=0, block_ids=pair.decode.reserved[decode_id], num_tokens=40,
     )  # fmt: skip
     assert pair.event(decode_id).first_token.token_id == 5
     pair.assert_same(blocks, decode_id, 0, 40)

@@ -24,6 +24,7 @@ from .second_wire import (
     COMMIT,
     CREDIT,
     FETCH,
+    FETCH_CONTENT,
     HELLO,
     KV,
     PING,
@@ -57,6 +58,7 @@ def fetching(make_decode: Any) -> Any:
             prefill_id=b"p" * 16,
             kv_address=fake.address,
             incarnation=5,
+            attempt=0,
             block_ids=blocks,
             num_tokens=10,
         )
@@ -69,7 +71,7 @@ def fetching(make_decode: Any) -> Any:
 
 def asked(lane: Lane) -> bytes:
     transfer, message = lane.expect(FETCH)
-    assert message == [b"p" * 16, [[0, 10]], 0, 0, 2]
+    assert message == [b"p" * 16, 0, 1, [[0, 10]], 0, 0, 2]
     kind, _, _, payload = lane.read()
     assert (kind, unpack(payload)) == (CREDIT, [4, False])  # a frame a layer, and one for the lane
     return transfer
@@ -104,20 +106,19 @@ def ended(decode: Any, until: Any) -> Any:
 # ---------------------------------------------------------------- it behaves
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_as_a_decode_worker(make_prefill: Any, until: Any, rank: int) -> None:
+def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
     lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, [[0, 10]], rank, 0, 2], transfer)
+    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
     kind, which, _, payload = lane.read()  # before any credit: only COMMIT can come
     assert (kind, which, unpack(payload)) == (COMMIT, transfer, [[42, None, [], []], 3, 3 * 2560])
     lane.say(CREDIT, [5, False])
     for seq in range(3):
         kind, which, head, payload = lane.read()
         assert (kind, which, head["seq"], head["token_count"]) == (KV, transfer, seq, 10)
-        assert (head["sender_rank"], head["receiver_rank"]) == (0, rank)
+        assert (head["sender_rank"], head["receiver_rank"]) == (0, 0)
         got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
         assert torch.equal(got, expected[head["layer"]].cpu())
     lane.say(CREDIT, [5, True])
@@ -144,7 +145,7 @@ def test_as_a_prefill_worker(fetching: Any, until: Any) -> None:
     said = {kind: (which, unpack(payload)) for kind, which, _, payload in (lane.read(), lane.read())}
     assert said == {ACK: (transfer, []), CREDIT: (bytes(16), [4, True])}
     lane.say(CREDIT, [4, 3])
-    until(lambda: decode.stats().slots_free == 16, "the slots to come home")
+    until(lambda: decode.stats().receiver_slots_free == 16, "the slots to come home")
 
 
 def test_a_fetch_of_nothing_is_answered(make_prefill: Any, until: Any) -> None:
@@ -152,7 +153,7 @@ def test_a_fetch_of_nothing_is_answered(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, [], 0, 0, 2], transfer)
+    lane.say(FETCH, [prefill_id, 0, 1, [], 0, 0, 2], transfer)
     assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 0, 0])
     lane.say(ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)
@@ -208,7 +209,7 @@ def test_idle_connections_keep_no_peer_out(make_prefill: Any) -> None:
     idle = [Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(6)]
     lanes = [connect(prefill.port, session=b"s" * 16, number=i, lanes=3) for i in range(3)]
     assert [lane.read()[0] for lane in idle[:3]] == [0, 0, 0], "the oldest are closed"
-    lanes[0].say(FETCH, [prefill.hold(10), [], 0, 0, 2], os.urandom(16))
+    lanes[0].say(FETCH, [prefill.hold(10), 0, 1, [], 0, 0, 2], os.urandom(16))
     lanes[0].expect(COMMIT)
 
 
@@ -228,7 +229,7 @@ def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
         (KV, b"x" * 100, "direction"),
         (KV, b"x" * 5000, "length"),
         (FETCH, b"x" * (65 << 10), "length"),
-        (FETCH, pack([b"p" * 16, [[5, 5]], 0, 0, 2]), "message"),
+        (FETCH, pack([b"p" * 16, 0, 1, [[5, 5]], 0, 0, 2]), "message"),
         (ABORT, b"\x91\xa1\x80", "message"),  # a text that is not UTF-8
         (ABORT, b"\x91" * 60_000, "message"),
         (ABORTED, pack(["gone", 0]), "message"),
@@ -242,7 +243,7 @@ def test_an_authenticated_peer_that_breaks_the_protocol(
     prefill = make_prefill()
     prefill_id = prefill.open(10)
     lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, [[0, 10]], 0, 0, 2], os.urandom(16))
+    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], os.urandom(16))
     until(lambda: prefill.sender.has_fetch(prefill_id), "the FETCH")
     lane.send(kind, body)
     refused(prefill, until, reason)
@@ -256,7 +257,7 @@ def test_sessions_of_two_lanes(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(deadlines=kv.TransferDeadlines(handshake=1.0))
     first, second = (connect(prefill.port, session=b"a" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: prefill.stats().sessions == 1, "the session")
-    second.say(FETCH, [b"p" * 16, [[0, 10]], 0, 0, 2], os.urandom(16))
+    second.say(FETCH, [b"p" * 16, 0, 1, [[0, 10]], 0, 0, 2], os.urandom(16))
     refused(prefill, until, "order")
     assert [first.read()[0], second.read()[0]] == [0, 0]
     alone = connect(prefill.port, session=b"b" * 16, lanes=2)
@@ -282,6 +283,25 @@ def test_damaged_control_messages(make_prefill: Any, until: Any) -> None:
         until(lambda kind=kind: prefill.stats().checksum_failures.get(kind) == 1, f"{kind} to be counted")
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (FETCH, [b"p" * 16, 0, 4, [[0, 10]], 3, 0, 2]),  # several receivers
+        (FETCH_CONTENT, [[b"c" * 16], 0, 1, 0, 0, 2]),
+    ],
+)
+def test_a_part_of_the_wire_that_is_not_built_is_refused_by_name(
+    make_prefill: Any, until: Any, kind: int, message: object
+) -> None:
+    """Only the transfer ends. The session goes on."""
+    prefill = make_prefill()
+    lane, transfer = connect(prefill.port), os.urandom(16)
+    lane.say(kind, message, transfer)
+    assert lane.expect(ABORTED) == (transfer, ["unsupported", 0])
+    lane.say(FETCH, [prefill.hold(10), 0, 1, [], 0, 0, 2], os.urandom(16))
+    lane.expect(COMMIT)
+
+
 # ---------------------------------------------------------------- it does not: at decode
 
 
@@ -290,6 +310,7 @@ def test_damaged_control_messages(make_prefill: Any, until: Any) -> None:
     [
         ({"checksum": 1}, "payload"),
         ({"layer": 3}, "frame_fields"),
+        ({"kind": 1}, "state"),
         ({"token_count": 9}, "frame_length"),
         ({"token_start": 1}, "frame_range"),
         ({"head_start": 1}, "frame_range"),
@@ -336,7 +357,7 @@ def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: 
                 lane.read()
     assert ended(decode, until) == kv.FetchFailed(b"d", "integrity")
     assert decode.stats().checksum_failures == {"payload": 3}
-    until(lambda: decode.stats().slots_free == 16 and decode.receiver.idle, "the slots to come home")
+    until(lambda: decode.stats().receiver_slots_free == 16 and decode.receiver.idle, "the slots to come home")
 
 
 def test_a_frame_of_no_transfer(fetching: Any, until: Any) -> None:
@@ -411,7 +432,8 @@ def test_a_transfer_that_stalls_beside_one_that_does_not(fetching: Any, until: A
     decode, fake, lane, transfer, _ = fetching(progress=0.5)
     lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
     decode.receiver.fetch(
-        b"e", prefill_id=b"q" * 16, kv_address=fake.address, incarnation=5, block_ids=decode.allocate(10),
+        b"e", prefill_id=b"q" * 16, kv_address=fake.address, incarnation=5, attempt=0,
+        block_ids=decode.allocate(10),
         num_tokens=10,
     )  # fmt: skip
     other, _ = lane.expect(FETCH)

@@ -28,7 +28,9 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
     metrics = Metrics("prefill", "m")
     fours = [4] * len(dataclasses.fields(EngineStats))
     metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
-    metrics.transfer_stats = TransferStats(0, 0, 0, 1, 4, 64, 60, 1000, 2, 0, {"acked": 1}, {}, {}, {})
+    metrics.transfer_stats = TransferStats(
+        0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {}
+    )
     port = metrics.listen(host, 0)
     try:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
@@ -40,7 +42,7 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
     for line in (
         f"vllm:prompt_tokens_total{{{labels}}} 4.0",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
-        f'baton:kv_bytes_total{{connector="tcp",{labels}}} 1000.0',
+        f'baton:kv_bytes_total{{direction="send",{labels}}} 1000.0',
         'baton:kv_transfers_total{model_name="m",reason="acked",role="prefill"} 1.0',
         f'baton:kv_checksum_failures_total{{kind="payload",{labels}}} 0.0',  # before any failure
         f"vllm:request_queue_time_seconds_count{{{labels}}} 0.0",
