@@ -3,7 +3,8 @@
 The life of a request:
 
     add ──▶ waiting ──▶ running: prefill in chunks ──▶ first token ──▶ decode … ──▶ finished
-                              (handover=True)              └──▶ held until release
+                              (handover=True)              └──▶ held until release, or
+                                                                resume ──▶ running: decode … ──▶ finished
     reserve ──▶ reserved (KV arrives from outside) ──▶ join ──▶ running: decode … ──▶ finished
 
 The rooms, from the outside in. Each imports only rooms below it:

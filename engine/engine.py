@@ -212,6 +212,8 @@ class Engine:
     def _emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
         """Ends the request, or its prefill, if the token at this position says so."""
         finish_reason = live.finish_reason(position, self.model_config.eos_ids)
+        if live.handover:
+            live.first_logprobs = logprobs
         if finish_reason or live.handover:
             self._leave_batch(live)
         request = live.request
@@ -233,7 +235,7 @@ class Engine:
 
     def add(self, request: EngineRequest, *, handover: bool = False) -> None:
         """Queues a request for prefill. With `handover` the request is held after its first token: its blocks
-        keep the KV of prompt and given output until `release`.
+        keep the KV of prompt and given output until `release` or `resume`.
 
         For `add`, `reserve` and `start` the request must have passed `check_request`, and no other request in
         the engine has its id."""
@@ -278,6 +280,19 @@ class Engine:
         live.token_ids.append(token)
         return self._emit(live, len(live.token_ids) - 1, logprobs)
 
+    def resume(self, prefill_id: bytes, request_id: bytes) -> Output | None:
+        """Starts decoding a held request here, under the id `request_id`, which must be new in the engine.
+
+        Its KV stays where it is, and nothing is computed again. If it is preempted it is handed back, like a
+        request of `join`. No transfer may read its blocks any more, since they are free when it ends. Returns
+        the output for its first token again, which may be the last. None: the batch has no seat now, and the
+        request stays held. A step may free a seat. Between two steps this call takes it before the queue."""
+        live = self._scheduler.requests[prefill_id]
+        if not self._scheduler.resume(live, request_id):
+            return None
+        live.started = None  # the first output said how long the prefill took
+        return self._emit(live, len(live.token_ids) - 1, live.first_logprobs)
+
     def release(self, request_id: bytes) -> None:
         """Frees the blocks of a held request, which was handed over or never will be. Ignores unknown ids."""
         live = self._scheduler.requests.get(request_id)
@@ -296,7 +311,10 @@ class Engine:
         self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
     ) -> list[bytes]:
         """The `spare` requests, in their order, that must be dropped so that the first waiting request that
-        is `wanted` can start. The caller drops the `closing` requests in any case. All hold blocks."""
+        is `wanted` can start. The caller drops the `closing` requests in any case. All hold blocks.
+
+        Spare are held requests that no transfer reads, and, after them, reservations with a prefill that has
+        not started. The latter stay while a request is running here."""
         return self._scheduler.to_drop(wanted, closing, spare)
 
     def _prepare(self, live: LiveRequest) -> None:

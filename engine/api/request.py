@@ -88,12 +88,12 @@ class Output(NamedTuple):
 class StepResult:
     """The result of one call of `Engine.step`.
 
-    Requests in `preempted`, `failed` and `refused` have left the engine. Exception: failed or refused
-    requests that were added with handover are held until `Engine.release`."""
+    Requests in `preempted`, `failed` and `refused` have left the engine. Exception: requests that were added
+    with handover and fail or are refused before their first token are held until `Engine.release`."""
 
     outputs: list[Output] = field(default_factory=list)
     preempted: list[bytes] = field(default_factory=list)
-    """Requests of `reserve` or `start` that are handed back for lack of blocks."""
+    """Requests of `reserve`, `start` or `resume` that are handed back for lack of blocks."""
     failed: list[tuple[bytes, str]] = field(default_factory=list)
     """(request id, message) of requests that failed here and may succeed on another worker."""
     refused: list[tuple[bytes, str]] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.api.request import EngineRequest
+from engine.api.request import EngineRequest, Logprobs
 
 
 class Grammar(Protocol):
@@ -48,7 +48,7 @@ class Phase(Enum):
     RUNNING = auto()
     """In prefill or decode. Has blocks for the whole prompt from the start."""
     HELD = auto()
-    """Prefilled for a handover. Keeps its blocks until the KV transfer is over."""
+    """Prefilled for a handover. Keeps its blocks until the KV transfer is over, or until it is resumed."""
     RESERVED = auto()
     """Has blocks. Their KV is on its way from a prefill worker."""
     GONE = auto()
@@ -99,6 +99,8 @@ class LiveRequest:
     """When the request got its blocks for prefill here. None: still waiting, or prefilled elsewhere."""
     grammar: Grammar | None = None
     """Limits the next token. None: any token is allowed."""
+    first_logprobs: Logprobs | None = None
+    """Of a held request: the log probabilities of its first token, if it asked for them."""
 
     def __post_init__(self) -> None:
         self.id = self.request.id

@@ -9,12 +9,33 @@ request that is last in order is preempted.
 Of one priority, tenants get equal shares of the prompt tokens. A request's tag is the virtual time at which
 its prompt would be done if the tenants shared every step (self-clocked fair queueing, Golestani 1994, here
 for each chunk). So a short prompt waits for one step of another tenant's long prompt, not for all of it.
+
+One engine may prefill for other workers and decode for them at the same time. What waits for blocks or seats:
+
+    waiting   ──▶ a seat and blocks, which running, held and reserved requests have
+    held      ──▶ a transfer to a reservation on another worker, or a seat here (`resume`)
+    reserved  ──▶ a prefill on another worker, which may be waiting there
+    running   ──▶ nothing
+
+Every holder of blocks or seats ends, so nothing waits in a circle:
+
+- A running request waits for nothing. If it must grow and no block is free, the last running request in
+  order is preempted, at worst itself. So the first one always goes on to its end.
+- A held request that is fetched waits only for its transfer: the reservation has all its blocks.
+- A held request that is not fetched can go on here. For that it needs only a seat, and a running request
+  leaves its seat at its end. The caller resumes it between two steps, so before a waiting request.
+- A reservation ends if its prefill has started on the other worker. If the prefill is waiting there, that
+  worker makes room for it (`to_drop`): it drops held requests that are not fetched. If this is not enough,
+  and no request is running, it drops reservations with a prefill that has not started. Otherwise two
+  workers that are full of reservations for each other's waiting prefills would wait forever.
+- The first waiting request gets what the holders leave: a request of `reserve` or `start` comes in only if
+  a seat and enough blocks remain for it.
 """
 
 from array import array
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.api.request import CacheObserver, EngineRequest
@@ -108,7 +129,7 @@ class Scheduler:
         """Gives a request blocks for KV that comes from another worker, and for one more token. None: no
         room."""
         need = self._blocks_for(len(request.prompt_ids) + len(request.output_ids) + 1)
-        if self._seats <= 0 or need + self._headroom > self.pool.free:
+        if not self._has_room_beside_queue(need):
             return None
         live = self._register(request, Phase.RESERVED)
         live.hand_back = True
@@ -119,7 +140,7 @@ class Scheduler:
     def start(self, request: EngineRequest) -> LiveRequest | None:
         """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
         live = self._register(request, Phase.WAITING)
-        if self._seats <= 0 or not self._fits(live):
+        if not self._has_room_beside_queue(self._need(live)):
             del self.requests[live.id]
             return None
         live.hand_back = True
@@ -146,6 +167,24 @@ class Scheduler:
         live.phase = Phase.RUNNING
         self._clock = max(self._clock, live.tag)
         insort(self.running, live, key=lambda r: r.order)
+
+    def resume(self, live: LiveRequest, request_id: bytes) -> bool:
+        """Moves a held request back to the batch, under a new id. It keeps its blocks and tokens. If it is
+        preempted it is handed back. False: no seat is free, and nothing changes."""
+        assert live.phase is Phase.HELD
+        assert live.has_token, "a request that failed has no token to go on from"
+        if self._seats <= 0:
+            return False
+        self.held.remove(live)
+        del self.requests[live.id]
+        assert request_id not in self.requests, "ids are unique"
+        live.request = replace(live.request, id=request_id)
+        live.id = request_id
+        self.requests[request_id] = live
+        live.handover, live.hand_back = False, True
+        live.phase = Phase.RUNNING
+        insort(self.running, live, key=lambda r: r.order)
+        return True
 
     def _register(self, request: EngineRequest, phase: Phase) -> LiveRequest:
         assert request.id not in self.requests, "ids are unique"
@@ -320,13 +359,21 @@ class Scheduler:
         """Whether the first request of the queue could start now. No other request overtakes it."""
         if not self.waiting or self._seats <= 0:
             return False
-        return self._fits(self.waiting[0])
+        return self._need(self.waiting[0]) + self._headroom <= self.pool.free
 
-    def _fits(self, live: LiveRequest) -> bool:
+    def _has_room_beside_queue(self, need: int) -> bool:
+        """Whether a request that is not queued may take a seat and `need` blocks. The first request of the
+        queue keeps a seat and its blocks, or requests that are not queued could delay it forever."""
+        seats = self._seats
+        if self.waiting:
+            seats -= 1
+            need += self._need(self.waiting[0])
+        return seats > 0 and need + self._headroom <= self.pool.free
+
+    def _need(self, live: LiveRequest) -> int:
+        """Blocks that a waiting request takes from the free ones when it starts."""
         hits = self._prefix_hits(live)
-        need = self._blocks_for(len(live.token_ids)) - len(hits) + self.pool.unreferenced(hits)
-        # A handover needs no headroom: the request leaves the batch before it grows.
-        return need + (0 if live.handover else self._headroom) <= self.pool.free
+        return self._blocks_for(len(live.token_ids)) - len(hits) + self.pool.unreferenced(hits)
 
     def _begin(self, live: LiveRequest) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch."""
@@ -381,26 +428,36 @@ class Scheduler:
         """The `spare` requests, in their order, that must be dropped so that a waiting request can start.
 
         This is the first waiting request that is `wanted`; the requests before it in the queue start before
-        it. The caller drops the `closing` requests in any case."""
+        it. Spare requests are held or reserved. Reserved ones stay while a request is running, since that
+        one leaves its seat and its blocks. The caller drops the `closing` requests in any case."""
         if not any(wanted(live.id) for live in self.waiting):
             return []
-        need, headroom, hits = 0, 0, set[int]()
-        for live in self.waiting[: max(0, self._seats)]:  # later ones need a seat, not blocks
+        ending = [self.requests[request_id] for request_id in closing]
+        droppable = [self.requests[request_id] for request_id in spare]
+        if self.running:
+            droppable = [live for live in droppable if live.phase is Phase.HELD]
+        seats = self._seats + sum(live.phase is Phase.RESERVED for live in ending)
+        dropped: list[LiveRequest] = []
+        if seats <= 0:
+            dropped = [live for live in droppable if live.phase is Phase.RESERVED][:1]
+            seats = len(dropped)
+        if not seats:
+            return []
+        need, hits = 0, set[int]()
+        for live in self.waiting[:seats]:  # later ones need a seat, not blocks
             cached = self._prefix_hits(live)
             hits.update(cached)
             need += self._blocks_for(len(live.token_ids)) - len(cached)
-            headroom = max(headroom, 0 if live.handover else self._headroom)
             if wanted(live.id):
                 break
-        going = [live.blocks for live in self._leaving]
-        going += [self.requests[request_id].blocks for request_id in closing]
-        dropped: list[bytes] = []
-        for request_id in spare:
-            if need + headroom <= self.pool.free_after(going, hits):
+        going = [live.blocks for live in (*self._leaving, *ending, *dropped)]
+        for live in droppable:
+            if need + self._headroom <= self.pool.free_after(going, hits):
                 break
-            going.append(self.requests[request_id].blocks)
-            dropped.append(request_id)
-        return dropped
+            if live not in dropped:
+                going.append(live.blocks)
+                dropped.append(live)
+        return [live.id for live in dropped]
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -31,8 +31,8 @@ def dropped(
 
 @pytest.fixture
 def full() -> Scheduler:
-    """Three held requests of one block each fill the pool."""
-    scheduler = make(num_blocks=3, budget=64)
+    """Three held requests of one block each leave the headroom, one block."""
+    scheduler = make(num_blocks=4, budget=64)
     for number in (1, 2, 3):
         held(scheduler, number, 1)
     return scheduler
@@ -63,12 +63,12 @@ def test_requests_earlier_in_the_queue_need_room_too(full: Scheduler) -> None:
 
 
 def test_a_running_request_that_is_not_for_a_handover_does_not_wait() -> None:
-    scheduler = make(num_blocks=4, budget=64)
+    scheduler = make(num_blocks=5, budget=64)
     held(scheduler, 1, 1)
     held(scheduler, 2, 1)
     add(scheduler, 8, BLOCK)
     scheduler.schedule()
-    assert (len(scheduler.running), scheduler.pool.free) == (1, 1)
+    assert (len(scheduler.running), scheduler.pool.free) == (1, 2)
     assert dropped(scheduler, add(scheduler, 9, 2 * BLOCK, handover=True)) == [1]
 
 
@@ -82,18 +82,57 @@ def test_blocks_that_are_being_freed_count_as_free(full: Scheduler) -> None:
 
 
 def test_no_request_is_dropped_for_one_without_a_seat() -> None:
-    scheduler = make(num_blocks=6, seqs=2, budget=64)
+    scheduler = make(num_blocks=7, seqs=2, budget=64)
     held(scheduler, 1, 1)
     held(scheduler, 2, 1)
     for number in (3, 4):
         add(scheduler, number, 2 * BLOCK, handover=True)
     scheduler.schedule()
-    assert (len(scheduler.running), scheduler.pool.free) == (2, 0)
+    assert (len(scheduler.running), scheduler.pool.free) == (2, 1)
     first = add(scheduler, 9, 3 * BLOCK, handover=True)
     second = add(scheduler, 10, BLOCK, handover=True)
     assert dropped(scheduler, first, second) == []
     scheduler.drop(scheduler.running[0])
     assert dropped(scheduler, second) == [1], "one seat: the first in the queue needs a block to start"
+
+
+def reserve(scheduler: Scheduler, number: int, blocks: int) -> LiveRequest:
+    live = scheduler.reserve(EngineRequest(bytes([number]), [1] * (blocks * BLOCK - 1)))
+    assert live is not None
+    return live
+
+
+def test_a_reservation_is_dropped_last_and_only_if_no_request_is_running() -> None:
+    scheduler = make(num_blocks=8, seqs=3, budget=64)
+    held(scheduler, 1, 1)
+    reserve(scheduler, 5, 2)
+    reserve(scheduler, 6, 2)
+    spare = [b"\1", b"\6", b"\5"]
+    wanted = add(scheduler, 9, 4 * BLOCK, handover=True)
+
+    def to_drop() -> list[bytes]:
+        return scheduler.to_drop({wanted.id}.__contains__, [], spare)
+
+    assert to_drop() == [b"\1", b"\6"]
+    scheduler.join(scheduler.requests[b"\5"])
+    spare.remove(b"\5")
+    assert to_drop() == [b"\1"], "the running request ends and leaves its blocks"
+
+
+def test_a_reservation_is_dropped_if_reservations_have_all_seats() -> None:
+    scheduler = make(num_blocks=30, seqs=2, budget=64)
+    held(scheduler, 1, 1)
+    for number in (5, 6):
+        reserve(scheduler, number, 1)
+    wanted = add(scheduler, 9, BLOCK, handover=True)
+
+    def to_drop(closing: list[bytes]) -> list[bytes]:
+        return scheduler.to_drop({wanted.id}.__contains__, closing, [b"\1", b"\6", b"\5"])
+
+    assert to_drop([]) == [b"\6"], "a held request has no seat"
+    assert to_drop([b"\5"]) == []
+    scheduler.join(scheduler.requests[b"\5"])
+    assert scheduler.to_drop({wanted.id}.__contains__, [], [b"\1", b"\6"]) == [], "the running one leaves its"
 
 
 def shared(prefix: int, blocks: int, *, number: int) -> EngineRequest:
@@ -103,12 +142,12 @@ def shared(prefix: int, blocks: int, *, number: int) -> EngineRequest:
 
 
 def test_shared_cached_blocks_need_no_room_and_free_none() -> None:
-    """Request 1 holds five blocks, request 2 shares three of them and has one more. One block is free."""
-    scheduler = make(num_blocks=7, budget=64, prefix_cache=True)
+    """Request 1 holds five blocks, request 2 shares three of them and has one more. Two blocks are free."""
+    scheduler = make(num_blocks=8, budget=64, prefix_cache=True)
     for request in (shared(3, 2, number=1), shared(3, 1, number=2)):
         scheduler.add(request, handover=True)
         step(scheduler)
-    assert scheduler.pool.free == 1
+    assert scheduler.pool.free == 2
     hit = scheduler.add(shared(3, 1, number=8), handover=True)
     assert dropped(scheduler, hit) == [], "three of its four blocks are cached"
     scheduler.drop(hit)

@@ -1,4 +1,4 @@
-"""Requests arrive, join, end and are cancelled at random moments, on two engines with late devices.
+"""Requests arrive, join, resume, end and are cancelled at random moments, on two engines with late devices.
 
 Each request gets the tokens that an engine without overlap gives it, up to its end. Both engines are whole
 afterwards.
@@ -67,6 +67,7 @@ class Lives:
         self.got: dict[bytes, list[int]] = {}
         self.where: dict[bytes, Engine] = {}
         self.written: dict[int, set[int]] = {}  # blocks, by id() of what a launched step computes
+        self.resumed: set[bytes] = set()
         self.ahead = self.unsampled = 0
         prefill._kv_sink = self
         for engine in (prefill, decode):
@@ -94,7 +95,7 @@ class Lives:
         assert not result.refused
         for output in result.outputs:
             self.emit(output)
-            if engine is self.prefill and not output.finish_reason:
+            if engine is self.prefill and output.id not in self.resumed and not output.finish_reason:
                 self.first[output.id] = output
             elif output.finish_reason:
                 self.ended(output)
@@ -132,6 +133,16 @@ class Lives:
         again = self.decode.join(request_id, first.token, first.logprobs)
         assert (again.output_index, again.token) == (0, first.token)
 
+    def resume(self, request_id: bytes) -> None:
+        again = self.prefill.resume(request_id, request_id)
+        if again is not None:
+            first = self.first.pop(request_id)
+            assert again[:5] == first[:5]
+            self.resumed.add(request_id)
+            if request_id in self.reserved:
+                self.reserved.pop(request_id)
+                self.decode.cancel(request_id)
+
     def cancel(self, request_id: bytes) -> None:
         self.where.pop(request_id, None)
         self.first.pop(request_id, None)
@@ -161,6 +172,9 @@ class Lives:
             for request_id in sorted(self.first.keys() & self.reserved.keys()):
                 if rng.random() < 0.5:
                     self.hand_over(request_id)
+            for request_id in sorted(self.first):
+                if rng.random() < 0.1:
+                    self.resume(request_id)
             if self.where and rng.random() < 0.04:
                 self.cancel(rng.choice(sorted(self.where)))
             for engine in rng.sample([self.prefill, self.decode], rng.randrange(3)):
@@ -230,4 +244,5 @@ def test_random_lives(
         lives.live(requests, rng)
         assert lives.ahead > 30, "or this shows nothing"
         assert lives.unsampled > 10, "nor of grammars"
+        assert len(lives.resumed) > 5
     assert bool(decode.stats().preemptions) == ("num_blocks" in config)

@@ -117,6 +117,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.id not in self.scheduler.requests
         return request.id
 
+    @rule(target=ids, request_id=ids)
+    def resume(self, request_id: bytes) -> bytes:
+        live = self.scheduler.requests.get(request_id)
+        if live is None or live.phase is not Phase.HELD:
+            return request_id
+        blocks, resumed_id = list(live.blocks), b"resumed" + request_id
+        if self.scheduler.resume(live, resumed_id):
+            assert self.scheduler.requests[resumed_id] is live
+            assert (list(live.blocks), live.num_left) == (blocks, 1)
+            return resumed_id
+        return request_id
+
     @rule(request_id=ids, more=st.integers(0, 9))
     def extend(self, request_id: bytes, more: int) -> None:
         live = self.scheduler.requests.get(request_id)
@@ -335,6 +347,53 @@ def test_a_reservation_alone_may_take_the_whole_pool() -> None:
     assert scheduler.reserve(EngineRequest(b"\2", [0])) is None
 
 
+def test_requests_that_are_not_queued_leave_the_first_of_the_queue_its_seat_and_blocks() -> None:
+    scheduler = make(num_blocks=10, seqs=3, budget=100)
+    add(scheduler, 1, 6 * BLOCK)
+    step(scheduler)
+    add(scheduler, 2, 2 * BLOCK, handover=True)
+    for come_in in (scheduler.reserve, scheduler.start):
+        assert come_in(EngineRequest(b"\3", [0] * (BLOCK + 1))) is None, "only one is free beside them"
+        live = come_in(EngineRequest(b"\3", [0]))
+        assert live is not None
+        assert scheduler.can_admit
+        assert come_in(EngineRequest(b"\4", [0])) is None, "a seat is left, for the queue"
+        scheduler.drop(live)
+
+
+def test_a_resumed_request_goes_on_from_its_blocks_and_is_handed_back_on_preemption() -> None:
+    scheduler = make(num_blocks=6, budget=100, prefix_cache=True)
+    held = add(scheduler, 1, 7, handover=True)
+    step(scheduler)
+    blocks = list(held.blocks)
+    assert scheduler.resume(held, b"\x09")
+    assert (scheduler.requests.get(b"\1"), scheduler.requests[b"\x09"]) == (None, held)
+    assert tokens(step(scheduler, 1)) == [(9, 7, 8)]
+    assert list(held.blocks) == blocks
+    other = add(scheduler, 2, 8, priority=-1)
+    plans = [step(scheduler) for _ in range(9)]
+    assert [plan.handed_back for plan in plans if plan.handed_back] == [[held]]
+    scheduler.drop(other)
+    scheduler.assert_whole()
+
+
+def test_a_held_request_waits_for_a_seat_and_takes_it_before_the_queue() -> None:
+    scheduler = make(seqs=2, budget=100)
+    held = add(scheduler, 1, 3, handover=True)
+    step(scheduler)
+    reserved = scheduler.reserve(EngineRequest(b"\2", [0]))
+    assert reserved is not None
+    running = add(scheduler, 3, 3)
+    step(scheduler)
+    add(scheduler, 4, 3, handover=True)
+    assert not scheduler.resume(held, b"\x09")
+    assert held in scheduler.held
+    assert held.handover
+    scheduler.drop(running)
+    assert scheduler.resume(held, b"\x09")
+    assert tokens(step(scheduler)) == [(9, 3, 4)]
+
+
 def test_reservations_take_seats_in_the_batch_so_that_joining_never_waits() -> None:
     scheduler = make(seqs=2, budget=100)
     assert scheduler.reserve(EngineRequest(b"\1", [0])) is not None
@@ -344,14 +403,14 @@ def test_reservations_take_seats_in_the_batch_so_that_joining_never_waits() -> N
     assert scheduler.reserve(EngineRequest(b"\4", [0])) is None
 
 
-def test_a_prefill_for_handover_may_use_the_last_block() -> None:
-    scheduler = make(num_blocks=4, budget=100)
+def test_a_prefill_for_handover_leaves_headroom_too_since_it_may_go_on_here() -> None:
+    scheduler = make(num_blocks=5, budget=100)
     add(scheduler, 1, 8, handover=True)
     step(scheduler)
     add(scheduler, 2, 8, handover=True)
     step(scheduler)
     assert len(scheduler.held) == 2
-    assert scheduler.pool.free == 0
+    assert scheduler.pool.free == 1
     add(scheduler, 3, 1, handover=True)
     assert not scheduler.can_admit
 

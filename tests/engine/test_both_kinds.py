@@ -1,0 +1,205 @@
+"""One engine prefills for others, decodes for others, and does both for itself, at the same time."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineRequest, Output
+from tests.engine.test_disaggregation import LIST, slots
+
+WAYS = ("add", "start", "resume", "join")
+
+
+class Everything:
+    """Serves requests on one engine, each in its way of `WAYS`. A request that is handed back starts anew."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.outputs: dict[bytes, list[Output]] = {}
+        self.handed_back = self.joined = 0
+        self.tables: dict[bytes, Sequence[int]] = {}
+        engine._kv_sink = self
+
+    def prefill_started(
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+    ) -> None:
+        self.tables[request_id] = block_ids
+
+    def layer_done(self, layer: int, chunks: Any) -> None:
+        assert all(chunk.request_id.startswith(b"prefill") for chunk in chunks)
+
+    def serve(self, requests: Sequence[EngineRequest], ways: Sequence[str]) -> dict[bytes, list[Output]]:
+        engine = self.engine
+        way_of = {request.id: way for request, way in zip(requests, ways, strict=True)}
+        current = {request.id: request for request in requests}
+        self.outputs = {request.id: [] for request in requests}
+        waiting = list(requests)  # not in the engine
+        held: list[Output] = []
+        while waiting or held or not engine.idle:
+            waiting = [request for request in waiting if not self.enter(request, way_of[request.id])]
+            held = [first for first in held if not self.go_on(current, way_of, first)]
+            result = engine.step()
+            assert not result.failed
+            assert not result.refused
+            for output in result.outputs:
+                if output.id in self.outputs:
+                    self.emit(output)
+                    continue
+                if output.finish_reason:
+                    self.emit(output._replace(id=output.id.removeprefix(b"prefill")))
+                    engine.release(output.id)
+                else:
+                    held.append(output)
+            for request_id in result.preempted:
+                self.handed_back += 1
+                emitted = [output.token for output in self.outputs[request_id]]
+                current[request_id] = replace(current[request_id], output_ids=emitted)
+                waiting.append(current[request_id])
+        engine.assert_whole()
+        return self.outputs
+
+    def emit(self, output: Output) -> None:
+        assert output.output_index == len(self.outputs[output.id]), "lost or repeated"
+        self.outputs[output.id].append(output)
+
+    def enter(self, request: EngineRequest, way: str) -> bool:
+        match way:
+            case "start":
+                return self.engine.start(request) is not None
+            case "add":
+                self.engine.add(request)
+            case _:
+                self.engine.add(replace(request, id=b"prefill" + request.id), handover=True)
+        return True
+
+    def go_on(self, current: dict[bytes, EngineRequest], way_of: dict[bytes, str], first: Output) -> bool:
+        """Takes a held request on: in a reservation that gets a copy of its KV, or where it is."""
+        engine, request = self.engine, current[first.id.removeprefix(b"prefill")]
+        target = engine.reserve(request) if way_of[request.id] == "join" else None
+        if target is None:
+            again = engine.resume(first.id, request.id)
+            if again is None:
+                return False
+        else:
+            self.joined += 1
+            count = len(request.prompt_ids) + len(request.output_ids)
+            for kv in engine.kv_cache:
+                flat = kv.flatten(1, 2)
+                flat[:, slots(target, engine.block_size, count)] = flat[
+                    :, slots(self.tables[first.id], engine.block_size, count)
+                ]
+            engine.release(first.id)
+            again = engine.join(request.id, first.token, first.logprobs)
+        assert again[:5] == (request.id, *first[1:5]), "index, token, log probabilities and the reason to end"
+        assert (again.queue_seconds, again.prefill_seconds) == (0, 0)
+        self.emit(again)
+        return True
+
+
+def requests_of(request_of: Any) -> list[EngineRequest]:
+    rng = random.Random(3)
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": 2},
+        {"structured_output": LIST, "max_tokens": 60},
+        {"ignore_eos": True, "max_tokens": 25, "frequency_penalty": 0.5},
+    ]
+    trunk = [rng.randrange(3, 199) for _ in range(30)]
+    requests = []
+    for number in range(24):
+        kind = kinds[number // len(WAYS) % len(kinds)]  # each kind in each way
+        prompt = trunk[: rng.randrange(24)] + [rng.randrange(3, 199) for _ in range(rng.randrange(1, 9))]
+        requests.append(
+            request_of(number, prompt, **{"max_tokens": 1 + rng.randrange(25), "seed": number, **kind})
+        )
+    return requests
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"num_blocks": 512}, id="room"),
+        pytest.param({"num_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 24}, id="few blocks"),
+        pytest.param({"num_blocks": 64, "max_num_seqs": 2, "max_num_batched_tokens": 9}, id="few seats"),
+        pytest.param({"num_blocks": 40, "enable_prefix_caching": True}, id="prefix cache"),
+    ],
+)
+def test_tokens_do_not_depend_on_the_way_that_a_request_takes(
+    tiny_engine: Callable[..., Engine], spelled_path: Path, run: Any, request_of: Any, config: dict[str, Any]
+) -> None:
+    requests = requests_of(request_of)
+    alone = run(tiny_engine(model=str(spelled_path), num_blocks=1024), requests)
+    engine = tiny_engine(model=str(spelled_path), **config)
+    served = Everything(engine)
+    outputs = served.serve(requests, [way for way, _ in zip(itertools.cycle(WAYS), requests, strict=False)])
+    if config["num_blocks"] == 512:
+        assert served.joined
+    if config["num_blocks"] == 24:
+        assert served.handed_back
+    for request in requests:
+        ours, expected = outputs[request.id], alone[request.id].outputs
+        assert [o.token for o in ours] == [o.token for o in expected]
+        assert ours[-1].finish_reason == expected[-1].finish_reason
+        for a, b in zip(ours, expected, strict=True):
+            assert (a.logprobs is None) == (b.logprobs is None)
+            if a.logprobs is not None and b.logprobs is not None:
+                assert a.logprobs.top_ids == b.logprobs.top_ids
+                assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-4)
+
+
+def test_nothing_is_computed_twice_for_a_resumed_request(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    request = request_of(1, range(3, 14), max_tokens=6, ignore_eos=True)
+    expected = run(tiny_engine(), [request])[request.id].tokens
+    engine = tiny_engine(enable_prefix_caching=True)
+    engine.add(replace(request, id=b"prefill"), handover=True)
+    (first,) = engine.step().outputs
+    again = engine.resume(b"prefill", request.id)
+    assert again == Output(request.id, 0, first.token)
+    engine.release(b"prefill")  # the id is unknown now
+    computed: list[tuple[int, int]] = []
+    run_step = engine._runner.run
+
+    def watched(step: Any, layer_done: Any) -> Any:
+        computed.append((len(step.token_ids), int(step.positions[0])))
+        return run_step(step, layer_done)
+
+    engine._runner.run = watched
+    rest = run(engine)[request.id].tokens
+    assert [first.token, *rest] == expected
+    assert computed == [(1, 11 + number) for number in range(5)]
+    assert engine.stats().blocks_cached == 4, "of 16 computed positions"
+    engine.assert_whole()
+
+
+def test_resuming_ends_a_request_with_its_last_token(
+    tiny_engine: Callable[..., Engine], request_of: Any
+) -> None:
+    engine = tiny_engine()
+    engine.add(request_of(1, [3, 4, 5], max_tokens=1), handover=True)
+    (first,) = engine.step().outputs
+    again = engine.resume(first.id, b"decode")
+    assert again == Output(b"decode", 0, first.token, finish_reason="length")
+    engine.assert_whole()
+
+
+def test_resuming_waits_for_a_seat(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+    engine = tiny_engine(max_num_seqs=1)
+    engine.add(request_of(1, [3, 4, 5], max_tokens=2), handover=True)
+    engine.step()
+    reserved = request_of(2, [3])
+    assert engine.reserve(reserved) is not None
+    assert engine.resume(request_of(1, []).id, b"decode") is None
+    assert (engine.stats().held, engine.stats().running) == (1, 0)
+    engine.add(request_of(3, [3, 4, 5]))
+    engine.cancel(reserved.id)
+    assert engine.resume(request_of(1, []).id, b"decode") is not None, "before the waiting request"
+    assert not engine.has_work or engine.step().outputs[0].id == b"decode"
+    for request_id in (b"decode", request_of(3, []).id):
+        engine.cancel(request_id)
+    engine.assert_whole()
