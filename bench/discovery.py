@@ -49,7 +49,7 @@ async def rounds(discovery: Discovery, name: Callable[[str], None]) -> tuple[lis
     following = asyncio.create_task(pool.run())
     known, lost = [], []
     for number in range(ROUNDS):
-        worker = await FakeWorker(pb.ROLE_DECODE, Lanes(), [2], index=number).start()
+        worker = await FakeWorker(pb.POOL_DECODE, Lanes(), [2], index=number).start()
         started = time.perf_counter()
         name(worker.address)
         await until(pool, 1)
@@ -65,7 +65,7 @@ async def rounds(discovery: Discovery, name: Callable[[str], None]) -> tuple[lis
 
 async def until(pool: WorkerPool, ready: int) -> None:
     async with asyncio.timeout(30):
-        while len(pool.ready(pb.ROLE_DECODE)) != ready:
+        while len(pool.ready(pb.POOL_DECODE)) != ready:
             pool.changed.clear()
             await pool.changed.wait()
 

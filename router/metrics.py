@@ -115,10 +115,10 @@ class Metrics:
         left_out = self._family(
             Gauge, "baton:workers_left_out", "Workers whose circuit breaker is open.", "worker_role"
         )
-        for role, name in ((pb.ROLE_PREFILL, "prefill"), (pb.ROLE_DECODE, "decode")):
+        for role, name in ((pb.POOL_PREFILL, "prefill"), (pb.POOL_DECODE, "decode")):
             left_out.labels(**self._labels, worker_role=name).set_function(
                 lambda role=role: sum(
-                    c.breaker.open_for(time.monotonic()) > 0 and c.description.role == role
+                    c.breaker.open_for(time.monotonic()) > 0 and c.description.first_pool == role
                     for c in pool.connections
                 )
             )
@@ -126,7 +126,7 @@ class Metrics:
                 labelled = workers.labels(**self._labels, worker_role=name, state=str(state))
                 labelled.set_function(
                     lambda role=role, state=state: sum(
-                        c.state is state and c.description.role == role for c in pool.connections
+                        c.state is state and c.description.first_pool == role for c in pool.connections
                     )
                 )
 

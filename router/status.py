@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.workers.connection import WorkerConnection
 from rpc import worker_pb2 as pb
 
-_ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
+_ROLES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
 
 async def router_status(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
@@ -66,7 +66,7 @@ async def _worker(connection: WorkerConnection) -> dict[str, Any]:
     described = connection.description
     return {
         "address": connection.address,
-        "role": _ROLES.get(described.role, "unknown"),
+        "role": _ROLES.get(described.first_pool, "unknown"),
         "index": described.index,
         "incarnation": f"{described.incarnation:016x}",
         "state": str(connection.state),

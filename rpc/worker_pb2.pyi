@@ -7,11 +7,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class Pool(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    ROLE_UNSPECIFIED: _ClassVar[Role]
-    ROLE_PREFILL: _ClassVar[Role]
-    ROLE_DECODE: _ClassVar[Role]
+    POOL_UNSPECIFIED: _ClassVar[Pool]
+    POOL_PREFILL: _ClassVar[Pool]
+    POOL_DECODE: _ClassVar[Pool]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -30,9 +30,9 @@ class FailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_CODE_INVALID: _ClassVar[FailureCode]
     FAILURE_CODE_ENGINE: _ClassVar[FailureCode]
     FAILURE_CODE_FINISHED: _ClassVar[FailureCode]
-ROLE_UNSPECIFIED: Role
-ROLE_PREFILL: Role
-ROLE_DECODE: Role
+POOL_UNSPECIFIED: Pool
+POOL_PREFILL: Pool
+POOL_DECODE: Pool
 FINISH_REASON_NONE: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -168,14 +168,16 @@ class SubmitDecode(_message.Message):
     def __init__(self, decode_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., source: _Optional[_Union[PrefillSource, _Mapping]] = ...) -> None: ...
 
 class PrefillSource(_message.Message):
-    __slots__ = ("prefill_id", "kv_address", "incarnation")
+    __slots__ = ("prefill_id", "kv_address", "incarnation", "attempt")
     PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
     KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     prefill_id: bytes
     kv_address: str
     incarnation: int
-    def __init__(self, prefill_id: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    attempt: int
+    def __init__(self, prefill_id: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Retarget(_message.Message):
     __slots__ = ("decode_id", "source", "output_ids")
@@ -278,8 +280,8 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("role", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "sliding_window")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "sliding_window")
+    FIRST_POOL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -300,7 +302,7 @@ class WorkerDescription(_message.Message):
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
-    role: Role
+    first_pool: Pool
     index: int
     incarnation: int
     model: str
@@ -321,14 +323,20 @@ class WorkerDescription(_message.Message):
     served_model_name: str
     revision: str
     sliding_window: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., sliding_window: _Optional[int] = ...) -> None: ...
+    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., sliding_window: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SetPoolRequest(_message.Message):
+    __slots__ = ("pool",)
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    pool: Pool
+    def __init__(self, pool: _Optional[_Union[Pool, str]] = ...) -> None: ...
+
 class WorkerStatus(_message.Message):
-    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "step_seconds", "prompt_tokens", "no_room", "chunk_tokens", "chunk_seconds")
+    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "step_seconds", "prompt_tokens", "no_room", "chunk_tokens", "chunk_seconds", "pool")
     class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HEALTH_UNSPECIFIED: _ClassVar[WorkerStatus.Health]
@@ -354,6 +362,7 @@ class WorkerStatus(_message.Message):
     NO_ROOM_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     health: WorkerStatus.Health
     requests_running: int
     requests_waiting: int
@@ -371,4 +380,5 @@ class WorkerStatus(_message.Message):
     no_room: int
     chunk_tokens: int
     chunk_seconds: float
-    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., chunk_seconds: _Optional[float] = ...) -> None: ...
+    pool: Pool
+    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., chunk_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, str]] = ...) -> None: ...

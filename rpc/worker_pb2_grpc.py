@@ -49,6 +49,11 @@ class WorkerStub:
                 request_serializer=rpc_dot_worker__pb2.StatusRequest.SerializeToString,
                 response_deserializer=rpc_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.SetPool = channel.unary_unary(
+                '/baton.v1.Worker/SetPool',
+                request_serializer=rpc_dot_worker__pb2.SetPoolRequest.SerializeToString,
+                response_deserializer=rpc_dot_worker__pb2.WorkerStatus.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -75,6 +80,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPool(self, request, context):
+        """Moves the worker to another pool. Routers send new work by pool. What runs goes on to its end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_WorkerServicer_to_server(servicer, server):
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=rpc_dot_worker__pb2.StatusRequest.FromString,
+                    response_serializer=rpc_dot_worker__pb2.WorkerStatus.SerializeToString,
+            ),
+            'SetPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPool,
+                    request_deserializer=rpc_dot_worker__pb2.SetPoolRequest.FromString,
                     response_serializer=rpc_dot_worker__pb2.WorkerStatus.SerializeToString,
             ),
     }
@@ -174,6 +191,33 @@ class Worker:
             target,
             '/baton.v1.Worker/GetStatus',
             rpc_dot_worker__pb2.StatusRequest.SerializeToString,
+            rpc_dot_worker__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/SetPool',
+            rpc_dot_worker__pb2.SetPoolRequest.SerializeToString,
             rpc_dot_worker__pb2.WorkerStatus.FromString,
             options,
             channel_credentials,

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 STATUS_INTERVAL = 1.0  # seconds, as the two below
 DRAIN_CHECK = 0.05
 SERVER_STOP = 1.0
-ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+POOLS = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 
 
 def run(config: WorkerConfig, engine_module: str) -> int:
@@ -243,6 +243,7 @@ class Service:
         stats = engine.stats
         self._last_status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
+            pool=POOLS[self._config.role],
             requests_running=stats.running,
             requests_waiting=stats.waiting,
             tokens_waiting=stats.tokens_waiting,
@@ -318,7 +319,7 @@ class Service:
     ) -> pb.WorkerDescription:
         config = self._config
         return pb.WorkerDescription(
-            role=ROLES[config.role],
+            first_pool=POOLS[config.role],
             index=config.index,
             incarnation=self._incarnation,
             model=config.engine.model,

@@ -61,7 +61,7 @@ class FakeWorker(WorkerServicer):
 
     def __init__(
         self,
-        role: "pb.Role",
+        role: "pb.Pool",
         lanes: Lanes,
         output_ids: list[int],
         *,
@@ -127,7 +127,7 @@ class FakeWorker(WorkerServicer):
             server, self._server = self._server, None
             for task in self._attempts.values():
                 task.cancel()
-            if self.role == pb.ROLE_PREFILL:
+            if self.role == pb.POOL_PREFILL:
                 for message in self.submitted:
                     kv = self.lanes.of(message.prefill.prefill_id)
                     if not kv.settled.is_set():
@@ -174,7 +174,7 @@ class FakeWorker(WorkerServicer):
         self.described += 1
         self.arrived.set()
         return pb.WorkerDescription(
-            role=self.role, index=self.index, incarnation=self.incarnation, model=self.model,
+            first_pool=self.role, index=self.index, incarnation=self.incarnation, model=self.model,
             served_model_name=self.served_model_name, vocab_size=self.vocab_size,
             vocabulary_fingerprint=self.vocabulary_fingerprint,
             model_fingerprint=self.model_fingerprint, layout_fingerprint="l1", kv_address="127.0.0.1:1",
@@ -241,7 +241,7 @@ class FakeWorker(WorkerServicer):
         task = self._attempts.get(attempt_id)
         if task is not None:
             task.cancel()
-        if self.role == pb.ROLE_PREFILL and not self.lanes.of(attempt_id).settled.is_set():
+        if self.role == pb.POOL_PREFILL and not self.lanes.of(attempt_id).settled.is_set():
             self.lanes.of(attempt_id).settle(False)
 
     # ------------------------------------------------------------ the model
@@ -285,7 +285,7 @@ class FakeWorker(WorkerServicer):
         event = pb.TokenEvent(
             attempt_id=attempt_id, output_index=index, token_id=token_id, finish_reason=finish
         )
-        if self.role == pb.ROLE_PREFILL:
+        if self.role == pb.POOL_PREFILL:
             event.cached_tokens = 3
         if sampling.HasField("logprobs"):
             event.logprobs.logprob = -0.5 * (index + 1)

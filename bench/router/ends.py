@@ -66,7 +66,7 @@ def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) ->
 
     async def serve() -> None:
         lanes, output_ids = Lanes(), list(range(1000, 1400))
-        roles = (pb.ROLE_PREFILL, pb.ROLE_DECODE)
+        roles = (pb.POOL_PREFILL, pb.POOL_DECODE)
         workers = [await FakeWorker(role, lanes, output_ids, secret=secret).start() for role in roles]
         pipe.send([worker.address for worker in workers])
         while True:

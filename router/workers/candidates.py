@@ -52,7 +52,7 @@ class Candidates:
 
     def availability_changed(self, connection: WorkerConnection, *, serves: bool) -> None:
         """`serves`: the worker takes new work."""
-        if connection.description.role == pb.ROLE_PREFILL:
+        if connection.description.first_pool == pb.POOL_PREFILL:
             self._prefill_changed(connection, serves)
             return
         self._decode_changed(connection, serves)
@@ -101,7 +101,7 @@ class Candidates:
     def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
         """Raises Refused if the worker reports more chunks than fit into its blocks."""
         described = connection.description
-        if described.role == pb.ROLE_PREFILL:
+        if described.first_pool == pb.POOL_PREFILL:
             row, index = self._rows[connection], self._loads.index
         else:
             row, index = self._decode_rows[connection], self._decode_caches.index

@@ -108,7 +108,7 @@ class WorkerConnection:
         self._task = asyncio.create_task(self._run(), name=f"worker {address}")
 
     def __str__(self) -> str:
-        role = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}.get(self.description.role)
+        role = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}.get(self.description.first_pool)
         return f"{f'{role} {self.description.index}' if role else 'worker'} at {self.address}"
 
     @property
@@ -276,7 +276,7 @@ class WorkerConnection:
             self.description = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
             self._observer.check(self)
             self.accepted = True
-            if self.description.role == pb.ROLE_DECODE:
+            if self.description.first_pool == pb.POOL_DECODE:
                 self.attempts.load = _decode_load(self.address, self.description)
             self._report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
             self._send_queue, self._cache = SendQueue(), CacheSequence()

@@ -27,11 +27,11 @@ def check_fit(
     An empty vocabulary fingerprint is not compared. Workers of the wire version before do not report one, and
     a model of random weights may have no tokenizer.
     """
-    if described.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
-        raise Refused(f"its role ({described.role}) is unknown")
+    if described.first_pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
+        raise Refused(f"its role ({described.first_pool}) is unknown")
     if not described.block_size or not described.num_blocks or not described.max_model_len:
         raise Refused("its description has no block size, number of blocks or context length")
-    if described.role == pb.ROLE_PREFILL and not described.kv_address:
+    if described.first_pool == pb.POOL_PREFILL and not described.kv_address:
         raise Refused("its description has no KV address, from which decode workers fetch")
     fingerprint = described.vocabulary_fingerprint
     if fingerprint and fingerprint != model.vocabulary_fingerprint:

@@ -105,12 +105,13 @@ class WorkerPool:
     def connections(self) -> list[WorkerConnection]:
         """All listed workers, by role and index."""
         return sorted(
-            self._connections.values(), key=lambda c: (c.description.role, c.description.index, c.address)
+            self._connections.values(),
+            key=lambda c: (c.description.first_pool, c.description.index, c.address),
         )
 
-    def ready(self, role: "pb.Role") -> list[WorkerConnection]:
+    def ready(self, role: "pb.Pool") -> list[WorkerConnection]:
         """The workers of a role that take new work."""
-        return [c for c in self._connections.values() if c.ready and c.description.role == role]
+        return [c for c in self._connections.values() if c.ready and c.description.first_pool == role]
 
     @property
     def has_decode(self) -> bool:
@@ -153,7 +154,7 @@ class WorkerPool:
             return math.inf
         now = time.monotonic()
         if self._overflow and now > self._spare_at + SPARE_SECONDS:
-            offers = [c.status for c in self.ready(pb.ROLE_DECODE) if c.status.chunk_tokens]
+            offers = [c.status for c in self.ready(pb.POOL_DECODE) if c.status.chunk_tokens]
             spare = sum(offer.chunk_tokens / offer.chunk_seconds for offer in offers if offer.chunk_seconds)
             speed = self._candidates.prefill_tokens_per_s()
             self._spare = spare / speed if speed else 0.0
@@ -217,9 +218,9 @@ class WorkerPool:
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._max_positions = min(sizes, default=None)
         self._sliding_window = any(d.sliding_window == self._max_positions for d in described)
-        budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.ROLE_PREFILL))
+        budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.POOL_PREFILL))
         self._step_tokens = sum(budgets)  # before `_apply_breakers`, which calls `on_capacity`
-        self._apply_breakers(connection.description.role)
+        self._apply_breakers(connection.description.first_pool)
         self.changed.set()
         if connection.ready:
             self.on_ready()
@@ -240,12 +241,12 @@ class WorkerPool:
         self._candidates.prefill_ended(connection, work, computed=computed)
 
     def breaker_changed(self, connection: WorkerConnection) -> None:
-        self._apply_breakers(connection.description.role)
+        self._apply_breakers(connection.description.first_pool)
         if open_for := connection.breaker.open_for(time.monotonic()):
             loop = asyncio.get_running_loop()
-            loop.call_later(open_for, self._apply_breakers, connection.description.role)
+            loop.call_later(open_for, self._apply_breakers, connection.description.first_pool)
 
-    def _apply_breakers(self, role: "pb.Role") -> None:
+    def _apply_breakers(self, role: "pb.Pool") -> None:
         """Gives work only to workers whose breaker is closed. If all breakers are open, all workers get work:
         the cause is then probably not the workers."""
         ready, now = self.ready(role), time.monotonic()

@@ -23,7 +23,7 @@ from rpc import worker_pb2 as pb
 
 from .conftest import eventually
 
-ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+ROLES = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 
 
 @dataclass

@@ -221,7 +221,7 @@ async def test_without_the_client_library_the_remedy_is_named(monkeypatch: pytes
 async def test_a_router_process_uses_the_workers_of_the_services(
     server: FakeKubernetes, tmp_path: Path
 ) -> None:
-    workers = [FakeWorker(role, Lanes(), [2]) for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)]
+    workers = [FakeWorker(role, Lanes(), [2]) for role in (pb.POOL_PREFILL, pb.POOL_DECODE)]
     for worker in workers:
         await worker.start()
     names = [argument for service in SERVICES for argument in ("--kubernetes-service", service)]

@@ -141,13 +141,13 @@ def worker_page() -> Iterator[tuple[Metrics, str]]:
 
 async def join(cluster: Cluster, tmp_path: Path, metrics_address: str) -> None:
     """A decode worker with a metrics page."""
-    worker = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids, index=3)
+    worker = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=3)
     worker.metrics_address = metrics_address
     await worker.start()
     cluster.workers.append(worker)
     with (tmp_path / "workers").open("a") as file:
         file.write(f"{worker.address}\n")
-    await cluster.until(lambda: bool(cluster.router.services.pool.ready(pb.ROLE_DECODE)))
+    await cluster.until(lambda: bool(cluster.router.services.pool.ready(pb.POOL_DECODE)))
     await cluster.until(lambda: worker.attached)
 
 

@@ -61,11 +61,11 @@ class Cluster:
 
     @property
     def prefills(self) -> list[FakeWorker]:
-        return [w for w in self.workers if w.role == pb.ROLE_PREFILL]
+        return [w for w in self.workers if w.role == pb.POOL_PREFILL]
 
     @property
     def decodes(self) -> list[FakeWorker]:
-        return [w for w in self.workers if w.role == pb.ROLE_DECODE]
+        return [w for w in self.workers if w.role == pb.POOL_DECODE]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Polls for a state of the router that no event announces."""
@@ -135,7 +135,7 @@ async def make_cluster(
     lanes, output_ids = Lanes(), [*tokenizer.encode(text), 2]
     workers = [
         FakeWorker(role, lanes, output_ids, index=i, tls=worker_tls)
-        for role, count in ((pb.ROLE_PREFILL, prefill), (pb.ROLE_DECODE, decode))
+        for role, count in ((pb.POOL_PREFILL, prefill), (pb.POOL_DECODE, decode))
         for i in range(count)
     ]
     for worker in workers:
@@ -150,8 +150,8 @@ async def make_cluster(
             worker.transfer = cluster.heard
         if wait:
             pool = router.services.pool
-            await cluster.until(lambda: len(pool.ready(pb.ROLE_PREFILL)) == prefill)
-            await cluster.until(lambda: len(pool.ready(pb.ROLE_DECODE)) == decode)
+            await cluster.until(lambda: len(pool.ready(pb.POOL_PREFILL)) == prefill)
+            await cluster.until(lambda: len(pool.ready(pb.POOL_DECODE)) == decode)
             await cluster.until(lambda: all(worker.attached for worker in workers))
         try:
             yield cluster

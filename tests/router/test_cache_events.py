@@ -80,7 +80,7 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
         for worker in made.prefills:
             worker.cache = set()
         pool = made.router.services.pool
-        await made.until(lambda: len(pool.ready(pb.ROLE_PREFILL)) == 3 and pool.has_decode)
+        await made.until(lambda: len(pool.ready(pb.POOL_PREFILL)) == 3 and pool.has_decode)
         await made.until(lambda: all(worker.attached for worker in made.workers))
         yield made
         await made.idle()
@@ -142,6 +142,6 @@ async def test_a_worker_that_reports_more_chunks_than_blocks_is_refused(caching:
     await caching.until(lambda: reported(caching)[0] == 512)
     worker.change_cache([512])
     pool = caching.router.services.pool
-    await caching.until(lambda: len(pool.ready(pb.ROLE_PREFILL)) == 2)
+    await caching.until(lambda: len(pool.ready(pb.POOL_PREFILL)) == 2)
     [refused] = [c for c in pool.connections if c.address == worker.address]
     assert "more cached chunks" in refused.reason

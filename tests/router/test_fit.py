@@ -13,8 +13,8 @@ MODEL = RouterModel("ours", vocab_size=1000, vocabulary_fingerprint="v1")
 
 def described(**changes: Any) -> pb.WorkerDescription:
     fields: dict[str, Any] = {
-        "role": pb.ROLE_DECODE, "block_size": 16, "num_blocks": 8, "max_model_len": 64, "model": "theirs",
-        "model_fingerprint": "m1", "layout_fingerprint": "l1", "vocab_size": 1024,
+        "first_pool": pb.POOL_DECODE, "block_size": 16, "num_blocks": 8, "max_model_len": 64,
+        "model": "theirs", "model_fingerprint": "m1", "layout_fingerprint": "l1", "vocab_size": 1024,
         "vocabulary_fingerprint": "v1",
     }  # fmt: skip
     return pb.WorkerDescription(**{**fields, **changes})
@@ -36,9 +36,9 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason", "remedy"),
     [
-        ({"role": 7}, "is unknown", "log"),
+        ({"first_pool": 7}, "is unknown", "log"),
         ({"block_size": 0}, "no block size", "log"),
-        ({"role": pb.ROLE_PREFILL}, "no KV address", "log"),
+        ({"first_pool": pb.POOL_PREFILL}, "no KV address", "log"),
         (
             {"vocabulary_fingerprint": "v2"},
             r"its tokenizer \(theirs\) is not the router's \(ours\)",

@@ -139,7 +139,7 @@ async def offering(cluster: Cluster, tokens: int = 64) -> None:
     """Decode workers report spare speed, and prefill workers report a low speed."""
     for worker in cluster.workers:
         worker.status.prefill_tokens_per_s = 1.0
-        if worker.role == pb.ROLE_DECODE:
+        if worker.role == pb.POOL_DECODE:
             worker.status.chunk_tokens, worker.status.chunk_seconds = tokens, 0.015
             worker.status.step_seconds = 0.010
         worker.report()
@@ -176,7 +176,7 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
         for worker in cluster.decodes:
             worker.cache = set()
         pool = cluster.router.services.pool
-        await cluster.until(lambda: len(pool.ready(pb.ROLE_DECODE)) == 3 and pool.complete)
+        await cluster.until(lambda: len(pool.ready(pb.POOL_DECODE)) == 3 and pool.complete)
         await cluster.until(lambda: all(worker.attached for worker in cluster.workers))
         await offering(cluster, tokens=100)
         holder = cluster.decodes[1]
@@ -250,7 +250,7 @@ async def test_a_reservation_on_a_retired_worker_moves_when_the_last_prefill_wor
     other = next(d for d in pair.decodes if d is not leaving)
     leaving.status.health = pb.WorkerStatus.HEALTH_DRAINING
     leaving.report()
-    await pair.until(lambda: len(pair.router.services.pool.ready(pb.ROLE_DECODE)) == 1)
+    await pair.until(lambda: len(pair.router.services.pool.ready(pb.POOL_DECODE)) == 1)
     for worker in pair.prefills:
         await worker.kill()
     await request

@@ -68,7 +68,7 @@ async def start(tokenizer: ModelTokenizer, directory: Path) -> AsyncIterator[Cal
 
         async def start_router(**config: Any) -> Router:
             lanes, output_ids = Lanes(), [*tokenizer.encode(TEXT), 2]
-            workers = [FakeWorker(role, lanes, output_ids) for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)]
+            workers = [FakeWorker(role, lanes, output_ids) for role in (pb.POOL_PREFILL, pb.POOL_DECODE)]
             for worker in workers:
                 await worker.start()
                 stack.push_async_callback(worker.kill)

@@ -98,7 +98,7 @@ async def start(
 
         async def begin(*flags: str) -> Routers:
             lanes, output_ids = Lanes(), [*tokenizer.encode(TEXT), 2]
-            roles = (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE)
+            roles = (worker_pb2.POOL_PREFILL, worker_pb2.POOL_DECODE)
             workers = [FakeWorker(role, lanes, output_ids) for role in roles]
             for worker in workers:
                 worker.model, worker.served_model_name = str(directory), "fake"

@@ -59,7 +59,7 @@ def tokens_in(line: bytes) -> list[int]:
 
 
 def waiting_prefills(cluster: Cluster) -> int:
-    connections = cluster.router.services.pool.ready(pb.ROLE_PREFILL)
+    connections = cluster.router.services.pool.ready(pb.POOL_PREFILL)
     return sum(len(connection.attempts) for connection in connections)
 
 
@@ -95,7 +95,7 @@ async def test_decode_may_report_finished_before_prefills_last_token_comes(clust
         cluster.events("/v1/completions", prompt="Hello", max_tokens=9, stop_token_ids=stop)
     )
     await prefill.until(lambda w: w.submitted)
-    heard = cluster.router.services.pool.ready(pb.ROLE_DECODE)[0]
+    heard = cluster.router.services.pool.ready(pb.POOL_DECODE)[0]
     await cluster.until(lambda: decodes(decode) != [] and not heard.attempts)
     prefill.steps.release()
     events = await request
@@ -356,7 +356,7 @@ async def test_a_worker_with_draining_status_gets_no_requests(pair: Cluster):
     draining = pair.decodes[0]
     draining.status.health = pb.WorkerStatus.HEALTH_DRAINING
     draining.report()
-    await pair.until(lambda: len(pair.router.services.pool.ready(pb.ROLE_DECODE)) == 1)
+    await pair.until(lambda: len(pair.router.services.pool.ready(pb.POOL_DECODE)) == 1)
     for _ in range(5):
         await answered_whole(pair)
     assert not draining.submitted

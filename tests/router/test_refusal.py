@@ -27,7 +27,7 @@ def files(pair: tuple[str, str], authority: str) -> TlsFiles:
 
 @contextlib.asynccontextmanager
 async def worker(tls: TlsFiles | None = None) -> AsyncIterator[str]:
-    started = await FakeWorker(pb.ROLE_PREFILL, Lanes(), [2], tls=tls).start()
+    started = await FakeWorker(pb.POOL_PREFILL, Lanes(), [2], tls=tls).start()
     yield started.address
     await started.kill()
 

@@ -54,7 +54,7 @@ async def test_if_all_breakers_are_open_all_workers_get_requests(
     monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
     cluster.decodes[0].fail_after = 2
     await answered_whole(cluster)
-    [connection] = cluster.router.services.pool.ready(pb.ROLE_DECODE)
+    [connection] = cluster.router.services.pool.ready(pb.POOL_DECODE)
     assert connection.breaker.open_for(0.0) > 0
 
 

@@ -32,13 +32,13 @@ def rewrite(path: Path, workers: list[FakeWorker]) -> None:
 async def test_workers_come_and_go_with_the_file(cluster: Cluster, tmp_path: Path):
     pool, extra = (
         cluster.router.services.pool,
-        FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids, index=1),
+        FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=1),
     )
     await extra.start()
     rewrite(tmp_path / "workers", [*cluster.workers, extra])
-    await cluster.until(lambda: len(pool.ready(pb.ROLE_DECODE)) == 2)
+    await cluster.until(lambda: len(pool.ready(pb.POOL_DECODE)) == 2)
     rewrite(tmp_path / "workers", [cluster.prefills[0], extra])
-    await cluster.until(lambda: len(pool.ready(pb.ROLE_DECODE)) == 1)
+    await cluster.until(lambda: len(pool.ready(pb.POOL_DECODE)) == 1)
     await cluster.complete()
     assert extra.submitted
     assert not cluster.decodes[0].submitted
@@ -76,7 +76,7 @@ async def test_a_retired_worker_that_refuses_its_last_attempt_is_closed(cluster:
 
 async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path) as cluster:
-        stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids, index=9)
+        stranger = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=9)
         stranger.model_fingerprint, stranger.max_model_len = "m2", 10
         await stranger.start()
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
@@ -84,11 +84,11 @@ async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer,
         await cluster.until(lambda: any(c.state is WorkerState.REFUSED for c in pool.connections))
         [refused] = [c for c in pool.connections if c.state is WorkerState.REFUSED]
         assert "is not that of" in refused.reason
-        pool.availability_changed(pool.ready(pb.ROLE_DECODE)[0])
+        pool.availability_changed(pool.ready(pb.POOL_DECODE)[0])
         assert pool.max_positions == 8192, "only the workers that serve count"
         await stranger.kill()
         await cluster.until(lambda: refused.state is WorkerState.CONNECTING)
-        pool.availability_changed(pool.ready(pb.ROLE_DECODE)[0])
+        pool.availability_changed(pool.ready(pb.POOL_DECODE)[0])
         assert pool.max_positions == 8192, "a refused worker that has gone does not count either"
         for _ in range(4):
             await cluster.complete()
@@ -111,7 +111,7 @@ async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(
     decode.status.blocks_free = 512
     decode.report()
     await cluster.until(lambda: load.blocks_free == 512)
-    pool.availability_changed(pool.ready(pb.ROLE_DECODE)[0])
+    pool.availability_changed(pool.ready(pb.POOL_DECODE)[0])
     assert (await long)["choices"][0]["finish_reason"] == "stop"
 
 
@@ -124,7 +124,7 @@ async def test_a_worker_with_another_tokenizer_is_refused(
     """`/status` shows the reason, and the log has it once, although the router tries again."""
     monkeypatch.setattr(connection, "LAST_BACKOFF", 0.02)
     async with make_cluster(tokenizer, tmp_path, decode=0) as cluster:
-        stranger = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids, index=9)
+        stranger = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=9)
         stranger.vocab_size, stranger.vocabulary_fingerprint = 151936, "of another tokenizer"
         await stranger.start()
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
@@ -143,8 +143,8 @@ async def test_a_worker_with_another_tokenizer_is_refused(
 
 async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
-        prefill = FakeWorker(pb.ROLE_PREFILL, cluster.lanes, cluster.output_ids)
-        decode = FakeWorker(pb.ROLE_DECODE, cluster.lanes, cluster.output_ids)
+        prefill = FakeWorker(pb.POOL_PREFILL, cluster.lanes, cluster.output_ids)
+        decode = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids)
         decode.model_fingerprint = "m2"
         for worker, other in ((prefill, decode), (decode, prefill)):
             worker.before_status = lambda other=other: other.until(lambda w: w.described)
@@ -202,7 +202,7 @@ async def test_an_unknown_failure_code_fails_only_the_attempt(cluster: Cluster):
     """Workers may be upgraded before routers."""
     decode = cluster.decodes[0]
     decode.fail = (1, cast("pb.FailureCode", 99))
-    [connection] = cluster.router.services.pool.ready(pb.ROLE_DECODE)
+    [connection] = cluster.router.services.pool.ready(pb.POOL_DECODE)
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     assert connection.ready
     assert len(decode.submitted) == 2
@@ -213,7 +213,7 @@ async def test_an_unknown_failure_code_fails_only_the_attempt(cluster: Cluster):
 
 async def test_a_failure_code_of_the_other_role_fails_only_the_attempt(cluster: Cluster):
     cluster.prefills[0].fail = (1, pb.FAILURE_CODE_NO_ROOM)
-    [connection] = cluster.router.services.pool.ready(pb.ROLE_PREFILL)
+    [connection] = cluster.router.services.pool.ready(pb.POOL_PREFILL)
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     assert connection.ready
 
@@ -238,16 +238,16 @@ async def test_an_unknown_finish_reason_ends_the_request(cluster: Cluster):
     assert result["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("role", [pb.ROLE_PREFILL, pb.ROLE_DECODE])
+@pytest.mark.parametrize("role", [pb.POOL_PREFILL, pb.POOL_DECODE])
 async def test_an_invalid_token_fails_only_its_attempt(
-    cluster: Cluster, role: "pb.Role", caplog: pytest.LogCaptureFixture
+    cluster: Cluster, role: "pb.Pool", caplog: pytest.LogCaptureFixture
 ):
-    [worker] = cluster.prefills if role == pb.ROLE_PREFILL else cluster.decodes
+    [worker] = cluster.prefills if role == pb.POOL_PREFILL else cluster.decodes
     other = asyncio.create_task(cluster.complete(prompt="Other", logprobs=2))
     wrong = [pb.TokenLogprobs(logprob=math.nan), pb.TokenLogprobs(top_ids=[1, 2], top_logprobs=[-0.5])]
 
     def damage(event: pb.TokenEvent) -> None:
-        if wrong and event.output_index in (0, 3) and (event.output_index == 3) is (role == pb.ROLE_DECODE):
+        if wrong and event.output_index in (0, 3) and (event.output_index == 3) is (role == pb.POOL_DECODE):
             event.logprobs.CopyFrom(wrong.pop())
 
     worker.change = damage

@@ -73,7 +73,7 @@ async def test_a_worker_reports_its_start_and_describes_itself(prefill: WorkerPr
     async with rpc.connect(worker.address, SECRET) as channel:
         described = await WorkerStub(channel).Describe(pb.DescribeRequest())
         assert await health(channel) == "SERVING"
-    assert described.role == pb.ROLE_PREFILL
+    assert described.first_pool == pb.POOL_PREFILL
     assert (described.index, described.pid) == (3, worker.popen.pid)
     assert (described.kv_address, described.incarnation) == (
         worker.ready["kv_address"],
