@@ -57,6 +57,7 @@ def _engine(model: Path, batch: int) -> Any:
         EngineConfig(
             str(model), load_format="dummy", dtype="float32", device="cpu", overlap=True, block_size=128,
             num_blocks=16 * batch + 4, max_num_seqs=batch, max_num_batched_tokens=8192,
+            ttit_target=60.0,  # no limit on the chunks of prompts beside decodes
         )
     )  # fmt: skip
     runner, tokens = engine._runner, torch.full((batch,), 7)

@@ -72,6 +72,7 @@ def _engine(directory: Path, running: int, chunk: int) -> Engine:
             max_model_len=16384,
             max_num_seqs=running,
             max_num_batched_tokens=chunk,
+            ttit_target=60.0,  # no limit on the chunks of prompts beside decodes
         )
     )
 
