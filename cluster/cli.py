@@ -139,10 +139,28 @@ def decode(worker: options.WorkerRole) -> int:
 
 @command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")
 def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> int:
-    """Show the workers of a cluster: role, state, load, KV use."""
+    """Show the workers of a cluster: pool, state, load, KV use."""
     from cluster.status import run
 
     return run(endpoint, output)
+
+
+@command(
+    CLIENTS,
+    "baton flip decode-1 prefill",
+    "baton flip 10.0.0.6:7001 decode --url http://10.0.0.5:8000 --cluster-secret-file secret",
+)
+def flip(flip: options.FlipOptions, endpoint: options.EndpointOptions, secret: options.SecretOptions) -> int:
+    """Move a worker to the other pool: routers then send it prompts (prefill) or generations (decode).
+
+    Every worker can do both, so nothing is loaded or interrupted: what runs on the worker goes on to its end.
+    The worker keeps its name. When it restarts, it is in the pool of its name again.
+
+    Needs the secret of the cluster. `baton serve` makes its own unless BATON_CLUSTER_SECRET is set.
+    """
+    from cluster.flip import run
+
+    return run(flip, endpoint, secret)
 
 
 @command(CLIENTS, "baton top", "baton top --once --interval 10 --url http://10.0.0.5:8000")

@@ -52,7 +52,10 @@ def option_of(group: type, field: Field[Any]) -> tuple[Any, OptionInfo | Argumen
 
 
 def default_of(field: Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+    """The default of an option; `Parameter.empty` for an argument that must be given."""
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
 def _build(group: type, values: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from cluster.role_process import RoleState
 if TYPE_CHECKING:
     from rpc import TlsFiles
 
+Pool = Literal["prefill", "decode"]
 RoleName = Literal["prefill", "decode", "router"]
 Placement = Literal["spread", "pack", "pair"]
 

@@ -16,13 +16,13 @@ TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 def run(endpoint: EndpointOptions, output: StatusOptions) -> int:
-    """Prints the status. Returns exit code 1 if a role has no ready worker."""
+    """Prints the status. Returns exit code 1 if a pool has no ready worker."""
     report = asyncio.run(fetch(endpoint))
     if output.json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
-    return 0 if {w.get("role") for w in report["workers"] if ready(w)} >= {"prefill", "decode"} else 1
+    return 0 if {pool_of(w) for w in report["workers"] if ready(w)} >= {"prefill", "decode"} else 1
 
 
 async def fetch(endpoint: EndpointOptions) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def ready(worker: dict[str, Any]) -> bool:
 
 ORDER = {"prefill": 0, "decode": 1}
 COLUMNS = (
-    "worker", "state", "incarnation", "address", "running", "waiting", "KV used", "transfers", "restarts",
-    "last exit", "node",
+    "worker", "pool", "state", "incarnation", "address", "running", "waiting", "KV used", "transfers",
+    "restarts", "last exit", "node",
 )  # fmt: skip
 
 
@@ -88,9 +88,18 @@ def _order(worker: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def name_of(worker: dict[str, Any]) -> str:
-    """The name of a worker for people; "?" for a worker that the router has not reached yet."""
+    """The name of a worker: the pool that it was started for, and its index. A flip does not change it.
+
+    It is "?" for a worker that the router has not reached yet.
+    """
     role = worker.get("role")
     return f"{role} {worker.get('index')}" if role in ORDER else "?"
+
+
+def pool_of(worker: dict[str, Any]) -> str:
+    """The pool in which a worker serves now. Before its first report, that is the pool of its name."""
+    pool = (worker.get("status") or {}).get("pool", "").removeprefix("pool_")
+    return pool if pool in ORDER else worker.get("role", "")
 
 
 def place_of(worker: dict[str, Any]) -> str:
@@ -115,6 +124,7 @@ def row(worker: dict[str, Any]) -> list[str]:
     used = f"{(total - load['blocks_free']) / total:.0%}" if total else "–"
     return [
         name_of(worker),
+        pool_of(worker) if name_of(worker) != "?" else "–",
         state(worker, role),
         str((name_of(worker) != "?" and worker.get("incarnation")) or "–"),
         str(worker.get("address") or "–"),

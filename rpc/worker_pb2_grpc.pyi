@@ -8,6 +8,7 @@ import grpc.aio
 from rpc.worker_pb2 import (
     DescribeRequest,
     RouterMessage,
+    SetPoolRequest,
     StatusRequest,
     WorkerDescription,
     WorkerMessage,
@@ -19,6 +20,7 @@ class WorkerStub:
     Attach: grpc.aio.StreamStreamMultiCallable[RouterMessage, WorkerMessage]
     Describe: grpc.aio.UnaryUnaryMultiCallable[DescribeRequest, WorkerDescription]
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[StatusRequest, WorkerStatus]
+    SetPool: grpc.aio.UnaryUnaryMultiCallable[SetPoolRequest, WorkerStatus]
 
 class WorkerServicer:
     def Attach(
@@ -28,5 +30,6 @@ class WorkerServicer:
         self, request: DescribeRequest, context: grpc.aio.ServicerContext
     ) -> WorkerDescription: ...
     async def GetStatus(self, request: StatusRequest, context: grpc.aio.ServicerContext) -> WorkerStatus: ...
+    async def SetPool(self, request: SetPoolRequest, context: grpc.aio.ServicerContext) -> WorkerStatus: ...
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: grpc.aio.Server) -> None: ...

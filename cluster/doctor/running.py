@@ -14,7 +14,7 @@ import aiohttp
 from cluster.doctor.finding import Finding, bad, good, warning
 from cluster.http import checked, error_message, session
 from cluster.options import DoctorOptions, EndpointOptions
-from cluster.status import place_of
+from cluster.status import name_of, place_of, pool_of
 
 ADMIN = (
     "Give the URL of clients as --url, and that of the router's --admin-port, which `baton serve` prints, as "
@@ -48,12 +48,15 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
 
 def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
     """Judges the workers in the router's /status. Pure."""
-    for role in ("prefill", "decode"):
-        ready = [w for w in found if w.get("role") == role and w.get("state") == "ready"]
+    for pool in ("prefill", "decode"):
+        ready = [w for w in found if pool_of(w) == pool and w.get("state") == "ready"]
         if ready:
-            yield good(f"{role} workers", f"{len(ready)} ready")
+            yield good(f"{pool} workers", f"{len(ready)} ready")
         else:
-            yield bad(f"{role} workers", "none is ready", f"Start `baton {role}`, or look at its log.")
+            yield bad(
+                f"{pool} workers", "none is ready",
+                f"Start `baton {pool}`, look at its log, or move a worker with `baton flip WORKER {pool}`.",
+            )  # fmt: skip
     for worker in found:
         if worker.get("state") != "ready":
             why = f"{worker.get('state')}: {worker.get('reason') or 'no reason known'}"
@@ -74,9 +77,9 @@ def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
     for worker in found:
         load = worker.get("status") or {}
         total = load.get("blocks_total")
-        if total and 1 - load["blocks_free"] / total > NEARLY_FULL and worker["role"] == "decode":
+        if total and 1 - load["blocks_free"] / total > NEARLY_FULL and pool_of(worker) == "decode":
             yield warning(
-                f"decode {worker['index']}", f"{1 - load['blocks_free'] / total:.0%} of its KV blocks in use",
+                name_of(worker), f"{1 - load['blocks_free'] / total:.0%} of its KV blocks in use",
                 "Add decode workers, or raise --gpu-memory-utilization.",
             )  # fmt: skip
 

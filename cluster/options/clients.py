@@ -26,6 +26,18 @@ class StatusOptions:
 
 
 @dataclass(frozen=True)
+class FlipOptions:
+    """Which worker to move, and to which pool."""
+
+    worker: Annotated[
+        str,
+        typer.Argument(help="Name from `baton status` (prefill-0), or HOST:PORT.", show_default=False),
+    ]
+    pool: Annotated[Literal["prefill", "decode"], typer.Argument(help="Its new pool.", show_default=False)]
+    force: Annotated[bool, opt("Move it even if it is the last worker of its pool.")] = False
+
+
+@dataclass(frozen=True)
 class TopOptions:
     interval: Annotated[float, opt("Time between two samples.", "S", check=between(0.1, 3600))] = 2.0
     once: Annotated[bool, opt("Take two samples, print one frame, and end.")] = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.load.measurement.server_stages import Histogram, difference, quantile
-from cluster.status import merged, name_of, state
+from cluster.status import merged, name_of, pool_of, state
 from cluster.top.scrape import Page, Scrape
 
 TOKENS = {"prefill": "vllm:prompt_tokens_total", "decode": "vllm:generation_tokens_total"}
@@ -18,13 +18,15 @@ class WorkerRow:
     """One worker. None means unknown. Rates are per second between the two scrapes.
 
     Attributes:
-        tokens_per_s: prompt tokens computed (prefill) or tokens sampled (decode).
+        pool: where it serves now.
+        tokens_per_s: prompt tokens computed (in the prefill pool) or tokens sampled (in the decode pool).
         kv_used: share of the KV blocks, 0 to 1.
         kv_bytes_per_s: KV sent (prefill) or received and verified (decode).
         hidden: mean share of the time of a transfer that overlapped the prefill, 0 to 1; decode only.
     """
 
     name: str
+    pool: str
     state: str
     running: int | None
     waiting: int | None
@@ -96,11 +98,12 @@ def _row(worker: dict[str, Any], before: Scrape | None, after: Scrape, seconds: 
     total = load.get("blocks_total")
     return WorkerRow(
         name=name_of(worker),
+        pool=pool_of(worker),
         state=state(worker, role),
         running=load.get("requests_running"),
         waiting=load.get("requests_waiting"),
         kv_used=(total - load["blocks_free"]) / total if total else None,
-        tokens_per_s=change.rate(TOKENS.get(worker.get("role", ""), "")),
+        tokens_per_s=change.rate(TOKENS.get(pool_of(worker), "")),
         step_seconds=load.get("step_seconds") or None,
         kv_bytes_per_s=change.rate("baton:kv_bytes_total"),
         hidden=change.mean("baton:kv_hidden_share"),

@@ -48,7 +48,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode", "chat", "status"])
+@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode", "chat", "status", "flip"])
 def test_every_command_has_help_and_an_example(command: str) -> None:
     help_ = baton(command, "--help")
     assert help_.exit_code == 0

@@ -157,11 +157,22 @@ def test_status_as_a_table_and_as_json(url: str) -> None:
     result = baton("status", "--url", url)
     assert result.exit_code == 1, "prefill is not ready"
     lines = result.stdout.splitlines()
-    assert lines[1].split()[:3] == ["prefill", "0", "connecting"]
-    assert lines[2].split()[:3] == ["decode", "0", "ready"]
+    assert lines[1].split()[:4] == ["prefill", "0", "prefill", "connecting"]
+    assert lines[2].split()[:4] == ["decode", "0", "decode", "ready"]
     assert "25%" in lines[2]
     assert lines[3] == "prefill 0 at 127.0.0.1:4 is connecting: nothing listens at this address. Start it."
     assert json.loads(baton("status", "--url", url, "--json").stdout) == STATUS
+
+
+def test_status_shows_the_present_pool_beside_the_name(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    worker = STATUS["workers"][0]
+    moved = {**worker, "index": 1, "status": worker["status"] | {"pool": "pool_prefill"}}
+    monkeypatch.setitem(STATUS, "workers", [worker, moved])
+    result = baton("status", "--url", url)
+    assert [line.split()[:3] for line in result.stdout.splitlines()[1:]] == [
+        ["decode", "0", "decode"], ["decode", "1", "prefill"],
+    ]  # fmt: skip
+    assert result.exit_code == 0, "each pool has a ready worker"
 
 
 def test_status_shows_each_address_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
@@ -206,7 +217,7 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
     assert "waiting CRASH LOOP" in lines[2]
     assert lines[2].split()[-4:] == ["7", "no", "memory", "host-a"]
-    assert lines[3].split()[2] == "ready"
+    assert lines[3].split()[3] == "ready"
     assert lines[3].split()[-4:] == ["2", "was", "killed", "host-a"]
     assert "starting" in lines[4]
     assert lines[6] == "decode: 2 workers (1 to 4), 1.7 needed: the queue"

@@ -73,8 +73,17 @@ def test_rates_cover_the_time_between_two_scrapes() -> None:
     assert 0.05 < p50 < 0.06, "the thousand before do not count"
     assert 0.19 < p99 <= 0.2
     [row] = found.workers
-    assert (row.name, row.running, row.kv_used, row.kv_bytes_per_s) == ("decode 3", 7, 0.75, 5e9)
+    assert (row.name, row.pool, row.running) == ("decode 3", "decode", 7)
+    assert (row.kv_used, row.kv_bytes_per_s) == (0.75, 5e9)
     assert found.latencies["TTIT"] is None, "of which there is no histogram"
+
+
+def test_a_worker_has_the_rate_of_its_present_pool() -> None:
+    prompts = "# TYPE vllm:prompt_tokens counter\nvllm:prompt_tokens_total "
+    before, after = at(10, page(), parse(prompts + "10\n")), at(12, page(), parse(prompts + "50\n"))
+    after.status["workers"][0]["status"]["pool"] = "pool_prefill"
+    [row] = frame(before, after).workers
+    assert (row.name, row.pool, row.tokens_per_s) == ("decode 3", "prefill", 20)
 
 
 def test_the_first_frame_has_no_rates() -> None:

@@ -1,0 +1,116 @@
+"""`baton flip` between a stand-in for the router's `/status` and workers that answer over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner, Result
+
+from bench.fakes.worker import SECRET, FakeWorker, Lanes
+from cluster.cli import app
+from rpc import worker_pb2 as pb
+
+NAMES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
+
+
+class Worker(FakeWorker):
+    """A fake worker whose pool can be set."""
+
+    async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
+        self.status.pool = request.pool
+        return self.status
+
+    def told(self) -> dict[str, Any]:
+        """Its entry in the router's `/status`."""
+        return {
+            "role": NAMES[self.role], "index": self.index, "address": self.address, "state": "ready",
+            "status": {"pool": f"pool_{NAMES[self.status.pool]}"},
+        }  # fmt: skip
+
+
+class Flipped:
+    """Workers prefill 0, decode 0 and decode 1."""
+
+    def __init__(self) -> None:
+        self.workers = [
+            Worker(pool, Lanes(), [1], index=index)
+            for pool, index in ((pb.POOL_PREFILL, 0), (pb.POOL_DECODE, 0), (pb.POOL_DECODE, 1))
+        ]
+        for worker in self.workers:
+            worker.status.pool = worker.role
+        self.url = ""
+
+    async def status(self, _: web.Request) -> web.Response:
+        return web.json_response({"workers": [worker.told() for worker in self.workers]})
+
+    def pools(self) -> list[str]:
+        return [NAMES[worker.status.pool] for worker in self.workers]
+
+    async def flip(self, *args: str, secret: bytes = SECRET) -> Result:
+        environment = {"BATON_CLUSTER_SECRET": secret.decode(), "COLUMNS": "400"}
+        return await asyncio.to_thread(
+            CliRunner().invoke, app, ["flip", *args, "--url", self.url], env=environment
+        )
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Flipped]:
+    flipped = Flipped()
+    for worker in flipped.workers:
+        await worker.start()
+    application = web.Application()
+    application.router.add_get("/status", flipped.status)
+    async with TestServer(application) as server:
+        flipped.url = f"http://{server.host}:{server.port}"
+        yield flipped
+    for worker in flipped.workers:
+        await worker.kill()
+
+
+async def test_a_worker_is_moved_by_name_and_back_by_address(cluster: Flipped) -> None:
+    moved = await cluster.flip("decode-1", "prefill")
+    assert (moved.exit_code, moved.stdout) == (
+        0, "decode 1: decode → prefill. What runs on it goes on to its end.\n",
+    )  # fmt: skip
+    assert cluster.pools() == ["prefill", "decode", "prefill"]
+    back = await cluster.flip(cluster.workers[2].address, "decode")
+    assert back.stdout.startswith("decode 1: prefill → decode")
+    assert cluster.pools() == ["prefill", "decode", "decode"]
+
+
+async def test_a_worker_that_is_there_already_is_no_error(cluster: Flipped) -> None:
+    same = await cluster.flip("decode 0", "decode")
+    assert (same.exit_code, same.stdout) == (0, "decode 0 is in the decode pool already.\n")
+
+
+async def test_the_last_worker_of_a_pool_is_moved_only_by_force(cluster: Flipped) -> None:
+    refused = await cluster.flip("prefill-0", "decode")
+    assert refused.exit_code == 2
+    assert "prefill 0 is the last ready worker of the prefill pool" in refused.stderr
+    assert "--force" in refused.stderr
+    assert cluster.pools()[0] == "prefill"
+    assert (await cluster.flip("prefill-0", "decode", "--force")).exit_code == 0
+    assert cluster.pools() == ["decode"] * 3
+
+
+async def test_errors_name_the_remedy(cluster: Flipped) -> None:
+    unknown = await cluster.flip("decode-7", "prefill")
+    assert unknown.exit_code == 2
+    assert f"decode-1 ({cluster.workers[2].address})" in unknown.stderr
+    secret = await cluster.flip("decode-1", "prefill", secret=b"another secret of theirs")
+    assert "decode 1" in secret.stderr
+    assert "refuses the secret" in secret.stderr
+    assert "BATON_CLUSTER_SECRET" in secret.stderr
+    cluster.workers[2].index = 0
+    several = await cluster.flip("decode-0", "prefill")
+    assert cluster.workers[2].address in several.stderr
+    await cluster.workers[2].kill()
+    gone = await cluster.flip(cluster.workers[2].address, "prefill")
+    assert "no answer" in gone.stderr
+    assert cluster.pools() == ["prefill", "decode", "decode"]
