@@ -21,7 +21,7 @@ class WorkerOptions:
         str | None,
         opt("Address or interface of the network for KV.", "ADDRESS", shown="as --host"),
     ] = None
-    kv_port: Annotated[int, opt("Port of KV lanes; only prefill workers listen.", "PORT", **PORT)] = 0
+    kv_port: Annotated[int, opt("Port of KV lanes.", "PORT", **PORT)] = 0
     metrics_port: Annotated[int, opt("Port of Prometheus metrics.", "PORT", **PORT)] = 0
 
 
