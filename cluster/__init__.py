@@ -12,7 +12,8 @@ Life of a cluster (`baton serve`):
 5. A child that dies, or that `health` finds hung, restarts as a new incarnation. `backoff` sets the delay.
 6. `supervisor` follows all roles and keeps the registry of workers. It gives every router the list of
    workers, and a report of all roles for `baton status`.
-7. `autoscaler` polls the load of each worker. The supervisor resizes the pools as `scaling` decides.
+7. `autoscaler` polls the load of each worker. As `balancer` decides, it moves a worker to the other pool, or
+   the supervisor starts or drains one. `flip` moves a worker by hand.
 8. On Ctrl-C or SIGTERM, `serve` stops the routers, then the workers. It waits until every descendant has
    ended (`processes`) and removes the run directory.
 9. If `serve` itself is killed, its roles die with it, and `janitor` removes the directory.

@@ -1,4 +1,4 @@
-"""Computes the size of a pool. Pure: takes loads and times, returns a number.
+"""Computes the need and the size of one pool. Pure: takes loads and times, returns a number.
 
 Two separate questions:
 
@@ -30,7 +30,7 @@ TTIT_SHARE = 0.9  # share of the TTIT target that a step may take
 
 GROW_BEYOND = 1.1  # the pool grows if the need exceeds this × its size
 SHRINK_BELOW = 0.8  # the pool shrinks if the need is at most this × (its size - 1)
-GROW_AFTER = 3.0  # seconds for which the need must last before the pool grows
+GROW_AFTER = 3.0  # seconds for which the need must last before the pool grows, or gives a worker away
 SHRINK_EVERY = 10.0  # seconds between two removals
 
 
@@ -151,6 +151,13 @@ class Scaler:
             self._shrunk = now
             return max(size - 1, self.least)  # one at a time, because the others take over its load
         return size
+
+    def spares_one(self, now: float, size: int) -> bool:
+        """Whether the pool may give a worker away: its need was low for `GROW_AFTER`."""
+        if size <= self.least or not self._needed or now - self._needed[0][0] < GROW_AFTER:
+            return False
+        peak = max(each for at, each in self._needed if now - at <= GROW_AFTER)
+        return peak <= SHRINK_BELOW * (size - 1)
 
     def _sustained(self, now: float) -> float:
         """The lowest need of the last `GROW_AFTER` seconds; 0 with a shorter history."""

@@ -3,7 +3,9 @@
 The supervisor starts no process itself. `place` returns a handle for each role: a runner in this process, or
 a Ray actor that holds a runner. Both implement `RoleHandle`.
 
-Life of a worker that leaves its pool: removed from the list of the routers → drained → forgotten.
+A worker is in the pool of its role until it is flipped, and again after a restart.
+
+Life of a worker that leaves the cluster: removed from the list of the routers → drained → forgotten.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from cluster.plan import RoleName, RoleSpec
+from cluster.plan import Pool, RoleName, RoleSpec
 from cluster.role_process import RoleState
+from cluster.workers import ask_pools
 
 Observer = Callable[[RoleSpec, RoleState], None]
 
 _PLACED_WITHIN = 2.0  # seconds that an actor without a state has to accept `stop`: it may not be placed yet
 _LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is called again; Ray needs about a second to restart it
+_POOL_WITHIN = 2.0  # seconds for a worker to tell its pool; without an answer it counts as not flipped
 _ALL_ANSWER_WITHIN = 5.0  # seconds that a new supervisor waits for all roles before it updates the routers
 # The fields of RoleState that the report contains.
 _SHOWN = ("phase", "stage", "fraction", "crash_loop", "seconds_to_ready", "pid", "node")
@@ -61,6 +65,7 @@ class _Member:
     spec: RoleSpec
     handle: RoleHandle
     state: RoleState
+    pool: RoleName  # where it serves: at first, and after each restart, that of its spec
     answered: bool = False  # it has answered this supervisor, or its actor was found lost
     leaving: bool = False  # removed from the list of the routers; it drains
     restarts: int = 0  # in earlier actors; the present actor counts its own
@@ -96,16 +101,25 @@ class Supervisor:
         self._changed = asyncio.Event()  # set when the state of any member changes
 
     def _placed(self, spec: RoleSpec) -> _Member:
-        return _Member(spec, self._place(spec), RoleState(token="", phase="starting"))
+        return _Member(spec, self._place(spec), RoleState(token="", phase="starting"), spec.role)
 
     # ------------------------------------------------------------ registry
 
     def states(self) -> list[tuple[RoleSpec, RoleState]]:
         return [(member.spec, member.state) for member in self._members]
 
-    def pool(self, role: RoleName) -> list[RoleState]:
-        """The states of the members of a pool, without those that leave."""
-        return [m.state for m in self._members if m.spec.role == role and not m.leaving]
+    def pool(self, pool: Pool) -> list[RoleState]:
+        """The states of the workers that are in a pool now, without those that leave."""
+        return [m.state for m in self._members if m.pool == pool and not m.leaving]
+
+    def set_pools(self, pools: Mapping[str, Pool]) -> None:
+        """Notes the present pools of workers, by address."""
+        for member in self._workers():
+            if member.state.ready is not None:
+                member.pool = pools.get(str(member.state.ready["address"]), member.pool)
+
+    def _workers(self) -> list[_Member]:
+        return [m for m in self._members if m.spec.role != "router"]
 
     async def tokens_held(self) -> int | None:
         """Prompt tokens that all routers hold back; None if a router does not answer."""
@@ -152,13 +166,18 @@ class Supervisor:
             await self._settle()
 
     async def restart_workers(self) -> None:
-        """Drains and restarts every worker, one after the other.
+        """Drains and restarts every worker, one after the other, flipped workers first.
 
-        The next worker follows when the present one is ready and the routers have its address. If a worker
-        does not become ready again, the restart waits for it and the other workers keep serving.
+        A restarted worker is in its first pool again, so each pool has its workers before the others restart.
+        Of the flipped workers, one in the larger pool goes next. The next worker follows when the present one
+        is ready and the routers have its address. If a worker does not become ready again, the restart waits
+        for it and the other workers keep serving.
         """
         async with self._restarting:
-            for member in [m for m in self._members if m.spec.role != "router"]:
+            left = self._workers()
+            self.set_pools(await self._ask_pools(left))
+            while left:
+                left.remove(member := max(left, key=self._restart_order))
                 before = member.state.pid
                 if self._stopping or member.leaving:
                     continue
@@ -167,6 +186,16 @@ class Supervisor:
                 while not self._has_restarted(member, before):
                     self._changed.clear()
                     await self._changed.wait()
+
+    @staticmethod
+    async def _ask_pools(members: Sequence[_Member]) -> dict[str, Pool]:
+        addresses = [str(m.state.ready["address"]) for m in members if m.state.ready is not None]
+        secret = members[0].spec.environment["BATON_CLUSTER_SECRET"].encode()
+        return await ask_pools(addresses, secret, members[0].spec.tls, _POOL_WITHIN)
+
+    def _restart_order(self, member: _Member) -> int:
+        """The highest is next: flipped workers, one of the larger pool before one of the smaller."""
+        return 0 if member.pool == member.spec.role else sum(m.pool == member.pool for m in self._workers())
 
     def _has_restarted(self, member: _Member, before: int | None) -> bool:
         again = member.state.phase == "ready" and member.state.pid != before
@@ -186,15 +215,15 @@ class Supervisor:
         routers = [m for m in self._members if m.spec.role == "router"]
         await self._each(lambda m: self._end(m, signal.SIGTERM, self._drain_grace), routers)
 
-    def resize(self, role: RoleName, size: int) -> None:
+    def resize(self, pool: Pool, size: int) -> None:
         """Changes the size of a pool, without waiting for workers to start or drain.
 
         A smaller pool drops workers that are not ready first, then those with the highest index.
         """
-        staying = [m for m in self._members if m.spec.role == role and not m.leaving]
-        used = {m.spec.index for m in self._members if m.spec.role == role}
+        staying = [m for m in self._members if m.pool == pool and not m.leaving]
+        used = {m.spec.index for m in self._members if m.spec.role == pool}
         for index in [i for i in range(size + len(used)) if i not in used][: max(0, size - len(staying))]:
-            member = self._placed(replace(self._templates[role], index=index))
+            member = self._placed(replace(self._templates[pool], index=index))
             self._members.append(member)
             self._tasks.create_task(self._follow(member))
         staying.sort(key=lambda m: (m.state.phase == "ready", -m.spec.index))
@@ -245,6 +274,8 @@ class Supervisor:
                 if member.state.token:  # count a lost actor once, however often it is called
                     member.restarts += member.state.restarts + 1
                 state = RoleState(token="", phase="waiting", error=str(lost))
+            if state.pid != member.state.pid:
+                member.pool = member.spec.role
             member.state, member.answered = state, True
             if all(each.answered for each in self._members):
                 self._all_answered.set()

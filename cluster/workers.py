@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+from collections.abc import Awaitable, Collection
 
 import rpc
 from cluster.plan import Pool
@@ -13,9 +14,32 @@ _POOLS: dict[Pool, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DEC
 _NAMES: dict[pb.Pool, Pool] = {value: name for name, value in _POOLS.items()}
 
 
-def pool_of(status: pb.WorkerStatus, first_pool: Pool) -> Pool:
-    """The pool in which a worker serves now. `first_pool` is that of a worker that does not report one."""
-    return _NAMES.get(status.pool, first_pool)
+def named_pool(status: pb.WorkerStatus) -> Pool | None:
+    """The pool in which a worker serves now; None for a worker that does not report one."""
+    return _NAMES.get(status.pool)
+
+
+async def ask_pools(
+    addresses: Collection[str], secret: bytes, tls: rpc.TlsFiles | None, timeout: float
+) -> dict[str, Pool]:
+    """The pools of the workers at these addresses, without workers that do not answer within `timeout` s."""
+
+    async def ask(address: str) -> pb.WorkerStatus | None:
+        async with rpc.connect(address, secret, tls) as channel:
+            answer: Awaitable[pb.WorkerStatus] = WorkerStub(channel).GetStatus(
+                pb.StatusRequest(), timeout=timeout
+            )
+            try:
+                return await answer
+            except rpc.RpcError:
+                return None
+
+    answers = zip(addresses, await asyncio.gather(*map(ask, addresses)), strict=True)
+    return {
+        address: pool
+        for address, status in answers
+        if status is not None and (pool := named_pool(status)) is not None
+    }
 
 
 async def set_pool(channel: rpc.Channel, pool: Pool, timeout: float) -> pb.WorkerStatus:

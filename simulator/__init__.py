@@ -13,5 +13,7 @@ Life of a simulation:
 `decode` does the same for decode pools, whose resource is blocks. Real are the policies, the estimate of a
 worker's queue, the index of chunks and the order of events. Simulated are the time and the workers.
 
+`pools` has both pools, a load that changes, and a policy that moves workers between the pools.
+
 `bench.routing_sim` compares policies with it, and `baton plan` sizes pools with it.
 """

@@ -11,9 +11,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 import cluster.autoscaler
+import cluster.balancer
 import cluster.scaling
 from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from cluster.autoscaler import Autoscaler, Sample, decode_load, prefill_load
+from cluster.autoscaler import Autoscaler
+from cluster.balancer import Sample, decode_load, prefill_load
 from cluster.held import tokens_held
 from cluster.options import PoolOptions, PoolSize
 from cluster.plan import RoleSpec
@@ -22,6 +24,7 @@ from cluster.supervisor import Supervisor
 from rpc import worker_pb2 as pb
 
 from .conftest import eventually
+from .test_flip import Worker
 
 ROLES = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 
@@ -98,14 +101,15 @@ class Pools:
         self.router = RouterHandle()
         roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {}), RoleSpec("router", 0, (), {})]
         self.supervisor = Supervisor(roles, self.place)
-        pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=5)
+        pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=1.0)
         self.autoscaler = Autoscaler(self.supervisor, pools, SECRET)
         self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
 
     def place(self, spec: RoleSpec) -> Handle | RouterHandle:
         if spec.role == "router":
             return self.router
-        worker = FakeWorker(ROLES[spec.role], Lanes(), [1], index=spec.index)
+        worker = Worker(ROLES[spec.role], Lanes(), [1], index=spec.index)
+        worker.status.pool = worker.role
         worker.status.prefill_tokens_per_s = 1000
         self.handles[spec.name] = handle = Handle(worker)
         return handle
@@ -131,8 +135,6 @@ async def pools(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
     ):
         monkeypatch.setattr(cluster.scaling, name, seconds)
     running = Pools()
-    running.autoscaler._scalers["prefill"].shrink_after = 1.0
-    running.autoscaler._scalers["decode"].shrink_after = 1.0
     yield running
     running.tasks[1].cancel()
     await running.supervisor.stop(9, 0)
@@ -150,6 +152,23 @@ async def test_each_pool_follows_its_own_signal_and_comes_back(pools: Pools) -> 
     pools.load("prefill", tokens_waiting=0, requests_waiting=0, requests_running=0)
     pools.load("decode", blocks_free=512)
     await eventually(lambda: pools.names() == ["decode 0", "prefill 0"])
+
+
+async def test_a_worker_moves_to_the_other_pool_rather_than_one_starting(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.balancer, "FLIP_EVERY", 0.1)
+    pools.load("decode", blocks_free=10)
+    await eventually(lambda: "decode 1" in pools.names())
+    await eventually(lambda: pools.supervisor.pools["decode"]["ready"] == 2)
+    pools.handles["decode 0"].worker.status.requests_running = 5
+    pools.load("decode", blocks_free=512)
+    pools.load("prefill", tokens_waiting=1000, requests_waiting=9, requests_running=1)
+    await eventually(lambda: pools.handles["decode 1"].worker.status.pool == pb.POOL_PREFILL)
+    pools.load("prefill", tokens_waiting=0, requests_waiting=0, requests_running=0)
+    await eventually(lambda: pools.supervisor.pools["prefill"]["ready"] == 2)
+    assert pools.names() == ["decode 0", "decode 1", "prefill 0"], "the one with less work moved"
+    assert len(pools.supervisor.pool("decode")) == 1
 
 
 async def test_prefill_grows_with_the_queue_in_the_routers(pools: Pools) -> None:

@@ -314,6 +314,26 @@ async def test_a_rolling_restart_leaves_out_one_worker_at_a_time(running: Cluste
         assert len(away) <= 1, running.events
 
 
+async def test_a_rolling_restart_begins_with_flipped_workers_which_are_in_their_first_pool_again(
+    running: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: only decode 0 in the decode pool. It restarts when decode 1 is there again."""
+    flipped = running.member("decode 1").said["address"]
+
+    async def ask(addresses: Sequence[str], *_: object) -> dict[str, str]:
+        assert set(addresses) == running.listed()
+        return {flipped: "prefill"}
+
+    monkeypatch.setattr(cluster.supervisor, "ask_pools", ask)
+    running.events.clear()
+    restarting = asyncio.create_task(running.supervisor.restart_workers())
+    await eventually(lambda: bool(running.events))
+    await restarting
+    order = [name for name, phase in running.events if phase == "ready"]
+    assert order == ["decode 1", "prefill 0", "decode 0"]
+    assert len(running.supervisor.pool("decode")) == 2
+
+
 async def test_a_stop_ends_a_rolling_restart(running: Cluster) -> None:
     restarting = asyncio.create_task(running.supervisor.restart_workers())
     await eventually(lambda: any(phase == "starting" for _, phase in running.events[-3:]))
