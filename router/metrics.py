@@ -18,7 +18,7 @@ from prometheus_client import (
 from router.admission.queue import Admission
 from router.errors import ApiError, all_errors, error_code
 from router.policy.overflow import REASONS
-from router.workers.connection import WorkerState
+from router.workers.connection import POOL_NAMES, WorkerState
 from router.workers.pool import WorkerPool
 from rpc import worker_pb2 as pb
 
@@ -89,7 +89,7 @@ class Metrics:
         started = self._gauge("baton:router_start_time_seconds", "Unix time at which the router started.")
         started.set(time.time())
 
-    def follow(self, pool: WorkerPool, admission: Admission) -> None:
+    def follow(self, known: WorkerPool, admission: Admission) -> None:
         """Adds the gauges of waiting requests and of workers, which each scrape reads anew."""
         self._gauge("baton:tokens_waiting", "Prompt tokens of requests without a first token.").set_function(
             lambda: admission.waiting_tokens
@@ -104,29 +104,28 @@ class Metrics:
             "baton:requests_waiting_for_room", "Requests that wait for capacity on a decode worker."
         ).set_function(lambda: admission.waiting_for_decode)
         self._gauge(
-            "baton:requests_waiting_for_worker", "Requests that wait because a role has no worker."
+            "baton:requests_waiting_for_worker", "Requests that wait because a pool has no worker."
         ).set_function(lambda: len(admission.parked.without_worker))
         self._gauge(
             "baton:requests_waiting_for_retry", "Requests that wait for the retry budget."
         ).set_function(lambda: len(admission.parked.without_budget))
         workers = self._family(
-            Gauge, "baton:workers", "Workers on this router's list.", "worker_role", "state"
+            Gauge, "baton:workers", "Workers on this router's list.", "pool", "state"
         )
         left_out = self._family(
-            Gauge, "baton:workers_left_out", "Workers whose circuit breaker is open.", "worker_role"
+            Gauge, "baton:workers_left_out", "Workers whose circuit breaker is open.", "pool"
         )
-        for role, name in ((pb.POOL_PREFILL, "prefill"), (pb.POOL_DECODE, "decode")):
-            left_out.labels(**self._labels, worker_role=name).set_function(
-                lambda role=role: sum(
-                    c.breaker.open_for(time.monotonic()) > 0 and c.description.first_pool == role
-                    for c in pool.connections
+        for label, name in POOL_NAMES.items():
+            left_out.labels(**self._labels, pool=name).set_function(
+                lambda label=label: sum(
+                    c.breaker.open_for(time.monotonic()) > 0 and c.pool == label for c in known.connections
                 )
             )
             for state in WorkerState:
-                labelled = workers.labels(**self._labels, worker_role=name, state=str(state))
+                labelled = workers.labels(**self._labels, pool=name, state=str(state))
                 labelled.set_function(
-                    lambda role=role, state=state: sum(
-                        c.state is state and c.description.first_pool == role for c in pool.connections
+                    lambda label=label, state=state: sum(
+                        c.state is state and c.pool == label for c in known.connections
                     )
                 )
 

@@ -11,10 +11,7 @@ from google.protobuf.message import Message
 
 from router.active_request import Services
 from router.config import RouterConfig
-from router.workers.connection import WorkerConnection
-from rpc import worker_pb2 as pb
-
-_ROLES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
+from router.workers.connection import POOL_NAMES, WorkerConnection
 
 
 async def router_status(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
@@ -66,8 +63,9 @@ async def _worker(connection: WorkerConnection) -> dict[str, Any]:
     described = connection.description
     return {
         "address": connection.address,
-        "role": _ROLES.get(described.first_pool, "unknown"),
+        "role": POOL_NAMES.get(described.first_pool, "unknown"),
         "index": described.index,
+        "pool": POOL_NAMES.get(connection.pool, "unknown"),
         "incarnation": f"{described.incarnation:016x}",
         "state": str(connection.state),
         "reason": connection.reason,

@@ -42,7 +42,7 @@ class Lanes:
 
 
 class FakeWorker(WorkerServicer):
-    """One worker of either role.
+    """One worker. Its pool is a label: it takes both kinds of attempts at any time.
 
     Attributes (a test may change them at any time):
         steps: None, or a semaphore of the tokens that the worker may still send.
@@ -61,7 +61,7 @@ class FakeWorker(WorkerServicer):
 
     def __init__(
         self,
-        role: "pb.Pool",
+        first_pool: "pb.Pool",
         lanes: Lanes,
         output_ids: list[int],
         *,
@@ -70,7 +70,7 @@ class FakeWorker(WorkerServicer):
         secret: bytes = SECRET,
         tls: TlsFiles | None = None,
     ) -> None:
-        self.role = role
+        self.first_pool = first_pool
         self.lanes = lanes
         self.output_ids = output_ids
         self.index = index
@@ -96,6 +96,7 @@ class FakeWorker(WorkerServicer):
         self.arrived = asyncio.Event()  # set with each message from a router
         self.status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_SERVING,
+            pool=first_pool,
             blocks_free=512,
             blocks_total=512,
             prefill_tokens_per_s=1e9,  # it answers at once
@@ -127,8 +128,8 @@ class FakeWorker(WorkerServicer):
             server, self._server = self._server, None
             for task in self._attempts.values():
                 task.cancel()
-            if self.role == pb.POOL_PREFILL:
-                for message in self.submitted:
+            for message in self.submitted:
+                if message.HasField("prefill"):
                     kv = self.lanes.of(message.prefill.prefill_id)
                     if not kv.settled.is_set():
                         kv.settle(False)
@@ -174,7 +175,7 @@ class FakeWorker(WorkerServicer):
         self.described += 1
         self.arrived.set()
         return pb.WorkerDescription(
-            first_pool=self.role, index=self.index, incarnation=self.incarnation, model=self.model,
+            first_pool=self.first_pool, index=self.index, incarnation=self.incarnation, model=self.model,
             served_model_name=self.served_model_name, vocab_size=self.vocab_size,
             vocabulary_fingerprint=self.vocabulary_fingerprint,
             model_fingerprint=self.model_fingerprint, layout_fingerprint="l1", kv_address="127.0.0.1:1",
@@ -188,6 +189,17 @@ class FakeWorker(WorkerServicer):
     ) -> pb.WorkerStatus:
         await self.before_status()
         return self.status
+
+    async def SetPool(
+        self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerStatus:
+        self.flip(request.pool)
+        return self.status
+
+    def flip(self, pool: "pb.Pool") -> None:
+        """Moves to another pool and reports that."""
+        self.status.pool = pool
+        self.report()
 
     async def Attach(
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
@@ -241,7 +253,7 @@ class FakeWorker(WorkerServicer):
         task = self._attempts.get(attempt_id)
         if task is not None:
             task.cancel()
-        if self.role == pb.POOL_PREFILL and not self.lanes.of(attempt_id).settled.is_set():
+        if attempt_id not in self._sources and not self.lanes.of(attempt_id).settled.is_set():
             self.lanes.of(attempt_id).settle(False)
 
     # ------------------------------------------------------------ the model
@@ -285,7 +297,7 @@ class FakeWorker(WorkerServicer):
         event = pb.TokenEvent(
             attempt_id=attempt_id, output_index=index, token_id=token_id, finish_reason=finish
         )
-        if self.role == pb.POOL_PREFILL:
+        if attempt_id not in self._sources:
             event.cached_tokens = 3
         if sampling.HasField("logprobs"):
             event.logprobs.logprob = -0.5 * (index + 1)

@@ -90,7 +90,7 @@ CLUSTER = [
     ),
     Panel(
         "Workers", "short",
-        {"{{worker_role}} {{state}}": f"max by (worker_role, state) ({select('baton:workers', 'router')})"},
+        {"{{pool}} {{state}}": f"max by (pool, state) ({select('baton:workers', 'router')})"},
     ),
     Panel(
         "Requests under way", "short",
@@ -124,7 +124,7 @@ ROUTER = [
     Panel("Requests", "reqps", rate("vllm:request_success_total", "router", "instance")),
     Panel(
         "Workers left out", "short",
-        {"{{worker_role}}": f"max by (worker_role) ({select('baton:workers_left_out', 'router')})"},
+        {"{{pool}}": f"max by (pool) ({select('baton:workers_left_out', 'router')})"},
         "Their circuit breaker is open: they failed too often.",
     ),
     Panel(

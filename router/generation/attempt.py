@@ -25,11 +25,14 @@ class PrefillAttempt:
     refetched: bool = False
     """A second decode worker fetches the KV, which the prefill worker may have released."""
 
-    @property
-    def source(self) -> pb.PrefillSource:
+    def source(self, attempt: int) -> pb.PrefillSource:
+        """`attempt`: its number among the sources of the request, from 1."""
         described = self.worker.description
         return pb.PrefillSource(
-            prefill_id=self.id, kv_address=described.kv_address, incarnation=described.incarnation
+            prefill_id=self.id,
+            kv_address=described.kv_address,
+            incarnation=described.incarnation,
+            attempt=attempt,
         )
 
 

@@ -9,10 +9,15 @@ A state machine without tasks. `_advance` requests what the generation needs nex
 The first time both are submitted together. After a failure the decode reservation comes first, and the
 prefill is sent when it is granted, so that no prompt is computed without KV capacity for it. An emitted token
 is never lost and never emitted again: a new prefill computes prompt + output.
+
+Workers change pools, so the worker of a prefill may be the only one left to decode, and the reverse. Prefill
+and decode are then one attempt: a decode without a source, which computes the prompt itself. Only a prefill
+that has its token is named as the source, because the worker holds its KV already.
 """
 
 import logging
 import os
+from collections.abc import Collection
 
 from router.admission.parked import Parked
 from router.admission.queue import Turn, TurnResult
@@ -78,6 +83,7 @@ class Generation:
         self._failures = FailureCount()
         self._waits = Waits(parked, self, metrics, timeout=timeout, worker_wait=worker_wait)
         self._retried = False
+        self._source_count = 0
 
     def start(self) -> None:
         """Joins the admission queue."""
@@ -136,18 +142,21 @@ class Generation:
             output_ids = output_ids[: self._prefill.base]
             self._prefill.refetched = self._prefill.sent
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
-        worker = self._pool.choose_decode(tokens, self._failures.avoid)
+        worker = self._pool.choose_decode(tokens, self._avoid(self._prefill))
         if worker is None:
             if self._pool.can_ever_hold(tokens):
                 self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
             self._waits.wait_for_worker("decode")
             return TurnResult.PARKED
-        if self._prefill is not None:
-            self._submit_decode(worker, output_ids, self._prefill.source)
+        if self._prefill is not None and (self._prefill.answered or self._prefill.worker is not worker):
+            self._submit_decode(worker, output_ids, self._next_source(self._prefill))
             return TurnResult.SENT
         if not self._waits.may_prefill():
             return TurnResult.PARKED
+        if self._prefill is not None:
+            self._prefill_here(worker)
+            return TurnResult.SENT
         target = self._choose_prefill()
         if (overflow := self._overflow(worker, target)) is not None:
             self._prefill_on_decode(overflow)
@@ -155,7 +164,7 @@ class Generation:
             assert self._prefill is not None
             if not self._retried:
                 self._send_prefill()  # first: the client waits for its token
-            self._submit_decode(worker, output_ids, self._prefill.source)
+            self._submit_decode(worker, output_ids, self._next_source(self._prefill))
         else:
             return TurnResult.PARKED
         return TurnResult.SENT
@@ -175,6 +184,15 @@ class Generation:
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
         worker.submit_decode(submit, self, tokens, computes=computes)
 
+    def _next_source(self, prefill: PrefillAttempt) -> pb.PrefillSource:
+        self._source_count += 1
+        return prefill.source(self._source_count)
+
+    def _avoid(self, other: PrefillAttempt | DecodeAttempt | None) -> Collection[str]:
+        """Workers to choose only if there is no other: those that failed, and that of the other attempt."""
+        avoid = self._failures.avoid
+        return avoid if other is None else avoid | {other.worker.address}
+
     def _overflow(self, worker: WorkerConnection, target: PrefillTarget | None) -> OverflowTarget | None:
         return self._pool.choose_overflow(
             worker, self._job.chunks, self._length, target, self._failures.avoid
@@ -185,9 +203,15 @@ class Generation:
         self._metrics.overflow[overflow.reason].inc()
         self._submit_decode(overflow.worker, self.output_ids, None, overflow.tokens)
 
+    def _prefill_here(self, worker: WorkerConnection) -> None:
+        """The only worker left computes the prompt and decodes."""
+        self._end_prefill()
+        self._end_decode(cancel=True)
+        self._prefill_on_decode(OverflowTarget(worker, self._length, "no_prefill"))
+
     def _choose_prefill(self) -> PrefillTarget | None:
-        job = self._job
-        return self._pool.choose_prefill(job.session_key, job.chunks, self._length, self._failures.avoid)
+        job, avoid = self._job, self._avoid(self._decode)
+        return self._pool.choose_prefill(job.session_key, job.chunks, self._length, avoid)
 
     @property
     def _length(self) -> int:
@@ -220,14 +244,18 @@ class Generation:
         if not self._waits.may_prefill():
             return
         target = self._choose_prefill()
-        if target is None and self._overflow(decode.worker, None) is not None:
+        same = target is not None and target.worker is decode.worker
+        if same and not self._pool.has_decode:
+            self._prefill_here(decode.worker)
+        elif same or (target is None and self._overflow(decode.worker, None) is not None):
             self._end_decode(cancel=True)
             self._advance()
         elif self._plan_prefill(target):
             assert self._prefill is not None
             self._prefill.replaces = True
+            source = self._next_source(self._prefill)
             decode.worker.retarget(
-                pb.Retarget(decode_id=decode.id, source=self._prefill.source, output_ids=self.output_ids)
+                pb.Retarget(decode_id=decode.id, source=source, output_ids=self.output_ids)
             )
             self._send_prefill()
 
@@ -297,7 +325,7 @@ class Generation:
         prefill, decode = self._prefill, self._decode
         if self.done or decode is None or decode.id != decode_id or prefill is None or prefill.sent:
             return
-        if prefill.worker.ready:
+        if prefill.worker.ready_in(pb.POOL_PREFILL):
             self._send_prefill()
         else:
             self._end_prefill()

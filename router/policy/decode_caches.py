@@ -1,4 +1,4 @@
-"""The prefix caches of decode workers, which keep what they decoded: the turn before in a conversation.
+"""The prefix caches of the decode pool, which keep what its workers decoded: the turn before in a conversation.
 
 Empty unless the workers run with a prefix cache.
 """
@@ -12,33 +12,31 @@ from router.policy.two_choices import two_choices
 
 
 class DecodeCaches:
-    """Owned by one router. A worker's row is its number from `join` to `leave`.
+    """Owned by one router. A worker has its row of `PrefillLoads`, whichever pool it is in.
 
     Attributes:
-        index: the cached chunks. The caller applies the workers' reports to it.
+        loads: of all workers, by row.
     """
 
-    def __init__(self) -> None:
-        self.index = ChunkIndex()
-        self._loads: list[DecodeLoad | None] = []  # by row; None: free
+    def __init__(self, index: ChunkIndex) -> None:
+        """`index`: the cached chunks of all workers, which `PrefillLoads` owns."""
+        self.loads: dict[int, DecodeLoad] = {}
+        self._index = index
+        self._block_size = 1  # the largest, so that the cached tokens are not overestimated
         self._serving = 0  # a set of rows
 
-    def join(self, load: DecodeLoad) -> int:
-        """Adds a worker with an empty cache. Returns its row."""
-        if None not in self._loads:
-            self._loads.append(None)
-            self.index.grow(len(self._loads))
-        row = self._loads.index(None)
-        self._loads[row] = load
-        return row
+    def join(self, row: int, load: DecodeLoad) -> None:
+        """Adds a worker, which does not take work yet."""
+        self.loads[row] = load
+        self._block_size = max(self._block_size, load.block_size)
 
     def leave(self, row: int) -> None:
-        self.index.forget(row)
-        self._loads[row] = None
         self.serve(row, False)
+        del self.loads[row]
+        self._block_size = max((load.block_size for load in self.loads.values()), default=1)
 
     def serve(self, row: int, serving: bool) -> None:
-        """Whether it takes new work."""
+        """Whether it takes new work of the decode pool."""
         bit = 1 << row
         self._serving = self._serving | bit if serving else self._serving & ~bit
 
@@ -50,15 +48,13 @@ class DecodeCaches:
         The first is the worker with the row `chosen`. The second, if there is one, has more cached than any
         other, and capacity.
         """
-        load = self._loads[chosen]
-        assert load is not None
-        if not len(self.index):
+        load = self.loads[chosen]
+        if not len(self._index):
             return [(load.worker, 0)]
-        block_size = max(load.block_size for load in self._loads if load is not None)
-        cached = self.index.overlap(chunks, tokens, block_size, self._serving | 1 << chosen)
+        cached = self._index.overlap(chunks, tokens, self._block_size, self._serving | 1 << chosen)
         found = [(load.worker, cached.of(chosen))]
         if cached.of(chosen) < cached.most:
-            loads = [load for row in cached.holders() if (load := self._loads[row]) is not None]
+            loads = [self.loads[row] for row in cached.holders()]
             loads = [load for load in loads if load.worker not in avoid]
             if (best := two_choices(loads, tokens=tokens + 1, rng=rng)) is not None:
                 found.append((best, cached.most))

@@ -1,4 +1,4 @@
-"""The loads of the prefill workers: waiting tokens, speed and cached chunks of each.
+"""The prefill loads of the workers: waiting tokens, speed and cached chunks of each.
 
 Workers report once a second. Between reports the queue of a worker is estimated: the reported tokens, plus
 what this router sent since, less what the worker computes in that time at its reported speed. It is never
@@ -47,7 +47,7 @@ class PrefillLoads:
         self._own: list[int] = []  # tokens of prefills that this router sent, without a first token
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
-        self._own_seconds = np.zeros(0)  # time to compute `_own`
+        self._own_seconds = np.zeros(0)  # time to compute `_own`; infinite if it does not serve
         self._measured = np.zeros(0, bool)
         self._block_sizes: list[int] = []
         self._block_size = 1  # the largest, so that the cached tokens are not overestimated
@@ -57,7 +57,7 @@ class PrefillLoads:
         self._stale = False  # the four fields above need an update
 
     def join(self, name: str, *, block_size: int, now: float) -> int:
-        """Adds a worker with an empty queue and an empty cache. Returns its row."""
+        """Adds a worker with an empty queue and an empty cache, which serves. Returns its row."""
         assert name
         row = self._names.index("") if "" in self._names else self._new_row()
         self._names[row], self._serving[row], self._stale = name, True, True
@@ -65,17 +65,20 @@ class PrefillLoads:
         self._tokens[row], self._at[row] = 0.0, now
         self._measured[row] = False
         self._block_sizes[row] = block_size
-        self._guess_speeds()
+        self._speed[row] = self._guessed_speed()
+        self._changed(row)
         return row
 
     def leave(self, row: int) -> None:
         self.index.forget(row)
-        self._names[row], self._serving[row], self._stale = "", False, True
+        self.serve(row, False)
+        self._names[row] = ""
 
     def serve(self, row: int, serving: bool) -> None:
-        """Whether it takes new work."""
+        """Whether it takes new work of the prefill pool."""
         if self._serving[row] is not serving:
             self._serving[row], self._stale = serving, True
+            self._changed(row)
 
     def _new_row(self) -> int:
         row = len(self._names)
@@ -90,16 +93,13 @@ class PrefillLoads:
         self.index.grow(row + 1)
         return row
 
-    def _guess_speeds(self) -> None:
-        guess = self._speed[self._measured].mean() if self._measured.any() else UNKNOWN_SPEED
-        self._speed[~self._measured] = guess
-        for row in np.flatnonzero(~self._measured).tolist():
-            self._changed(row)
+    def _guessed_speed(self) -> float:
+        return float(self._speed[self._measured].mean()) if self._measured.any() else UNKNOWN_SPEED
 
     def _changed(self, row: int) -> None:
         speed = self._speed[row]
         self._clear_at[row] = self._at[row] + self._tokens[row] / speed
-        self._own_seconds[row] = self._own[row] / speed
+        self._own_seconds[row] = self._own[row] / speed if self._serving[row] else np.inf
 
     # ------------------------------------------------------------ changes
 
@@ -110,7 +110,10 @@ class PrefillLoads:
             first = not self._measured[row]
             self._speed[row], self._measured[row] = tokens_per_s, True
             if first:
-                self._guess_speeds()
+                self._speed[~self._measured] = self._guessed_speed()
+                for other in np.flatnonzero(~self._measured).tolist():
+                    if self._tokens[other] or self._own[other]:
+                        self._changed(other)
         self._changed(row)
 
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
@@ -154,20 +157,15 @@ class PrefillLoads:
         Rows in `avoid` may be chosen only if there is no other.
         """
         self._settle()
-        rows = self._rows
-        if avoid:
-            rows = np.array([row for row in rows.tolist() if row not in avoid], np.int64)
-        if not len(rows):
-            rows, avoid = self._rows, ()
+        rows, among = self._rows, self._among
         if not len(rows):
             return None
         wait = np.maximum(self._own_seconds, self._clear_at - now)
-        among = self._among
-        if len(rows) < len(wait):
-            chosen = wait[rows]
-            wait[:] = np.inf
-            wait[rows] = chosen
+        avoided = [row for row in rows.tolist() if row in avoid] if avoid else ()
+        if 0 < len(avoided) < len(rows):
+            rows = np.setdiff1d(rows, avoided, assume_unique=True)  # keeps the order of `rows`
             among = _set_of(rows)
+            wait[avoided] = np.inf
         cached = self.index.overlap(request.chunks, request.tokens, self._block_size, among)
         return PrefillSnapshot(self._ring, rows, wait, self._speed, cached)
 

@@ -33,7 +33,7 @@ class Attempt:
     owner: AttemptOwner
     span: Span
     tokens: int = 0
-    """Decode only: KV positions that it reserves."""
+    """KV positions that a decode reserves. 0 for a prefill."""
     work: PrefillWork | None = None
     """Prefill only: what the worker still computes. None after the first token."""
 
@@ -42,8 +42,8 @@ class AttemptTable:
     """Owns the open attempts by id.
 
     Attributes:
-        load: of an attached decode worker; None for a prefill worker.
-        prefill_tokens: prompt tokens that this router gave a decode worker since its last report.
+        load: the decode load of an attached worker, in either pool; None without a stream.
+        prefill_tokens: prompt tokens that came with decodes since the worker's last report.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class AttemptTable:
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is not None:
             attempt.span.end(failure)
-            if self.load is not None:
+            if self.load is not None and attempt.tokens:
                 self.load.ended(attempt.tokens)
         return attempt
 

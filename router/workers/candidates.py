@@ -31,80 +31,73 @@ class PrefillTarget:
 
 
 class Candidates:
-    """All attached workers. Each has a row in the tables of the policies.
+    """All attached workers. Each has one row in the tables of both pools, and serves in at most one of them.
+
+    So a worker that moves to the other pool keeps its prefix cache, its load and its open work in the tables.
 
     Attributes:
-        decodes: the decode workers that take new work.
+        decodes: the workers of the decode pool that take new work.
     """
 
     def __init__(self, policy: PrefillPolicy) -> None:
         self.decodes: list[DecodeLoad] = []
         self._policy = policy
         self._loads = PrefillLoads()
+        self._decode_caches = DecodeCaches(self._loads.index)
         self._rows: dict[WorkerConnection, int] = {}
-        self._prefills: dict[int, WorkerConnection] = {}
-        self._decode_loads: dict[WorkerConnection, DecodeLoad] = {}
-        self._decode_caches = DecodeCaches()
-        self._decode_rows: dict[WorkerConnection, int] = {}
+        self._workers: dict[int, WorkerConnection] = {}
+        self._decode_loads: dict[int, DecodeLoad] = {}
         self._choices = 0
 
     # ------------------------------------------------------------ reports of the connections
 
     def availability_changed(self, connection: WorkerConnection, *, serves: bool) -> None:
-        """`serves`: the worker takes new work."""
-        if connection.description.first_pool == pb.POOL_PREFILL:
-            self._prefill_changed(connection, serves)
-            return
-        self._decode_changed(connection, serves)
-        load = connection.attempts.load if serves else None
-        if self._decode_loads.get(connection) is not load:
-            self._decode_loads.pop(connection, None)
-            if load is not None:
-                self._decode_loads[connection] = load
-            self.decodes = list(self._decode_loads.values())
-
-    def _prefill_changed(self, connection: WorkerConnection, serves: bool) -> None:
+        """`serves`: the worker takes new work of its pool."""
         row = self._rows.get(connection)
-        if connection.attached and row is None:
-            block_size = connection.description.block_size
-            row = self._loads.join(connection.address, block_size=block_size, now=time.monotonic())
-            self._rows[connection], self._prefills[row] = row, connection
-            self.prefill_reported(connection)
-        elif not connection.attached and row is not None:
+        if row is None:
+            if not connection.attached:
+                return
+            row = self._join(connection)
+        pool = connection.pool if serves and connection.attached else pb.POOL_UNSPECIFIED
+        self._loads.serve(row, pool == pb.POOL_PREFILL)
+        self._serve_decode(row, pool == pb.POOL_DECODE)
+        if not connection.attached:
             self._loads.leave(row)
-            del self._rows[connection], self._prefills[row]
-            return
-        if row is not None:
-            self._loads.serve(row, serves)
-
-    def _decode_changed(self, connection: WorkerConnection, serves: bool) -> None:
-        row = self._decode_rows.get(connection)
-        if connection.attached and row is None:
-            assert connection.attempts.load is not None
-            row = self._decode_rows[connection] = self._decode_caches.join(connection.attempts.load)
-        elif not connection.attached and row is not None:
             self._decode_caches.leave(row)
-            del self._decode_rows[connection]
-            return
-        if row is not None:
-            self._decode_caches.serve(row, serves)
+            del self._rows[connection], self._workers[row]
+
+    def _join(self, connection: WorkerConnection) -> int:
+        load, block_size = connection.attempts.load, connection.description.block_size
+        assert load is not None
+        row = self._loads.join(connection.address, block_size=block_size, now=time.monotonic())
+        self._decode_caches.join(row, load)
+        self._rows[connection], self._workers[row] = row, connection
+        self.prefill_reported(connection)
+        return row
+
+    def _serve_decode(self, row: int, serves: bool) -> None:
+        self._decode_caches.serve(row, serves)
+        if serves is not (row in self._decode_loads):
+            if serves:
+                self._decode_loads[row] = self._decode_caches.loads[row]
+            else:
+                del self._decode_loads[row]
+            self.decodes = list(self._decode_loads.values())
 
     def prefill_reported(self, connection: WorkerConnection) -> None:
         status = connection.status
+        # A worker of the decode pool computes prompts beside its decodes, which is no measure of its speed.
+        measured = connection.pool == pb.POOL_PREFILL
         self._loads.reported(
             self._rows[connection],
             tokens_waiting=status.tokens_waiting,
-            tokens_per_s=status.prefill_tokens_per_s,
+            tokens_per_s=status.prefill_tokens_per_s if measured else 0.0,
             now=time.monotonic(),
         )
 
     def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
         """Raises Refused if the worker reports more chunks than fit into its blocks."""
-        described = connection.description
-        if described.first_pool == pb.POOL_PREFILL:
-            row, index = self._rows[connection], self._loads.index
-        else:
-            row, index = self._decode_rows[connection], self._decode_caches.index
+        described, row, index = connection.description, self._rows[connection], self._loads.index
         if events.reset:
             index.clear(row)
         index.discard(row, events.evicted)
@@ -143,7 +136,7 @@ class Candidates:
         self._choices += 1
         row = self._policy(snapshot, request)
         work = PrefillWork(tokens - snapshot.cached.of(row), chunks)
-        return PrefillTarget(self._prefills[row], work, snapshot.seconds(request, row))
+        return PrefillTarget(self._workers[row], work, snapshot.seconds(request, row))
 
     def cached_on_decode(
         self,
@@ -155,5 +148,5 @@ class Candidates:
         avoid: Collection[str],
     ) -> list[tuple[str, int]]:
         """As `DecodeCaches.candidates`."""
-        row = self._decode_rows[chosen]
+        row = self._rows[chosen]
         return self._decode_caches.candidates(row, chunks=chunks, tokens=tokens, rng=rng, avoid=avoid)

@@ -5,6 +5,9 @@
 
 All open attempts are lost with the stream, and the worker cancels them too. A connection that discovery no
 longer lists is retired: it takes nothing new, and closes after its last attempt.
+
+A status may name another pool. From then on the worker gets the new work of that pool, over the same stream.
+The attempts that it has go on to their end: pools only decide which worker is chosen.
 """
 
 import asyncio
@@ -35,6 +38,7 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 5.0
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
+POOL_NAMES: dict[int, str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
 
 class WorkerState(StrEnum):
@@ -52,7 +56,7 @@ class Observer(Protocol):
 
     def availability_changed(self, connection: "WorkerConnection") -> None: ...
     def load_changed(self, connection: "WorkerConnection") -> None:
-        """For decode workers."""
+        """The worker may have capacity for another decode."""
         ...
 
     def prefill_reported(self, connection: "WorkerConnection") -> None: ...
@@ -76,7 +80,8 @@ class WorkerConnection:
         accepted: the worker passed `Observer.check`. False again after the stream ends.
         reason, remedy: why the worker is not ready and what to do; empty if it is ready.
         status: the last report.
-        attempts: the open attempts, and the load of a decode worker.
+        pool: in which the worker gets new work: that of the last report, or else its first.
+        attempts: the open attempts, and the worker's decode load.
         breaker: decides whether the worker fails too often to get work.
     """
 
@@ -94,6 +99,7 @@ class WorkerConnection:
         self.accepted = False
         self.description = pb.WorkerDescription()
         self.status = pb.WorkerStatus()
+        self.pool = pb.POOL_UNSPECIFIED
         self.attempts = AttemptTable()
         self.breaker = CircuitBreaker()
         self.retired = False
@@ -108,13 +114,17 @@ class WorkerConnection:
         self._task = asyncio.create_task(self._run(), name=f"worker {address}")
 
     def __str__(self) -> str:
-        role = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}.get(self.description.first_pool)
-        return f"{f'{role} {self.description.index}' if role else 'worker'} at {self.address}"
+        first = POOL_NAMES.get(self.description.first_pool)
+        return f"{f'{first} {self.description.index}' if first else 'worker'} at {self.address}"
 
     @property
     def ready(self) -> bool:
         """Whether the worker takes new work."""
         return self.state is WorkerState.READY and not self.retired
+
+    def ready_in(self, pool: "pb.Pool") -> bool:
+        """Whether the worker takes new work of this pool."""
+        return self.ready and self.pool == pool
 
     @property
     def attached(self) -> bool:
@@ -213,10 +223,9 @@ class WorkerConnection:
         return attempt is not None
 
     def _ended(self, attempt: Attempt) -> None:
-        if self.attempts.load is not None:
+        self._prefilled(attempt, computed=False)
+        if attempt.tokens:
             self._observer.load_changed(self)
-        else:
-            self._prefilled(attempt, computed=False)
         self._close_if_done()
 
     def _prefilled(self, attempt: Attempt, *, computed: bool) -> None:
@@ -248,6 +257,7 @@ class WorkerConnection:
                     self.reason, self.remedy = explain(error, tls=self._tls is not None)
                     if self.state is WorkerState.REFUSED:  # another worker may start at this address
                         self.state, self.description = WorkerState.CONNECTING, pb.WorkerDescription()
+                        self.pool = pb.POOL_UNSPECIFIED
                 except Refused as error:
                     self.state, self.reason, self.remedy = WorkerState.REFUSED, str(error), error.remedy
                     backoff = LAST_BACKOFF
@@ -274,10 +284,10 @@ class WorkerConnection:
         async with rpc.connect(self.address, self._secret, self._tls) as channel:
             stub = WorkerStub(channel)
             self.description = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
+            self.pool = self.description.first_pool
             self._observer.check(self)
             self.accepted = True
-            if self.description.first_pool == pb.POOL_DECODE:
-                self.attempts.load = _decode_load(self.address, self.description)
+            self.attempts.load = _decode_load(self.address, self.description)
             self._report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
             self._send_queue, self._cache = SendQueue(), CacheSequence()
             self._send_queue.put(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
@@ -333,12 +343,11 @@ class WorkerConnection:
                     self._send(pb.RouterMessage(cache_resync=pb.CacheResync()))
             case "status":
                 changed = self._report(message.status)
-                if self.attempts.load is None:
-                    self._observer.prefill_reported(self)
+                self._observer.prefill_reported(self)
+                if changed:  # first: requests that start now must not go to a worker that drains or has left
+                    self._observer.availability_changed(self)
                 else:
                     self._observer.load_changed(self)
-                if changed:
-                    self._observer.availability_changed(self)
 
     def _receive_token(self, event: pb.TokenEvent) -> None:
         attempt = self.attempts.get(event.attempt_id)
@@ -365,7 +374,7 @@ class WorkerConnection:
         attempt.owner.on_failed(failure)
 
     def _report(self, status: pb.WorkerStatus) -> bool:
-        """Stores a status report. Returns whether the worker's state changed."""
+        """Stores a status report. Returns whether the worker's state or pool changed."""
         invalid = clear_invalid_rates(status)
         if invalid and not self._invalid_rates:  # not with each report
             log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
@@ -374,10 +383,13 @@ class WorkerConnection:
         if self.attempts.load is not None:
             running = status.requests_running + status.reservations
             self.attempts.load.reported(blocks_free=status.blocks_free, running=running)
-        before = self.state
+        before = self.state, self.pool
         serving = status.health == pb.WorkerStatus.HEALTH_SERVING
         self.state = WorkerState.READY if serving else WorkerState.DRAINING
-        return self.state is not before
+        self.pool = status.pool or self.description.first_pool
+        if self.attached and self.pool != before[1]:
+            log.info("%s gets the work of the %s pool", self, POOL_NAMES.get(self.pool, self.pool))
+        return (self.state, self.pool) != before
 
 
 def _decode_load(address: str, described: pb.WorkerDescription) -> DecodeLoad:

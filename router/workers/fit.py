@@ -28,11 +28,11 @@ def check_fit(
     a model of random weights may have no tokenizer.
     """
     if described.first_pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
-        raise Refused(f"its role ({described.first_pool}) is unknown")
+        raise Refused(f"its first pool ({described.first_pool}) is unknown")
     if not described.block_size or not described.num_blocks or not described.max_model_len:
         raise Refused("its description has no block size, number of blocks or context length")
     if described.first_pool == pb.POOL_PREFILL and not described.kv_address:
-        raise Refused("its description has no KV address, from which decode workers fetch")
+        raise Refused("its description has no KV address, from which other workers fetch")
     fingerprint = described.vocabulary_fingerprint
     if fingerprint and fingerprint != model.vocabulary_fingerprint:
         raise Refused(

@@ -18,7 +18,7 @@ from router.policy import (
     two_choices,
 )
 from router.workers.candidates import Candidates, PrefillTarget
-from router.workers.connection import WorkerConnection, WorkerState
+from router.workers.connection import POOL_NAMES, WorkerConnection, WorkerState
 from router.workers.discovery import Discovery
 from router.workers.fit import RouterModel, check_fit
 from rpc import TlsFiles
@@ -103,15 +103,15 @@ class WorkerPool:
 
     @property
     def connections(self) -> list[WorkerConnection]:
-        """All listed workers, by role and index."""
+        """All listed workers, by name."""
         return sorted(
             self._connections.values(),
             key=lambda c: (c.description.first_pool, c.description.index, c.address),
         )
 
-    def ready(self, role: "pb.Pool") -> list[WorkerConnection]:
-        """The workers of a role that take new work."""
-        return [c for c in self._connections.values() if c.ready and c.description.first_pool == role]
+    def ready(self, pool: "pb.Pool") -> list[WorkerConnection]:
+        """The workers that take the new work of a pool."""
+        return [c for c in self._connections.values() if c.ready_in(pool)]
 
     @property
     def has_decode(self) -> bool:
@@ -119,7 +119,7 @@ class WorkerPool:
 
     @property
     def complete(self) -> bool:
-        """Whether there is a worker of each role."""
+        """Whether each pool has a worker."""
         return self._candidates.has_prefill and self.has_decode
 
     @property
@@ -220,7 +220,7 @@ class WorkerPool:
         self._sliding_window = any(d.sliding_window == self._max_positions for d in described)
         budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.POOL_PREFILL))
         self._step_tokens = sum(budgets)  # before `_apply_breakers`, which calls `on_capacity`
-        self._apply_breakers(connection.description.first_pool)
+        self._apply_breakers()
         self.changed.set()
         if connection.ready:
             self.on_ready()
@@ -241,19 +241,20 @@ class WorkerPool:
         self._candidates.prefill_ended(connection, work, computed=computed)
 
     def breaker_changed(self, connection: WorkerConnection) -> None:
-        self._apply_breakers(connection.description.first_pool)
+        self._apply_breakers()
         if open_for := connection.breaker.open_for(time.monotonic()):
-            loop = asyncio.get_running_loop()
-            loop.call_later(open_for, self._apply_breakers, connection.description.first_pool)
+            asyncio.get_running_loop().call_later(open_for, self._apply_breakers)
 
-    def _apply_breakers(self, role: "pb.Pool") -> None:
-        """Gives work only to workers whose breaker is closed. If all breakers are open, all workers get work:
-        the cause is then probably not the workers."""
-        ready, now = self.ready(role), time.monotonic()
-        allowed = {c for c in ready if c.breaker.allows(now)} or set(ready)
-        for connection in ready:
-            if (connection in allowed) is not (connection in self._serving):
-                self._serve(connection, connection in allowed)
+    def _apply_breakers(self) -> None:
+        """Gives work only to workers whose breaker is closed. If all breakers of a pool are open, all its
+        workers get work: the cause is then probably not the workers."""
+        now = time.monotonic()
+        for pool in POOL_NAMES:
+            ready = self.ready(pool)
+            allowed = {c for c in ready if c.breaker.allows(now)} or set(ready)
+            for connection in ready:
+                if (connection in allowed) is not (connection in self._serving):
+                    self._serve(connection, connection in allowed)
         self.on_capacity()
 
     def _serve(self, connection: WorkerConnection, serves: bool) -> None:

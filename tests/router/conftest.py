@@ -61,11 +61,11 @@ class Cluster:
 
     @property
     def prefills(self) -> list[FakeWorker]:
-        return [w for w in self.workers if w.role == pb.POOL_PREFILL]
+        return [w for w in self.workers if w.first_pool == pb.POOL_PREFILL]
 
     @property
     def decodes(self) -> list[FakeWorker]:
-        return [w for w in self.workers if w.role == pb.POOL_DECODE]
+        return [w for w in self.workers if w.first_pool == pb.POOL_DECODE]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Polls for a state of the router that no event announces."""
@@ -134,8 +134,8 @@ async def make_cluster(
 ) -> AsyncIterator[Cluster]:
     lanes, output_ids = Lanes(), [*tokenizer.encode(text), 2]
     workers = [
-        FakeWorker(role, lanes, output_ids, index=i, tls=worker_tls)
-        for role, count in ((pb.POOL_PREFILL, prefill), (pb.POOL_DECODE, decode))
+        FakeWorker(pool, lanes, output_ids, index=i, tls=worker_tls)
+        for pool, count in ((pb.POOL_PREFILL, prefill), (pb.POOL_DECODE, decode))
         for i in range(count)
     ]
     for worker in workers:
@@ -146,7 +146,7 @@ async def make_cluster(
     made = RouterConfig(model="fake", secret=secret, port=0, workers_file=str(workers_file), **config)
     async with running(made, tokenizer) as router, aiohttp.ClientSession() as http:
         cluster = Cluster(router, http, tokenizer, lanes, output_ids, workers)
-        for worker in cluster.prefills:
+        for worker in cluster.workers:
             worker.transfer = cluster.heard
         if wait:
             pool = router.services.pool

@@ -327,8 +327,8 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
     ):
         line = f'{name}{{{label}model_name="fake",role="router"}} {value:.1f}'
         assert line in exposed
-    assert 'baton:workers{model_name="fake",role="router",state="ready",worker_role="decode"} 1.0' in exposed
-    assert 'baton:workers_left_out{model_name="fake",role="router",worker_role="prefill"} 0.0' in exposed
+    assert 'baton:workers{model_name="fake",pool="decode",role="router",state="ready"} 1.0' in exposed
+    assert 'baton:workers_left_out{model_name="fake",pool="prefill",role="router"} 0.0' in exposed
     _, refused = await cluster.post("/v1/completions", prompt="Hello", max_tokens=10**6)
     code = refused["error"]["code"]
     assert (

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.policy import ChunkOffer, DecodeCaches, DecodeLoad, overflow
+from router.policy.chunk_index import ChunkIndex
 from router.text.tokenizer import ModelTokenizer
 from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
@@ -81,13 +82,15 @@ def test_without_prefill_workers_decode_prefills() -> None:
 CHUNKS = list(range(100, 110))
 
 
-def caches(*free: int) -> tuple[DecodeCaches, list[DecodeLoad]]:
+def caches(*free: int) -> tuple[DecodeCaches, ChunkIndex, list[DecodeLoad]]:
     """Decode workers "0", "1", … with so many free blocks of 16 positions."""
     loads = [DecodeLoad(str(i), 16, 100, 64, blocks_free=blocks) for i, blocks in enumerate(free)]
-    found = DecodeCaches()
-    for load in loads:
-        found.serve(found.join(load), True)
-    return found, loads
+    found = DecodeCaches(index := ChunkIndex())
+    index.grow(len(loads))
+    for row, load in enumerate(loads):
+        found.join(row, load)
+        found.serve(row, True)
+    return found, index, loads
 
 
 def holders(found: DecodeCaches, chosen: int = 0, avoid: tuple[str, ...] = ()) -> list[tuple[str, int]]:
@@ -95,11 +98,11 @@ def holders(found: DecodeCaches, chosen: int = 0, avoid: tuple[str, ...] = ()) -
 
 
 def test_the_worker_with_most_of_the_prompt_is_offered_if_it_has_capacity() -> None:
-    found, loads = caches(100, 100, 100, 100)
+    found, index, loads = caches(100, 100, 100, 100)
     assert holders(found) == [("0", 0)]
-    found.index.add(0, CHUNKS[:1])
-    found.index.add(1, CHUNKS[:5])
-    found.index.add(2, CHUNKS)
+    index.add(0, CHUNKS[:1])
+    index.add(1, CHUNKS[:5])
+    index.add(2, CHUNKS)
     assert holders(found) == [("0", 64), ("2", 640)]
     assert holders(found, chosen=2) == [("2", 640)], "no other worker has more"
     assert holders(found, avoid=("2",)) == [("0", 64)], "it failed this request"
@@ -110,18 +113,16 @@ def test_the_worker_with_most_of_the_prompt_is_offered_if_it_has_capacity() -> N
     found.serve(2, False)
     assert holders(found) == [("0", 64), ("1", 320)]
     found.serve(2, True)
-    found.index.clear(2)
+    index.clear(2)
     assert holders(found) == [("0", 64), ("1", 320)]
     found.leave(1)
-    assert holders(found) == [("0", 64)]
-    assert found.join(loads[1]) == 1, "the row is used again, with an empty cache"
     assert holders(found) == [("0", 64)]
 
 
 def test_without_prefill_workers_the_worker_with_most_of_the_prompt_prefills() -> None:
-    found, _ = caches(100, 100, 10)
+    found, index, _ = caches(100, 100, 10)
     for row in (1, 2):
-        found.index.add(row, CHUNKS)
+        index.add(row, CHUNKS)
     assert {holders(found)[1] for _ in range(20)} == {("1", 640)}, "the other has no capacity"
 
 
@@ -139,7 +140,7 @@ async def offering(cluster: Cluster, tokens: int = 64) -> None:
     """Decode workers report spare speed, and prefill workers report a low speed."""
     for worker in cluster.workers:
         worker.status.prefill_tokens_per_s = 1.0
-        if worker.role == pb.POOL_DECODE:
+        if worker.first_pool == pb.POOL_DECODE:
             worker.status.chunk_tokens, worker.status.chunk_seconds = tokens, 0.015
             worker.status.step_seconds = 0.010
         worker.report()
@@ -180,7 +181,7 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
         await cluster.until(lambda: all(worker.attached for worker in cluster.workers))
         await offering(cluster, tokens=100)
         holder = cluster.decodes[1]
-        index = pool._candidates._decode_caches.index
+        index = pool._candidates._loads.index
         holder.change_cache(chunk_hashes(prompt))
         await cluster.until(lambda: len(index) == 1000 // 64)
         for turn in range(1, 5):
