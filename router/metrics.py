@@ -109,9 +109,7 @@ class Metrics:
         self._gauge(
             "baton:requests_waiting_for_retry", "Requests that wait for the retry budget."
         ).set_function(lambda: len(admission.parked.without_budget))
-        workers = self._family(
-            Gauge, "baton:workers", "Workers on this router's list.", "pool", "state"
-        )
+        workers = self._family(Gauge, "baton:workers", "Workers on this router's list.", "pool", "state")
         left_out = self._family(
             Gauge, "baton:workers_left_out", "Workers whose circuit breaker is open.", "pool"
         )

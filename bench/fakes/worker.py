@@ -190,9 +190,7 @@ class FakeWorker(WorkerServicer):
         await self.before_status()
         return self.status
 
-    async def SetPool(
-        self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext
-    ) -> pb.WorkerStatus:
+    async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
         self.flip(request.pool)
         return self.status
 

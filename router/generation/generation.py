@@ -149,14 +149,10 @@ class Generation:
                 return TurnResult.NO_CAPACITY
             self._waits.wait_for_worker("decode")
             return TurnResult.PARKED
-        if self._prefill is not None and (self._prefill.answered or self._prefill.worker is not worker):
-            self._submit_decode(worker, output_ids, self._next_source(self._prefill))
-            return TurnResult.SENT
+        if self._prefill is not None:
+            return self._decode_of(self._prefill, worker, output_ids)
         if not self._waits.may_prefill():
             return TurnResult.PARKED
-        if self._prefill is not None:
-            self._prefill_here(worker)
-            return TurnResult.SENT
         target = self._choose_prefill()
         if (overflow := self._overflow(worker, target)) is not None:
             self._prefill_on_decode(overflow)
@@ -165,6 +161,18 @@ class Generation:
             if not self._retried:
                 self._send_prefill()  # first: the client waits for its token
             self._submit_decode(worker, output_ids, self._next_source(self._prefill))
+        else:
+            return TurnResult.PARKED
+        return TurnResult.SENT
+
+    def _decode_of(
+        self, prefill: PrefillAttempt, worker: WorkerConnection, output_ids: list[int]
+    ) -> TurnResult:
+        """Submits another decode for a prefill that was sent before."""
+        if prefill.worker is not worker or prefill.answered:
+            self._submit_decode(worker, output_ids, self._next_source(prefill))
+        elif self._waits.may_prefill():
+            self._prefill_here(worker)
         else:
             return TurnResult.PARKED
         return TurnResult.SENT

@@ -1,4 +1,4 @@
-"""The prefix caches of the decode pool, which keep what its workers decoded: the turn before in a conversation.
+"""The prefix caches of the decode pool, which keep what was decoded: the turn before in a conversation.
 
 Empty unless the workers run with a prefix cache.
 """
