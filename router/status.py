@@ -65,7 +65,6 @@ async def _worker(connection: WorkerConnection) -> dict[str, Any]:
         "address": connection.address,
         "role": POOL_NAMES.get(described.first_pool, "unknown"),
         "index": described.index,
-        "pool": POOL_NAMES.get(connection.pool, "unknown"),
         "incarnation": f"{described.incarnation:016x}",
         "state": str(connection.state),
         "reason": connection.reason,

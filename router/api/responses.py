@@ -207,15 +207,11 @@ class VersionResponse(ResponseModel):
 
 
 class StatusWorker(ResponseModel):
-    """A worker. Its name is `role` and `index`; it gets the new work of `pool`.
-
-    `description` and `status` are WorkerDescription and WorkerStatus of proto/worker.proto.
-    """
+    """A worker. `description` and `status` are WorkerDescription and WorkerStatus of proto/worker.proto."""
 
     address: str
     role: Literal["prefill", "decode", "unknown"]
     index: int
-    pool: Literal["prefill", "decode", "unknown"]
     incarnation: str
     state: str
     reason: str

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 5.0
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
-POOL_NAMES: dict[int, str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
+POOL_NAMES: dict["pb.Pool", str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
 
 class WorkerState(StrEnum):

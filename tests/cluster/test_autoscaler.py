@@ -24,7 +24,6 @@ from cluster.supervisor import Supervisor
 from rpc import worker_pb2 as pb
 
 from .conftest import eventually
-from .test_flip import Worker
 
 ROLES = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 
@@ -108,8 +107,7 @@ class Pools:
     def place(self, spec: RoleSpec) -> Handle | RouterHandle:
         if spec.role == "router":
             return self.router
-        worker = Worker(ROLES[spec.role], Lanes(), [1], index=spec.index)
-        worker.status.pool = worker.role
+        worker = FakeWorker(ROLES[spec.role], Lanes(), [1], index=spec.index)
         worker.status.prefill_tokens_per_s = 1000
         self.handles[spec.name] = handle = Handle(worker)
         return handle

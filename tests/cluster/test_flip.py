@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc.aio
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -19,19 +18,12 @@ from rpc import worker_pb2 as pb
 NAMES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
 
-class Worker(FakeWorker):
-    """A fake worker whose pool can be set."""
-
-    async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
-        self.status.pool = request.pool
-        return self.status
-
-    def told(self) -> dict[str, Any]:
-        """Its entry in the router's `/status`."""
-        return {
-            "role": NAMES[self.role], "index": self.index, "address": self.address, "state": "ready",
-            "status": {"pool": f"pool_{NAMES[self.status.pool]}"},
-        }  # fmt: skip
+def shown(worker: FakeWorker) -> dict[str, Any]:
+    """The worker's entry in the router's `/status`."""
+    return {
+        "role": NAMES[worker.first_pool], "index": worker.index, "address": worker.address, "state": "ready",
+        "status": {"pool": f"pool_{NAMES[worker.status.pool]}"},
+    }  # fmt: skip
 
 
 class Flipped:
@@ -39,15 +31,13 @@ class Flipped:
 
     def __init__(self) -> None:
         self.workers = [
-            Worker(pool, Lanes(), [1], index=index)
+            FakeWorker(pool, Lanes(), [1], index=index)
             for pool, index in ((pb.POOL_PREFILL, 0), (pb.POOL_DECODE, 0), (pb.POOL_DECODE, 1))
         ]
-        for worker in self.workers:
-            worker.status.pool = worker.role
         self.url = ""
 
     async def status(self, _: web.Request) -> web.Response:
-        return web.json_response({"workers": [worker.told() for worker in self.workers]})
+        return web.json_response({"workers": [shown(worker) for worker in self.workers]})
 
     def pools(self) -> list[str]:
         return [NAMES[worker.status.pool] for worker in self.workers]

@@ -104,8 +104,8 @@ async def test_the_last_prefill_worker_leaves_and_comes_back(cluster: Cluster) -
         assert response.status == 503
     async with cluster.http.get(cluster.url + "/status") as response:
         workers = (await response.json())["workers"]
-    assert [(w["role"], w["index"], w["pool"]) for w in workers] == [
-        ("prefill", 0, "decode"), ("decode", 0, "decode"),
+    assert [(w["role"], w["index"], w["status"]["pool"]) for w in workers] == [
+        ("prefill", 0, "pool_decode"), ("decode", 0, "pool_decode"),
     ]  # fmt: skip
     assert 'baton:workers{model_name="fake",pool="decode",role="router",state="ready"} 2.0' in (
         await cluster.metrics()
