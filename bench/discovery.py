@@ -1,12 +1,12 @@
 """How soon a router knows that a worker is there, or gone.
 
-One process holds the worker pool of a router, fake workers behind their real gRPC service, and a source of
-addresses: the file that a supervisor writes, or a fake Kubernetes API server over HTTP. Each round starts a
-worker, adds its address to the source, and waits until the pool sends work to the worker. Then it kills the
-worker and waits until the pool sends no more work.
+One process holds the worker pool of a router, fake workers behind their real gRPC service, and the file of
+addresses that a supervisor writes. Each round starts a worker, adds its address to the file, and
+waits until the pool sends work to the worker. Then it kills the worker and waits until the pool sends no more
+work.
 
-known  from the change of the source until the pool sends work to the worker
-lost   from the worker's death until the pool sends no more work; the source does not change
+known  from the change of the file until the pool sends work to the worker
+lost   from the worker's death until the pool sends no more work; the file does not change
 """
 
 from __future__ import annotations
@@ -18,31 +18,25 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import bench.contract as contract
 from bench.contract import Report, Row, percentile
-from bench.fakes.kubernetes import FakeKubernetes, endpoint
 from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.runner import write_atomically
 from router.policy import PREFILL_POLICIES
-from router.workers.discovery import Discovery, FileDiscovery
+from router.workers.discovery import FileDiscovery
 from router.workers.fit import RouterModel
 from router.workers.pool import WorkerPool
 from rpc import worker_pb2 as pb
 
 ROUNDS = 50
 KNOWN_GOAL_MS, LOST_GOAL_MS = 1000.0, 2000.0  # p99
-SERVICE = "baton-decode"
 
 
-async def rounds(discovery: Discovery, name: Callable[[str], None]) -> tuple[list[float], list[float]]:
-    """Milliseconds of each round to know the worker and to lose it.
-
-    `name` writes an address to the source.
-    """
+async def rounds(file: Path) -> tuple[list[float], list[float]]:
+    """Milliseconds of each round to know the worker and to lose it."""
+    discovery = FileDiscovery(str(file))
     pool = WorkerPool(
         SECRET, os.urandom(16), discovery, PREFILL_POLICIES["sticky"], RouterModel("fake", 0, "")
     )
@@ -51,7 +45,7 @@ async def rounds(discovery: Discovery, name: Callable[[str], None]) -> tuple[lis
     for number in range(ROUNDS):
         worker = await FakeWorker(pb.POOL_DECODE, Lanes(), [2], index=number).start()
         started = time.perf_counter()
-        name(worker.address)
+        write_atomically(file, worker.address)
         await until(pool, 1)
         known.append(1000 * (time.perf_counter() - started))
         died = time.perf_counter()
@@ -72,24 +66,11 @@ async def until(pool: WorkerPool, ready: int) -> None:
 
 async def measure(report: Report) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "workers"
-        measured = {"file": await rounds(FileDiscovery(str(path)), lambda a: write_atomically(path, a))}
-        server = FakeKubernetes()
-        await server.start()
-        os.environ["KUBECONFIG"] = str(server.kubeconfig(Path(directory) / "kubeconfig"))
-
-        def put(address: str) -> None:
-            host, _, port = address.rpartition(":")
-            server.put("slice", SERVICE, [endpoint(host)], port=int(port))
-
-        measured["kubernetes"] = await rounds(KubernetesDiscovery([SERVICE]), put)
-        await server.stop()
-    for source, (known, lost) in measured.items():
-        for what, values, goal in (("known", known, KNOWN_GOAL_MS), ("lost", lost, LOST_GOAL_MS)):
-            p99 = percentile(values, 0.99)
-            median = statistics.median(values)
-            report.add(Row(f"discovery.{source}.{what}.p50", median, "ms"))
-            report.add(Row(f"discovery.{source}.{what}.p99", p99, "ms", goal=goal, better="lower"))
+        known, lost = await rounds(Path(directory) / "workers")
+    for what, values, goal in (("known", known, KNOWN_GOAL_MS), ("lost", lost, LOST_GOAL_MS)):
+        report.add(Row(f"discovery.file.{what}.p50", statistics.median(values), "ms"))
+        p99 = percentile(values, 0.99)
+        report.add(Row(f"discovery.file.{what}.p99", p99, "ms", goal=goal, better="lower"))
 
 
 def main() -> int:

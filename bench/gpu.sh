@@ -42,7 +42,7 @@ overlap() {
     local growth=()
     for tokens in 1000 2000 4000 8000 16000 32000; do growth+=(--growth "$tokens"); done
     python3 -m bench.overlap --device cuda --batch 32 --batch 64 "${growth[@]}" \
-        --picture "$out/handover.svg" --json "$out/overlap.json"
+        --json "$out/overlap.json"
 }
 overlap_8000() { python3 -m bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
 disagg() { python3 -m bench.disagg --device cuda --json "$out/disagg.json"; }

@@ -1,5 +1,5 @@
-"""Stand-ins for Baton's neighbours on real sockets: a worker and the API server of Kubernetes.
+"""A stand-in for a worker, on real sockets.
 
-Tests and benches use the same stand-ins. They live here, since tests may import benches, and benches must run
-without the tests.
+Tests and benches use it. It lives here, because tests may import benches, and benches must run without the
+tests.
 """

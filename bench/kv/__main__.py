@@ -1,6 +1,6 @@
 """KV over TCP loopback: GB/s from one worker to another, in turns with raw sockets.
 
-    python -m bench.kv [--json PATH] [--short] [--table] [--device cpu|cuda] [--lanes N]
+    python -m bench.kv [--json PATH] [--short] [--device cpu|cuda] [--lanes N]
                        [--peer NAME=PYTHON …]
 
 `kv.tcp.lanes4.64MiB`  from arena to arena, with transfer processes, frames, checksums and credits: from
@@ -17,8 +17,6 @@
 
 `--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: in turns with these engines, each installed for that Python.
 `kv.vs.nixl_read.256MiB` is Baton's GB/s and the ratio to the engine (`peer_driver`; settings in PEERS).
-`--table`: 1 to 16 lanes × 1 MiB to 1 GiB, from arena to arena, with and without checksums, each against raw
-sockets with as many streams.
 """
 
 from __future__ import annotations
@@ -54,8 +52,6 @@ PEERS: dict[str, tuple[str, float, int, dict[str, str]]] = {
     }),
     "mooncake": ("mooncake", 1.0, 16, {}),
 }  # fmt: skip
-TABLE_LANES = (1, 2, 4, 8, 16)
-TABLE_SIZES = (1, 4, 16, 64, 256, 1024)
 
 
 @dataclass
@@ -112,7 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--slots", type=int, default=16, help="arena slots of each side")
     p.add_argument("--slot-bytes", type=int, default=4 * MIB, help="size of an arena slot: the largest frame")
     p.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="nixl or mooncake")
-    p.add_argument("--table", action="store_true", help="lanes × sizes; minutes")
     args = p.parse_args(arguments)
     pythons = dict(each.partition("=")[::2] for each in args.peer)
     for engine, python in pythons.items():
@@ -126,12 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = {"lanes": args.lanes, "slots": args.slots, "slot_bytes": args.slot_bytes}
     shown |= {"pairs": pairs, "block_size": BLOCK, "pools": args.device}
     report = Report("kv", shown, args.json)
-    if args.table:
-        table(report, settings)
-    else:
-        with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
-            rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
-        peers(report, settings, pythons, pairs)
+    with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
+        rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
+    peers(report, settings, pythons, pairs)
     report.finish()
     return 0
 
@@ -210,21 +202,6 @@ def rows(report: Report, settings: Settings, device: str, raw: Way, cubic: Way, 
                 if paced:
                     shown = f"{name}.raw_cubic"
                     compare(report, f"{name}.vs_cubic", ours(pair), cubic, mib * MIB, pairs, None, shown)
-
-
-def table(report: Report, settings: Settings) -> None:
-    for lanes in TABLE_LANES:
-        # A worker needs two slots per lane for each peer, and a peer gets half of the arena.
-        changed = replace(settings, lanes=lanes, slots=max(settings.slots, 4 * lanes))
-        changed = replace(changed, most_bytes=max(TABLE_SIZES) * MIB)
-        for suffix, checksums in (("", True), (".unchecked", False)):
-            with (
-                closing(Pair(replace(changed, checksums=checksums))) as pair,
-                closing(RawPair(lanes)) as raw,
-            ):
-                for mib in TABLE_SIZES:
-                    name = f"kv.tcp.lanes{lanes}.{mib}MiB{suffix}"
-                    compare(report, name, ours(pair), sockets(raw), mib * MIB, 5)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def sweep(
     shapes = [dataclasses.replace(shape, **load) for load in loads.loads]
     points = [_options(target, workload, each, pace, slo, output) for each in shapes]
     if loads.find_rate is not None:
-        return asyncio.run(search(points[0], output, loads.find_rate, loads.precision))
+        return asyncio.run(search(points[0], output, loads.find_rate))
     # The prompts of all points follow from one seed.
     points = [dataclasses.replace(point, seed=points[0].seed) for point in points]
     return asyncio.run(sweep_over(points, output))
@@ -192,5 +192,5 @@ def _options(
     slo: SloOptions,
     output: OutputOptions,
 ) -> Options:
-    options = Options(target=target, workload=workload, shape=shape, pace=pace, slo=slo, label=output.label)
+    options = Options(target=target, workload=workload, shape=shape, pace=pace, slo=slo)
     return options if pace.seed is None else dataclasses.replace(options, seed=pace.seed)

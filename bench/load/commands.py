@@ -62,11 +62,11 @@ async def sweep_over(points: Sequence[Options], output: OutputOptions) -> int:
     return _finish_sweep(done, None, started, output, max(codes))
 
 
-async def search(options: Options, output: OutputOptions, first: float, precision: float) -> int:
+async def search(options: Options, output: OutputOptions, first: float) -> int:
     """Measures until the highest rate within the objectives is known. Returns the exit code."""
     started = _now()
     done: list[tuple[str, Report]] = []
-    asked = highest_rate(first, precision)
+    asked = highest_rate(first)
     rate, best, code = next(asked), None, None
     with _Interrupt() as interrupt:
         while code is None:
@@ -140,7 +140,7 @@ def _finish_sweep(
 def _write(report: Report, output: OutputOptions) -> None:
     report.write()
     if output.html is not None:
-        output.html.write_text(page([report.as_dict()], [output.label or "this run"]))
+        output.html.write_text(page([report.as_dict()], ["this run"]))
     for path in (output.json, output.html, output.jsonl):
         if path is not None:
             typer.echo(f"{path} written.", err=True)

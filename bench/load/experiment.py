@@ -120,7 +120,6 @@ class Plan:
             "seed": options.seed,
             "timeout_s": pace.timeout,
             "drain_s": pace.drain,
-            "label": options.label or None,
         }
         return {key: value for key, value in found.items() if value is not None}
 
@@ -161,7 +160,6 @@ async def prepare(options: Options) -> Plan:
             dialect=Dialect(),
             headers=chosen.headers,
             extra_body=chosen.extra_fields,
-            session_header=chosen.session_header,
         )
         target, notes = await endpoint.find_dialect(http, target)
         one_turn = options.workload.turn_distribution.parameters == (1.0,)

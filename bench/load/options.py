@@ -46,9 +46,6 @@ class TargetOptions:
         ),
     ] = None
     extra_body: Annotated[str, flag('More fields, like {"top_p": 0.9}.', "JSON")] = ""
-    session_header: Annotated[str, flag("Header with the session's id, sent in every turn.", "NAME")] = (
-        "x-session-id"
-    )
     metrics_url: Annotated[
         list[str],
         flag(
@@ -292,7 +289,6 @@ class OutputOptions:
     json: Annotated[Path | None, flag("Write the results as JSON.", "FILE")] = None
     html: Annotated[Path | None, flag("Write the report as one HTML page.", "FILE")] = None
     jsonl: Annotated[Path | None, flag("Write every request as a line of JSON.", "FILE")] = None
-    label: Annotated[str, flag("Name of this run in reports.", "TEXT")] = ""
     quiet: Annotated[bool, flag("No progress on stderr.")] = False
 
     def __post_init__(self) -> None:
@@ -314,12 +310,10 @@ class SweepOptions:
     find_rate: Annotated[
         float | None, flag("Search the highest rate within --slo, beginning with this one.", "PER_SECOND")
     ] = None
-    precision: Annotated[float, flag("Of the rate that --find-rate finds.", "SHARE")] = 0.05
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.rates, self.concurrencies, self.find_rate))) != 1:
             raise ValueError("a sweep needs one of --rates, --concurrencies and --find-rate.")
-        _check_positive({"--precision": self.precision})
         self.loads  # noqa: B018 - read for its error
 
     @property
@@ -345,7 +339,6 @@ class Options:
     slo: SloOptions = field(default_factory=SloOptions)
     trace: Path | None = None
     replay: TraceOptions = field(default_factory=TraceOptions)
-    label: str = ""
     seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 31))
 
     def __post_init__(self) -> None:

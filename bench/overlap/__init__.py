@@ -1,5 +1,5 @@
 """What a handover costs: `python -m bench.overlap`.
 
 `__main__` starts a prefill and a decode worker, submits to both as a router does (`streams`), reads the times
-inside the workers from their traces (`trace`), and writes the rows. `picture` draws one handover.
+inside the workers from their traces (`trace`), and writes the rows.
 """

@@ -37,7 +37,6 @@ from typing import Any
 import bench.contract as contract
 from bench.contract import Report, Row
 from bench.kv.raw_sockets import RawPair
-from bench.overlap.picture import picture
 from bench.overlap.streams import (
     AT_ONCE,
     OUTPUT_TOKENS,
@@ -148,10 +147,6 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         # Complete after the workers have ended, which flushes their traces.
         trace = Trace.read(directory)
     report_rows(args, report, runs, trace)
-    if args.picture:
-        of = sorted(runs.streamed[0], key=lambda run: run.handover)[len(runs.streamed[0]) // 2]
-        title = f"A handover of {args.tokens} tokens over {args.lanes} TCP lanes ({args.device})"
-        args.picture.write_text(picture(trace, of.prefill_id, of.decode_id, title))
 
 
 async def _gaps(background: Background, tokens: int, number: int) -> tuple[list[float], list[float]]:
@@ -235,7 +230,6 @@ def main() -> int:
         "--growth", type=int, action="append", default=[], metavar="N",
         help="also time a transfer of N tokens with nothing to hide behind; may be repeated",
     )  # fmt: skip
-    p.add_argument("--picture", type=Path, help="draw one handover into this SVG file")
     args = p.parse_args()
     on_cpu = args.device == "cpu"
     args.tokens = args.tokens or (1000 if on_cpu else 2000)
@@ -246,7 +240,7 @@ def main() -> int:
         p.error(f"--batch: more than {AT_ONCE}, which are handed over at a time")
     if args.rounds < contract.MIN_PAIRS:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
-    parameters = {k: v for k, v in vars(args).items() if k not in ("json", "picture")}
+    parameters = {k: v for k, v in vars(args).items() if k != "json"}
     report = Report("overlap", parameters | {"output_tokens": OUTPUT_TOKENS}, args.json)
     gc.disable()  # a collection over all received tokens takes 0.1 s and would delay timestamps
     asyncio.run(measure(args, report))

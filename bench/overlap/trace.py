@@ -1,4 +1,4 @@
-"""Reads the traces of workers: moments of attempts, and the spans of all processes."""
+"""Reads moments of attempts from the traces of workers."""
 
 from __future__ import annotations
 
@@ -16,40 +16,25 @@ class Joined:
     fetch_seconds: float
 
 
-@dataclass(frozen=True)
-class Span:
-    process: str  # "prefill 0 engine"
-    name: str
-    start: float
-    end: float
-    about: dict[str, Any]
-
-
 @dataclass
 class Trace:
     """Times in seconds of CLOCK_MONOTONIC, which all processes of a host share."""
 
     first_token: dict[bytes, float] = field(default_factory=dict)  # by prefill id
     joined: dict[bytes, Joined] = field(default_factory=dict)  # by decode id
-    spans: list[Span] = field(default_factory=list)
 
     @classmethod
     def read(cls, directory: Path) -> Trace:
         trace = cls()
         for path in directory.glob("*.trace"):
-            process = path.stem
             for event in _events(path):
                 at, about = event.get("ts", 0.0) / 1e6, event["args"]
                 match event["name"]:
-                    case "process_name":
-                        process = about["name"]
                     case "first token":
                         trace.first_token[bytes.fromhex(about["prefill"])] = at
                     case "joined":
                         joined = Joined(at, about["bytes"], about["fetch_us"] / 1e6)
                         trace.joined[bytes.fromhex(about["decode"])] = joined
-                    case name if event["ph"] == "X":
-                        trace.spans.append(Span(process, name, at, at + event["dur"] / 1e6, about))
         return trace
 
 

@@ -5,8 +5,8 @@ import pytest
 from bench.load.measurement.search import LEAST_RATE, MOST_RATE, highest_rate
 
 
-def _search(capacity: float, first: float, precision: float = 0.05) -> tuple[float | None, list[float]]:
-    asked = highest_rate(first, precision)
+def _search(capacity: float, first: float) -> tuple[float | None, list[float]]:
+    asked = highest_rate(first)
     rates = [next(asked)]
     try:
         while True:

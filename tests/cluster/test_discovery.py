@@ -12,7 +12,6 @@ from typing import Protocol
 
 import pytest
 
-from bench.fakes.kubernetes import FakeKubernetes, endpoint
 from cluster import kubernetes_discovery
 from cluster.kubernetes_discovery import KubernetesDiscovery
 from cluster.plan import RoleSpec
@@ -21,6 +20,7 @@ from cluster.runner import RoleRunner, write_atomically
 from cluster.supervisor import RoleHandle, Supervisor
 from router.workers import discovery
 from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
+from tests.fake_kubernetes import FakeKubernetes, endpoint
 
 from .conftest import FAKE, eventually
 from .followed import Follower

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 
+PRECISION = 0.05
 LEAST_RATE = 1e-2
 MOST_RATE = 1e5
 
 
-def highest_rate(first: float, precision: float) -> Generator[float, bool, float | None]:
+def highest_rate(first: float) -> Generator[float, bool, float | None]:
     """Yields rates to measure and gets whether each was good. Returns the highest good rate, or None.
 
-    Ends when the lowest bad rate is at most `1 + precision` times the highest good rate.
+    Ends when the lowest bad rate is at most `1 + PRECISION` times the highest good rate.
     """
     assert first > 0
-    assert precision > 0
     good: float | None = None
     bad: float | None = None
     rate = first
@@ -29,7 +29,7 @@ def highest_rate(first: float, precision: float) -> Generator[float, bool, float
         else:
             bad = rate
         if good is not None and bad is not None:
-            if bad <= good * (1 + precision):
+            if bad <= good * (1 + PRECISION):
                 return good
             rate = math.sqrt(good * bad)
         else:

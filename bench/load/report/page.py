@@ -40,19 +40,18 @@ class Run:
 
 
 def page(reports: Sequence[Report], names: Sequence[str]) -> str:
-    """`names` stand for missing labels of the reports. Raises ValueError for a report of another bench."""
+    """`names`: of the reports. Raises ValueError for a report of another bench."""
     for report, name in zip(reports, names, strict=True):
         if "detail" not in report or report.get("bench") != "load":
             raise ValueError(
                 f"{name} is no report of a load test. Give files that `baton bench run --json` wrote."
             )
-    groups = [report["parameters"].get("label") or name for report, name in zip(reports, names, strict=True)]
-    runs = list(_runs(reports, groups))
-    body = "".join(_sections(reports, groups, runs))
+    runs = list(_runs(reports, names))
+    body = "".join(_sections(reports, names, runs))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Load test: {escape(', '.join(groups))}</title><style>{CSS}</style></head>"
+        f"<title>Load test: {escape(', '.join(names))}</title><style>{CSS}</style></head>"
         f"<body><main>{body}</main><script>{JS}</script></body></html>\n"
     )
 

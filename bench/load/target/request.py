@@ -42,7 +42,6 @@ class Target(msgspec.Struct, frozen=True):
     dialect: Dialect
     headers: dict[str, str] = {}
     extra_body: dict[str, Any] = {}
-    session_header: str = "x-session-id"
 
     @property
     def endpoint(self) -> str:
@@ -61,4 +60,4 @@ class Target(msgspec.Struct, frozen=True):
 
     def headers_of(self, session: str) -> dict[str, str]:
         headers = {"content-type": "application/json", "accept": "text/event-stream"} | self.headers
-        return headers | ({self.session_header: session} if session else {})
+        return headers | ({"x-session-id": session} if session else {})
