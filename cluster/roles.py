@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -76,7 +75,9 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             otlp_endpoint=given.observe.endpoint,
             ready_fd=given.process.ready_fd,
         )
-        return importlib.import_module(f"{role}_worker").main(config)
+        from worker.service import run
+
+        return run(config)
 
     return _supervised(given.process.ready_fd, start)
 

@@ -1,29 +1,54 @@
 """The decode role: handles messages, reports of the KV receiver, and the outputs of engine steps."""
 
 import time
+from collections.abc import Iterator
+from typing import ClassVar, Protocol
 
 from decode_worker.attempt import Attempt, AttemptPhase
-from engine import Logprobs, Output, StepResult
+from engine import Engine, Logprobs, Output, StepResult
 from kv_transfer import Closed, FetchFailed, Injected
 from worker import messages
 from worker.engine_loop import Parts, paged_kv
 from worker.messages import Code, ToEngine
 
+_WAITING = (AttemptPhase.FETCHING, AttemptPhase.TAKING, AttemptPhase.FAILED)
+
+
+class LocalPrefills(Protocol):
+    """Prefills of this worker, which a decode on this worker can go on with."""
+
+    def take(self, prefill_id: bytes) -> bool | None:
+        """Keeps a prefill for a decode here. True: the engine can resume it. None: it does not exist."""
+
+    def taken(self, prefill_id: bytes) -> None:
+        """The engine has resumed the prefill."""
+
+    def give_up(self, prefill_id: bytes) -> None:
+        """The decode has ended before."""
+
 
 class DecodeRole:
-    """The role of a decode worker. Owns the engine and the KV receiver.
+    """Decodes requests, whose KV comes from another worker or is computed here. Owns the KV receiver.
 
     The receiver may write into reserved blocks. They are freed only after the receiver has reported Closed.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    handles: ClassVar[tuple[type, ...]] = (messages.Decode, messages.Retarget)
+
+    def __init__(self, parts: Parts, engine: Engine, prefills: LocalPrefills) -> None:
         self._attempts = parts.attempts
         self._counts = parts.counts
         self._link = parts.link
         self._trace = parts.trace
-        self.engine = parts.start_engine()
+        self.engine = engine
         self._receiver = parts.transport.receiver(paged_kv(self.engine))
+        self._prefills = prefills
+        self._incarnation = parts.config.incarnation
         self._table: dict[bytes, Attempt] = {}  # by decode id
+        self._taking: dict[bytes, bytes] = {}  # of attempts that are TAKING: decode id -> prefill id
+
+    def owns(self, attempt_id: bytes) -> bool:
+        return attempt_id in self._table
 
     @property
     def kv_fd(self) -> int:
@@ -44,10 +69,11 @@ class DecodeRole:
             case messages.Decode():
                 self._submit(message)
             case messages.Retarget():
-                if self._attempts.owned(message.stream, message.decode_id):
+                # The id may also be that of a prefill of the same router.
+                if self._attempts.owned(message.stream, message.decode_id) and self.owns(message.decode_id):
                     self._retarget(message)
             case _:
-                raise AssertionError(f"not for a decode engine: {message}")
+                raise AssertionError(f"not of this role: {message}")
 
     def shutdown(self) -> None:
         self._receiver.shutdown()
@@ -55,10 +81,14 @@ class DecodeRole:
     def _submit(self, message: messages.Decode) -> None:
         request = message.work.request
         decode_id = request.id
-        if decode_id in self._table:
+        if self.engine.has(decode_id):
             self._attempts.refuse_reused(message.stream, decode_id)
             return
         self._attempts.open(message.stream, decode_id)
+        source = message.source
+        if source is not None and source.incarnation == self._incarnation:
+            self._take(message, source.prefill_id)
+            return
         prefill_locally = message.source is None
         block_ids = self.engine.start(request) if prefill_locally else self.engine.reserve(request)
         if block_ids is None:
@@ -77,10 +107,52 @@ class DecodeRole:
         else:
             self._fetch(decode_id)
 
+    def _take(self, message: messages.Decode, prefill_id: bytes) -> None:
+        """The KV is in this worker already. The request needs neither blocks nor a transfer.
+
+        A held prefill never waits for another attempt, and it needs only a seat to go on. A running request
+        leaves its seat in the end, so this wait forms no circle.
+        """
+        request = message.work.request
+        taken = prefill_id not in self._taking.values() and self._prefills.take(prefill_id) is not None
+        if not taken:
+            text = f"there is no prefill {prefill_id.hex()[:8]} on this worker"
+            self._attempts.fail(request.id, Code.HANDED_BACK, text)
+            return
+        self._attempts.reserved(request.id)
+        self._taking[request.id] = prefill_id
+        self._table[request.id] = Attempt(
+            prompt_tokens=len(request.prompt_ids),
+            output_tokens=len(request.output_ids),
+            block_ids=(),
+            source=message.source,
+            deadline=time.monotonic() + message.work.timeout,
+            phase=AttemptPhase.TAKING,
+        )
+
+    def _resume(self) -> None:
+        """Resumes the prefills that are ready, as far as there are seats."""
+        for decode_id, prefill_id in list(self._taking.items()):
+            ready = self._prefills.take(prefill_id)
+            if ready is None:
+                self._end(decode_id, Code.HANDED_BACK, "the prefill has ended before")
+            elif ready and (output := self.engine.resume(prefill_id, decode_id)) is not None:
+                del self._taking[decode_id]
+                self._prefills.taken(prefill_id)
+                attempt = self._table[decode_id]
+                attempt.phase = AttemptPhase.RUNNING
+                attempt.joined_at = time.monotonic()
+                self._attempts.token(output)
+                if output.finish_reason:
+                    self._finished(decode_id)
+
     def _retarget(self, message: messages.Retarget) -> None:
         """Fetches the KV from another prefill. A running request already has its KV, so nothing changes."""
         attempt = self._table[message.decode_id]
-        if attempt.phase is AttemptPhase.RUNNING:
+        if attempt.phase in (AttemptPhase.RUNNING, AttemptPhase.TAKING):
+            return
+        if message.source.incarnation == self._incarnation:
+            self._end(message.decode_id, Code.HANDED_BACK, "the new prefill is on this worker: submit again")
             return
         try:
             block_ids = self.engine.extend_reservation(message.decode_id, message.output_ids)
@@ -110,7 +182,7 @@ class DecodeRole:
             prefill_id=source.prefill_id,
             kv_address=source.kv_address,
             incarnation=source.incarnation,
-            attempt=0,
+            attempt=source.attempt,
             block_ids=attempt.block_ids,
             num_tokens=attempt.prompt_tokens + attempt.output_tokens,
         )
@@ -125,7 +197,10 @@ class DecodeRole:
     def cancel(self, decode_id: bytes) -> None:
         self._attempts.end(decode_id)
         attempt = self._table[decode_id]
-        if attempt.phase is AttemptPhase.FETCHING:
+        if attempt.phase is AttemptPhase.TAKING:
+            del self._table[decode_id]
+            self._prefills.give_up(self._taking.pop(decode_id))
+        elif attempt.phase is AttemptPhase.FETCHING:
             attempt.phase = AttemptPhase.CLOSING
             self._receiver.cancel(decode_id)
         elif attempt.phase is not AttemptPhase.CLOSING:
@@ -153,14 +228,33 @@ class DecodeRole:
                     self._attempts.kv_failed(event.decode_id, attempt.source.prefill_id, event.reason)
                 case Closed():
                     self._forget(event.decode_id)
+        self._resume()
         self._expire()
+
+    def wanted(self, decode_id: bytes) -> bool:
+        return False
+
+    def closing(self) -> Iterator[bytes]:
+        return (
+            decode_id for decode_id, attempt in self._table.items() if attempt.phase is AttemptPhase.CLOSING
+        )
+
+    def spare(self) -> Iterator[bytes]:
+        """Reservations whose KV has not begun to come."""
+        for decode_id, attempt in self._table.items():
+            waits = attempt.phase is AttemptPhase.FETCHING and not self._receiver.began(decode_id)
+            if waits or attempt.phase is AttemptPhase.FAILED:
+                yield decode_id
+
+    def drop(self, decode_id: bytes) -> None:
+        self._end(decode_id, Code.HANDED_BACK, "prompts on this worker need its blocks")
 
     def _expire(self) -> None:
         now = time.monotonic()
         late = [
             decode_id
             for decode_id, attempt in self._table.items()
-            if attempt.phase in (AttemptPhase.FETCHING, AttemptPhase.FAILED) and attempt.deadline < now
+            if attempt.phase in _WAITING and attempt.deadline < now
         ]
         for decode_id in late:
             self._end(decode_id, Code.HANDED_BACK, "the KV did not arrive before the request's deadline")
@@ -196,7 +290,9 @@ class DecodeRole:
 
     def after_step(self, result: StepResult) -> None:
         for output in result.outputs:
-            attempt = self._table[output.id]
+            attempt = self._table.get(output.id)
+            if attempt is None:
+                continue
             if attempt.source is None and not attempt.tokens:
                 self._prefilled(attempt, output)
             if attempt.first_token_at is not None:
@@ -210,12 +306,14 @@ class DecodeRole:
         for decode_id in result.preempted:
             self._attempts.fail(decode_id, Code.HANDED_BACK, "preempted: other requests needed its blocks")
             del self._table[decode_id]
-        for decode_id, message in result.failed:
-            self._attempts.fail(decode_id, Code.ENGINE, message)
-            del self._table[decode_id]
-        for decode_id, message in result.refused:
-            self._attempts.fail(decode_id, Code.INVALID, message)
-            del self._table[decode_id]
+        for code, ended in ((Code.ENGINE, result.failed), (Code.INVALID, result.refused)):
+            for decode_id, message in ended:
+                if decode_id in self._table:
+                    self._attempts.fail(decode_id, code, message)
+                    del self._table[decode_id]
+
+    def after_tokens(self, result: StepResult) -> None:
+        pass
 
     def _prefilled(self, attempt: Attempt, output: Output) -> None:
         """Reports the prefill of a prompt that this worker computed."""

@@ -293,6 +293,10 @@ class Engine:
         live.started = None  # the first output said how long the prefill took
         return self._emit(live, len(live.token_ids) - 1, live.first_logprobs)
 
+    def has(self, request_id: bytes) -> bool:
+        """Whether a request with this id is in the engine, in any phase."""
+        return request_id in self._scheduler.requests
+
     def release(self, request_id: bytes) -> None:
         """Frees the blocks of a held request, which was handed over or never will be. Ignores unknown ids."""
         live = self._scheduler.requests.get(request_id)

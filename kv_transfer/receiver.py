@@ -134,6 +134,10 @@ class ArenaReceiver:
         self._channel.flush()
         return self._ended()
 
+    def began(self, decode_id: bytes) -> bool:
+        fetch = self._fetches.get(decode_id)
+        return fetch is not None and bool(fetch.frames or fetch.complete)
+
     def fileno(self) -> int:
         return self._channel.fileno()
 

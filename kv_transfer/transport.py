@@ -166,6 +166,9 @@ class Receiver(Protocol):
         `spare`: seconds until the next step must be launched. Infinite: no step is computed now.
         """
 
+    def began(self, decode_id: bytes) -> bool:
+        """Whether KV of a live fetch has arrived, or will not come any more because nothing is missing."""
+
     def fileno(self) -> int:
         """Readable when poll() has something."""
 

@@ -1,4 +1,4 @@
-"""The prefill worker: computes prompts and sends their KV to decode workers, layer by layer.
+"""The prefill role of a worker: computes prompts and sends their KV to decode workers, layer by layer.
 
 The life of a prefill:
 
@@ -10,17 +10,6 @@ The life of a prefill:
    needed.
 6. Its blocks are released when no transfer reads them.
 
-A prefill without handover is released without a COMMIT. So is a prefill if its first token ends the request.
+A decode on the same worker can take a held prefill: the engine resumes it, and no KV moves. A prefill without
+handover is released without a COMMIT. So is a prefill if its first token ends the request.
 """
-
-from worker.config import WorkerConfig
-
-
-def main(config: WorkerConfig) -> int:
-    """Runs the worker until SIGTERM (drains) or SIGINT.
-
-    Returns the exit code, which is not 0 if the worker could not start or a process of it died.
-    """
-    from worker.service import run
-
-    return run(config, "prefill_worker.engine_process")

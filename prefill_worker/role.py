@@ -2,10 +2,11 @@
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from engine import Output, StepResult
+from engine import Engine, Output, StepResult
 from kv_transfer import FirstToken, Released
 from prefill_worker.sink import SenderSink
 from worker import messages
@@ -23,24 +24,31 @@ class PrefillAttempt:
     handover: bool
     held: bool = False  # computed and its first token sent; the blocks stay for the decode worker
     closed: bool = False  # ended; the blocks are released when no transfer reads them
+    taken: bool = False  # a decode on this worker will go on with it
 
 
 class PrefillRole:
-    """The role of a prefill worker. Owns the engine and the KV sender.
+    """Prefills prompts for a handover, or for their first token alone. Owns the KV sender.
 
     The sender may read the blocks of an opened prefill. The engine gets them back only after the sender has
     reported the prefill as released.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    handles: ClassVar[tuple[type, ...]] = (messages.Prefill,)
+
+    def __init__(self, parts: Parts, engine: Engine, sink: SenderSink) -> None:
+        """`sink` is the engine's. It gets its sender here."""
         self._attempts = parts.attempts
         self._counts = parts.counts
         self._link = parts.link
         self._trace = parts.trace
-        self._sink = SenderSink(parts.trace)
-        self.engine = parts.start_engine(self._sink)
+        self._sink = sink
+        self.engine = engine
         self._sender = self._sink.sender = parts.transport.sender(paged_kv(self.engine))
         self._prefills: dict[bytes, PrefillAttempt] = {}  # by prefill id, in order of arrival
+
+    def owns(self, attempt_id: bytes) -> bool:
+        return attempt_id in self._prefills
 
     @property
     def kv_fd(self) -> int:
@@ -57,10 +65,10 @@ class PrefillRole:
     # ------------------------------------------------------------ messages
 
     def handle(self, message: ToEngine) -> None:
-        assert isinstance(message, messages.Prefill), f"not for a prefill engine: {message}"
+        assert isinstance(message, messages.Prefill)
         request = message.work.request
         prefill_id = request.id
-        if prefill_id in self._prefills:
+        if self.engine.has(prefill_id):
             self._attempts.refuse_reused(message.stream, prefill_id)
             return
         self._attempts.open(message.stream, prefill_id)
@@ -102,25 +110,62 @@ class PrefillRole:
     def move_kv(self, spare: float) -> None:
         for released in self._sender.poll():
             self._released(released)
-        # A request with blocks on a decode worker must always be prefilled, or prefill and decode would wait
-        # for each other. So prefills that no decode worker fetches are dropped when blocks are needed.
-        has_fetch = self._sender.has_fetch
-        closing = (prefill_id for prefill_id, prefill in self._prefills.items() if prefill.closed)
-        unfetched = (
-            prefill_id
-            for prefill_id, prefill in self._prefills.items()
-            if prefill.held and not prefill.closed and not has_fetch(prefill_id)
+
+    def wanted(self, prefill_id: bytes) -> bool:
+        return self._sender.has_fetch(prefill_id)
+
+    def closing(self) -> Iterator[bytes]:
+        return (prefill_id for prefill_id, prefill in self._prefills.items() if prefill.closed)
+
+    def spare(self) -> Iterator[bytes]:
+        """Held prefills that no decode worker fetches, in order of arrival."""
+        for prefill_id, prefill in self._prefills.items():
+            if prefill.held and not prefill.closed and not prefill.taken and not self.wanted(prefill_id):
+                yield prefill_id
+
+    def drop(self, prefill_id: bytes) -> None:
+        log.warning(
+            "prefill %s is dropped: no decode worker has fetched it, and its blocks are needed",
+            prefill_id.hex()[:8],
         )
-        for prefill_id in self.engine.to_drop(has_fetch, closing, unfetched):
-            log.warning(
-                "prefill %s is dropped: no decode worker has fetched it, and its blocks are needed",
-                prefill_id.hex()[:8],
-            )
-            self._attempts.fail(prefill_id, Code.DROPPED, "not fetched, and its blocks were needed")
+        self._attempts.fail(prefill_id, Code.DROPPED, "not fetched, and its blocks were needed")
+        self._close(prefill_id, "gone")
+
+    # ------------------------------------------------------------ decoding here
+
+    def take(self, prefill_id: bytes) -> bool | None:
+        """Keeps a prefill for a decode on this worker, instead of other workers.
+
+        Returns True when the prefill is held and no transfer reads its blocks, so that the engine can resume
+        it, and False while that is not so. Returns None if there is no such prefill, or it has ended.
+        """
+        prefill = self._prefills.get(prefill_id)
+        if prefill is None or prefill.closed or not prefill.handover:
+            return None
+        if not prefill.taken:
+            prefill.taken = True
+            if prefill.held:
+                self._sender.close(prefill_id, "gone")
+        return prefill.held and prefill_id not in self._sink.opened
+
+    def taken(self, prefill_id: bytes) -> None:
+        """The engine has resumed the prefill under another id."""
+        self._attempts.end(prefill_id)
+        del self._prefills[prefill_id]
+
+    def give_up(self, prefill_id: bytes) -> None:
+        """The decode that took the prefill has ended before the engine could resume it."""
+        prefill = self._prefills.get(prefill_id)
+        if prefill is not None and prefill.taken:
+            prefill.taken = False
+            self._attempts.end(prefill_id)
             self._close(prefill_id, "gone")
 
     def _released(self, released: Released) -> None:
         self._sink.opened.discard(released.prefill_id)
+        prefill = self._prefills[released.prefill_id]
+        if prefill.taken and not prefill.closed:
+            return  # the blocks stay for the decode on this worker
         if released.reason == "deadline":
             self._attempts.fail(released.prefill_id, Code.DROPPED, "not fetched before the hold deadline")
         elif released.reason == "reused":
@@ -132,17 +177,19 @@ class PrefillRole:
 
     def after_step(self, result: StepResult) -> None:
         for output in result.outputs:
-            self._first_token(output)
-        self._attempts.flush()  # before `_hand_over` wakes the pump: its thread competes for the GIL
+            if output.id in self._prefills:
+                self._first_token(output)
+        for code, ended in ((Code.ENGINE, result.failed), (Code.INVALID, result.refused)):
+            for prefill_id, message in ended:
+                if prefill_id in self._prefills:
+                    self._attempts.fail(prefill_id, code, message)
+                    self._close(prefill_id, "gone")
+
+    def after_tokens(self, result: StepResult) -> None:
+        # After the tokens: `commit` wakes the pump, whose thread competes for the GIL.
         for output in result.outputs:
-            self._hand_over(output)
-        for prefill_id, message in result.failed:
-            self._attempts.fail(prefill_id, Code.ENGINE, message)
-            self._close(prefill_id, "gone")
-        for prefill_id, message in result.refused:
-            self._attempts.fail(prefill_id, Code.INVALID, message)
-            self._close(prefill_id, "gone")
-        assert not result.preempted, "a prefill worker never preempts"
+            if output.id in self._prefills:
+                self._hand_over(output)
 
     def _first_token(self, output: Output) -> None:
         prefill = self._prefills[output.id]
@@ -175,6 +222,9 @@ class PrefillRole:
         if output.finish_reason:
             self._attempts.end(output.id)
             self._close(output.id, "finished")
+            return
+        if prefill.taken:
+            self._sender.close(output.id, "gone")
             return
         logprobs = output.logprobs
         self._sender.commit(

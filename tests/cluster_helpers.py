@@ -34,9 +34,10 @@ DEADLINE_MS = 60_000
 ENGINE: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "num_blocks": 512, "num_threads": 1}
 
 _ENTRY = """
-import importlib, json, sys
+import json, sys
 from engine import EngineConfig
 from worker import Deadlines, WorkerConfig
+from worker.service import run
 given = json.load(sys.stdin)
 config = WorkerConfig(
     engine=EngineConfig(**given.pop("engine")),
@@ -44,7 +45,7 @@ config = WorkerConfig(
     secret=given.pop("secret").encode(),
     **given,
 )
-sys.exit(importlib.import_module(config.role + "_worker").main(config))
+sys.exit(run(config))
 """
 
 

@@ -1,12 +1,12 @@
-"""The common part of prefill and decode workers: process tree, local messages, gRPC service, health, drain.
+"""A worker: process tree, local messages, gRPC service, health, pool, drain.
 
 The life of a worker, which `worker.service.run` implements:
 
-1. The *service process* (asyncio: gRPC, health, metrics) makes the staging arena and the sockets that its
+1. The *service process* (asyncio: gRPC, health, metrics) makes the staging arenas and the sockets that its
    children inherit. It starts the *engine process*, a fresh interpreter, which loads the model and reports
    the KV layout.
-2. The service process starts the *transfer process*, which needs that layout. On a prefill worker it listens
-   for KV lanes, on a decode worker it opens them.
+2. The service process starts the *transfer process*, which needs that layout. It listens for KV lanes,
+   and opens lanes to the workers that this worker fetches from.
 3. The gRPC server starts, the ready line goes to the parent process (`worker.ready`), and routers attach.
 4. The service process validates each request of a router. The engine process computes it. The tokens of one
    engine step go to each router in one message.
@@ -16,8 +16,9 @@ The life of a worker, which `worker.service.run` implements:
    ended. SIGINT skips this wait. Then the remaining attempts fail, and the transfer process, the engine
    process and the gRPC server stop in this order.
 
-The engine processes of both roles run the same loop, `worker.engine_loop`. A role (`prefill_worker`,
-`decode_worker`) handles its messages, its KV and the outputs of a step.
+Every worker does both kinds of work over one engine. `worker.engine_loop` runs the engine and two roles. A
+role (`prefill_worker`, `decode_worker`) handles its messages, its KV and the outputs of a step. The *pool* of
+a worker is a label: it tells routers which kind of new work to send. SetPool changes it at any time.
 """
 
 from worker.config import Deadlines, WorkerConfig

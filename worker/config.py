@@ -1,7 +1,7 @@
 """The configuration of one worker, typed and checked once.
 
-The command line builds it (flags over environment over file) and passes it to `prefill_worker.main` or
-`decode_worker.main`. A wrong value raises a ValueError that names the flag as the user types it.
+The command line builds it (flags over environment over file) and passes it to
+`worker.service.run`. A wrong value raises a ValueError that names the flag as the user types it.
 """
 
 from __future__ import annotations

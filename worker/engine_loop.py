@@ -1,4 +1,4 @@
-"""The engine process of both roles: start-up, then one loop until the service process sends Stop.
+"""The engine process: start-up, then one loop over one engine and two roles until the service sends Stop.
 
     wait for work, messages or KV → take messages → move KV → step the engine → send tokens → tick
 
@@ -15,9 +15,9 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -43,9 +43,13 @@ IDLE_TICK = 0.5  # seconds
 
 
 class Role(Protocol):
-    """The part of the engine process that differs between prefill and decode. The loop's thread calls it."""
+    """One kind of work over the engine: prefill for a handover, or decode. The loop's thread calls it."""
 
-    engine: Engine
+    handles: ClassVar[tuple[type, ...]]
+    """Types of the messages that `handle` takes."""
+
+    def owns(self, attempt_id: bytes) -> bool:
+        """Whether the attempt is one of this role, and not yet over."""
 
     @property
     def kv_fd(self) -> int:
@@ -60,10 +64,7 @@ class Role(Protocol):
         """Whether there is no attempt, and no transfer reads or writes the KV pool."""
 
     def handle(self, message: ToEngine) -> None:
-        """Handles a message of this role.
-
-        The loop handles Stop, AskStatus, Cancel and CancelStream itself.
-        """
+        """Handles a message of one of the types `handles`."""
 
     def cancel(self, attempt_id: bytes, /) -> None:
         """Ends an attempt that its router has cancelled."""
@@ -74,7 +75,23 @@ class Role(Protocol):
         Work that may take longer than `spare` seconds is left for the next call.
         """
 
-    def after_step(self, result: StepResult) -> None: ...
+    def wanted(self, attempt_id: bytes, /) -> bool:
+        """Whether another worker holds memory for the result of this attempt, which waits for blocks."""
+
+    def closing(self) -> Iterable[bytes]:
+        """Attempts that have ended, and whose blocks come back when no transfer uses them."""
+
+    def spare(self) -> Iterable[bytes]:
+        """Attempts that hold blocks, and that may be dropped so that a wanted attempt can start."""
+
+    def drop(self, attempt_id: bytes, /) -> None:
+        """Ends an attempt of `spare`: its blocks are needed."""
+
+    def after_step(self, result: StepResult) -> None:
+        """Handles what the step did to attempts of this role. The loop then sends their tokens."""
+
+    def after_tokens(self, result: StepResult) -> None:
+        """Does what may wait until the tokens of the step are sent."""
 
     def shutdown(self) -> None:
         """Closes the KV sender or receiver. The transfer process has closed its lanes."""
@@ -82,7 +99,7 @@ class Role(Protocol):
 
 @dataclass(slots=True)
 class Parts:
-    """The objects that a role is built from. All of them live as long as the process."""
+    """The objects that roles are built from. All of them live as long as the process."""
 
     config: EngineProcessConfig
     link: ServiceLink
@@ -122,10 +139,11 @@ def kv_layout(engine: Engine) -> KVLayout:
     return KVLayout(len(engine.cache_spec), layer.num_kv_heads, layer.head_dim, dtype)
 
 
-def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
+def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequence[Role]]]) -> int:
     """Runs the engine process. Returns its exit code.
 
-    `build` makes the role. An exception of a step ends the process, and the supervisor starts a new worker.
+    `build` makes the engine and the roles. An exception of a step ends the process, and the supervisor starts
+    a new worker.
     """
     link = ServiceLink(config.address)
     trace = TraceWriter(config.trace_path, config.name)
@@ -138,8 +156,8 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
     parts = Parts(config, link, heartbeat, transport, trace, Attempts(link.send))
     heartbeat.tick()
     try:
-        role = build(parts)
-        ready = _ready(role.engine)
+        engine, roles = build(parts)
+        ready = _ready(engine)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))
         link.close()
@@ -148,18 +166,88 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], Role]) -> int:
     gc.enable()
     gc.freeze()  # these objects live as long as the process; scanning them would delay a step
     link.send(ready)
-    loop(role, parts)
+    loop(engine, Roles(engine, roles, parts), parts)
     parts.trace.close()
     link.close()
     return 0
 
 
-def loop(role: Role, parts: Parts) -> None:
-    engine, link = role.engine, parts.link
-    fds = [link.fileno(), role.kv_fd, engine.landings_fd]
+class Roles:
+    """The roles of one engine as one: each attempt and each message belongs to exactly one of them."""
+
+    def __init__(self, engine: Engine, roles: Sequence[Role], parts: Parts) -> None:
+        self._engine = engine
+        self._roles = roles
+        self._parts = parts
+        self.kv_fds = [role.kv_fd for role in roles]
+
+    @property
+    def poll_within(self) -> float:
+        return min(role.poll_within or IDLE_TICK for role in self._roles)
+
+    def handle(self, message: ToEngine) -> None:
+        """Handles a message of the service process that does not end the loop."""
+        attempts = self._parts.attempts
+        match message:
+            case messages.AskStatus():
+                idle = self._engine.idle and all(role.empty for role in self._roles)
+                status = messages.EngineStatus(
+                    message.question, self._engine.stats(), self._parts.counts, idle
+                )
+                self._parts.link.send(status)
+            case messages.Cancel():
+                if attempts.owned(message.stream, message.attempt_id):
+                    self._cancel(message.attempt_id)
+            case messages.CancelStream():
+                for attempt_id in attempts.of(message.stream):
+                    self._cancel(attempt_id)
+            case _:
+                next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
+
+    def _cancel(self, attempt_id: bytes) -> None:
+        self._owner(attempt_id).cancel(attempt_id)
+
+    def move_kv(self, spare: float) -> None:
+        for role in self._roles:
+            role.move_kv(spare)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Drops attempts that hold blocks for others, so that each worker goes on alone.
+
+        A prompt here may wait for blocks that held prefills and reservations have. These may wait for other
+        workers, where prompts may wait for the same reason. So a prompt with a FETCH takes the blocks of
+        prefills that no worker fetches, and then those of reservations whose KV has not begun to come.
+        """
+        closing = (attempt_id for role in self._roles for attempt_id in role.closing())
+        spare = (attempt_id for role in self._roles for attempt_id in role.spare())
+        for attempt_id in self._engine.to_drop(self._wanted, closing, spare):
+            self._owner(attempt_id).drop(attempt_id)
+
+    def _wanted(self, attempt_id: bytes) -> bool:
+        return any(role.wanted(attempt_id) for role in self._roles)
+
+    def _owner(self, attempt_id: bytes) -> Role:
+        return next(role for role in self._roles if role.owns(attempt_id))
+
+    def after_step(self, result: StepResult) -> None:
+        for role in self._roles:
+            role.after_step(result)
+        self._parts.attempts.flush()
+        for role in self._roles:
+            role.after_tokens(result)
+
+    def shutdown(self) -> None:
+        for role in self._roles:
+            role.shutdown()
+
+
+def loop(engine: Engine, roles: Roles, parts: Parts) -> None:
+    link = parts.link
+    fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
     while True:
         idle = not engine.has_work
-        seconds = min(IDLE_TICK if idle else engine.rest, IDLE_TICK, role.poll_within or IDLE_TICK)
+        seconds = min(IDLE_TICK if idle else engine.rest, roles.poll_within)
         readable = wait(fds, 0.0 if link.has_messages else seconds)
         if engine.landings_fd in readable:
             os.eventfd_read(engine.landings_fd)
@@ -170,10 +258,10 @@ def loop(role: Role, parts: Parts) -> None:
                 parts.attempts.fail_all(Code.DRAINING, "the worker shuts down")
                 link.send(messages.Stopped())
                 link.wait_for_exit()
-                role.shutdown()
+                roles.shutdown()
                 return
-            _handle(message, role, parts)
-        role.move_kv(engine.rest if engine.waits_for_device else math.inf)
+            roles.handle(message)
+        roles.move_kv(engine.rest if engine.waits_for_device else math.inf)
         result = engine.step() if engine.has_work and not engine.rest else None
         if (changed := parts.cached_chunks.take()) is not None:
             link.send(changed)  # before the tokens: the router of a follow-up request must know the prefix
@@ -181,27 +269,10 @@ def loop(role: Role, parts: Parts) -> None:
             if result.seconds:
                 now = time.monotonic()
                 parts.trace.span("step", now - result.seconds, now)
-            role.after_step(result)
+            roles.after_step(result)
         parts.attempts.flush()
         if not engine.waits_for_device:
             parts.heartbeat.tick()
-
-
-def _handle(message: ToEngine, role: Role, parts: Parts) -> None:
-    """Handles a message of the service process that does not end the loop."""
-    match message:
-        case messages.AskStatus():
-            engine = role.engine
-            idle = engine.idle and role.empty
-            parts.link.send(messages.EngineStatus(message.question, engine.stats(), parts.counts, idle))
-        case messages.Cancel():
-            if parts.attempts.owned(message.stream, message.attempt_id):
-                role.cancel(message.attempt_id)
-        case messages.CancelStream():
-            for attempt_id in parts.attempts.of(message.stream):
-                role.cancel(attempt_id)
-        case _:
-            role.handle(message)
 
 
 def _ready(engine: Engine) -> messages.EngineReady:

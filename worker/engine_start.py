@@ -28,6 +28,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     name: str  # "prefill 0 engine"
     title: str  # prefix of the process title
     parent_pid: int
+    incarnation: int
     address: str  # of the service's socket
     sending_fds: tuple[int, int]  # inherited, as `ArenaEnd.fds` of the engine's ends
     receiving_fds: tuple[int, int]

@@ -1,4 +1,4 @@
-"""The gRPC service of a worker: Attach, Describe, GetStatus.
+"""The gRPC service of a worker: Attach, Describe, GetStatus, SetPool.
 
 The stream of a router owns the attempts that are submitted on it. The stream ends when:
 
@@ -20,7 +20,6 @@ import grpc.aio
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerServicer
 from worker import messages, streams, validation
-from worker.config import Role
 from worker.messages import Code, ToEngine
 from worker.streams import RouterStream
 from worker.validation import Limits, ProtocolError, Refused
@@ -41,6 +40,9 @@ class Backend(Protocol):
     async def status(self) -> pb.WorkerStatus:
         """Asks the engine and transfer processes for their status."""
 
+    async def set_pool(self, pool: "pb.Pool") -> pb.WorkerStatus:
+        """Moves the worker to a pool and tells all routers. Returns the new status."""
+
     def cache_snapshot(self) -> list[pb.WorkerMessage]:
         """Returns the contents of the prefix cache as messages; empty if the cache is off."""
 
@@ -48,11 +50,8 @@ class Backend(Protocol):
 class AttachService(WorkerServicer):
     """Serves routers and owns their streams. `backend` owns the engine."""
 
-    def __init__(
-        self, backend: Backend, role: Role, limits: Limits, description: pb.WorkerDescription
-    ) -> None:
+    def __init__(self, backend: Backend, limits: Limits, description: pb.WorkerDescription) -> None:
         self._backend = backend
-        self._role = role
         self._limits = limits
         self._description = description
         self._streams: dict[int, RouterStream] = {}
@@ -115,6 +114,12 @@ class AttachService(WorkerServicer):
     ) -> pb.WorkerStatus:
         return await self._backend.status()
 
+    async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
+        if request.pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
+            text = f"pool is {request.pool}: it must be POOL_PREFILL or POOL_DECODE"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        return await self._backend.set_pool(request.pool)
+
     # ------------------------------------------------------------ worker to router
 
     def deliver(self, stream_number: int, message: pb.WorkerMessage) -> None:
@@ -154,7 +159,7 @@ class AttachService(WorkerServicer):
         submit = message.prefill
         prefill_id = validation.attempt_id(submit.prefill_id, "prefill_id")
         try:
-            self._require_accepting("prefill")
+            self._require_accepting()
             work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
         except Refused as refusal:
             stream.put(_refused(prefill_id, refusal))
@@ -165,7 +170,7 @@ class AttachService(WorkerServicer):
         submit = message.decode
         decode_id = validation.attempt_id(submit.decode_id, "decode_id")
         try:
-            self._require_accepting("decode")
+            self._require_accepting()
             work = validation.work(decode_id, submit.request, self._limits)
             source = validation.source(submit.source) if submit.HasField("source") else None
         except Refused as refusal:
@@ -177,7 +182,6 @@ class AttachService(WorkerServicer):
         retarget = message.retarget
         decode_id = validation.attempt_id(retarget.decode_id, "decode_id")
         try:
-            self._require_role("decode")
             source = validation.source(retarget.source)
             output_ids = validation.output_tokens(retarget.output_ids, self._limits)
         except Refused as refusal:
@@ -193,12 +197,7 @@ class AttachService(WorkerServicer):
     async def _cache_resync(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         self._put_snapshot(stream)
 
-    def _require_role(self, role: Role) -> None:
-        if role != self._role:
-            raise Refused(Code.INVALID, f"this is a {self._role} worker")
-
-    def _require_accepting(self, role: Role) -> None:
-        self._require_role(role)
+    def _require_accepting(self) -> None:
         if self._backend.draining:
             raise Refused(Code.DRAINING, "the worker is shutting down")
 

@@ -1,8 +1,8 @@
 """Writes the life of each attempt to logs and traces.
 
-- Prefill worker: accepted → prefilled.
-- Decode worker: accepted → injected → decoded, or accepted → prefilled → decoded if it prefills the prompt.
-- Both: accepted → failed or cancelled, at any time.
+- Of a prefill: accepted → prefilled.
+- Of a decode: accepted → injected → decoded, or accepted → prefilled → decoded if this worker prefills.
+- Of both: accepted → failed or cancelled, at any time.
 
 The journal keeps an attempt from its submission to its end. The times come from the messages of the engine
 process.
@@ -30,6 +30,7 @@ class _OpenAttempt:
     name: str  # of the request
     traceparent: str
     accepted_at: float  # time.monotonic()
+    decodes: bool
 
 
 class Journal:
@@ -40,7 +41,6 @@ class Journal:
 
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._open: dict[bytes, _OpenAttempt] = {}
-        self._decodes = config.role == "decode"
         worker: Attributes = {"baton.index": config.index, "service.instance.id": f"{incarnation:016x}"}
         self._tracer = open_tracer(config.otlp_endpoint, f"baton-{config.role}", worker)
 
@@ -55,7 +55,10 @@ class Journal:
                 request = work.request
                 attempt_id = request.id
                 if attempt_id not in self._open:  # else the id is in use, and the engine refuses it
-                    attempt = _OpenAttempt(attempt_id, stream, work.name, work.traceparent, time.monotonic())
+                    attempt = _OpenAttempt(
+                        attempt_id, stream, work.name, work.traceparent, time.monotonic(),
+                        decodes=isinstance(message, messages.Decode),
+                    )  # fmt: skip
                     self._open[attempt_id] = attempt
                     _log_attempt(
                         attempt, "accepted, %d tokens", len(request.prompt_ids) + len(request.output_ids)
@@ -77,7 +80,7 @@ class Journal:
         attempt = self._open.get(done.attempt_id)
         if attempt is None:
             return  # the attempt was cancelled before this message arrived
-        if not self._decodes:
+        if not attempt.decodes:
             del self._open[done.attempt_id]
         _log_attempt(
             attempt, "prefilled %d tokens, %d of them cached, in %.4f s after %.4f s",
@@ -133,7 +136,7 @@ class Journal:
         keep = failure.code is Code.KV_FAILED
         attempt = self._open.get(failure.attempt_id) if keep else self._open.pop(failure.attempt_id, None)
         level = logging.DEBUG if failure.code in _ROUTINE else logging.INFO
-        attempt = attempt or _OpenAttempt(failure.attempt_id, failure.stream, "?", "", 0.0)
+        attempt = attempt or _OpenAttempt(failure.attempt_id, failure.stream, "?", "", 0.0, decodes=False)
         _log_attempt(attempt, "%s: %s", failure.code.name.lower(), failure.message, level=level)
 
     def _record(

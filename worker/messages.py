@@ -47,6 +47,7 @@ class Source(_Message, tag=False):
     prefill_id: bytes
     kv_address: str
     incarnation: int
+    attempt: int  # among the decode attempts of the request
 
 
 # ---------------------------------------------------------------- service to engine

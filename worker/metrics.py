@@ -28,26 +28,21 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
 # These label values are exported from the start with 0, so that rates and alerts see the first event.
 _CHECKSUMS = ("header", "payload", "control")
-_REFUSED = ("hello", "secret", "role", "limits", "transfer_id")
-_DEADLINES = {
-    "prefill": ("handshake", "fetch_wait", "hold", "progress", "peer_dead", "engine_dead"),
-    "decode": ("handshake", "unreachable", "progress", "peer_dead", "engine_dead"),
-}
-_TRANSFERS = {
-    "prefill": ("acked", "cancelled", "deadline", "finished", "gone"),
-    "decode": ("injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost"),
-}
+_REFUSED = ("hello", "secret", "version", "limits", "transfer_id")
+_DEADLINES = ("handshake", "fetch_wait", "hold", "unreachable", "progress", "peer_dead", "engine_dead")
+_TRANSFERS = ("acked", "injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost")
 _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
 class Metrics(Collector):
     """The metrics of a worker. Owns the registry and, after `listen`, an HTTP server with its own thread.
 
-    The owner sets `engine_status` and `transfer_stats` to the last reports.
+    The owner sets `engine_status` and `transfer_stats` to the last reports, and `role` to the current pool.
     """
 
     def __init__(self, role: str, model_name: str) -> None:
-        self._labels = {"model_name": model_name, "role": role}
+        self.role = role
+        self._model_name = model_name
         self._cache_config: dict[str, str] = {}
         self.engine_status: EngineStatus | None = None
         self.transfer_stats: TransferStats | None = None
@@ -63,34 +58,37 @@ class Metrics(Collector):
             "Time from the start of the prefill to the first token.",
             _SECONDS,
         )
-        if role == "decode":
-            self._decode = self._histogram(
-                "vllm:request_decode_time_seconds",
-                "Time from the end of KV injection to the last token.",
-                _LONG_SECONDS,
-            )
-            self._transfer = self._histogram(
-                "baton:kv_transfer_seconds", "Time from the first KV frame to the last.", _SECONDS
-            )
-            self._injection = self._histogram(
-                "baton:kv_injection_seconds",
-                "Time from the start of the first copy into the blocks to the end of the last.",
-                _SECONDS,
-            )
-            self._exposed = self._histogram(
-                "baton:kv_exposed_seconds",
-                "Time from prefill's first token to the end of KV injection.",
-                _SECONDS,
-            )
-            self._fetch = self._histogram(
-                "baton:kv_fetch_seconds", "Time from FETCH to the end of KV injection.", _SECONDS
-            )
-            self._hidden = self._histogram(
-                "baton:kv_hidden_share", "1 - exposed / transfer seconds, for each transfer.", _SHARES
-            )
-            self._handover = self._histogram(
-                "baton:handover_seconds", "Time from prefill's first token to decode's second.", _SECONDS
-            )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds",
+            "Time from the end of KV injection to the last token.",
+            _LONG_SECONDS,
+        )
+        self._transfer = self._histogram(
+            "baton:kv_transfer_seconds", "Time from the first KV frame to the last.", _SECONDS
+        )
+        self._injection = self._histogram(
+            "baton:kv_injection_seconds",
+            "Time from the start of the first copy into the blocks to the end of the last.",
+            _SECONDS,
+        )
+        self._exposed = self._histogram(
+            "baton:kv_exposed_seconds",
+            "Time from prefill's first token to the end of KV injection.",
+            _SECONDS,
+        )
+        self._fetch = self._histogram(
+            "baton:kv_fetch_seconds", "Time from FETCH to the end of KV injection.", _SECONDS
+        )
+        self._hidden = self._histogram(
+            "baton:kv_hidden_share", "1 - exposed / transfer seconds, for each transfer.", _SHARES
+        )
+        self._handover = self._histogram(
+            "baton:handover_seconds", "Time from prefill's first token to decode's second.", _SECONDS
+        )
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {"model_name": self._model_name, "role": self.role}
 
     def listen(self, host: str, port: int) -> int:
         """Starts the HTTP server. Returns the port. Raises OSError if the port is in use."""
@@ -132,21 +130,21 @@ class Metrics(Collector):
         }
 
     def prefilled(self, message: Prefilled) -> None:
-        self._queue.observe(message.began_at - message.accepted_at)
-        self._prefill.observe(message.token_at - message.began_at)
+        self._observe(self._queue, message.began_at - message.accepted_at)
+        self._observe(self._prefill, message.token_at - message.began_at)
 
     def decoded(self, message: Decoded) -> None:
-        self._decode.observe(message.ended_at - message.joined_at)
+        self._observe(self._decode, message.ended_at - message.joined_at)
 
     def injected(self, stats: InjectStats) -> None:
-        self._transfer.observe(stats.transfer_seconds)
-        self._injection.observe(stats.injection_seconds)
-        self._exposed.observe(stats.exposed_seconds)
-        self._fetch.observe(stats.fetch_seconds)
-        self._hidden.observe(stats.hidden_share)
+        self._observe(self._transfer, stats.transfer_seconds)
+        self._observe(self._injection, stats.injection_seconds)
+        self._observe(self._exposed, stats.exposed_seconds)
+        self._observe(self._fetch, stats.fetch_seconds)
+        self._observe(self._hidden, stats.hidden_share)
 
     def handover(self, seconds: float) -> None:
-        self._handover.observe(seconds)
+        self._observe(self._handover, seconds)
 
     def collect(self) -> Iterable[Metric]:
         yield self._info()
@@ -159,7 +157,11 @@ class Metrics(Collector):
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, text, tuple(self._labels), registry=self.registry, buckets=buckets)
-        return family.labels(**self._labels)
+        family.labels(**self._labels)  # exported from the start
+        return family
+
+    def _observe(self, family: Histogram, value: float) -> None:
+        family.labels(**self._labels).observe(value)
 
     def _info(self) -> Metric:
         value = self._labels | self._cache_config
@@ -232,9 +234,8 @@ class Metrics(Collector):
         yield self._counter(
             "baton:kv_late_frames", "Frames that arrived for a transfer that had ended.", stats.late_frames
         )
-        role = self._labels["role"]
         for name, text, label, values, known in (
-            ("baton:kv_transfers", "Transfers ended.", "reason", stats.transfers, _TRANSFERS[role]),
+            ("baton:kv_transfers", "Transfers ended.", "reason", stats.transfers, _TRANSFERS),
             ("baton:kv_checksum_failures", "Bad frames.", "kind", stats.checksum_failures, _CHECKSUMS),
             ("baton:kv_refused", "Peers and frames refused.", "reason", stats.refused, _REFUSED),
             (
@@ -242,7 +243,7 @@ class Metrics(Collector):
                 "Deadlines that expired.",
                 "deadline",
                 stats.deadlines,
-                _DEADLINES[role],
+                _DEADLINES,
             ),
         ):
             yield self._by_label(name, text, label, dict.fromkeys(known, 0) | values)

@@ -32,9 +32,10 @@ STATUS_INTERVAL = 1.0  # seconds, as the two below
 DRAIN_CHECK = 0.05
 SERVER_STOP = 1.0
 POOLS = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
+NAMES = {pool: name for name, pool in POOLS.items()}
 
 
-def run(config: WorkerConfig, engine_module: str) -> int:
+def run(config: WorkerConfig) -> int:
     """Runs a worker to its end.
 
     Returns 0 after SIGTERM or SIGINT. Returns 1 if the worker could not start or if one of its processes
@@ -46,7 +47,7 @@ def run(config: WorkerConfig, engine_module: str) -> int:
 
     async def run_service() -> int:
         try:
-            service = Service(config, engine_module, incarnation)
+            service = Service(config, incarnation)
         except (StartError, ValueError) as error:
             log.error("%s", error)
             ReadyPipe(config.ready_fd).error(str(error))
@@ -66,7 +67,7 @@ class Service:
     Raises StartError or ValueError if the user's configuration is wrong.
     """
 
-    def __init__(self, config: WorkerConfig, engine_module: str, incarnation: int) -> None:
+    def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._config = config
         self._ready = ReadyPipe(config.ready_fd)
         self._incarnation = incarnation
@@ -78,11 +79,12 @@ class Service:
         self._server = rpc.create_server(config.secret, self._health)
         self._metrics = Metrics(config.role, config.model_name)
         self._journal = Journal(config, incarnation)
-        self._tree = WorkerTree(config, engine_module, self._incarnation)
+        self._tree = WorkerTree(config, self._incarnation)
         self._routers: AttachService
         self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
         self._reporting: asyncio.Task[None] | None = None
         self._last_status = pb.WorkerStatus()
+        self._pool = POOLS[config.role]
         self._questions = count()
         self._status_answers: dict[int, asyncio.Future[EngineStatus]] = {}  # by question
 
@@ -125,7 +127,6 @@ class Service:
         self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
         self._routers = AttachService(
             self,
-            config.role,
             Limits(engine.vocab_size, engine.max_model_len),
             self._description(engine, kv_address, metrics_address),
         )
@@ -243,7 +244,7 @@ class Service:
         stats = engine.stats
         self._last_status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
-            pool=POOLS[self._config.role],
+            pool=self._pool,
             requests_running=stats.running,
             requests_waiting=stats.waiting,
             tokens_waiting=stats.tokens_waiting,
@@ -262,6 +263,16 @@ class Service:
             chunk_seconds=stats.chunk_seconds,
         )
         return self._last_status
+
+    async def set_pool(self, pool: pb.Pool) -> pb.WorkerStatus:
+        if pool != self._pool:
+            log.info("moves from the %s pool to the %s pool", NAMES[self._pool], NAMES[pool])
+            self._pool = pool
+            self._metrics.role = NAMES[pool]
+            # Routers get the label at once, because a new status must wait for the engine's step.
+            self._last_status.pool = pool
+            self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+        return await self.status()
 
     def cache_snapshot(self) -> list[pb.WorkerMessage]:
         return [] if self._cache is None else self._cache.snapshot()

@@ -27,6 +27,7 @@ from worker.processes import ChildProcess, describe_exit, spawn
 from worker.transfer_link import TransferLink
 from worker.watchdog import START_SILENCE, Watchdog
 
+ENGINE_MODULE = "worker.engine_process"
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds. The transfer process reports once a second."""
 CAUSE_SOON = 5.0
@@ -44,9 +45,8 @@ class WorkerTree:
     The service process owns it and uses it in its main thread.
     """
 
-    def __init__(self, config: WorkerConfig, engine_module: str, incarnation: int) -> None:
+    def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._config = config
-        self._engine_module = engine_module
         self._incarnation = incarnation
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers: list[asyncio.Task[None]] = []
@@ -79,6 +79,7 @@ class WorkerTree:
             name=name,
             title=config.title,
             parent_pid=os.getpid(),
+            incarnation=self._incarnation,
             address=self.engine_link.address,
             sending_fds=self._sending[0].fds,
             receiving_fds=self._receiving[0].fds,
@@ -90,9 +91,7 @@ class WorkerTree:
             engine=msgspec.Raw(msgspec.json.encode(config.engine)),
         )
         fds = (*start.sending_fds, *start.receiving_fds, start.heartbeat_fd)
-        self._engine = ChildProcess(
-            name, spawn(self._engine_module, msgspec.json.encode(start), pass_fds=fds)
-        )
+        self._engine = ChildProcess(name, spawn(ENGINE_MODULE, msgspec.json.encode(start), pass_fds=fds))
         for ends in (self._sending, self._receiving):
             ends[0].channel.close()
         dog = Watchdog(name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)

@@ -153,7 +153,9 @@ def source(value: pb.PrefillSource) -> messages.Source:
         raise _invalid(f"kv_address {address[:MAX_ADDRESS]!r} is not host:port")
     if not 1 <= int(match[2]) <= 65_535:
         raise _invalid(f"kv_address names port {match[2]}, which is not 1 to 65535")
-    return messages.Source(attempt_id(value.prefill_id, "prefill_id"), address, value.incarnation)
+    return messages.Source(
+        attempt_id(value.prefill_id, "prefill_id"), address, value.incarnation, value.attempt
+    )
 
 
 def _invalid(message: str) -> Refused:

@@ -87,8 +87,7 @@ def test_prefix_caching_is_on_by_default_for_prefill_workers(
 ) -> None:
     """Whether they are told directly or by `baton serve`."""
     started: list[Any] = []
-    for role in caching:
-        monkeypatch.setattr(f"{role}_worker.main", lambda config: started.append(config) or 0)
+    monkeypatch.setattr("worker.service.run", lambda config: started.append(config) or 0)
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     baton("serve", *flags)
     passed_on = served[0].roles()[0].args

@@ -315,10 +315,9 @@ async def test_an_invalid_request_is_refused_and_its_stream_goes_on(workers: Wor
             ):
                 assert failure.code == pb.FAILURE_CODE_INVALID
                 assert reason in failure.message
-        wrong = await pair.prefill.submit_decode(request([1], sampling()), source)
-        assert "this is a prefill worker" in (await pair.prefill.failure(wrong)).message
-        await pair.prefill.send(retarget=pb.Retarget(decode_id=wrong, source=source))
-        assert "this is a prefill worker" in (await pair.prefill.failure(wrong)).message
+        held = await pair.prefill.submit_prefill(request(prompt(10), sampling()), handover=True)
+        await pair.prefill.send(retarget=pb.Retarget(decode_id=held, source=source))  # no decode: ignored
+        await pair.prefill.send(cancel=pb.Cancel(attempt_id=held))
         longer = await pair.prefill.submit_prefill(request([1], sampling(max_tokens=2)), handover=False)
         assert "set handover" in (await pair.prefill.failure(longer)).message
         await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))

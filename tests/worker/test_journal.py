@@ -43,7 +43,7 @@ class Worker:
         asked = request([1] * 10, sampling(), [2])
         asked.name, asked.traceparent = "mine", f"00-{self.trace_id}-{self.parent}-01"
         work = validation.work(self.attempt, asked, validation.Limits(100, 100))
-        source = messages.Source(b"", "", 0)
+        source = messages.Source(b"", "", 0, 1)
         self.journal.sent(
             messages.Prefill(stream, work, handover=True)
             if self.role == "prefill"

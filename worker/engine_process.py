@@ -1,0 +1,34 @@
+"""The engine process of a worker. Its service runs `python -m worker.engine_process`.
+
+This module puts the two roles and the engine together. No other module of this package knows a role.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from worker.engine_start import EngineProcessConfig, start
+
+if TYPE_CHECKING:
+    from engine import Engine
+    from worker.engine_loop import Parts, Role
+
+
+def run(config: EngineProcessConfig) -> int:
+    # These imports load torch, which is slow. The process must be tied to its parent before.
+    from decode_worker.role import DecodeRole
+    from prefill_worker.role import PrefillRole
+    from prefill_worker.sink import SenderSink
+    from worker import engine_loop
+
+    def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
+        sink = SenderSink(parts.trace)
+        engine = parts.start_engine(sink)
+        prefill = PrefillRole(parts, engine, sink)
+        return engine, (prefill, DecodeRole(parts, engine, prefill))
+
+    return engine_loop.run(config, build)
+
+
+if __name__ == "__main__":
+    sys.exit(start(run))
