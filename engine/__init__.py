@@ -13,7 +13,7 @@ The rooms, from the outside in. Each imports only rooms below it:
     engine       the step: schedule → run → postprocess
     core         scheduler, block pool, prefix cache, chunk limit: pure, without torch
     grammar      the tokens that a structured output allows
-    execution    one rank: computes steps of plain arrays (`step`), knows no request
+    execution    one rank: computes its part of steps of plain arrays (`step`), knows no request
     loader, models, layers, kernels      from a checkpoint to a forward pass
     step, api    the arrays of a step; requests, sampling parameters, outputs, statistics
 

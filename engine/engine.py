@@ -49,9 +49,9 @@ class Engine:
     """One model and its KV cache; `engine.build.build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
 
-    `kv_cache` has one tensor [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] per layer. The engine
-    owns it. KV transfer may read the blocks of a request that is prefilled or held, and write those of a
-    reserved one. Position p of a request is in slot
+    `kv_cache` has one tensor [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] per layer, with the
+    KV heads of this rank. The engine owns it. KV transfer may read the blocks of a request that is prefilled
+    or held, and write those of a reserved one. Position p of a request is in slot
     block_table[p // block_size] * block_size + p % block_size.
     """
 
@@ -326,6 +326,10 @@ class Engine:
         wanted = live.request.sampling.structured_output
         if wanted is not None:
             live.grammar = self._grammars.compile(wanted, live.request)
+
+    def close(self) -> None:
+        """Computes nothing more, and ends the other ranks."""
+        self._runner.stop()
 
     # State
 

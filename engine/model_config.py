@@ -1,6 +1,6 @@
 """The shape of a model, the same for all formats of checkpoints."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,24 @@ class ModelConfig:
                 f"{source}: {self.num_heads} heads of {self.head_dim} on {self.num_kv_heads} KV heads is not "
                 "supported"
             )
+
+    def of_rank(self, ranks: int) -> "ModelConfig":
+        """The shape that one of `ranks` ranks computes with: its heads of attention. Fewer KV heads than
+        ranks are held by several ranks each. Raises `ValueError` if the heads do not divide so."""
+
+        def divides(ranks: int) -> bool:
+            shared = self.num_kv_heads % ranks == 0 or ranks % self.num_kv_heads == 0
+            return self.num_heads % ranks == 0 and shared
+
+        if not divides(ranks):
+            possible = ", ".join(str(n) for n in range(1, self.num_heads + 1) if divides(n))
+            raise ValueError(
+                f"--tensor-parallel-size {ranks}: the model has {self.num_heads} query heads and "
+                f"{self.num_kv_heads} KV heads; choose one of {possible}"
+            )
+        return replace(
+            self, num_heads=self.num_heads // ranks, num_kv_heads=max(1, self.num_kv_heads // ranks)
+        )
 
     @property
     def num_parameters(self) -> int:

@@ -44,6 +44,9 @@ class EngineConfig:
     """Whether a step is launched before the tokens of the step before are known. None: yes on CUDA."""
     cuda_graphs: bool = True
     """Whether CUDA graphs replay steps. A CPU has none."""
+    tensor_parallel_size: int = 1
+    """Devices that hold the model together, each a part of every layer. It divides the query heads, and
+    divides the KV heads or is a multiple of them. On GPUs rank i runs on the i-th from `device` on."""
 
     def __post_init__(self) -> None:
         def require(flag: str, value: object, holds: bool, remedy: str) -> None:
@@ -71,6 +74,7 @@ class EngineConfig:
             ("max-num-seqs", self.max_num_seqs),
             ("max-num-batched-tokens", self.max_num_batched_tokens),
             ("num-threads", self.num_threads),
+            ("tensor-parallel-size", self.tensor_parallel_size),
         ):
             require(flag, value, value is None or value >= 1, "must be at least 1")
         require(

@@ -13,6 +13,9 @@ they write nothing and attend to nothing.
 A forward pass with chunks is cut in each layer, at the point where the KV of the layer is written: it is one
 graph more than there are layers. `layer_done` is called between two graphs, so that KV can be handed over.
 
+With several ranks, all of them capture and replay the same graphs in the same order, but only rank 0 has
+*choose*. The sums over ranks are part of the graphs.
+
 All graphs share one memory pool, since only one graph runs at a time. Their results (hidden states, logits,
 tokens) are in other memory. The inputs of a step are contiguous, so one copy moves them all.
 """
@@ -31,6 +34,7 @@ from torch import Tensor
 from engine.execution.upload import aligned
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.tiles import tile_work
+from engine.layers.ranks import Ranks
 from engine.step import Draws, Step, Variant
 
 LARGEST = 1024
@@ -151,6 +155,7 @@ class StepGraphs:
         dtype: torch.dtype,
         block_size: int,
         max_num_batched_tokens: int,
+        ranks: Ranks,
         progress: Callable[[float], None],
     ) -> None:
         """Captures steps of up to len(tokens) requests.
@@ -159,6 +164,7 @@ class StepGraphs:
         and the next step reads them."""
         device, requests = tokens.device, len(tokens)
         self._network = network
+        self._ranks = ranks
         self._tokens = tokens
         self._widths = widths
         self._block_size = block_size
@@ -175,6 +181,7 @@ class StepGraphs:
         self._forward: dict[Size, list[torch.cuda.CUDAGraph]] = {}
         self._of_logits: dict[int, torch.cuda.CUDAGraph] = {}
         self._choose: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
+        self._share: torch.cuda.CUDAGraph | None = None
         self._static["slots"].fill_(-1)
         with _no_garbage_collection():
             self._capture(progress)
@@ -189,17 +196,22 @@ class StepGraphs:
         for done, rows in enumerate(reversed(self._batch_sizes), len(self._sizes)):
             progress(done / steps)
             (self._of_logits[rows],) = capture(partial(self._run_logits, rows))
-            for variant in Variant:
+            for variant in Variant if self._ranks.rank == 0 else ():
                 (self._choose[rows, variant],) = capture(partial(self._run_choose, rows, variant))
+        if self._ranks.size > 1:
+            (self._share,) = capture(lambda _: self._ranks.broadcast(self._tokens))
         torch.cuda.synchronize()
         self._drop_slow()
 
     def _drop_slow(self) -> None:
         """Drops graphs with chunks that take longer than a larger graph: for some numbers of rows, cuBLAS
-        chooses worse kernels than for a few rows more."""
+        chooses worse kernels than for a few rows more. Rank 0 measures for all ranks."""
+        sizes = sorted((size for size in self._sizes if size.chunks), reverse=True)
+        milliseconds = [_milliseconds(self._forward[size]) for size in sizes]
+        measured = torch.tensor(milliseconds, device=self._tokens.device)
+        self._ranks.broadcast(measured)
         best = math.inf
-        for size in sorted((size for size in self._sizes if size.chunks), reverse=True):
-            took = _milliseconds(self._forward[size])
+        for size, took in zip(sizes, measured.tolist(), strict=True):
             if took > best:
                 self._sizes.remove(size)
                 del self._forward[size]
@@ -240,6 +252,11 @@ class StepGraphs:
         """Launches sampling from the result of `logits`. Returns [rows] int64, a view of `tokens`."""
         self._choose[self._padded(rows), variant].replay()
         return self._tokens[:rows]
+
+    def share_tokens(self) -> None:
+        """Launches the copy of rank 0's tokens to the other ranks."""
+        if self._share is not None:
+            self._share.replay()
 
     def draws(self, rows: int) -> Draws[Tensor]:
         """The draws of the last step, on the device."""

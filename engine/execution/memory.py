@@ -12,6 +12,7 @@ import torch
 
 from engine.api.config import EngineConfig
 from engine.execution.host_memory import host_memory
+from engine.layers.ranks import Ranks
 from engine.model_config import ModelConfig
 from engine.models import cache_bytes_per_token, cache_spec
 from engine.models.cache_spec import AttentionCache
@@ -36,11 +37,11 @@ class Limits:
     max_model_len: int
     """The configured context length. Default: the model's, or what the largest possible pool here holds."""
     cache: Sequence[AttentionCache]
-    """What each layer caches."""
+    """What each layer caches on this rank."""
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV for one token, in all layers."""
+        """Bytes of KV for one token on this rank, in all layers."""
         return cache_bytes_per_token(self.cache)
 
 
@@ -75,8 +76,10 @@ class PoolSize:
     max_model_len: int
 
 
-def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
-    """The limits for this model on this device. Raises `ValueError` naming the flag that does not fit."""
+def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Limits:
+    """The limits for this model, equal on all ranks. Raises `ValueError` naming the flag that does not fit.
+
+    `device` is that of this rank."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: no CUDA device here; use --device cpu")
     dtype = choose_dtype(config, model, device)
@@ -87,17 +90,17 @@ def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device
         raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}{window}")
     if wanted == model.sliding_window:
         log.warning("requests can have %d tokens: the model's sliding window ends the context there", wanted)
-    most, weights = CPU_POOL_BYTES, model.num_parameters * dtype.itemsize
+    cache = cache_spec(model.of_rank(ranks.size), dtype)
+    most, weights = CPU_POOL_BYTES // ranks.size, model.num_parameters * dtype.itemsize
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        check_weights_fit(config, weights, free, total)
-        most = total
+        check_weights_fit(config, weights // ranks.size, free, total)
+        most = ranks.least(total)
     elif weights > (free := host_memory()):
         raise ValueError(
             f"--model {config.model}: its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory "
             "are available; free some, or choose a smaller model or --dtype"
         )
-    cache = cache_spec(model, dtype)
     capacity = config.num_blocks * block_size if config.num_blocks else most // cache_bytes_per_token(cache)
     return Limits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity), cache)
 
@@ -121,18 +124,22 @@ def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int)
         )
 
 
-def size_pool(config: EngineConfig, model: ModelConfig, limits: Limits, use: MemoryUse | None) -> PoolSize:
-    """Sizes the KV pool. `use` None: on a CPU. Raises `ValueError` with the memory that each part needs."""
+def size_pool(
+    config: EngineConfig, model: ModelConfig, limits: Limits, use: MemoryUse | None, ranks: Ranks
+) -> PoolSize:
+    """Sizes the KV pool; the rank with the least room decides for all. `use` None: on a CPU. Raises
+    `ValueError` with the memory that each part needs."""
     token = limits.token_bytes
     block = token * limits.block_size
     if config.num_blocks is None:
-        room = CPU_POOL_BYTES if use is None else use.room(config.gpu_memory_utilization)
+        share = config.gpu_memory_utilization
+        room = CPU_POOL_BYTES // ranks.size if use is None else ranks.least(use.room(share))
         # More than a full context for each request of a step would be of no use.
         most = config.max_num_seqs * -(-limits.max_model_len // limits.block_size)
         num_blocks = min(room // block, most)
     else:
         num_blocks = config.num_blocks
-        if use is not None and num_blocks * block > (room := use.room(1.0)):
+        if use is not None and num_blocks * block > (room := ranks.least(use.room(1.0))):
             raise ValueError(
                 f"--num-blocks {num_blocks}: {gib(num_blocks * block)} of KV, and there is room for "
                 f"{gib(room)}, {max(0, room // block)} blocks. {_needs(config, use)}"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.execution.commands import Followers
 from engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from engine.execution.moments import Moment, moment
 from engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
@@ -22,6 +23,7 @@ from engine.execution.upload import upload
 from engine.kernels import HeadNorm, Kernels
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.tiles import SHORT
+from engine.layers.ranks import Ranks
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import AttentionCache
 from engine.step import Adjustments, Draws, Sampled, Step, Variant
@@ -78,10 +80,14 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         device: torch.device,
+        ranks: Ranks,
     ) -> None:
+        """`config`, `cache` and `device` are those of this rank."""
         self.model = model
         self.block_size = block_size
         self.device = device
+        self.followers = Followers()
+        """Set on rank 0 when all ranks have started: the other ranks then follow its calls."""
         self.kv_cache: list[Tensor] = []
         self._kernels = kernels
         self._config = config
@@ -89,6 +95,7 @@ class ModelRunner:
         self._dtype = dtype
         self._graphs: StepGraphs | None = None
         self._moment: Callable[[], Moment] = partial(moment, device)
+        self._ranks = ranks
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """What the newest step samples, by row. The step after it reads its unknown tokens here."""
         self.table_width: int | None = None
@@ -107,6 +114,12 @@ class ModelRunner:
         """Gives the cache's memory back."""
         self.kv_cache = []
 
+    def stop(self) -> None:
+        """Runs nothing more: drops the graphs, and leaves the group of ranks."""
+        self.followers.stop()
+        self._graphs = None
+        self._ranks.close()
+
     @torch.inference_mode()
     def capture(self, max_num_batched_tokens: int, progress: Callable[[float], None]) -> None:
         """Captures graphs, which replay steps from now on; the cache must stay where it is."""
@@ -121,6 +134,7 @@ class ModelRunner:
             dtype=self._dtype,
             block_size=self.block_size,
             max_num_batched_tokens=max_num_batched_tokens,
+            ranks=self._ranks,
             progress=progress,
         )
 
@@ -129,6 +143,7 @@ class ModelRunner:
         """Enqueues the forward pass. `layer_done(i)` is called when the KV of layer i is written (on CUDA:
         when its writing is enqueued). A graph of a step that only decodes does not call it. `sample` must be
         called before the next `run`."""
+        self.followers.run(step)
         began, rows, graphs = self._moment(), len(step.sampled_rows), self._graphs
         size = graphs.size(step) if graphs is not None else None
         if graphs is not None and size is not None:
@@ -147,9 +162,14 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, launched: Launched, adjustments: Adjustments | None) -> Moment:
         """Enqueues the sampling of a step. `adjustments` None: its rows ask for nothing beyond `Draws`.
-        Returns the moment when the step is over."""
+        Returns the moment when the step is over. Rank 0 samples, and the others get its tokens."""
+        self.followers.sample()
         rows = launched.rows
-        if rows and launched.size is not None and adjustments is None:
+        if rows and self._ranks.rank:
+            if launched.size is not None:
+                assert self._graphs is not None
+                self._graphs.logits(rows)
+        elif rows and launched.size is not None and adjustments is None:
             assert self._graphs is not None
             self._graphs.logits(rows)
             launched.tokens = to_host(self._graphs.choose(rows, launched.variant))
@@ -167,6 +187,10 @@ class ModelRunner:
             if adjustments is not None:
                 launched.logprobs = top_logprobs(logits, tokens, adjustments)
         launched.ended = self._moment()
+        if rows and self._graphs is not None:
+            self._graphs.share_tokens()
+        elif rows:
+            self._ranks.broadcast(self._tokens)
         return launched.ended
 
     def forward(

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.ranks import Part
 from engine.layers.weights import Weights
 
 
@@ -25,16 +26,23 @@ class PlainLinear:
 
     @classmethod
     def load(
-        cls, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
+        cls,
+        weights: Weights,
+        names: Sequence[str],
+        rows: Sequence[Part],
+        columns: Part,
+        *,
+        bias: bool = False,
     ) -> Self:
         weight = weights.stack(
             [f"{name}.weight" for name in names],
-            [(n, columns) for n in rows],
+            [(part, columns) for part in rows],
             scratch=_packs(weights.dtype, weights.device),
         )
         if not bias:
             return cls(weight)
-        return cls(weight, weights.stack([f"{name}.bias" for name in names], [(n,) for n in rows]))
+        added = weights.stack([f"{name}.bias" for name in names], [(part,) for part in rows])
+        return cls(weight, None if columns.start else added)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:

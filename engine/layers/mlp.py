@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from engine.layers.ranks import whole
 from engine.layers.weights import Weights
 from engine.model_config import ModelConfig
 
@@ -10,10 +11,11 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = whole(config.hidden_size), weights.ranks.part(config.intermediate_size)
         self.gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
         self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
         self.kernels = weights.kernels
+        self.all_reduce = weights.ranks.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.kernels.silu_mul(self.gate_up(x)))
+        return self.all_reduce(self.down(self.kernels.silu_mul(self.gate_up(x))))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import kernels_for
+from engine.layers.ranks import Part, Ranks, whole
 from engine.model_config import ModelConfig
 
 FINGERPRINT_SAMPLE = 256
@@ -45,8 +46,9 @@ class Checkpoint(Protocol):
         """What the file says before anything is read. None: any."""
         ...
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, of this shape, in the checkpoint's own dtype; it may lie in a mapped file."""
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        """These parts of the dimensions of the tensor, in the checkpoint's own dtype. The result may lie in a
+        mapped file."""
         ...
 
 
@@ -58,13 +60,14 @@ class LinearMethod(Protocol):
         cls,
         weights: "Weights",
         names: Sequence[str],
-        rows: Sequence[int],
-        columns: int,
+        rows: Sequence[Part],
+        columns: Part,
         *,
         bias: bool = False,
     ) -> Self:
         """Loads several projections of the same input as one: weight i has rows[i] × columns, and all rows
-        are stacked. Raises `ValueError` naming file and tensor."""
+        are stacked. With a part of the columns, the result is a term of a sum over ranks; the first rank's
+        term has the bias. Raises `ValueError` naming file and tensor."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -80,10 +83,12 @@ class Weights:
         device: torch.device,
         progress: Callable[[str, float], None],
         linear_method: type[LinearMethod],
+        ranks: Ranks,
     ) -> None:
         """`linear_method`: the format of the checkpoint's matrices."""
         self.dtype = dtype
         self.device = device
+        self.ranks = ranks
         self.kernels = kernels_for(device, checkpoint.config.head_dim)
         self._linear_method = linear_method
         self._checkpoint = checkpoint
@@ -94,33 +99,33 @@ class Weights:
         self._scratch = torch.empty(0, dtype=dtype, device=device)
 
     def linear(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
+        self, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool = False
     ) -> LinearMethod:
         """A product with the weights `names`; see `LinearMethod.load`."""
         return self._linear_method.load(self, names, rows, columns, bias=bias)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, which must have this shape. Raises `ValueError` naming file and tensor."""
-        return self.stack([name], [shape])
+        """The whole tensor `name`, which must have this shape. Raises `ValueError` naming file and tensor."""
+        return self.stack([name], [[whole(size) for size in shape]])
 
     def stack(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, scratch: bool = False
+        self, names: Sequence[str], parts: Sequence[Sequence[Part]], *, scratch: bool = False
     ) -> Tensor:
-        """Tensors stacked along their first dimension; the other dimensions are equal. With `scratch`, the
-        result is valid until the next call with `scratch`."""
-        for name, shape in zip(names, shapes, strict=True):
-            self._check(name, shape)
-        rows = [shape[0] for shape in shapes]
-        shape = (sum(rows), *shapes[0][1:])
+        """Parts of tensors, by dimension, stacked along their first dimension; the other dimensions are
+        equal. With `scratch`, the result is valid until the next call with `scratch`."""
+        for name, dimensions in zip(names, parts, strict=True):
+            self._check(name, tuple(part.size for part in dimensions))
+        rows = [dimensions[0].length for dimensions in parts]
+        shape = (sum(rows), *(part.length for part in parts[0][1:]))
         if scratch:
             if self._scratch.numel() < math.prod(shape):
                 self._scratch = torch.empty(math.prod(shape), dtype=self.dtype, device=self.device)
-            whole = self._scratch[: math.prod(shape)].view(shape)
+            stacked = self._scratch[: math.prod(shape)].view(shape)
         else:
-            whole = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for name, part in zip(names, whole.split(rows), strict=True):
-            self._read(name, part)
-        return whole
+            stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for name, dimensions, to in zip(names, parts, stacked.split(rows), strict=True):
+            self._read(name, dimensions, to)
+        return stacked
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises `ValueError`, before memory is allocated, if the tensor is missing or has another shape."""
@@ -135,8 +140,8 @@ class Weights:
                 f"by the model's configuration it should be {list(shape)}"
             )
 
-    def _read(self, name: str, to: Tensor) -> None:
-        tensor = self._checkpoint.read(name, to.shape)
+    def _read(self, name: str, parts: Sequence[Part], to: Tensor) -> None:
+        tensor = self._checkpoint.read(name, parts)
         if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{self._checkpoint.file_of(name)}: tensor {name} is of {tensor.dtype}, which is not "
@@ -144,10 +149,13 @@ class Weights:
             )
         to.copy_(tensor)
         self._extremes[name] = torch.stack(to.aminmax())
+        shape = tuple(part.size for part in parts)
+        if tensor.shape != shape:  # the fingerprint of a part is that of the whole
+            rows = -(-FINGERPRINT_SAMPLE // math.prod(shape[1:]))
+            first = Part(0, min(rows, shape[0]), shape[0])
+            tensor = self._checkpoint.read(name, [first, *map(whole, shape[1:])])
         sample = tensor.flatten()[:FINGERPRINT_SAMPLE].float().cpu().numpy()
-        self._taken[name] = hashlib.sha256(
-            f"{name} {tuple(to.shape)}".encode() + sample.tobytes()
-        ).hexdigest()
+        self._taken[name] = hashlib.sha256(f"{name} {shape}".encode() + sample.tobytes()).hexdigest()
         if self._names:
             self._progress("loading weights", len(self._taken) / len(self._names))
 
@@ -155,8 +163,8 @@ class Weights:
         """Returns the fingerprint of the weights once the model is complete. Raises `ValueError` if values
         are not finite, or if the checkpoint has tensors that the model does not use."""
         finite = torch.stack(list(self._extremes.values())).isfinite().all(dim=1).tolist()
-        for name, whole in zip(self._extremes, finite, strict=True):
-            if not whole:
+        for name, is_finite in zip(self._extremes, finite, strict=True):
+            if not is_finite:
                 raise ValueError(
                     f"{self._checkpoint.file_of(name)}: tensor {name} has values that are not finite numbers "
                     f"in {self.dtype}: it is corrupt, or needs another --dtype"
@@ -183,8 +191,9 @@ class DeclaredWeights(Weights):
     """Checks what the headers of the files say about the tensors; reads no weight and allocates no memory."""
 
     def __init__(self, checkpoint: Checkpoint, linear_method: type[LinearMethod]) -> None:
-        super().__init__(checkpoint, torch.float32, torch.device("cpu"), lambda *_: None, linear_method)
+        cpu = torch.device("cpu")
+        super().__init__(checkpoint, torch.float32, cpu, lambda *_: None, linear_method, Ranks())
         self.device = torch.device("meta")
 
-    def _read(self, name: str, to: Tensor) -> None:
+    def _read(self, name: str, parts: Sequence[Part], to: Tensor) -> None:
         self._taken[name] = ""

@@ -12,6 +12,7 @@ import torch
 
 from engine.api.config import EngineConfig
 from engine.layers.linear import PlainLinear
+from engine.layers.ranks import Ranks
 from engine.layers.weights import Checkpoint, DeclaredWeights, Weights
 from engine.loader.dummy import DummyCheckpoint
 from engine.loader.gguf_file import GGUFCheckpoint
@@ -38,8 +39,10 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
 
 def check_model(config: EngineConfig) -> None:
     """Finds errors of a checkpoint without reading its weights. Raises `ValueError` for files that are
-    missing or cut short, tensors that are missing or have another shape, and unsupported models."""
+    missing or cut short, tensors that are missing or have another shape, unsupported models, and a
+    tensor_parallel_size that does not fit the heads."""
     checkpoint = open_checkpoint(config, torch.device("cpu"))
+    checkpoint.config.of_rank(config.tensor_parallel_size)
     weights = DeclaredWeights(checkpoint, PlainLinear)
     with torch.device("meta"):
         model_class(checkpoint.config.architecture, checkpoint.source)(checkpoint.config, weights)
@@ -52,11 +55,12 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, float], None],
+    ranks: Ranks,
 ) -> tuple[Llama, str]:
-    """Returns the model and its fingerprint. Fingerprints are equal if configuration and weights are equal,
-    in any format of files. They do not cover dtype and limits: these may differ between the two ends of a
-    transfer, or are checked elsewhere."""
-    weights = Weights(checkpoint, dtype, device, progress, PlainLinear)
+    """Returns this rank's part of the model, and the model's fingerprint. Fingerprints are equal if
+    configuration and weights are equal, in any format of files and with any number of ranks. They do not
+    cover dtype and limits: these may differ between the two ends of a transfer, or are checked elsewhere."""
+    weights = Weights(checkpoint, dtype, device, progress, PlainLinear, ranks)
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)

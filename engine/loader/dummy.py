@@ -1,11 +1,12 @@
 """Random weights in a model's shape, for benchmarks without a download."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from engine.layers.ranks import Part
 from engine.model_config import ModelConfig
 
 
@@ -27,7 +28,10 @@ class DummyCheckpoint:
     def shape(self, name: str) -> None:
         return None
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        return self._whole(name, [part.size for part in parts])[tuple(part.indices for part in parts)]
+
+    def _whole(self, name: str, shape: Sequence[int]) -> Tensor:
         if name.endswith("norm.weight") or name == "rope_freqs.weight":
             return torch.ones(shape, device=self._device)
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()

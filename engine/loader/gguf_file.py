@@ -7,8 +7,9 @@ vocabulary, which takes longer than reading all weights.
 
 import math
 import mmap
+import re
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from engine.layers.ranks import Part
 from engine.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -40,6 +42,9 @@ TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+INTERLEAVED = re.compile(r"\.[qk]_proj\.")
+"""Tensors in which llama.cpp interleaves the two halves of each head of a Llama."""
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -92,23 +97,28 @@ class GGUFFile:
             if self._data_start + info.offset + info.num_bytes > len(self._data):
                 raise ValueError(f"{path}: cut short, tensor {name} is incomplete; download it again")
 
-    def read(self, name: str) -> np.ndarray:
-        """Returns the tensor as float32."""
+    def read(self, name: str, parts: Sequence[Part]) -> np.ndarray:
+        """Returns these parts of the dimensions of the tensor, as float32. Only the quantized blocks that
+        hold them are dequantized."""
         info = self.tensors[name]
-        raw = np.frombuffer(
+        values, size = GGML_QUANT_SIZES[info.kind]
+        blocks = np.frombuffer(
             self._data,
             dtype=np.uint8,
             count=info.num_bytes,
             offset=self._data_start + info.offset,
-        )
-        if info.kind == GGMLQuantizationType.F32:
-            return raw.view(np.float32).reshape(info.shape).copy()
+        ).reshape(*info.shape[:-1], -1, size)
+        *rows, columns = parts
+        first, last = columns.start // values, -(-columns.stop // values)
+        raw = blocks[(*(part.indices for part in rows), slice(first, last))]
         try:
-            return _dequantize(raw, info.kind).reshape(info.shape)
+            read = _dequantize(np.ascontiguousarray(raw).reshape(-1), info.kind)
         except NotImplementedError as error:
             raise ValueError(
                 f"{self.path}: tensor {name} is of type {info.kind.name}, which is not supported"
             ) from error
+        begin = columns.start - first * values
+        return read.reshape(*raw.shape[:-2], -1)[..., begin : begin + columns.length]
 
     def _parse(self) -> None:
         magic, version, num_tensors, num_entries = self._unpack("4sIQQ")
@@ -179,14 +189,14 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._name_of[name]].shape
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.from_numpy(self._file.read(self._name_of[name]))
-        if self.config.architecture == "LlamaForCausalLM":
-            if ".q_proj." in name:
-                return _unpermute(tensor, self.config.num_heads)
-            if ".k_proj." in name:
-                return _unpermute(tensor, self.config.num_kv_heads)
-        return tensor
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        stored, head_dim = self._name_of[name], self.config.head_dim
+        if self.config.architecture != "LlamaForCausalLM" or not INTERLEAVED.search(name):
+            return torch.from_numpy(self._file.read(stored, parts))
+        rows, *others = parts
+        begin, end = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
+        heads = torch.from_numpy(self._file.read(stored, [Part(begin, end, rows.size), *others]))
+        return _unpermute(heads, head_dim)[rows.start - begin : rows.stop - begin]
 
     def _config(self) -> ModelConfig:
         metadata = self._file.metadata
@@ -274,6 +284,8 @@ def _hf_name(name: str) -> str:
 
 def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """Whole blocks of uint8 → float32."""
+    if kind == GGMLQuantizationType.F32:
+        return raw.view(np.float32).copy()
     values, size = GGML_QUANT_SIZES[kind]
     whole = np.empty(raw.size // size * values, dtype=np.float32)
     step = max(1, PIECE_BYTES // size)
@@ -283,6 +295,6 @@ def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     return whole
 
 
-def _unpermute(tensor: Tensor, num_heads: int) -> Tensor:
-    """Undoes llama.cpp's interleaving of the two halves of each rotated head."""
-    return tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+def _unpermute(tensor: Tensor, head_dim: int) -> Tensor:
+    """Undoes llama.cpp's interleaving of the two halves of each rotated head. The tensor has whole heads."""
+    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(tensor.shape)

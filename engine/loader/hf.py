@@ -1,13 +1,14 @@
 """Checkpoints in Hugging Face format: config.json, generation_config.json, *.safetensors."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.layers.ranks import Part
 from engine.loader.hf_config import model_config_from_hf
 from engine.model_config import ModelConfig
 
@@ -61,10 +62,10 @@ class HFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handles[self._file_of[name]].get_slice(name).get_shape())
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
         path = self._file_of[name]
         try:
-            return self._handles[path].get_tensor(name)
+            return self._handles[path].get_tensor(name)[tuple(part.indices for part in parts)]
         except SafetensorError as error:
             raise ValueError(f"{path}: tensor {name} cannot be read: {error}") from error
 

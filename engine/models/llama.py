@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import HeadNorm
-from engine.layers.linear import PlainLinear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
+from engine.layers.ranks import whole
 from engine.layers.rotary import Rotary
-from engine.layers.weights import LinearMethod, Weights
+from engine.layers.vocabulary import Embedding, OutputProjection
+from engine.layers.weights import Weights
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import AttentionCache
 
@@ -26,21 +26,23 @@ class LlamaAttention:
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
         self.head_dim = config.head_dim
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_heads = weights.ranks.part(config.num_heads)
+        self.kv_heads = weights.ranks.shared_part(config.num_kv_heads)
+        q_rows, kv_rows = self.q_heads.of(config.head_dim), self.kv_heads.of(config.head_dim)
+        hidden = whole(config.hidden_size)
         self.qkv = weights.linear(
             [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
             [q_rows, kv_rows, kv_rows],
-            config.hidden_size,
+            hidden,
             bias=self.qkv_bias or config.attention_bias,
         )
-        self.out = weights.linear(
-            [f"{name}.o_proj"], [config.hidden_size], q_rows, bias=config.attention_bias
-        )
+        self.out = weights.linear([f"{name}.o_proj"], [hidden], q_rows, bias=config.attention_bias)
+        self.all_reduce = weights.ranks.all_reduce
         self.head_norm: HeadNorm | None = None
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        return self.out(attend(layer, qkv, rotary, self.head_norm).flatten(1))
+        return self.all_reduce(self.out(attend(layer, qkv, rotary, self.head_norm).flatten(1)))
 
 
 class LlamaLayer:
@@ -69,22 +71,18 @@ class Llama:
         return (AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype),) * config.num_layers
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        vocabulary = (config.vocab_size, config.hidden_size)
-        self.embedding = weights.take("model.embed_tokens.weight", vocabulary)
+        self.embedding = Embedding(config, weights)
         self.rotary = Rotary(config, weights)
         self.layers = [
             LlamaLayer(config, weights, name, self.attention(config, weights, f"{name}.self_attn"))
             for name in (f"model.layers.{i}" for i in range(config.num_layers))
         ]
         self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
-        if config.tie_embeddings:
-            self.head: LinearMethod = PlainLinear(self.embedding)
-        else:
-            self.head = weights.linear(["lm_head"], [config.vocab_size], config.hidden_size)
+        self.head = OutputProjection(config, weights, self.embedding)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Returns the hidden states [tokens, hidden_size] of a step's tokens."""
-        residual, delta = F.embedding(token_ids, self.embedding), None
+        residual, delta = self.embedding(token_ids), None
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
             delta = layer(i, residual, delta, rotary, attend)

@@ -13,7 +13,7 @@ class Qwen3Attention(LlamaAttention):
         super().__init__(config, weights, name)
         q_scale = weights.take(f"{name}.q_norm.weight", (self.head_dim,))
         k_scale = weights.take(f"{name}.k_norm.weight", (self.head_dim,))
-        scale = torch.stack([q_scale] * config.num_heads + [k_scale] * config.num_kv_heads)
+        scale = torch.stack([q_scale] * self.q_heads.length + [k_scale] * self.kv_heads.length)
         self.head_norm = HeadNorm(scale, config.rms_norm_eps)
 
 

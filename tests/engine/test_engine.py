@@ -211,8 +211,8 @@ def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: A
     poison = 198  # a token with an embedding of NaN
     requests = crowd(request_of, logit_bias={poison: -1e6})
     engine = tiny_engine(enable_prefix_caching=True)
-    engine._runner.model.embedding = engine._runner.model.embedding.clone()
-    engine._runner.model.embedding[poison] = torch.nan
+    engine._runner.model.embedding.weight = engine._runner.model.embedding.weight.clone()
+    engine._runner.model.embedding.weight[poison] = torch.nan
     victims = [request_of(100 + i, [*PROMPT[: 1 + 2 * i], poison, 7], max_tokens=9) for i in range(4)]
     mixed = [request for pair in zip(requests, victims, strict=False) for request in pair] + requests[4:]
     results = run(engine, mixed)
@@ -250,8 +250,8 @@ def test_a_prompt_with_a_nan_is_never_shared(
     """Chunks have 8 tokens, blocks 4. Blocks before the NaN were computed, but they are not shared either."""
     poison = 198
     engine = tiny_engine(enable_prefix_caching=True, max_num_batched_tokens=8, max_num_seqs=4)
-    engine._runner.model.embedding = engine._runner.model.embedding.clone()
-    engine._runner.model.embedding[poison] = torch.nan
+    engine._runner.model.embedding.weight = engine._runner.model.embedding.weight.clone()
+    engine._runner.model.embedding.weight[poison] = torch.nan
     prompt = [*range(3, 27)]
     prompt[at] = poison
     for number in (1, 2):

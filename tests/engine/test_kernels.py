@@ -431,7 +431,7 @@ def test_an_engine_on_these_kernels(
         return [result.tokens for result in run(build_engine(config), requests).values()]
 
     expected = tokens("cpu")
-    for module in ("engine.build", "engine.layers.weights"):
+    for module in ("engine.execution.start", "engine.layers.weights"):
         monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim: triton_kernels)
     assert tokens(kernel_device) == expected
 

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
+from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, EngineConfig, build_engine
+from engine.layers.ranks import Part, whole
 from engine.loader import check_model
-from engine.loader.gguf_file import GGUFCheckpoint
+from engine.loader.dummy import DummyCheckpoint
+from engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
 from engine.loader.hf import HFCheckpoint
 from engine.loader.hf_config import model_config_from_hf
 
@@ -67,7 +71,7 @@ def test_dtype_auto_is_that_of_the_checkpoint(tiny_path: Path, tmp_path: Path) -
     copy = shutil.copytree(tiny_path, tmp_path / "copy")
     edit_json(copy / "config.json", dtype="bfloat16")
     engine = load(copy, dtype="auto")
-    assert engine._runner.model.embedding.dtype is torch.bfloat16
+    assert engine._runner.model.embedding.weight.dtype is torch.bfloat16
     assert {cache.dtype for cache in engine.kv_cache} == {torch.bfloat16}
     assert load(copy, dtype="float32").cache_spec[0].dtype is torch.float32
 
@@ -390,6 +394,52 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[...,
     directory = tmp_path_factory.mktemp("gguf")
     write_gguf(directory / "model.gguf", save_tiny(directory, "Llama"), "llama")
     return (directory / "model.gguf").read_bytes()
+
+
+def test_a_part_of_a_tensor_is_a_slice_of_the_whole(
+    tiny_path: Path, tiny_gguf: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(tiny_gguf)
+    config = HFCheckpoint(tiny_path).config
+    dummy = DummyCheckpoint(config, "dummy", 0, torch.device("cpu"))
+    for checkpoint in (HFCheckpoint(tiny_path), GGUFCheckpoint(tmp_path / "model.gguf"), dummy):
+        for name, shape in (
+            ("model.layers.1.self_attn.q_proj.weight", (64, 64)),  # a GGUF file has it in another order
+            ("model.layers.1.mlp.up_proj.weight", (96, 64)),
+            ("model.layers.1.mlp.down_proj.weight", (64, 96)),
+            ("model.norm.weight", (64,)),
+        ):
+            parts = [Part(5 + 3 * i, 40 - 3 * i, size) for i, size in enumerate(shape)]
+            everything = checkpoint.read(name, [whole(size) for size in shape])
+            assert checkpoint.read(name, parts).equal(everything[tuple(part.indices for part in parts)])
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])  # the gguf package quantizes to these
+def test_a_part_of_a_quantized_tensor_needs_only_its_blocks(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    data = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
+    writer.add_tensor("m", gguf.quants.quantize(data, quantized), raw_dtype=quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(tmp_path / "model.gguf")
+    everything = file.read("m", [whole(8), whole(256)])
+    assert np.abs(everything - data).max() < 0.5
+    sizes: list[int] = []
+
+    def counted(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        sizes.append(raw.size)
+        return dequantize(raw, kind)
+
+    monkeypatch.setattr("engine.loader.gguf_file.dequantize", counted)
+    part = file.read("m", [Part(2, 5, 8), Part(70, 130, 256)])
+    np.testing.assert_array_equal(part, everything[2:5, 70:130])
+    block = gguf.GGML_QUANT_SIZES[quantized][1]
+    assert sizes == [3 * 3 * block], "three rows of the blocks that hold columns 64 to 159"
 
 
 def test_broken_gguf(tiny_gguf: bytes, tmp_path: Path) -> None:

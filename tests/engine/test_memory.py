@@ -11,6 +11,7 @@ import torch
 from engine import Engine, EngineConfig, build_engine
 from engine.execution.memory import GIB, Limits, MemoryUse, PoolSize, check_weights_fit, memory_for, size_pool
 from engine.execution.rehearsal import Rehearsal, warm_up
+from engine.layers.ranks import Ranks
 from engine.model_config import ModelConfig
 from engine.models import cache_spec
 from engine.step import Step
@@ -29,7 +30,7 @@ def use(free: float = 60, *, total: float = 80, weights: float = 15, activations
 
 
 def pool(memory: MemoryUse | None, limits: Limits = LIMITS, **config: Any) -> PoolSize:
-    return size_pool(EngineConfig("llama", max_num_seqs=256, **config), LLAMA, limits, memory)
+    return size_pool(EngineConfig("llama", max_num_seqs=256, **config), LLAMA, limits, memory, Ranks())
 
 
 def test_the_pool_takes_the_rest_of_this_process_share() -> None:
@@ -175,7 +176,7 @@ def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: Callable[..., 
 def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: Callable[..., Engine]) -> None:
     rehearsal = Rehearsal(seats=2, budget=8, max_model_len=32, block_size=4)
     runner = tiny_engine(num_blocks=rehearsal.num_blocks)._runner
-    runner.model.embedding = runner.model.embedding * torch.nan
+    runner.model.embedding.weight = runner.model.embedding.weight * torch.nan
     with pytest.raises(ValueError, match="the model's logits are not finite numbers"):
         warm_up(runner, rehearsal, lambda *_: None)
 

@@ -125,9 +125,9 @@ def test_a_nan_fails_one_request_though_the_next_step_is_launched(
 ) -> None:
     engine = late_engine()
     poison = 198
-    embedding = engine._runner.model.embedding
+    embedding = engine._runner.model.embedding.weight
     if DEVICE == "cpu":  # a CPU maps the file, which must not change; graphs of a GPU need the same address
-        embedding = engine._runner.model.embedding = embedding.clone()
+        embedding = engine._runner.model.embedding.weight = embedding.clone()
     embedding[poison] = torch.nan
     victim = request_of(1, [*PROMPT, poison, 7], max_tokens=9)
     other = request_of(2, PROMPT, max_tokens=9, ignore_eos=True, logit_bias={poison: -1e6})

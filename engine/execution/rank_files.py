@@ -1,0 +1,36 @@
+"""File descriptors that the processes of a group of ranks inherit from the process that starts them."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The descriptors have the same numbers in all processes of a group. Nothing of them has a name in a file
+    system, so nothing is left when the last process ends."""
+
+    store: int
+    """Memory in which the ranks find each other (`torch.distributed.FileStore`)."""
+    commands: int
+    """Memory of `engine.execution.commands`."""
+    wakes: Sequence[int]
+    """An eventfd for each rank from 1 on; it counts the commands that the rank has not received."""
+
+    @classmethod
+    def create(cls, size: int) -> "RankFiles":
+        """For a group of `size` ranks."""
+        flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
+        return cls(
+            os.memfd_create("rank-store"),
+            os.memfd_create("rank-commands"),
+            [os.eventfd(0, flags) for _ in range(size - 1)],
+        )
+
+    @property
+    def fds(self) -> Sequence[int]:
+        return (self.store, self.commands, *self.wakes)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)

@@ -1,0 +1,121 @@
+"""One rank from the user's configuration to a runner that is ready.
+
+    open the checkpoint ─▶ choose limits ─▶ load the weights ─▶ measure the largest steps ─▶ make the KV cache
+    ─▶ compile kernels ─▶ capture graphs
+
+A CPU skips measuring, compiling and capturing. All ranks take these steps together, since the steps that they
+measure, compile and capture have sums over ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.api.config import EngineConfig
+from engine.execution.graphs import LARGEST
+from engine.execution.memory import MemoryUse, choose_limits, memory_for, size_pool
+from engine.execution.rehearsal import Rehearsal, measure_steps, warm_up
+from engine.execution.runner import ModelRunner
+from engine.kernels import kernels_for
+from engine.layers.ranks import Ranks
+from engine.loader import load_model, open_checkpoint
+from engine.model_config import ModelConfig
+from engine.models.cache_spec import AttentionCache
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A rank that is ready."""
+
+    runner: ModelRunner
+    model_config: ModelConfig
+    """The shape of the whole model. `max_model_len` is what the KV cache allows."""
+    model_fingerprint: str
+    source: str
+    """The checkpoint's file or directory."""
+    cache_spec: Sequence[AttentionCache]
+    """What each layer caches on this rank."""
+    num_blocks: int
+
+
+def start_rank(
+    config: EngineConfig, device: torch.device, ranks: Ranks, progress: Callable[[str, float], None]
+) -> Started:
+    """Loads this rank's part of the model and makes it ready. Raises `ValueError` for mistakes that the user
+    can mend. `progress(stage, fraction)` tells how far the start is."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    elif ranks.size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.size))
+    on_gpu = device.type == "cuda"
+    checkpoint = open_checkpoint(config, device)
+    limits = choose_limits(config, checkpoint.config, device, ranks)
+    with memory_for("the weights", "choose a smaller --model"):
+        model, fingerprint = load_model(
+            checkpoint, limits.max_model_len, limits.dtype, device, progress, ranks
+        )
+    model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
+    runner = ModelRunner(
+        model,
+        kernels_for(device, model_config.head_dim),
+        model_config.of_rank(ranks.size),
+        limits.cache,
+        dtype=limits.dtype,
+        block_size=limits.block_size,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        ranks=ranks,
+    )
+    use = (
+        _measure(config, runner, _rehearsal(config, limits.max_model_len, runner, None), progress)
+        if on_gpu
+        else None
+    )
+    pool = size_pool(config, model_config, limits, use, ranks)
+    with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
+        runner.open(pool.num_blocks)
+        if on_gpu:
+            warm_up(runner, _rehearsal(config, pool.max_model_len, runner, pool.num_blocks), progress)
+        if on_gpu and config.cuda_graphs:
+            runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
+    return Started(
+        runner,
+        replace(model_config, max_model_len=pool.max_model_len),
+        fingerprint,
+        checkpoint.source,
+        limits.cache,
+        pool.num_blocks,
+    )
+
+
+def _rehearsal(config: EngineConfig, max_model_len: int, runner: ModelRunner, pool: int | None) -> Rehearsal:
+    return Rehearsal(
+        seats=config.max_num_seqs,
+        budget=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=runner.block_size,
+        pool=pool,
+    )
+
+
+def _measure(
+    config: EngineConfig,
+    runner: ModelRunner,
+    rehearsal: Rehearsal,
+    progress: Callable[[str, float], None],
+) -> MemoryUse:
+    """The memory of the largest step beside the weights. All layers share one small cache meanwhile."""
+    device = runner.device
+    weights = torch.cuda.memory_allocated(device)
+    with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
+        runner.open(rehearsal.num_blocks, layers=1)
+        step = measure_steps(runner, rehearsal, progress)
+    runner.close()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    graphs = 0
+    if config.cuda_graphs:
+        # All graphs share one memory pool, which must hold a step of decodes and a step of LARGEST rows.
+        graphs = step.decode + step.any * LARGEST // max(LARGEST, config.max_num_batched_tokens)
+    return MemoryUse(total, free, weights, step.any, graphs)

@@ -1,0 +1,83 @@
+"""Tensor parallelism: which part of each tensor a rank holds, and how ranks exchange results.
+
+A layer computes with its rank's part alone (Megatron-LM, Shoeybi 2019): attention with its heads, the MLP
+with its inner columns, embedding and output projection with its tokens. Ranks meet three times:
+
+    embedding            each rank has some of the rows, the others are zero    ─▶ all_reduce
+    output, down         each rank has a term of the sum                        ─▶ all_reduce
+    logits               each rank has some of the columns                      ─▶ all_gather
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """Indices [start, stop) of a dimension with `size` indices: those that a rank holds."""
+
+    start: int
+    stop: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.length == self.size
+
+    @property
+    def indices(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def of(self, width: int) -> "Part":
+        """The same part of a dimension that has `width` indices for each index here."""
+        return Part(self.start * width, self.stop * width, self.size * width)
+
+
+def whole(size: int) -> Part:
+    return Part(0, size, size)
+
+
+class Ranks:
+    """The ranks of a model, as one of them sees them. This class is a model with one rank, which has nothing
+    to exchange; `engine.execution.collectives` has the others.
+
+    All ranks call the collectives in the same order. Their results have equal bits on all ranks."""
+
+    rank = 0
+    size = 1
+
+    def part(self, size: int) -> Part:
+        """This rank's part of a dimension: an equal share, but less on the last rank if `size` is odd."""
+        share = -(-size // self.size)
+        start, stop = self.rank * share, min(size, (self.rank + 1) * share)
+        assert start < stop, f"{size} is too small for {self.size} ranks"
+        return Part(start, stop, size)
+
+    def shared_part(self, size: int) -> Part:
+        """As `part`, but with fewer indices than ranks each index is held by several ranks in a row."""
+        if size >= self.size:
+            return self.part(size)
+        index = self.rank * size // self.size
+        return Part(index, index + 1, size)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over all ranks. May overwrite x."""
+        return x
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        """The parts of all ranks side by side: [rows, part] → [rows, size]."""
+        return x
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrites x with that of rank 0."""
+
+    def close(self) -> None:
+        """Leaves the group; the ranks exchange nothing more."""
+
+    def least(self, value: int) -> int:
+        """The least value of all ranks."""
+        return value

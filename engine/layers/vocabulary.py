@@ -1,0 +1,43 @@
+"""From token ids to hidden states, and from hidden states to logits."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.linear import PlainLinear
+from engine.layers.ranks import whole
+from engine.layers.weights import LinearMethod, Weights
+from engine.model_config import ModelConfig
+
+
+class Embedding:
+    """The input embedding. A rank has the rows of some tokens (`VocabParallelEmbedding` in nano-vllm)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.tokens = weights.ranks.part(config.vocab_size)
+        shape = (self.tokens, whole(config.hidden_size))
+        self.weight = weights.stack(["model.embed_tokens.weight"], [shape])
+        self.all_reduce = weights.ranks.all_reduce
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[tokens] → [tokens, hidden_size]."""
+        if self.tokens.is_whole:
+            return F.embedding(token_ids, self.weight)
+        elsewhere = (token_ids < self.tokens.start) | (token_ids >= self.tokens.stop)
+        rows = (token_ids - self.tokens.start).masked_fill_(elsewhere, 0)
+        return self.all_reduce(F.embedding(rows, self.weight).masked_fill_(elsewhere[:, None], 0))
+
+
+class OutputProjection:
+    """The logits of all tokens. A rank computes those of the tokens that its embedding has."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, embedding: Embedding) -> None:
+        if config.tie_embeddings:
+            self.product: LinearMethod = PlainLinear(embedding.weight)
+        else:
+            self.product = weights.linear(["lm_head"], [embedding.tokens], whole(config.hidden_size))
+        self.all_gather = weights.ranks.all_gather
+        self.vocab_size = config.vocab_size
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden_size] → [rows, vocab_size]."""
+        return self.all_gather(self.product(hidden), self.vocab_size)

@@ -1,0 +1,192 @@
+"""Several ranks compute the same tokens as one.
+
+The ranks are threads here. Each has its own part of the model, its own end of a gloo group, and its own view
+of the commands, as a process has."""
+
+import copy
+import random
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine, EngineConfig, StructuredOutput, build_engine
+from engine.execution.commands import SLOTS, Commands, Sample
+from engine.execution.rank import follow
+from engine.execution.rank_files import RankFiles
+from engine.loader import check_model
+from engine.step import Draws, Step, Variant, arrange
+
+NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
+FAMILIES = [
+    pytest.param("Llama", {}, (2, 4), id="llama"),
+    pytest.param("Llama", NINE_HEADS, (3,), id="llama-nine-heads"),
+    pytest.param("Llama", {"tie_word_embeddings": True, "attention_bias": True}, (2,), id="llama-tied-bias"),
+    pytest.param("Mistral", {"sliding_window": None, "head_dim": 32}, (2,), id="mistral"),
+    pytest.param("Qwen2", {}, (2, 4), id="qwen2"),
+    pytest.param("Qwen3", {"head_dim": 32}, (2, 4), id="qwen3"),
+]
+"""With the sizes of the group: 4 ranks share 2 KV heads. No size divides the 199 tokens."""
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Engine]]:
+    """Makes engines with several ranks, and ends them after the test."""
+    groups: list[tuple[Engine, list[threading.Thread], RankFiles]] = []
+
+    def make(path: Path, size: int, **config: Any) -> Engine:
+        settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, **config}
+        settings = {"model": str(path), "tensor_parallel_size": size, **settings}
+        files = RankFiles.create(size) if size > 1 else None
+        threads = [
+            threading.Thread(
+                target=follow, args=(EngineConfig(**settings), rank, files, lambda step: lambda layer: None)
+            )
+            for rank in range(1, size)
+        ]
+        for thread in threads:
+            thread.start()
+        engine = build_engine(EngineConfig(**settings), files=files)
+        if files is not None:
+            groups.append((engine, threads, files))
+        return engine
+
+    yield make
+    for engine, threads, files in groups:
+        engine.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive(), "a rank has not stopped"
+        files.close()
+
+
+@pytest.mark.parametrize(("kind", "changes", "sizes"), FAMILIES)
+def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
+    kind: str,
+    changes: dict[str, Any],
+    sizes: tuple[int, ...],
+    tmp_path: Path,
+    ranks: Callable[..., Engine],
+    save_tiny: Any,
+    run: Any,
+    request_of: Any,
+) -> None:
+    save_tiny(tmp_path, kind, **changes)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 2, 5, 17, 60)]
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}]
+    requests = [
+        request_of(i, prompt, max_tokens=12, ignore_eos=True, seed=i, **kinds[i % 3])
+        for i, prompt in enumerate(prompts)
+    ]
+
+    def tokens(size: int) -> tuple[str, list[list[int]]]:
+        engine = ranks(tmp_path, size, max_num_batched_tokens=24, max_num_seqs=5)
+        results = run(engine, requests)
+        engine.assert_whole()
+        return engine.model_fingerprint, [results[request.id].tokens for request in requests]
+
+    expected = tokens(1)
+    for size in sizes:
+        assert tokens(size) == expected, size
+
+
+def test_every_kind_of_request_gets_the_tokens_of_one_rank(
+    spelled_path: Path, ranks: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    """Penalties, bias, grammars, logprobs, shared prefixes and preemptions in one batch."""
+    shared = [(13 * j) % 190 + 3 for j in range(21)]
+    kinds: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "ignore_eos": True},
+        {"temperature": 1.0, "logprobs": 3, "presence_penalty": 0.3, "ignore_eos": True},
+        {"structured_output": StructuredOutput("regex", "[a-f]{30}")},
+        {"temperature": 0.8, "min_p": 0.05, "logit_bias": {7: 5.0, 9: -100.0}, "ignore_eos": True},
+    ]
+    requests = [
+        request_of(i, [*shared, i + 3, i % 2 + 90], max_tokens=16, seed=i, **kinds[i % 4]) for i in range(8)
+    ]
+
+    def outputs(size: int) -> list[Any]:
+        engine = ranks(spelled_path, size, num_blocks=30, enable_prefix_caching=True, overlap=True)
+        results = run(engine, requests)
+        engine.assert_whole()
+        stats = engine.stats()
+        assert stats.preemptions
+        assert stats.prefix_cache_hits
+        return [results[request.id] for request in requests]
+
+    for one, two in zip(outputs(1), outputs(2), strict=True):
+        assert two.tokens
+        assert (two.tokens, two.finish_reason) == (one.tokens, one.finish_reason)
+        for of_one, of_two in zip(one.outputs, two.outputs, strict=True):
+            if of_one.logprobs is not None:
+                assert of_two.logprobs.top_ids == of_one.logprobs.top_ids
+                assert of_two.logprobs.logprob == pytest.approx(of_one.logprobs.logprob, abs=1e-4)
+
+
+def test_a_size_that_does_not_divide_the_heads_is_refused(tiny_path: Path) -> None:
+    config = EngineConfig(str(tiny_path), tensor_parallel_size=3)
+    with pytest.raises(
+        ValueError, match=r"size 3: the model has 4 query .* 2 KV heads; choose one of 1, 2, 4"
+    ):
+        check_model(config)
+
+
+def test_each_rank_holds_its_share_of_the_memory(tiny_path: Path, ranks: Callable[..., Engine]) -> None:
+    one, two = (ranks(tiny_path, size, num_blocks=None, max_num_seqs=4) for size in (1, 2))
+    assert two.num_blocks == one.num_blocks
+    assert [cache.nbytes for cache in two.kv_cache] == [cache.nbytes // 2 for cache in one.kv_cache]
+    embedding = two._runner.model.embedding.weight
+    assert embedding.shape == (100, 64), "of 199 tokens"
+
+
+def test_a_command_arrives_as_it_was_sent() -> None:
+    """More commands than the ring has slots; the reader is slower than the writer."""
+    files = RankFiles.create(3)
+    writer, *readers = (Commands(files, tokens=20, requests=4, table_width=6) for _ in range(3))
+    steps = [step(seed) for seed in range(3 * SLOTS)]
+    received: list[list[Step]] = [[], []]
+
+    def read(rank: int) -> None:
+        for command in readers[rank - 1].received(rank):
+            if not isinstance(command, Sample):
+                received[rank - 1].append(copy.deepcopy(command))
+
+    threads = [threading.Thread(target=read, args=(rank,)) for rank in (1, 2)]
+    for sent in steps[: SLOTS // 2]:  # before the readers begin
+        writer.run(sent)
+        writer.sample()
+    for thread in threads:
+        thread.start()
+    for sent in steps[SLOTS // 2 :]:
+        writer.run(sent)
+        writer.sample()
+    writer.stop()
+    for thread in threads:
+        thread.join(10)
+    files.close()
+    for of_rank in received:
+        for sent, got in zip(steps, of_rank, strict=True):
+            for name in Step.__slots__:
+                np.testing.assert_equal(getattr(got, name), getattr(sent, name))
+                if isinstance(value := getattr(sent, name), np.ndarray):
+                    assert getattr(got, name).dtype == value.dtype
+
+
+def step(seed: int) -> Step:
+    """A random step of three requests, one of them a chunk of a prompt."""
+    rng = np.random.default_rng(seed)
+    rows = int(rng.integers(0, 4))
+    draws = [rng.random(rows), rng.integers(-9, 9, rows), rng.integers(1, 9, rows), *rng.random((2, rows))]
+    types = [np.float32, np.int32, np.int32, np.float32, np.float32]
+    return arrange(
+        rng.integers(0, 9, 7).tolist(), [4, 9, 3], [5, 10, 8],
+        [array("i", rng.integers(0, 99, 3).tolist()) for _ in range(3)],
+        list(range(rows)), Variant(seed % 3),
+        Draws(*(values.astype(type_) for values, type_ in zip(draws, types, strict=True))),
+        hands_over=bool(seed % 2), block_size=4, table_width=6,
+    )  # fmt: skip
