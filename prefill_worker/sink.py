@@ -1,9 +1,10 @@
-"""Passes the engine's reports of computed layers to the KV sender, and never waits."""
+"""Passes the engine's reports of its prefills to the KV sender and to their routers, and never waits."""
 
 from collections.abc import Sequence
 
 from engine import PrefillChunk
 from kv_transfer import Sender, TraceWriter
+from worker.attempts import Attempts
 
 
 class SenderSink:
@@ -11,8 +12,9 @@ class SenderSink:
 
     sender: Sender
 
-    def __init__(self, trace: TraceWriter) -> None:
+    def __init__(self, trace: TraceWriter, attempts: Attempts) -> None:
         self._trace = trace
+        self._attempts = attempts
         self.opened: set[bytes] = set()
         """Opened prefills. The sender may read their blocks until it reports them released."""
 
@@ -23,6 +25,7 @@ class SenderSink:
         self.sender.open(request_id, block_ids, num_tokens)
         if num_cached:
             self.sender.ready(request_id, None, 0, num_cached)
+        self._attempts.prefill_started(request_id)
 
     def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
         for chunk in chunks:

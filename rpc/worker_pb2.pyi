@@ -200,18 +200,20 @@ class CacheResync(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("step", "reserved", "failed", "status", "cache")
+    __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "cache")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STARTED_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     step: StepOutput
     reserved: Reserved
     failed: AttemptFailed
     status: WorkerStatus
+    prefill_started: PrefillStarted
     cache: CacheEvents
-    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("tokens",)
@@ -250,6 +252,12 @@ class Reserved(_message.Message):
     DECODE_ID_FIELD_NUMBER: _ClassVar[int]
     decode_id: bytes
     def __init__(self, decode_id: _Optional[bytes] = ...) -> None: ...
+
+class PrefillStarted(_message.Message):
+    __slots__ = ("prefill_id",)
+    PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
+    prefill_id: bytes
+    def __init__(self, prefill_id: _Optional[bytes] = ...) -> None: ...
 
 class AttemptFailed(_message.Message):
     __slots__ = ("attempt_id", "code", "message", "prefill_id")

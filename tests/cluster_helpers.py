@@ -229,6 +229,7 @@ class WorkerStream:
     may_read: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     steps: list[pb.StepOutput] = field(default_factory=list)
+    started: dict[bytes, float] = field(default_factory=dict)  # prefill id -> time.monotonic()
     statuses: asyncio.Queue[pb.WorkerStatus] = field(default_factory=asyncio.Queue)
     caches: asyncio.Queue[pb.CacheEvents] = field(default_factory=asyncio.Queue)
     events: defaultdict[bytes, asyncio.Queue[Seen]] = field(
@@ -300,6 +301,8 @@ class WorkerStream:
                     self.events[token.attempt_id].put_nowait(Seen(token, now))
             case "reserved":
                 self.events[message.reserved.decode_id].put_nowait(Seen(message.reserved, now))
+            case "prefill_started":
+                self.started[message.prefill_started.prefill_id] = now
             case "failed":
                 self.events[message.failed.attempt_id].put_nowait(Seen(message.failed, now))
             case "cache":

@@ -64,6 +64,11 @@ class Attempts:
     def reserved(self, attempt_id: bytes) -> None:
         self._send(messages.Reserved(self._streams[attempt_id], attempt_id))
 
+    def prefill_started(self, attempt_id: bytes) -> None:
+        stream = self._streams.get(attempt_id)
+        if stream is not None:
+            self._send(messages.PrefillStarted(stream, attempt_id))
+
     def token(self, output: Output) -> None:
         stream = self._streams.get(output.id)
         if stream is None:

@@ -22,7 +22,7 @@ def run(config: EngineProcessConfig) -> int:
     from worker import engine_loop
 
     def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
-        sink = SenderSink(parts.trace)
+        sink = SenderSink(parts.trace, parts.attempts)
         engine = parts.start_engine(sink)
         prefill = PrefillRole(parts, engine, sink)
         return engine, (prefill, DecodeRole(parts, engine, prefill))

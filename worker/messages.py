@@ -139,6 +139,13 @@ class Reserved(_Message):
     decode_id: bytes
 
 
+class PrefillStarted(_Message):
+    """The first chunk of a prefill for a handover is in the next step."""
+
+    stream: int
+    prefill_id: bytes
+
+
 class Failed(_Message):
     stream: int
     attempt_id: bytes
@@ -224,6 +231,7 @@ FromEngine = (
     | EngineReady
     | Tokens
     | Reserved
+    | PrefillStarted
     | Failed
     | EngineStatus
     | Injected

@@ -300,13 +300,13 @@ class Service:
                 self._routers.deliver(message.stream, streams.step_output(message.tokens))
             case messages.Reserved():
                 self._routers.deliver(message.stream, streams.reserved(message.decode_id))
+            case messages.PrefillStarted():
+                self._routers.deliver(message.stream, streams.prefill_started(message.prefill_id))
             case messages.Failed():
                 self._journal.failed(message)
                 self._routers.deliver(message.stream, streams.failed(message))
             case EngineStatus():
-                answer = self._status_answers.get(message.question)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+                self._answer(message)
             case messages.Injected(_, stats):
                 self._metrics.injected(stats)
                 self._journal.injected(message)
@@ -324,6 +324,11 @@ class Service:
                     self._routers.broadcast_cache_events(changes)
             case _:
                 raise AssertionError(f"unexpected message of the engine: {message}")
+
+    def _answer(self, status: EngineStatus) -> None:
+        answer = self._status_answers.get(status.question)
+        if answer is not None and not answer.done():
+            answer.set_result(status)
 
     def _description(
         self, engine: EngineReady, kv_address: str, metrics_address: str

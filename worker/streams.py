@@ -90,6 +90,10 @@ def reserved(decode_id: bytes) -> pb.WorkerMessage:
     return pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id))
 
 
+def prefill_started(prefill_id: bytes) -> pb.WorkerMessage:
+    return pb.WorkerMessage(prefill_started=pb.PrefillStarted(prefill_id=prefill_id))
+
+
 def _token(token: Output) -> pb.TokenEvent:
     event = pb.TokenEvent(
         attempt_id=token.id,

@@ -46,6 +46,8 @@ class FakeWorker(WorkerServicer):
 
     Attributes (a test may change them at any time):
         steps: None, or a semaphore of the tokens that the worker may still send.
+        starts: None, or a semaphore of the prefills that may start.
+        reports_starts: False: as a worker of an older version.
         no_room: how many reservations to refuse.
         fail: how many attempts to fail, and the code.
         fail_after: fail each decode after that many tokens.
@@ -78,6 +80,8 @@ class FakeWorker(WorkerServicer):
         self.secret = secret
         self.tls = tls
         self.steps: asyncio.Semaphore | None = None
+        self.starts: asyncio.Semaphore | None = None
+        self.reports_starts = True
         self.no_room = 0
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
         self.fail_after: int | None = None
@@ -316,6 +320,11 @@ class FakeWorker(WorkerServicer):
             await self.transfer(submit.prefill_id)
             self.lanes.of(submit.prefill_id).settle(False)
             return
+        if self.starts is not None:
+            await self.starts.acquire()
+        if submit.handover and self.reports_starts:
+            started = pb.PrefillStarted(prefill_id=submit.prefill_id)
+            outputs.put_nowait(pb.WorkerMessage(prefill_started=started))
         finished = await self._emit(
             submit.prefill_id, submit.request, len(submit.request.output_ids), outputs
         )

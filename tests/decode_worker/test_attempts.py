@@ -37,6 +37,25 @@ async def test_a_first_token_that_ends_the_request_ends_the_transfer(workers: Wo
         await assert_whole(*workers)
 
 
+async def test_a_prefill_reports_its_start_when_the_prompts_ahead_are_computed(workers: Workers) -> None:
+    async with paired(*workers) as pair:
+        first, second = [
+            await pair.prefill.submit_prefill(request(prompt(n), ENDLESS), handover=True) for n in (1000, 200)
+        ]
+        _, first_at = await pair.prefill.token(first)
+        _, second_at = await pair.prefill.token(second)
+        started = pair.prefill.started
+        assert list(started) == [first, second]
+        assert started[first] < started[second] < second_at
+        assert started[first] < first_at
+        for prefill_id in (first, second):
+            await pair.prefill.cancel(prefill_id)
+        alone = await pair.prefill.submit_prefill(request(prompt(9), sampling(max_tokens=1)), handover=False)
+        await pair.prefill.token(alone)
+        assert alone not in started, "no router waits for it"
+        await assert_whole(*workers)
+
+
 async def test_a_prefill_under_an_id_that_ended_is_refused(workers: Workers) -> None:
     async with paired(*workers) as pair:
         prefill_id = await pair.prefill.submit_prefill(request(prompt(10), ENDLESS), handover=True)

@@ -37,6 +37,7 @@ def test_an_ended_attempt_sends_no_messages() -> None:
     table.token(Output(A, 0, 7))
     table.fail(A, Code.ENGINE, "late")
     table.kv_failed(A, C, "late")
+    table.prefill_started(A)
     table.flush()
     assert sent == []
     table.end(A)
