@@ -1,8 +1,9 @@
 """Both pools under a load that changes, with a policy that moves workers between them.
 
 A worker shares its time equally between its prompts and its decodes. What it has goes on to its end when it
-moves. Requests pass from prefill to decode in no time. Once a second the policy reads the reports of all
-workers, and says how large each pool should be.
+moves. Requests pass from prefill to decode in no time. As with real routers, prompts that queue hold no
+decode memory; the simulator neglects what they hold while they are computed. Once a second the policy reads
+the reports of all workers, and says how large each pool should be.
 """
 
 from __future__ import annotations

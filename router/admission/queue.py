@@ -11,9 +11,10 @@ when three conditions hold:
 A generation that was interrupted waits in the same queue, before new ones. If the first generation finds no
 capacity, those behind it wait too, except the only generation of another key.
 
-Wait-for graph: a generation in the queue holds no decode slot, no KV and no part of a window; nor does one
-that is `parked` without a reservation. Each generation that workers have either ends or comes back to the
-queue, and waits for no other generation. So the first of the queue always starts at some time.
+Wait-for graph: a generation in the queue holds no decode slot and no decode memory; nor does one that is
+`parked` without a reservation. It may have a prefill at a worker, which goes on without it. That prefill, and
+each generation that workers have, ends or comes back to the queue without waiting for one in the queue: see
+`router.generation.generation`. So the first of the queue always starts at some time.
 """
 
 import math
@@ -44,6 +45,7 @@ class TurnResult(Enum):
     """What happened in a generation's turn."""
 
     SENT = auto()  # workers have it
+    QUEUED = auto()  # a prefill worker has it, and no decode worker: it joins the queue again for that
     NO_CAPACITY = auto()  # decode workers have no capacity now: it stays first in the queue
     PARKED = auto()  # it waits for a worker or for retry budget, and joins the queue again after that
 
@@ -61,6 +63,8 @@ class Turn:
 
     admitted ─▶ waiting ─ its turn ─▶ running ─▶ ended
                    ▲                     └─ interrupted: waiting again, at its old place
+
+    A prompt that queues at a prefill worker also waits again, when the worker starts to compute it.
     """
 
     def __init__(self, admission: "Admission", account: Account, priority: int, tokens: int) -> None:
@@ -98,9 +102,10 @@ class Turn:
             return False
         if result is TurnResult.PARKED or self._ended or self.waits:
             return True
-        self._running = True
-        account.running += 1
-        account.positions += self._positions
+        if result is TurnResult.SENT:
+            self._running = True
+            account.running += 1
+            account.positions += self._positions
         if not self._sent:
             self._sent = True
             queue.charge(account, self.tokens)

@@ -16,6 +16,8 @@ class PrefillAttempt:
     """Output tokens emitted before it, which is the output index of its own token."""
     handover: bool = True
     """A decode worker takes over the KV. False if the prefill's token is the last one."""
+    queued: bool = False
+    """The first decode for it is submitted when it starts."""
     sent: bool = False
     answered: bool = False
     over: bool = False

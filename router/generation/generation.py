@@ -6,9 +6,24 @@ A state machine without tasks. `_advance` requests what the generation needs nex
     decode   none ─ submitted ─ reserved ─ joined (its first token came) ─ finished
     prefill  none ─ planned ─ sent ─ answered (its token came) ─ over (decode has the KV, or needs none)
 
-The first time both are submitted together. After a failure the decode reservation comes first, and the
-prefill is sent when it is granted, so that no prompt is computed without KV capacity for it. An emitted token
-is never lost and never emitted again: a new prefill computes prompt + output.
+The first time both are submitted together. If the prompt has to queue at its prefill worker, the decode is
+submitted when that worker starts to compute it, so that the queue holds no decode memory. After a failure
+the decode reservation comes first, and the prefill is sent when it is granted. So no prompt is computed again
+without KV capacity for it. An emitted token is never lost and never emitted again: a new prefill computes
+prompt + output.
+
+What waits for what, between the two workers:
+
+    queued prefill         ──▶ blocks of its worker, which started and held prefills have
+    started prefill        ──▶ nothing
+    held, without a decode ──▶ a turn in the admission queue: capacity, which decodes have
+    reserved decode        ──▶ its prefill
+    running decode         ──▶ nothing
+
+This forms no circle. If a reserved decode waits for a queued prefill, the worker of that prefill drops held
+prefills without a decode until it can start (`Scheduler.to_drop`). So decodes always end, and a held prefill
+gets their capacity. If that takes longer than the hold deadline, the prefill is dropped, and computed again
+under a reservation.
 
 Workers change pools, so the worker of a prefill may be the only one left to decode, and the reverse. Prefill
 and decode are then one attempt: a decode without a source, which computes the prompt itself. Only a prefill
@@ -135,12 +150,11 @@ class Generation:
         return TurnResult.SENT
 
     def _reserve(self) -> TurnResult:
-        """Submits the decode, and the first time also the prefill."""
+        """Submits a decode, if a worker has capacity for it, and the first time also the prefill."""
         output_ids = self.output_ids
         if self._prefill is not None:
             # The prefill worker still holds the KV. The new decode repeats the prefill's token.
             output_ids = output_ids[: self._prefill.base]
-            self._prefill.refetched = self._prefill.sent
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
         worker = self._pool.choose_decode(tokens, self._avoid(self._prefill))
         if worker is None:
@@ -151,25 +165,31 @@ class Generation:
             return TurnResult.PARKED
         if self._prefill is not None:
             return self._decode_of(self._prefill, worker, output_ids)
+        return self._prefill_and_decode(worker)
+
+    def _prefill_and_decode(self, worker: WorkerConnection) -> TurnResult:
         if not self._waits.may_prefill():
             return TurnResult.PARKED
         target = self._choose_prefill()
         if (overflow := self._overflow(worker, target)) is not None:
             self._prefill_on_decode(overflow)
-        elif self._plan_prefill(target):
-            assert self._prefill is not None
-            if not self._retried:
-                self._send_prefill()  # first: the client waits for its token
-            self._submit_decode(worker, output_ids, self._next_source(self._prefill))
-        else:
+            return TurnResult.SENT
+        if not self._plan_prefill(target):
             return TurnResult.PARKED
+        assert self._prefill is not None
+        if not self._retried:
+            self._send_prefill()  # first: the client waits for its token
+            if self._prefill.queued:
+                return TurnResult.QUEUED
+        self._submit_decode(worker, self.output_ids, self._next_source(self._prefill))
         return TurnResult.SENT
 
     def _decode_of(
         self, prefill: PrefillAttempt, worker: WorkerConnection, output_ids: list[int]
     ) -> TurnResult:
-        """Submits another decode for a prefill that was sent before."""
+        """Submits a decode for a prefill that was planned before."""
         if prefill.worker is not worker or prefill.answered:
+            prefill.refetched = prefill.sent and not prefill.queued
             self._submit_decode(worker, output_ids, self._next_source(prefill))
         elif self._waits.may_prefill():
             self._prefill_here(worker)
@@ -194,6 +214,7 @@ class Generation:
 
     def _next_source(self, prefill: PrefillAttempt) -> pb.PrefillSource:
         self._source_count += 1
+        prefill.queued = False
         return prefill.source(self._source_count)
 
     def _avoid(self, other: PrefillAttempt | DecodeAttempt | None) -> Collection[str]:
@@ -234,7 +255,9 @@ class Generation:
         self._waits.worker_found()
         prefill_id = os.urandom(16)
         base = self._emit.begin_prefill(prefill_id)
-        self._prefill = PrefillAttempt(prefill_id, target.worker, target.work, base, handover)
+        self._prefill = PrefillAttempt(
+            prefill_id, target.worker, target.work, base, handover, queued=target.queues
+        )
         return True
 
     def _send_prefill(self) -> None:
@@ -337,6 +360,10 @@ class Generation:
             self._send_prefill()
         else:
             self._end_prefill()
+            self._advance()
+
+    def on_prefill_started(self) -> None:
+        if self._prefill is not None and self._prefill.queued:
             self._advance()
 
     def on_failed(self, failure: pb.AttemptFailed) -> None:

@@ -39,6 +39,10 @@ class PrefillSnapshot:
     cached: Overlap
     """The cached beginning of the request at each worker, as far as known."""
 
+    def tokens_ahead(self, row: int) -> float:
+        """Estimated prompt tokens that this worker computes before the request."""
+        return float(self.wait[row] * self.speed[row])
+
     def seconds(self, request: PrefillRequest, row: int) -> float:
         """Estimated time until this worker samples the request's first token."""
         return float(self.wait[row] + (request.tokens - self.cached.of(row)) / self.speed[row])

@@ -28,6 +28,8 @@ class PrefillTarget:
     """What the worker would compute."""
     seconds: float
     """Estimated time until the first token if the request is sent now."""
+    queues: bool
+    """More than one step of prompts, also of other routers, seems to be ahead of the request."""
 
 
 class Candidates:
@@ -135,8 +137,9 @@ class Candidates:
             return None
         self._choices += 1
         row = self._policy(snapshot, request)
-        work = PrefillWork(tokens - snapshot.cached.of(row), chunks)
-        return PrefillTarget(self._workers[row], work, snapshot.seconds(request, row))
+        worker, work = self._workers[row], PrefillWork(tokens - snapshot.cached.of(row), chunks)
+        queues = snapshot.tokens_ahead(row) > worker.description.max_num_batched_tokens
+        return PrefillTarget(worker, work, snapshot.seconds(request, row), queues)
 
     def cached_on_decode(
         self,

@@ -332,15 +332,14 @@ class WorkerConnection:
                 attempt = self.attempts.get(message.reserved.decode_id)
                 if attempt is not None:
                     attempt.owner.on_reserved(message.reserved.decode_id)
+            case "prefill_started":
+                attempt = self.attempts.get(message.prefill_started.prefill_id)
+                if attempt is not None:
+                    attempt.owner.on_prefill_started()
             case "failed":
                 self._receive_failure(message.failed)
             case "cache":
-                action = self._cache.follow(message.cache)
-                if action is CacheAction.APPLY:
-                    self._observer.cache_changed(self, message.cache)
-                elif action is CacheAction.RESYNC:
-                    log.info("%s: cache reports are missing; the router asks for a snapshot", self)
-                    self._send(pb.RouterMessage(cache_resync=pb.CacheResync()))
+                self._receive_cache(message.cache)
             case "status":
                 changed = self._report(message.status)
                 self._observer.prefill_reported(self)
@@ -372,6 +371,14 @@ class WorkerConnection:
             self.state = WorkerState.DRAINING
             self._observer.availability_changed(self)
         attempt.owner.on_failed(failure)
+
+    def _receive_cache(self, events: pb.CacheEvents) -> None:
+        action = self._cache.follow(events)
+        if action is CacheAction.APPLY:
+            self._observer.cache_changed(self, events)
+        elif action is CacheAction.RESYNC:
+            log.info("%s: cache reports are missing; the router asks for a snapshot", self)
+            self._send(pb.RouterMessage(cache_resync=pb.CacheResync()))
 
     def _report(self, status: pb.WorkerStatus) -> bool:
         """Stores a status report. Returns whether the worker's state or pool changed."""

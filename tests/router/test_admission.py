@@ -26,6 +26,7 @@ class Generation:
     started: list[str]
     slots: list[float] = field(default_factory=lambda: [math.inf])
     away: Callable[[], bool] = lambda: False
+    queued: bool = False  # the prompt queues at a prefill worker
 
     def on_turn(self) -> TurnResult:
         if self.away():
@@ -34,7 +35,7 @@ class Generation:
             return TurnResult.NO_CAPACITY
         self.slots[0] -= 1
         self.started.append(self.name)
-        return TurnResult.SENT
+        return TurnResult.QUEUED if self.queued else TurnResult.SENT
 
 
 class Clock:
@@ -142,9 +143,11 @@ class Router:
         assert self.admission.waiting_tokens == self.admission._sent_tokens == 0
         assert len(self.admission.queue) == 0
 
-    def ask(self, account: Account, name: str, *, tokens: int = 100, priority: int = 0) -> Generation:
+    def ask(
+        self, account: Account, name: str, *, tokens: int = 100, priority: int = 0, queued: bool = False
+    ) -> Generation:
         [turn] = self._stack.enter_context(admitted(self.admission, account, [tokens], priority))
-        generation = Generation(turn, name, self.started, self.slots, lambda: self.away)
+        generation = Generation(turn, name, self.started, self.slots, lambda: self.away, queued)
         turn.wait(generation)
         return generation
 
@@ -238,6 +241,21 @@ def test_one_key_leaves_capacity_for_other_keys():
             assert router.new() == [], "the free slot is for another key"
             router.ask(Account(ApiKey.of("third", "3")), "third")
             assert router.new() == ["third"]
+
+
+def test_a_queued_prefill_takes_no_share_of_the_decode_workers():
+    """Otherwise prefills that wait for blocks could keep a started one, which holds them, from its decode."""
+    account = Account(ApiKey.of("a", "1"))
+    with Router(shared=True) as router:
+        queued = [router.ask(account, str(i), queued=True) for i in range(3)]
+        assert router.new() == ["0", "1", "2"]
+        assert (account.running, account.positions, account.sent_tokens) == (0, 0, 300)
+        router.room = FreeCapacity(0, 0)
+        queued[1].queued = False
+        queued[1].turn.wait(queued[1])
+        assert router.new() == ["1"]
+        queued[1].turn.generated()
+        assert (account.running, account.positions, account.sent_tokens) == (1, 101, 200)
 
 
 def test_each_of_several_keys_has_half_of_the_window():
