@@ -96,6 +96,7 @@ class Engine:
         )
         self._meters = Meters()
         self._chunk_limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens)
+        self._joined = False  # a request from another worker decodes from the next step on
         self._pace = Pace()
         self._flights: list[Flight] = []  # in the order of their launch
         self._landings = Landings()
@@ -123,7 +124,7 @@ class Engine:
     def _launch(self, result: StepResult) -> bool:
         """False: there was nothing to compute."""
         started = time.monotonic()
-        plan = self._scheduler.schedule(self._chunk_limit.tokens)
+        plan = self._scheduler.schedule(self._prompt_limit(started))
         for live in plan.started:
             live.started = live.started or started
         result.preempted += [live.id for live in plan.handed_back]
@@ -158,6 +159,15 @@ class Engine:
         only_decodes = size is not None and not size.chunks
         self._pace.launched(size if only_decodes else None, started, time.monotonic())
         return True
+
+    def _prompt_limit(self, now: float) -> int:
+        """Most prompt tokens of the next step, if it decodes."""
+        if self._joined:
+            # The request has waited for the step before this one. This step is short, so that it gets its
+            # second token soon.
+            self._joined = False
+            return self._chunk_limit.short_tokens
+        return self._chunk_limit.tokens(self._scheduler.prompts(), now)
 
     def _sample(self, flight: Flight) -> None:
         adjustments = None
@@ -277,6 +287,7 @@ class Engine:
         this KV, is the input of the next step. Returns the output for this token, which may be the last."""
         live = self._scheduler.requests[request_id]
         self._scheduler.join(live)
+        self._joined = True
         live.token_ids.append(token)
         return self._emit(live, len(live.token_ids) - 1, logprobs)
 

@@ -69,7 +69,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[bytes] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "tenant", "traceparent", "name")
+    __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "tenant", "traceparent", "name")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class Request(_message.Message):
     ALONE_FIELD_NUMBER: _ClassVar[int]
     RETRIED_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_WITHIN_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -91,10 +92,11 @@ class Request(_message.Message):
     alone: bool
     retried: bool
     cache_salt: bytes
+    first_token_within: float
     tenant: bytes
     traceparent: str
     name: str
-    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., tenant: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "regex", "grammar")
@@ -148,16 +150,14 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ...) -> None: ...
 
 class SubmitPrefill(_message.Message):
-    __slots__ = ("prefill_id", "request", "handover", "report_start")
+    __slots__ = ("prefill_id", "request", "handover")
     PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
-    REPORT_START_FIELD_NUMBER: _ClassVar[int]
     prefill_id: bytes
     request: Request
     handover: bool
-    report_start: bool
-    def __init__(self, prefill_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., handover: _Optional[bool] = ..., report_start: _Optional[bool] = ...) -> None: ...
+    def __init__(self, prefill_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., handover: _Optional[bool] = ...) -> None: ...
 
 class SubmitDecode(_message.Message):
     __slots__ = ("decode_id", "request", "source")
@@ -346,7 +346,7 @@ class SetPoolRequest(_message.Message):
     def __init__(self, pool: _Optional[_Union[Pool, str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "step_seconds", "prompt_tokens", "no_room", "chunk_tokens", "chunk_seconds", "pool")
+    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "step_seconds", "prompt_tokens", "no_room", "chunk_tokens", "chunk_seconds", "pool", "long_chunk_tokens", "long_chunk_seconds", "decode_seconds")
     class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HEALTH_UNSPECIFIED: _ClassVar[WorkerStatus.Health]
@@ -373,6 +373,9 @@ class WorkerStatus(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_SECONDS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    LONG_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LONG_CHUNK_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     health: WorkerStatus.Health
     requests_running: int
     requests_waiting: int
@@ -391,4 +394,7 @@ class WorkerStatus(_message.Message):
     chunk_tokens: int
     chunk_seconds: float
     pool: Pool
-    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., chunk_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, str]] = ...) -> None: ...
+    long_chunk_tokens: int
+    long_chunk_seconds: float
+    decode_seconds: float
+    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., chunk_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ...) -> None: ...

@@ -164,9 +164,7 @@ class AttachService(WorkerServicer):
         except Refused as refusal:
             stream.put(_refused(prefill_id, refusal))
         else:
-            await self._backend.send(
-                messages.Prefill(stream.number, work, submit.handover, submit.report_start)
-            )
+            await self._backend.send(messages.Prefill(stream.number, work, submit.handover))
 
     async def _decode(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         submit = message.decode

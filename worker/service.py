@@ -259,8 +259,11 @@ class Service:
             step_seconds=stats.step_seconds,
             prompt_tokens=engine.counts.prompt_tokens,
             no_room=engine.counts.no_room,
-            chunk_tokens=stats.chunk_tokens,
-            chunk_seconds=stats.chunk_seconds,
+            chunk_tokens=stats.short.tokens,
+            chunk_seconds=stats.short.seconds,
+            long_chunk_tokens=stats.long.tokens,
+            long_chunk_seconds=stats.long.seconds,
+            decode_seconds=stats.decode_seconds,
         )
         return self._last_status
 

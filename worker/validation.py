@@ -6,6 +6,7 @@ attempt to answer, so it ends the stream (`ProtocolError`). `engine.SamplingPara
 define the valid requests. They are applied here, once.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
         raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(asked.request_id)}")
     if asked.timeout_ms == 0:
         raise _invalid("timeout_ms is 0: the request's deadline has passed")
+    if not 0 <= asked.first_token_within < math.inf:
+        raise _invalid(f"first_token_within is {asked.first_token_within}: give seconds, or 0")
     for name, value in (("cache_salt", asked.cache_salt), ("tenant", asked.tenant)):
         if len(value) > MAX_LABEL_BYTES:
             raise _invalid(f"{name} has {len(value)} bytes, more than {MAX_LABEL_BYTES}")
@@ -120,6 +123,7 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
         priority=asked.priority,
         alone=asked.alone,
         retried=asked.retried,
+        first_token_within=asked.first_token_within or math.inf,
         cache_salt=asked.cache_salt,
         tenant=asked.tenant,
     )

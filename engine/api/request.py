@@ -1,5 +1,6 @@
 """Requests, outputs and statistics of an engine, and the interfaces through which it reports its KV."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -27,6 +28,9 @@ class EngineRequest:
     """Only requests with the same salt share prefixes in the prefix cache."""
     tenant: bytes = b""
     """Tenants get equal shares of the prompt tokens that the engine computes."""
+    first_token_within: float = math.inf
+    """Seconds from its arrival in which its prompt should be computed. Steps that also decode take more
+    prompt tokens if the prompt would otherwise be late. Infinite: the prompt is in no hurry."""
 
 
 def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None:
@@ -102,6 +106,14 @@ class StepResult:
     """Device time of the step that landed in this call. 0: no step landed."""
 
 
+class MixedStep(NamedTuple):
+    """A step that both decodes and computes prompt tokens, as expected from recent ones."""
+
+    tokens: int
+    """Prompt tokens. 0: none fit, or not known yet."""
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """The state of an engine at one moment, and averages over its recent steps."""
@@ -130,10 +142,13 @@ class EngineStats:
     """Running average over steps with prefills, which may decode, too. 0 before the first."""
     step_seconds: float
     """Running average of a step. 0 before the first."""
-    chunk_tokens: int
-    """Prompt tokens that fit into a step with decodes. 0: none fit, or not known yet."""
-    chunk_seconds: float
-    """Expected time of such a step."""
+    decode_seconds: float
+    """Running average of a step that only decodes. 0 before the first."""
+    short: MixedStep
+    """A step with decodes, and with so few prompt tokens that the decoding requests hardly feel them."""
+    long: MixedStep
+    """A step with decodes, and with as many prompt tokens as the gap target allows. Decoding requests get it
+    only if a prompt would otherwise be late."""
 
 
 class CacheObserver(Protocol):

@@ -1,8 +1,13 @@
-"""How many prompt tokens a decode step may take, so that the decoding requests are hardly slowed down.
+"""How many prompt tokens a decode step may take.
 
-This is stall-free batching (Sarathi-Serve, Agrawal 2024), but the budget is measured and not fixed. The limit
-learns two costs from past steps: that of a step that only decodes, and that of each prompt token beside
-decodes. The scheduler lets a step only decode now and then, also if prompts are waiting. Pure.
+This is stall-free batching (Sarathi-Serve, Agrawal 2024), but the budget is measured and follows need. There
+are two bounds for the time of a step that both decodes and prefills:
+
+    short   hardly felt by the decoding requests; always allowed
+    long    the gap target; allowed only so far as a waiting prompt would otherwise miss its due time
+
+The limit learns two costs from past steps: that of a step that only decodes, and that of each prompt token
+beside decodes. The scheduler lets a step only decode now and then, also if prompts are waiting. Pure.
 
     seconds(step with prompts) = seconds(step without) + tokens · slope
 
@@ -11,10 +16,20 @@ slope comes from recent chunks, and these are as large as the limit. So the limi
 its full time.
 """
 
+from collections.abc import Iterable
+
+from engine.api.request import MixedStep
+
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""
-GROWTH = 1.5
-"""Without a target, a step with prompts may take this many times the time of one without."""
+SHORT = 1.5
+"""A short step may take this many times the fastest step that only decodes."""
+SHORT_NOW = 1.1
+"""A short step may take this many times a recent step that only decodes, if this is more."""
+LONG = 3.5
+"""As `SHORT`, for a long step without a target. With an 8B model on an H200 this is 15.5 ms."""
+LONG_NOW = 1.5
+"""As `SHORT_NOW`, for a long step without a target."""
 FIRST = 64
 """Tokens of the first chunk, while the cost of a prompt token is unknown."""
 LEAST = 16
@@ -25,10 +40,11 @@ class ChunkLimit:
     """Learns from each step, and returns the number of prompt tokens for the next."""
 
     def __init__(self, target: float | None, most: int) -> None:
-        """`target`: seconds that a step with decodes may take. None: `GROWTH` times a step without prompts.
+        """`target`: seconds that a step with decodes may take. None: it follows from the fastest step.
         `most`: token budget of any step."""
         self._target = target
         self._most = most
+        self._fastest = 0.0  # seconds of the fastest step that only decoded; 0: there was none
         self._steps = self._step_seconds = 0.0  # of steps that only decode; weighted sums
         self._prompt_tokens = self._added_seconds = 0.0  # of steps with prompts; weighted sums
         self._recent_most = 0.0  # tokens of the largest recent chunk; decays
@@ -43,8 +59,11 @@ class ChunkLimit:
             self._recent_most = max(DECAY * self._recent_most, prompt_tokens)
             self._added_seconds = DECAY * self._added_seconds + max(0.0, seconds - self.step_seconds)
         else:
+            self._fastest = min(self._fastest or seconds, seconds)
             self._steps = DECAY * self._steps + 1
             self._step_seconds = DECAY * self._step_seconds + seconds
+
+    # ------------------------------------------------------------ what was learned
 
     @property
     def step_seconds(self) -> float:
@@ -52,32 +71,63 @@ class ChunkLimit:
         return self._step_seconds / self._steps if self._steps else 0.0
 
     @property
-    def _slope(self) -> float:
-        """Seconds that a prompt token adds to a step."""
-        return self._added_seconds / self._prompt_tokens
+    def token_seconds(self) -> float:
+        """Time that a prompt token adds to a step with decodes; 0 before the first."""
+        return self._added_seconds / self._prompt_tokens if self._prompt_tokens else 0.0
 
     @property
-    def fitting(self) -> int:
-        """Prompt tokens that fit into a step with decodes. 0: fewer than `LEAST` fit, or no step was recorded
-        that only decodes."""
-        step = self.step_seconds
-        spare = (GROWTH * step if self._target is None else self._target) - step
+    def short_seconds(self) -> float:
+        """Time of a short step; 0 before the first step that only decodes."""
+        short = max(SHORT * self._fastest, SHORT_NOW * self.step_seconds)
+        return short if self._target is None else min(short, self._target)
+
+    @property
+    def long_seconds(self) -> float:
+        """Time of a long step; 0 before the first step that only decodes."""
+        if self._target is not None:
+            return self._target if self._steps else 0.0
+        return max(LONG * self._fastest, LONG_NOW * self.step_seconds)
+
+    def fitting(self, seconds: float) -> int:
+        """Prompt tokens that fit into a step of `seconds` with decodes. 0: fewer than `LEAST` fit, or no step
+        was recorded that only decodes."""
+        spare = seconds - self.step_seconds
         if not self._steps or spare <= 0:
             return 0
         if not self._prompt_tokens:
             return min(FIRST, self._most)
         most = min(self._most, int(2 * self._recent_most))  # the slope of much larger chunks is a guess
-        tokens = most if spare >= self._slope * most else int(spare / self._slope)
+        slope = self.token_seconds
+        tokens = most if spare >= slope * most else int(spare / slope)
         return tokens if tokens >= LEAST else 0
 
-    @property
-    def seconds(self) -> float:
-        """Expected time of a step with `fitting` prompt tokens."""
-        if not self._prompt_tokens:
-            return GROWTH * self.step_seconds
-        return self.step_seconds + self.fitting * self._slope
+    def mixed_step(self, seconds: float) -> MixedStep:
+        """The step with as many prompt tokens as fit into `seconds`."""
+        tokens = self.fitting(seconds)
+        return MixedStep(tokens, self.step_seconds + tokens * self.token_seconds)
+
+    # ------------------------------------------------------------ the limit
 
     @property
-    def tokens(self) -> int:
-        """Most prompt tokens of a step with decodes: at least `LEAST`."""
-        return max(LEAST, self.fitting)
+    def short_tokens(self) -> int:
+        """Most prompt tokens of a short step: at least `LEAST`. `FIRST` before the first step that only
+        decodes."""
+        return max(LEAST, self.fitting(self.short_seconds)) if self._steps else FIRST
+
+    def tokens(self, prompts: Iterable[tuple[int, float]], now: float) -> int:
+        """Most prompt tokens of the next step with decodes: at least `LEAST`.
+
+        `prompts`: of each prompt, in order, the tokens that are left and the time when they should be
+        computed. The result is the fewest tokens with which all are in time, bounded by a long step.
+        """
+        tokens = self.short_tokens
+        most = max(tokens, self.fitting(self.long_seconds))
+        ahead = 0
+        for left, due in prompts:
+            if tokens >= most:
+                break
+            ahead += left
+            spare = due - now - ahead * self.token_seconds
+            # ahead / tokens steps must decode in the time that the prompts leave
+            tokens = max(tokens, min(most, int(ahead * self.step_seconds / spare) + 1 if spare > 0 else most))
+        return tokens

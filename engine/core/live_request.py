@@ -95,6 +95,8 @@ class LiveRequest:
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
     arrived: float = field(default_factory=time.monotonic)
+    due: float = field(init=False)
+    """When its prompt should be computed; infinite if it is in no hurry."""
     started: float | None = None
     """When the request got its blocks for prefill here. None: still waiting, or prefilled elsewhere."""
     grammar: Grammar | None = None
@@ -105,6 +107,7 @@ class LiveRequest:
     def __post_init__(self) -> None:
         self.id = self.request.id
         self.alone = self.request.alone
+        self.due = self.arrived + self.request.first_token_within
         self.token_ids = array("i", [*self.request.prompt_ids, *self.request.output_ids])
         p, prompt = self.request.sampling, len(self.request.prompt_ids)
         self.longest = prompt + p.max_tokens

@@ -50,6 +50,7 @@ class Meters:
             prefix_cache_hits=scheduler.prefix_hits,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             step_seconds=self.step_seconds,
-            chunk_tokens=chunk_limit.fitting,
-            chunk_seconds=chunk_limit.seconds,
+            decode_seconds=chunk_limit.step_seconds,
+            short=chunk_limit.mixed_step(chunk_limit.short_seconds),
+            long=chunk_limit.mixed_step(chunk_limit.long_seconds),
         )

@@ -34,7 +34,7 @@ Every holder of blocks or seats ends, so nothing waits in a circle:
 
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -401,6 +401,14 @@ class Scheduler:
     def _hash_blocks(self, live: LiveRequest, root: bytes) -> None:
         root = salted_root(root, live.request.cache_salt)
         extend_hash_chain(live.block_hashes, live.token_ids, live.num_known, self.block_size, root)
+
+    def prompts(self) -> Iterator[tuple[int, float]]:
+        """Of each prompt that is not computed, about in order: the tokens that are left, and its due time."""
+        for live in self.running:
+            if live.num_left > 1:
+                yield live.num_left, live.due
+        for live in self.waiting:
+            yield live.num_left, live.due
 
     @property
     def tokens_waiting(self) -> int:

@@ -4,7 +4,13 @@ import math
 
 from rpc import worker_pb2 as pb
 
-_RATES = ("prefill_tokens_per_s", "step_seconds", "chunk_seconds")
+_RATES = (
+    "prefill_tokens_per_s",
+    "step_seconds",
+    "decode_seconds",
+    "chunk_seconds",
+    "long_chunk_seconds",
+)
 
 
 def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +23,8 @@ AUTOSCALING = K8S / "components" / "autoscaling"
 
 def exported(role: str) -> set[str]:
     """The series of a worker's engine."""
-    stats = EngineStats(**{field.name: 1 for field in fields(EngineStats)})
+    values: dict[str, Any] = {field.name: 1 for field in fields(EngineStats)}
+    stats = EngineStats(**values)
     counts = RequestCounts(**{field.name: 1 for field in fields(RequestCounts)})
     metrics = Metrics(role, "model")
     metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True)

@@ -42,7 +42,8 @@ def test_router() -> None:
 
 def test_workers() -> None:
     metrics = WorkerMetrics("prefill", "model")
-    stats = EngineStats(**{field.name: 1 for field in fields(EngineStats)})
+    values: dict[str, Any] = {field.name: 1 for field in fields(EngineStats)}
+    stats = EngineStats(**values)
     counts = RequestCounts(**{field.name: 1 for field in fields(RequestCounts)})
     metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True)
     empty = {f.name: {} if "dict" in str(f.type) else 0 for f in msgspec.structs.fields(TransferStats)}

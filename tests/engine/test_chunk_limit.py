@@ -1,56 +1,100 @@
 """The chunk limit learns from steps with known costs."""
 
+import math
+
 import pytest
 
-from engine.core.chunk_limit import FIRST, LEAST, ChunkLimit
+from engine import MixedStep
+from engine.core.chunk_limit import FIRST, LEAST, LONG, SHORT, ChunkLimit
 
 STEP, TOKEN = 0.010, 0.0001
+LATE = [(10**6, 0.0)]
+"""A prompt that is late already: it takes as many tokens as a long step has room for."""
 
 
 def fed(limit: ChunkLimit, steps: int = 60, step: float = STEP, token: float = TOKEN) -> ChunkLimit:
-    """Records steps: a decode takes `step` seconds, each prompt token adds `token`. Chunks have the limit's
-    size."""
+    """Records steps: a decode takes `step` seconds, each prompt token adds `token`. Chunks are those of late
+    prompts."""
     for _ in range(steps):
         limit.record(True, 0, step)
-        limit.record(True, limit.tokens, step + limit.tokens * token)
+        tokens = limit.tokens(LATE, 0.0)
+        limit.record(True, tokens, step + tokens * token)
     return limit
 
 
 def test_nothing_is_known_before_the_first_decode() -> None:
     limit = ChunkLimit(0.02, 2048)
     limit.record(False, 500, 0.05)
-    assert (limit.fitting, limit.tokens) == (0, LEAST)
+    assert limit.mixed_step(limit.long_seconds) == MixedStep(0, 0.0)
+    assert limit.tokens(LATE, 0.0) == limit.short_tokens == FIRST
 
 
 def test_the_first_prompt_is_a_small_trial() -> None:
     limit = ChunkLimit(None, 2048)
     limit.record(True, 0, STEP)
-    assert limit.fitting == FIRST
+    assert limit.tokens(LATE, 0.0) == limit.short_tokens == FIRST
 
 
-@pytest.mark.parametrize(("target", "tokens"), [(0.015, 50), (0.030, 200), (None, 50)])
-def test_a_step_stays_within_its_target(target: float | None, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("target", "short", "long"), [(0.012, 20, 20), (0.030, 50, 200), (None, 50, 10 * (LONG - 1) * 10)]
+)
+def test_steps_stay_within_their_bounds(target: float | None, short: int, long: int) -> None:
     limit = fed(ChunkLimit(target, 2048))
-    assert limit.fitting == pytest.approx(tokens, abs=1)
-    assert limit.seconds == pytest.approx(STEP + limit.fitting * TOKEN)
-    assert limit.seconds <= (target or 1.5 * STEP) + 1e-9
+    assert limit.short_tokens == pytest.approx(short, abs=1)
+    assert limit.tokens(LATE, 0.0) == pytest.approx(long, abs=1)
+    assert limit.mixed_step(limit.short_seconds).seconds <= (min(target or 1, SHORT * STEP)) + 1e-9
+    assert limit.mixed_step(limit.long_seconds).seconds <= (target or LONG * STEP) + 1e-9
+
+
+def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
+    """500 tokens take 50 ms beside the decodes. In 300 ms there is time for 25 steps that decode."""
+    limit = fed(ChunkLimit(None, 2048))
+    assert limit.tokens([], 0.0) == limit.tokens([(500, math.inf)], 0.0) == limit.short_tokens
+    assert limit.tokens([(500, 5.3)], 5.0) == limit.short_tokens, "short steps suffice"
+    assert limit.tokens([(500, 5.15)], 5.0) == pytest.approx(500 * STEP / (0.15 - 500 * TOKEN), abs=2)
+    assert limit.tokens([(500, 5.06)], 5.0) == limit.tokens([(500, 4.0)], 5.0) == limit.tokens(LATE, 0.0)
+
+
+def test_a_prompt_behind_others_is_in_time_too() -> None:
+    limit = fed(ChunkLimit(None, 2048))
+    alone = limit.tokens([(500, 0.2)], 0.0)
+    assert limit.tokens([(500, math.inf), (500, 0.2)], 0.0) == pytest.approx(1000 * STEP / 0.1, abs=2)
+    assert limit.tokens([(500, 0.2), (500, math.inf)], 0.0) == alone
+
+
+def test_a_prompt_that_is_in_time_finishes_in_time() -> None:
+    limit, now, left = fed(ChunkLimit(None, 2048)), 0.0, 700
+    while left:
+        chunk = min(left, limit.tokens([(left, 0.2)], now))
+        left, now = left - chunk, now + STEP + chunk * TOKEN
+    assert 0.19 <= now <= 0.2 + STEP
 
 
 def test_the_limit_stays_within_the_token_budget() -> None:
     limit = fed(ChunkLimit(9.0, 300))
-    assert limit.fitting == 300
-    assert limit.seconds == pytest.approx(STEP + 300 * TOKEN), "less than the target"
+    assert limit.tokens(LATE, 0.0) == 300
+    assert limit.mixed_step(9.0).seconds == pytest.approx(STEP + 300 * TOKEN), "less than the target"
 
 
 def test_the_limit_adapts_to_changed_costs() -> None:
     limit = fed(ChunkLimit(0.030, 2048))
-    assert fed(limit, 99, step=0.020).fitting == pytest.approx(100, rel=0.1)
-    assert fed(limit, 99, step=0.020, token=0.0004).fitting == pytest.approx(25, rel=0.1)
+    assert fed(limit, 99, step=0.020).tokens(LATE, 0.0) == pytest.approx(100, rel=0.1)
+    assert fed(limit, 99, step=0.020, token=0.0004).tokens(LATE, 0.0) == pytest.approx(25, rel=0.1)
 
 
 def test_if_decodes_alone_exceed_the_target_prefills_get_the_least_chunk() -> None:
     limit = fed(ChunkLimit(0.009, 2048))
-    assert (limit.fitting, limit.tokens) == (0, LEAST)
+    assert limit.mixed_step(limit.long_seconds).tokens == 0
+    assert limit.tokens(LATE, 0.0) == limit.short_tokens == LEAST
+
+
+def test_many_decodes_make_short_steps_longer_than_a_few() -> None:
+    """Else no prompt token would fit beside them."""
+    limit = fed(ChunkLimit(None, 2048))
+    fed(limit, 200, step=2 * STEP)
+    assert limit.short_seconds == pytest.approx(2 * STEP * 1.1)
+    fed(limit, 200, step=4 * STEP)
+    assert limit.long_seconds == pytest.approx(4 * STEP * 1.5)
 
 
 def test_the_limit_uses_the_whole_target_though_the_first_tokens_are_cheap() -> None:
@@ -59,9 +103,10 @@ def test_the_limit_uses_the_whole_target_though_the_first_tokens_are_cheap() -> 
     chunks = []
     for _ in range(60):
         limit.record(True, 0, 0.0055)
-        padded = -(-limit.tokens // 16) * 16
-        limit.record(True, limit.tokens, 0.0055 + max(0.0001, (padded - 32) * 27e-6))
-        chunks.append(limit.tokens)
+        tokens = limit.tokens(LATE, 0.0)
+        padded = -(-tokens // 16) * 16
+        limit.record(True, tokens, 0.0055 + max(0.0001, (padded - 32) * 27e-6))
+        chunks.append(tokens)
     assert chunks[-1] == pytest.approx(32 + 2500 / 27, abs=17)
     assert max(chunks[20:]) - min(chunks[20:]) <= 32
 
@@ -70,18 +115,19 @@ def test_the_limit_at_most_doubles_the_largest_recent_chunk() -> None:
     limit = ChunkLimit(0.015, 8192)
     limit.record(True, 0, STEP)
     limit.record(True, FIRST, STEP)
-    assert limit.fitting == 2 * FIRST
+    assert limit.tokens(LATE, 0.0) == 2 * FIRST
     limit.record(True, 3, STEP)
-    assert limit.fitting == pytest.approx(2 * FIRST, rel=0.11), "a short last chunk does not lower the limit"
+    tokens = limit.tokens(LATE, 0.0)
+    assert tokens == pytest.approx(2 * FIRST, rel=0.11), "a short last chunk does not lower the limit"
 
 
 def test_steps_that_do_not_decode_teach_nothing() -> None:
     """Such a step may be faster than decoding many long contexts, as if prompt tokens were free."""
     limit = fed(ChunkLimit(0.015, 2048))
-    learned = limit.fitting
+    learned = limit.tokens(LATE, 0.0)
     for _ in range(60):
         limit.record(False, 2000, STEP / 2)
-    assert limit.fitting == learned
+    assert limit.tokens(LATE, 0.0) == learned
 
 
 def test_a_slope_of_zero_is_handled() -> None:
@@ -89,5 +135,5 @@ def test_a_slope_of_zero_is_handled() -> None:
     for tokens, seconds in ((64, 0.050), (8, 0.070)) * 10:
         limit.record(True, 0, 0.005)
         limit.record(True, tokens, seconds)
-    assert (limit.fitting, limit.tokens) == (0, LEAST)
-    assert limit.seconds == pytest.approx(0.005)
+    assert limit.tokens(LATE, 0.0) == LEAST
+    assert limit.mixed_step(limit.long_seconds).tokens == 0

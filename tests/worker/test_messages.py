@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine import EngineRequest, EngineStats, Logprobs, Output, SamplingParams, StructuredOutput
+from engine import EngineRequest, EngineStats, Logprobs, MixedStep, Output, SamplingParams, StructuredOutput
 from kv_transfer import KVLayout
 from worker import messages
 from worker.messages import FromEngine, RequestCounts, ToEngine
@@ -21,7 +21,7 @@ WORK = messages.Work(REQUEST, 1.5, "name", "")
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Prefill(1, WORK, handover=True, report_start=True),
+        messages.Prefill(1, WORK, handover=True),
         messages.Decode(2, WORK, None),
         messages.Decode(2, WORK, messages.Source(ID, "[::1]:80", 2**64 - 1, 3)),
         messages.Retarget(1, ID, messages.Source(ID, "host:1", 0, 1), [1, 2]),
@@ -38,7 +38,9 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
         messages.Tokens(3, [Output(ID, 0, 7), Output(ID, 1, 8, LOGPROBS, "stop", 16, 0.1, 0.2)]),
         messages.EngineStatus(
             1,
-            EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0.5, 0.25, 7, 0.125),
+            EngineStats(
+                1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0.5, 0.25, 0.125, MixedStep(7, 0.5), MixedStep(9, 0.75)
+            ),
             RequestCounts(1, 2, 3, 4, 5),
             idle=False,
         ),

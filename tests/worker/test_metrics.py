@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import urllib.request
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ ACCEPTED = (
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
     metrics = Metrics("prefill", "m")
-    fours = [4] * len(dataclasses.fields(EngineStats))
+    fours: list[Any] = [4] * len(dataclasses.fields(EngineStats))
     metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
     metrics.transfer_stats = TransferStats(
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {}

@@ -1,5 +1,6 @@
 """Checks of a router's messages."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -19,16 +20,26 @@ def test_a_request_keeps_every_field() -> None:
     )
     asked = request([1, 2], params, [3], timeout_ms=1500)
     asked.cache_salt = b"tenant"
+    asked.first_token_within = 0.25
     taken = work(ID, asked, LIMITS)
     got, params = taken.request, taken.request.sampling
-    assert (got.id, got.cache_salt) == (ID, b"tenant")
+    assert (got.id, got.cache_salt, got.first_token_within) == (ID, b"tenant", 0.25)
     assert (got.prompt_ids, got.output_ids, taken.timeout) == ([1, 2], [3], 1.5)
     assert params.temperature == 0.5
     assert params.seed == 2**64 - 1
     assert params.stop_token_ids == (7,)
     assert params.logit_bias == {5: -1.0}
     assert params.logprobs == 0, "logprobs=0 asks for the log probability of the token alone"
-    assert work(ID, request([1], sampling()), LIMITS).request.sampling.logprobs is None
+    other = work(ID, request([1], sampling()), LIMITS).request
+    assert (other.sampling.logprobs, other.first_token_within) == (None, math.inf)
+
+
+def late_already(r: pb.Request) -> None:
+    r.first_token_within = -1.0
+
+
+def endless_time(r: pb.Request) -> None:
+    r.first_token_within = math.inf
 
 
 def no_prompt(r: pb.Request) -> None:
@@ -92,6 +103,8 @@ def short_id(r: pb.Request) -> None:
         (output_too_long, "more than the context of 32"),
         (no_token_left, "max_tokens is 16, but output_ids has 16 already"),
         (too_late, "timeout_ms is 0"),
+        (late_already, "first_token_within is -1.0: give seconds, or 0"),
+        (endless_time, "first_token_within is inf"),
         (long_salt, "cache_salt has 65 bytes"),
         (short_id, "request_id must have 16 bytes"),
     ],
