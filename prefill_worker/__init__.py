@@ -3,8 +3,8 @@
 The life of a prefill:
 
 1. A router submits it. It waits to be scheduled.
-2. The engine reserves blocks for the whole prompt, the KV sender opens it for a FETCH, and the router learns
-   that it has started.
+2. The engine reserves blocks for the whole prompt, and the KV sender opens it for a FETCH. The router learns
+   that the prefill has started, if it waits for that.
 3. The engine computes the prompt in chunks. Each layer of a chunk is ready for the lanes when it is enqueued.
 4. The first token goes to the router at once, and COMMIT goes to the decode worker.
 5. The prefill is held until the decode worker's ACK, a cancel or the hold deadline, or until its blocks are

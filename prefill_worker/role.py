@@ -75,6 +75,8 @@ class PrefillRole:
         self.engine.add(request, handover=message.handover)
         if message.handover:
             self._sender.expect(prefill_id)
+            if message.report_start:
+                self._sink.awaited.add(prefill_id)
         self._prefills[prefill_id] = PrefillAttempt(
             len(request.prompt_ids) + len(request.output_ids), message.handover
         )
@@ -100,6 +102,7 @@ class PrefillRole:
 
     def _forget(self, prefill_id: bytes) -> None:
         """Removes a prefill when no transfer reads its blocks."""
+        self._sink.awaited.discard(prefill_id)
         if self._prefills.pop(prefill_id).held:
             self.engine.release(prefill_id)
         else:

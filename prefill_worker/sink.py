@@ -17,6 +17,8 @@ class SenderSink:
         self._attempts = attempts
         self.opened: set[bytes] = set()
         """Opened prefills. The sender may read their blocks until it reports them released."""
+        self.awaited: set[bytes] = set()
+        """Prefills that have not started, with routers that wait for that."""
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
@@ -25,7 +27,9 @@ class SenderSink:
         self.sender.open(request_id, block_ids, num_tokens)
         if num_cached:
             self.sender.ready(request_id, None, 0, num_cached)
-        self._attempts.prefill_started(request_id)
+        if request_id in self.awaited:
+            self.awaited.remove(request_id)
+            self._attempts.prefill_started(request_id)
 
     def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
         for chunk in chunks:

@@ -239,9 +239,12 @@ class WorkerStream:
     async def send(self, **kind: Any) -> None:
         await self.call.write(pb.RouterMessage(**kind))
 
-    async def submit_prefill(self, req: pb.Request, *, handover: bool) -> bytes:
+    async def submit_prefill(self, req: pb.Request, *, handover: bool, report_start: bool = False) -> bytes:
         prefill_id = os.urandom(16)
-        await self.send(prefill=pb.SubmitPrefill(prefill_id=prefill_id, request=req, handover=handover))
+        submit = pb.SubmitPrefill(
+            prefill_id=prefill_id, request=req, handover=handover, report_start=report_start
+        )
+        await self.send(prefill=submit)
         return prefill_id
 
     async def submit_decode(self, req: pb.Request, source: pb.PrefillSource) -> bytes:

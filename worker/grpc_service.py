@@ -164,7 +164,9 @@ class AttachService(WorkerServicer):
         except Refused as refusal:
             stream.put(_refused(prefill_id, refusal))
         else:
-            await self._backend.send(messages.Prefill(stream.number, work, submit.handover))
+            await self._backend.send(
+                messages.Prefill(stream.number, work, submit.handover, submit.report_start)
+            )
 
     async def _decode(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         submit = message.decode

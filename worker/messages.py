@@ -57,6 +57,7 @@ class Prefill(_Message):
     stream: int
     work: Work
     handover: bool
+    report_start: bool = False  # only with a handover: the router waits for PrefillStarted
 
 
 class Decode(_Message):
@@ -140,7 +141,7 @@ class Reserved(_Message):
 
 
 class PrefillStarted(_Message):
-    """The first chunk of a prefill for a handover is in the next step."""
+    """The first chunk of a prefill with `report_start` is in the next step."""
 
     stream: int
     prefill_id: bytes

@@ -322,7 +322,7 @@ class FakeWorker(WorkerServicer):
             return
         if self.starts is not None:
             await self.starts.acquire()
-        if submit.handover and self.reports_starts:
+        if submit.report_start and self.reports_starts:
             started = pb.PrefillStarted(prefill_id=submit.prefill_id)
             outputs.put_nowait(pb.WorkerMessage(prefill_started=started))
         finished = await self._emit(

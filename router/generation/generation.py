@@ -256,7 +256,7 @@ class Generation:
         prefill_id = os.urandom(16)
         base = self._emit.begin_prefill(prefill_id)
         self._prefill = PrefillAttempt(
-            prefill_id, target.worker, target.work, base, handover, queued=target.queues
+            prefill_id, target.worker, target.work, base, handover, queued=handover and target.queues
         )
         return True
 
@@ -266,7 +266,10 @@ class Generation:
         prefill.sent = True
         self._waits.prefill_sent()
         submit = pb.SubmitPrefill(
-            prefill_id=prefill.id, request=self._request(self.output_ids), handover=prefill.handover
+            prefill_id=prefill.id,
+            request=self._request(self.output_ids),
+            handover=prefill.handover,
+            report_start=prefill.queued,
         )
         prefill.worker.submit_prefill(submit, self, prefill.work)
 

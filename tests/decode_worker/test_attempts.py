@@ -40,7 +40,8 @@ async def test_a_first_token_that_ends_the_request_ends_the_transfer(workers: Wo
 async def test_a_prefill_reports_its_start_when_the_prompts_ahead_are_computed(workers: Workers) -> None:
     async with paired(*workers) as pair:
         first, second = [
-            await pair.prefill.submit_prefill(request(prompt(n), ENDLESS), handover=True) for n in (1000, 200)
+            await pair.prefill.submit_prefill(request(prompt(n), ENDLESS), handover=True, report_start=True)
+            for n in (1000, 200)
         ]
         _, first_at = await pair.prefill.token(first)
         _, second_at = await pair.prefill.token(second)
@@ -50,9 +51,10 @@ async def test_a_prefill_reports_its_start_when_the_prompts_ahead_are_computed(w
         assert started[first] < first_at
         for prefill_id in (first, second):
             await pair.prefill.cancel(prefill_id)
-        alone = await pair.prefill.submit_prefill(request(prompt(9), sampling(max_tokens=1)), handover=False)
-        await pair.prefill.token(alone)
-        assert alone not in started, "no router waits for it"
+        third = await pair.prefill.submit_prefill(request(prompt(9), ENDLESS), handover=True)
+        await pair.prefill.token(third)
+        await pair.prefill.cancel(third)
+        assert third not in started, "no router waits for it"
         await assert_whole(*workers)
 
 
