@@ -50,6 +50,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
                 seed=given.engine.seed,
                 num_threads=given.engine.num_threads,
+                tensor_parallel_size=given.engine.tensor_parallel_size,
             ),
             host=given.network.host,
             port=given.network.port,

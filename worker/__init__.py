@@ -4,7 +4,7 @@ The life of a worker, which `worker.service.run` implements:
 
 1. The *service process* (asyncio: gRPC, health, metrics) makes the staging arenas and the sockets that its
    children inherit. It starts the *engine process*, a fresh interpreter, which loads the model and reports
-   the KV layout.
+   the KV layout. With several ranks it also starts a process for each rank from 1 on (`worker.rank_process`).
 2. The service process starts the *transfer process*, which needs that layout. It listens for KV lanes,
    and opens lanes to the workers that this worker fetches from.
 3. The gRPC server starts, the ready line goes to the parent process (`worker.ready`), and routers attach.

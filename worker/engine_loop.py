@@ -115,6 +115,7 @@ class Parts:
         config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
         engine = build_engine(
             config,
+            files=self.config.ranks,
             kv_sink=kv_sink,
             cache_observer=self.cached_chunks,
             tick=self.heartbeat.tick,
@@ -167,6 +168,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     gc.freeze()  # these objects live as long as the process; scanning them would delay a step
     link.send(ready)
     loop(engine, Roles(engine, roles, parts), parts)
+    engine.close()
     parts.trace.close()
     link.close()
     return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from engine.execution.rank_files import RankFiles
 from worker.child import begin
 
 EXIT_START_FAILED = 2
@@ -38,6 +39,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     trace_path: str | None
     logging: dict[str, Any]  # for logging.config.dictConfig
     engine: msgspec.Raw  # engine.EngineConfig
+    ranks: RankFiles | None  # inherited; None: the engine has one rank
 
 
 def start(run: Callable[[EngineProcessConfig], int]) -> int:

@@ -41,7 +41,10 @@ class Backend(Protocol):
         """Asks the engine and transfer processes for their status."""
 
     async def set_pool(self, pool: "pb.Pool") -> pb.WorkerStatus:
-        """Moves the worker to a pool and tells all routers. Returns the new status."""
+        """Moves the worker to a pool and tells all routers. Returns the new status.
+
+        Raises ValueError if the worker cannot serve this pool.
+        """
 
     def cache_snapshot(self) -> list[pb.WorkerMessage]:
         """Returns the contents of the prefix cache as messages; empty if the cache is off."""
@@ -118,7 +121,10 @@ class AttachService(WorkerServicer):
         if request.pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
             text = f"pool is {request.pool}: it must be POOL_PREFILL or POOL_DECODE"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-        return await self._backend.set_pool(request.pool)
+        try:
+            return await self._backend.set_pool(request.pool)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     # ------------------------------------------------------------ worker to router
 

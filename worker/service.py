@@ -16,7 +16,7 @@ from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker import messages, streams
 from worker.cache_feed import CacheFeed
-from worker.config import WorkerConfig
+from worker.config import Role, WorkerConfig
 from worker.failure import EngineError, StartError, TreeError
 from worker.grpc_service import AttachService
 from worker.journal import Journal
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 STATUS_INTERVAL = 1.0  # seconds, as the two below
 DRAIN_CHECK = 0.05
 SERVER_STOP = 1.0
-POOLS = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
+POOLS: dict[Role, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 NAMES = {pool: name for name, pool in POOLS.items()}
 
 
@@ -268,6 +268,7 @@ class Service:
         return self._last_status
 
     async def set_pool(self, pool: pb.Pool) -> pb.WorkerStatus:
+        self._config.check_pool(NAMES[pool])
         if pool != self._pool:
             log.info("moves from the %s pool to the %s pool", NAMES[self._pool], NAMES[pool])
             self._pool = pool

@@ -1,7 +1,7 @@
 """The process tree of one worker: shared resources, ordered start, supervision, ordered stop.
 
 1. Make the shared resources: heartbeat, arenas, socket pairs, local socket.
-2. Start the engine process, which loads the model.
+2. Start the engine process, which loads the model, and the processes of its other ranks.
 3. Start the transfer process, which needs the KV layout of the engine.
 4. Watch both. `WorkerTree.failure` completes with a TreeError as soon as a process dies or hangs.
 5. Stop the engine's requests, then the transfer process, then the engine process.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.execution.rank_files import RankFiles
 from kv_transfer import ArenaEnd, Heartbeat, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
 from kv_transfer.spawn import EXIT_ENGINE_GONE
 from worker import messages
@@ -24,6 +25,7 @@ from worker.failure import EngineError, StartError, TreeError
 from worker.ipc import EngineLink
 from worker.messages import EngineReady, FromEngine
 from worker.processes import ChildProcess, describe_exit, spawn
+from worker.rank_process import RankProcessConfig, spawn_rank
 from worker.transfer_link import TransferLink
 from worker.watchdog import START_SILENCE, Watchdog
 
@@ -31,7 +33,7 @@ ENGINE_MODULE = "worker.engine_process"
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds. The transfer process reports once a second."""
 CAUSE_SOON = 5.0
-"""Seconds to wait for the exit of the engine process after the transfer process exited because of it.
+"""Seconds to wait for the exit of the process that caused the exit of another one.
 
 A killed engine process with a GPU exits only after the driver has freed its memory.
 """
@@ -54,11 +56,14 @@ class WorkerTree:
         self._engine_stopped = asyncio.Event()
         self._started = False
         self._engine: ChildProcess | None = None
+        self._ranks: list[ChildProcess] = []  # from rank 1 on
         self._transfer: ChildProcess | None = None
         if config.trace_dir is not None:
             _make_directory("--trace-dir", config.trace_dir)
         self.engine_link = EngineLink(config.run_dir)
         self._heartbeat = Heartbeat.create()
+        ranks = config.engine.tensor_parallel_size
+        self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
         # Of each direction, the engine's end and the transfer process's.
         self._sending = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
         self._receiving = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
@@ -89,8 +94,12 @@ class WorkerTree:
             trace_path=config.trace_path("engine"),
             logging=config.logging(self._incarnation, "engine"),
             engine=msgspec.Raw(msgspec.json.encode(config.engine)),
+            ranks=self._rank_files,
         )
         fds = (*start.sending_fds, *start.receiving_fds, start.heartbeat_fd)
+        if self._rank_files is not None:
+            self._start_ranks(self._rank_files)
+            fds += tuple(self._rank_files.fds)
         self._engine = ChildProcess(name, spawn(ENGINE_MODULE, msgspec.json.encode(start), pass_fds=fds))
         for ends in (self._sending, self._receiving):
             ends[0].channel.close()
@@ -111,6 +120,22 @@ class WorkerTree:
                     return message
                 case _:
                     raise AssertionError(f"unexpected message before EngineReady: {message}")
+
+    def _start_ranks(self, files: RankFiles) -> None:
+        config = self._config
+        for rank in range(1, config.engine.tensor_parallel_size):
+            name = f"{config.name} rank {rank}"
+            start = RankProcessConfig(
+                name=name,
+                title=config.title,
+                parent_pid=os.getpid(),
+                rank=rank,
+                files=files,
+                logging=config.logging(self._incarnation, f"rank {rank}"),
+                engine=config.engine,
+            )
+            self._ranks.append(ChildProcess(name, spawn_rank(start)))
+            self.watch(self._watch_exit(self._ranks[-1]))
 
     async def start_transfer(self, engine: EngineReady) -> str:
         """Starts the transfer process. Returns the address of the KV lanes."""
@@ -207,13 +232,17 @@ class WorkerTree:
         if self._stopping:
             return
         if code == EXIT_START_FAILED and not self._started:
+            if child in self._ranks and self._rank_files is not None:
+                raise StartError(self._rank_files.reason)
             return  # the receiver of messages will raise StartError for its StartFailed
+        if self._ranks and not self._started:
+            await asyncio.sleep(CAUSE_SOON)  # if another rank could not start, its reason is reported first
         if child is self._transfer and code == EXIT_ENGINE_GONE and self._engine is not None:
             # The engine's end is the cause. If it is seen in time, its own watcher reports it first.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._engine.wait(), CAUSE_SOON)
                 await asyncio.sleep(0)
-        error = EngineError if child is self._engine else TreeError
+        error = TreeError if child is self._transfer else EngineError
         raise error(f"{child.name} (pid {child.pid}) {describe_exit(code)}")
 
     # ------------------------------------------------------------ end
@@ -235,7 +264,8 @@ class WorkerTree:
             await self._transfer.end(STOP_TIMEOUT)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.engine_link.send(messages.Exit()), STOP_TIMEOUT)
-        await self._engine.end(STOP_TIMEOUT)
+        for child in (self._engine, *self._ranks):
+            await child.end(STOP_TIMEOUT)
 
     async def _stop_engine(self) -> None:
         await self.engine_link.send(messages.Stop())
@@ -244,7 +274,7 @@ class WorkerTree:
     async def kill(self) -> None:
         """Kills the processes that still run, and waits for their exit."""
         self._stopping = True
-        for child in (self._engine, self._transfer):
+        for child in (self._engine, *self._ranks, self._transfer):
             if child is not None:
                 child.kill()
                 await child.wait()
@@ -264,6 +294,8 @@ class WorkerTree:
             theirs.channel.close()
             ours.arena.close()
         self._heartbeat.close()
+        if self._rank_files is not None:
+            self._rank_files.close()
 
 
 def _make_directory(flag: str, path: str) -> None:

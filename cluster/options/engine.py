@@ -63,7 +63,9 @@ class EngineOptions:
     load_format: Annotated[
         Literal["auto", "dummy"], opt("auto, or dummy for random weights (benchmarks).", "FORMAT")
     ] = "auto"  # fmt: skip
-    tensor_parallel_size: Annotated[int, opt("GPUs that one worker spans.", "N", check=between(1, 1))] = 1
+    tensor_parallel_size: Annotated[
+        int, opt("GPUs that one worker spans. More than one: only `baton decode`.", "N", check=between(1))
+    ] = 1
     max_model_len: Annotated[
         int | None,
         opt("Most tokens of prompt and output.", "TOKENS", shown="the model's context", check=between(1)),

@@ -26,7 +26,8 @@ TWO_SHOT_BYTES = 64 << 20
 
 
 def join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torch.device, Ranks]:
-    """This rank's device and its group. `files` None: the model has one rank."""
+    """This rank's device and its group. `files` None: the model has one rank. Raises `ValueError` if there
+    are too few devices."""
     assert (files is None) == (config.tensor_parallel_size == 1), "several ranks, and only these, share files"
     device = torch.device(config.device)
     if files is None:
@@ -35,7 +36,13 @@ def join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torc
     store = dist.FileStore(f"/proc/self/fd/{files.store}", config.tensor_parallel_size)
     if device.type == "cpu":
         return device, GlooRanks(rank, config.tensor_parallel_size, store)
-    device = torch.device("cuda", (device.index or 0) + rank)
+    first, present = device.index or 0, torch.cuda.device_count()
+    if first + config.tensor_parallel_size > present:
+        raise ValueError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: --device {config.device} has "
+            f"{max(0, present - first)} GPUs from the first one on"
+        )
+    device = torch.device("cuda", first + rank)
     return device, CudaRanks(rank, config.tensor_parallel_size, store, device)
 
 

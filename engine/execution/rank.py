@@ -15,24 +15,29 @@ from engine.execution.start import Started, start_rank
 from engine.step import Step
 
 
-def follow(
-    config: EngineConfig, rank: int, files: RankFiles, layer_done: Callable[[Step], LayerDone]
-) -> None:
-    """Runs rank `rank` of `tensor_parallel_size`, from 1 on, until rank 0 stops it. Raises `ValueError` for
-    mistakes that the user can mend.
+class Follower:
+    """A rank from 1 on. Its constructor returns when all ranks have started."""
 
-    `layer_done(step)` returns the function that learns of each layer with its KV written on this rank."""
-    device, ranks = join(config, rank, files)
-    started = start_rank(config, device, ranks, lambda *_: None)
-    runner = started.runner
-    launched: Launched | None = None
-    for command in commands(config, started, files).received(rank):
-        if isinstance(command, Sample):
-            assert launched is not None, "a step is run before it is sampled"
-            runner.sample(launched, None)
-        else:
-            launched = runner.run(command, layer_done(command))
-    runner.stop()
+    def __init__(self, config: EngineConfig, rank: int, files: RankFiles) -> None:
+        """Raises `ValueError` for mistakes that the user can mend."""
+        device, ranks = join(config, rank, files)
+        started = start_rank(config, device, ranks, lambda *_: None)
+        self._rank = rank
+        self._runner = started.runner
+        self._commands = commands(config, started, files)
+
+    def run(self, layer_done: Callable[[Step], LayerDone]) -> None:
+        """Computes what rank 0 computes until rank 0 stops.
+
+        `layer_done(step)` returns the function that learns of each layer with its KV written on this rank."""
+        launched: Launched | None = None
+        for command in self._commands.received(self._rank):
+            if isinstance(command, Sample):
+                assert launched is not None, "a step is run before it is sampled"
+                self._runner.sample(launched, None)
+            else:
+                launched = self._runner.run(command, layer_done(command))
+        self._runner.stop()
 
 
 def commands(config: EngineConfig, started: Started, files: RankFiles) -> Commands:

@@ -14,6 +14,8 @@ class RankFiles:
     """Memory in which the ranks find each other (`torch.distributed.FileStore`)."""
     commands: int
     """Memory of `engine.execution.commands`."""
+    failure: int
+    """Memory for the reason why a rank could not start."""
     wakes: Sequence[int]
     """An eventfd for each rank from 1 on; it counts the commands that the rank has not received."""
 
@@ -24,12 +26,22 @@ class RankFiles:
         return cls(
             os.memfd_create("rank-store"),
             os.memfd_create("rank-commands"),
+            os.memfd_create("rank-failure"),
             [os.eventfd(0, flags) for _ in range(size - 1)],
         )
 
     @property
     def fds(self) -> Sequence[int]:
-        return (self.store, self.commands, *self.wakes)
+        return (self.store, self.commands, self.failure, *self.wakes)
+
+    def fail(self, reason: str) -> None:
+        """Notes why a rank could not start."""
+        os.pwrite(self.failure, reason.encode(), 0)
+
+    @property
+    def reason(self) -> str:
+        """Why a rank could not start."""
+        return os.pread(self.failure, os.fstat(self.failure).st_size, 0).decode()
 
     def close(self) -> None:
         for fd in self.fds:

@@ -44,10 +44,8 @@ def start_rank(
 ) -> Started:
     """Loads this rank's part of the model and makes it ready. Raises `ValueError` for mistakes that the user
     can mend. `progress(stage, fraction)` tells how far the start is."""
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    elif ranks.size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.size))
+    if config.num_threads or ranks.size > 1:
+        torch.set_num_threads(max(1, (config.num_threads or torch.get_num_threads()) // ranks.size))
     on_gpu = device.type == "cuda"
     checkpoint = open_checkpoint(config, device)
     limits = choose_limits(config, checkpoint.config, device, ranks)

@@ -155,7 +155,7 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--max-num-seqs", "0"], {}, ["--max-num-seqs", "at least 1"]),
         (["--dtype", "int4"], {}, ["--dtype", "int4", "bfloat16"]),
         (["--prefil", "2"], {}, ["--prefil", "--prefill"]),
-        (["--tensor-parallel-size", "2"], {}, ["--tensor-parallel-size", "2"]),
+        (["--tensor-parallel-size", "0"], {}, ["--tensor-parallel-size", "at least 1"]),
         (["--prefill", "3:2"], {}, ["--prefill", "3:2", "1:4"]),
         (["--decode", "0"], {}, ["--decode", "1:4"]),
         (["--enable-lora"], {}, ["--enable-lora", "merge", "--model"]),

@@ -16,7 +16,7 @@ import pytest
 
 from engine import Engine, EngineConfig, StructuredOutput, build_engine
 from engine.execution.commands import SLOTS, Commands, Sample
-from engine.execution.rank import follow
+from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
 from engine.loader import check_model
 from engine.step import Draws, Step, Variant, arrange
@@ -33,6 +33,10 @@ FAMILIES = [
 """With the sizes of the group: 4 ranks share 2 KV heads. No size divides the 199 tokens."""
 
 
+def follow(config: EngineConfig, rank: int, files: RankFiles) -> None:
+    Follower(config, rank, files).run(lambda step: lambda layer: None)
+
+
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., Engine]]:
     """Makes engines with several ranks, and ends them after the test."""
@@ -43,9 +47,7 @@ def ranks() -> Iterator[Callable[..., Engine]]:
         settings = {"model": str(path), "tensor_parallel_size": size, **settings}
         files = RankFiles.create(size) if size > 1 else None
         threads = [
-            threading.Thread(
-                target=follow, args=(EngineConfig(**settings), rank, files, lambda step: lambda layer: None)
-            )
+            threading.Thread(target=follow, args=(EngineConfig(**settings), rank, files))
             for rank in range(1, size)
         ]
         for thread in threads:

@@ -1,0 +1,106 @@
+"""A decode worker with two ranks: its tokens, its end, and what happens when a rank dies or hangs."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
+from rpc import worker_pb2 as pb
+from tests.cluster_helpers import ENGINE, WorkerProcess, attached, request, sampling, side_by_side
+from tests.device import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs two devices")
+
+# One prompt is one step. The step is so long that a signal arrives during it.
+TWO_RANKS = {
+    "load_format": "dummy", "num_blocks": 2000, "max_num_batched_tokens": 3900, "tensor_parallel_size": 2,
+}  # fmt: skip
+PROMPT = [7] * 3900
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
+    settings = {name: {"role": "decode", "engine": TWO_RANKS} for name in ("serves", "loses a rank")}
+    with side_by_side(tmp_path_factory.mktemp("ranks"), settings) as started:
+        yield started
+
+
+def assert_nothing_left(worker: WorkerProcess, others: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(others, timeout=5)
+    assert alive == []
+    assert list(worker.run_dir.iterdir()) == []
+
+
+async def test_a_worker_with_two_ranks_serves_the_tokens_of_one(workers: dict[str, WorkerProcess]) -> None:
+    worker = workers["serves"].wait_ready()
+    model = worker.run_dir.parent.parent / "model"
+    prompt = [(37 * i) % 500 + 3 for i in range(300)]
+    engine = build_engine(EngineConfig(str(model), load_format="dummy", **ENGINE))
+    engine.add(EngineRequest(b"1", prompt, sampling=SamplingParams(temperature=0.0, max_tokens=16)))
+    expected: list[int] = []
+    while engine.has_work:
+        expected += [output.token for output in engine.step().outputs]
+    async with attached(worker) as stream:
+        decode_id = os.urandom(16)
+        await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=request(prompt, sampling())))
+        await stream.reserved(decode_id)
+        assert [token.token_id for token, _ in await stream.tokens(decode_id)] == expected
+    others = worker.tree()[1:]
+    assert len(others) == 3, "engine, rank 1 and transfer"
+    assert worker.stop() == 0
+    assert_nothing_left(worker, others)
+
+
+async def test_the_worker_fails_when_a_rank_dies(workers: dict[str, WorkerProcess]) -> None:
+    worker = workers["loses a rank"].wait_ready()
+    pid = worker.child("rank 1").pid
+    await fails(worker, signal.SIGKILL)
+    assert f"decode 0 rank 1 (pid {pid}) was killed by SIGKILL" in worker.log.read_text()
+
+
+@pytest.mark.long
+async def test_the_worker_fails_when_a_rank_hangs(tmp_path: Path) -> None:
+    settings = {"hangs": {"role": "decode", "engine": TWO_RANKS, "deadlines": {"engine": 3.0}}}
+    with side_by_side(tmp_path, settings) as started:
+        worker = started["hangs"].wait_ready()
+        await fails(worker, signal.SIGSTOP)
+        assert "decode 0 engine gave no sign of life" in worker.log.read_text()
+
+
+async def fails(worker: WorkerProcess, how: signal.Signals) -> None:
+    """Sends the signal to rank 1 during a step. The worker must end, and blame the requests of the step."""
+    others = worker.tree()[1:]
+    async with attached(worker) as stream:
+        ids = [os.urandom(16) for _ in range(6)]
+        for decode_id in ids:
+            asked = request(PROMPT, sampling())
+            await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=asked))
+        while (await stream.stub.GetStatus(pb.StatusRequest())).tokens_waiting == 0:
+            pass
+        await asyncio.sleep(0.02)  # the status came between two steps; now a step runs
+        worker.child("rank 1").send_signal(how)
+        assert await asyncio.to_thread(worker.popen.wait, 20) == 1
+        await asyncio.wait_for(stream.ended.wait(), 20)
+        seen = [stream.events[i].get_nowait().message for i in ids for _ in range(stream.events[i].qsize())]
+    failed = [message for message in seen if isinstance(message, pb.AttemptFailed)]
+    assert 1 <= len(failed) < len(ids), "only those of the step"
+    assert {failure.code for failure in failed} == {pb.FAILURE_CODE_ENGINE}
+    assert_nothing_left(worker, others)
+
+
+@pytest.mark.long
+def test_a_size_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
+    settings = {"refused": {"role": "decode", "engine": TWO_RANKS | {"tensor_parallel_size": 3}}}
+    with side_by_side(tmp_path, settings) as started:
+        worker = started["refused"]
+        worker.wait_told()
+        assert worker.told[-1]["error"].startswith(
+            "--tensor-parallel-size 3: the model has 4 query heads and 2 KV heads; choose one of 1, 2, 4"
+        )
+        assert worker.popen.wait(10) == 1
+        assert list(worker.run_dir.iterdir()) == []
