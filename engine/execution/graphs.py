@@ -3,9 +3,9 @@
     capture, for each size ──▶ replay: inputs into static memory ─▶ forward ─▶ logits ─▶ choose
 
 *forward* goes from token ids to the hidden states of all rows. Some of its graphs are for steps that only
-decode. Others are for steps with chunks of prompts after the decodes. Each kind has graphs for several
-numbers of rows. *logits* computes the logits of the sampled rows, and *choose* samples their tokens. Both
-have graphs for several numbers of sampled rows.
+decode, some for steps with chunks of prompts, and some for steps with chunks after the decodes. Each kind has
+graphs for several numbers of rows. *logits* computes the logits of the sampled rows, and *choose* samples
+their tokens. Both have graphs for several numbers of sampled rows.
 
 A step is padded to the next captured size. Padding rows have slot −1 and are in no context and no tile, so
 they write nothing and attend to nothing.
@@ -21,7 +21,8 @@ tokens) are in other memory. The inputs of a step are contiguous, so one copy mo
 """
 
 import gc
-import math
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,7 +39,9 @@ from engine.layers.ranks import Ranks
 from engine.step import Draws, Step, Variant
 
 LARGEST = 1024
-"""Most rows of a graph with chunks. The device computes them for 25 ms, longer than kernel launches take."""
+"""Most rows of a graph with chunks."""
+LONGER = 1.3
+"""If a step takes the device this many times as long as its launches take the host, it needs no graph."""
 CHUNKS = 16
 """Most chunks of a graph. Each chunk may leave one tile of attention partly empty."""
 
@@ -76,7 +79,8 @@ class Size(NamedTuple):
     """The steps that a forward graph can replay."""
 
     rows: int  # at most
-    chunks: bool  # False: only decodes; one graph that does not call `layer_done`
+    decodes: bool  # False: no attention of decodes, which takes time also if there are none
+    chunks: bool  # False: one graph that does not call `layer_done`
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -87,10 +91,9 @@ def batch_sizes(most: int) -> list[int]:
 
 def chunk_sizes(most: int) -> list[int]:
     """Numbers of rows of graphs with chunks. Above 64 rows, at most a fifth of them is padding."""
-    sizes = [16]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + max(16, 1 << sizes[-1].bit_length() - 3))
-    return [*sizes[:-1], most] if most > 16 else [most]
+    # 432 and 480, because cuBLAS is slow with 448 rows, measured on an H200.
+    steps = (*range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, *range(512, LARGEST, 128))
+    return [*(rows for rows in steps if rows < most), most]
 
 
 def size_for(step: Step, sizes: Iterable[Size]) -> Size | None:
@@ -100,8 +103,9 @@ def size_for(step: Step, sizes: Iterable[Size]) -> Size | None:
     calls `layer_done`."""
     if len(step.prefills) > CHUNKS:
         return None
-    rows, chunks = len(step.token_ids), bool(step.prefills) or step.hands_over
-    return min((size for size in sizes if size.chunks == chunks and size.rows >= rows), default=None)
+    needed = Size(len(step.token_ids), step.num_decodes > 0, bool(step.prefills) or step.hands_over)
+    kind = (size for size in sizes if size[1:] == needed[1:])
+    return min((size for size in kind if size.rows >= needed.rows), default=None)
 
 
 class _Inputs:
@@ -169,9 +173,8 @@ class StepGraphs:
         self._widths = widths
         self._block_size = block_size
         self._batch_sizes = batch_sizes(requests)
-        self._sizes = [Size(rows, True) for rows in chunk_sizes(min(LARGEST, max_num_batched_tokens))]
-        self._sizes += [Size(rows, False) for rows in self._batch_sizes]
-        rows = max(size.rows for size in self._sizes)
+        with_chunks = chunk_sizes(min(LARGEST, max_num_batched_tokens))
+        rows = max(requests, *with_chunks)
         self._hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
         self._logits = torch.empty((requests, widths.vocabulary), dtype=torch.float32, device=device)
         memory = partial(torch.zeros, dtype=torch.uint8)
@@ -183,6 +186,9 @@ class StepGraphs:
         self._choose: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
         self._share: torch.cuda.CUDAGraph | None = None
         self._static["slots"].fill_(-1)
+        del with_chunks[bisect_left(with_chunks, True, key=self._outlasts_launches) :]
+        self._sizes = [Size(rows, decodes, True) for rows in with_chunks for decodes in (True, False)]
+        self._sizes += [Size(rows, True, False) for rows in self._batch_sizes]
         with _no_garbage_collection():
             self._capture(progress)
 
@@ -203,19 +209,37 @@ class StepGraphs:
         torch.cuda.synchronize()
         self._drop_slow()
 
+    def _outlasts_launches(self, rows: int) -> bool:
+        """Whether launches of so many rows hide behind the device. Then a graph would save no time, and its
+        padding would cost some. Rank 0 measures for all ranks."""
+        run = partial(self._run_forward, Size(rows, decodes=True, chunks=True), lambda _: None)
+        run()  # compiles and chooses kernels
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        run()
+        launched = time.monotonic()
+        torch.cuda.synchronize()
+        (excess,) = self._agreed([time.monotonic() - began - LONGER * (launched - began)])
+        return excess > 0
+
+    def _agreed(self, measured: list[float]) -> list[float]:
+        """What rank 0 measured, on every rank."""
+        values = torch.tensor(measured, device=self._tokens.device)
+        self._ranks.broadcast(values)
+        return values.tolist()
+
     def _drop_slow(self) -> None:
         """Drops graphs with chunks that take longer than a larger graph: for some numbers of rows, cuBLAS
         chooses worse kernels than for a few rows more. Rank 0 measures for all ranks."""
-        sizes = sorted((size for size in self._sizes if size.chunks), reverse=True)
-        milliseconds = [_milliseconds(self._forward[size]) for size in sizes]
-        measured = torch.tensor(milliseconds, device=self._tokens.device)
-        self._ranks.broadcast(measured)
-        best = math.inf
-        for size, took in zip(sizes, measured.tolist(), strict=True):
-            if took > best:
+        # Smaller graphs first, because a GPU that grows warm slows down: a size in doubt is kept.
+        sizes = sorted(size for size in self._sizes if size.chunks)
+        measured = self._agreed([_milliseconds(self._forward[size]) for size in sizes])
+        took = dict(zip(sizes, measured, strict=True))
+        for size in sizes:
+            larger = (other for other in sizes if other.rows > size.rows and other.decodes == size.decodes)
+            if any(took[other] < took[size] for other in larger):
                 self._sizes.remove(size)
                 del self._forward[size]
-            best = min(best, took)
 
     def size(self, step: Step) -> Size | None:
         """The size that this step is padded to. None: no graph can replay the step."""
@@ -272,7 +296,7 @@ class StepGraphs:
             slots=static["slots"][:rows],
             block_tables=static["tables"],
             contexts=static["contexts"],
-            num_decodes=min(rows, len(self._tokens)),
+            num_decodes=min(rows, len(self._tokens)) if size.decodes else 0,
             prefills=[],
             tiles=static["tiles"][: rows // self._widths.tile + CHUNKS] if size.chunks else None,
         )

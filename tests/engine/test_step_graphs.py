@@ -27,22 +27,23 @@ def test_there_is_a_size_for_every_step(sizes: Callable[[int], list[int]], most:
 
 def test_at_most_a_fifth_of_the_rows_is_padding_above_64() -> None:
     sizes = chunk_sizes(1024)
-    assert len(sizes) == 20
+    assert len(sizes) == 21
     for rows in range(65, 1025):
         padded = next(size for size in sizes if size >= rows)
         assert padded - rows <= padded / 5
 
 
-SIZES = [Size(rows, chunks) for rows in (8, 64) for chunks in (True, False)]
+SIZES = [Size(rows, *kind) for rows in (8, 64) for kind in ((True, True), (True, False), (False, True))]
 
 
 @pytest.mark.parametrize(
     ("lengths", "handover", "size"),
     [
-        pytest.param([1] * 9, [], Size(64, False), id="decodes"),
-        pytest.param([1, 7], [], Size(8, True), id="a chunk beside a decode"),
-        pytest.param([1, 7], [1], Size(8, True), id="a chunk that is handed over"),
-        pytest.param([1, 1], [0], Size(8, True), id="one token that is handed over"),
+        pytest.param([1] * 9, [], Size(64, True, False), id="decodes"),
+        pytest.param([7], [], Size(8, False, True), id="a chunk"),
+        pytest.param([1, 7], [], Size(8, True, True), id="a chunk beside a decode"),
+        pytest.param([1, 7], [1], Size(8, True, True), id="a chunk that is handed over"),
+        pytest.param([1, 1], [0], Size(8, True, True), id="one token that is handed over"),
         pytest.param([1, 64], [], None, id="too many rows"),
         pytest.param([2] * (CHUNKS + 1), [], None, id="too many chunks"),
     ],
@@ -125,7 +126,7 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
     # How many steps the chunks take, and so how many tokens are decoded, depends on measured times.
     decoded = [of_engine.pop(decoding.id) for of_engine in tokens]
     common = min(map(len, decoded))
-    assert common > len(PROMPTS)
+    assert common > len(PROMPTS) / 2
     assert decoded[0][:common] == decoded[1][:common]
     assert tokens[0] == tokens[1]
     plain, replayed = seen
