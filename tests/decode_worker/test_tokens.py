@@ -125,13 +125,18 @@ async def test_the_first_layer_is_sent_before_the_last_layer_is_computed(
     hidden = after["baton:kv_hidden_share_sum"] - before["baton:kv_hidden_share_sum"]
     assert 0 < hidden <= 1.0, "a part of the transfer is over before prefill samples its token"
 
+    if DEVICE == "cpu":  # a GPU computes a layer later than its trace says, which tells when it was launched
+        assert_layer_0_is_early(directory / "traces", began)
+
+
+def assert_layer_0_is_early(traces: Path, began: float) -> None:
     layers = [
         (event["args"]["layer"], event["args"]["start"], event["ts"])
-        for event in events(directory / "traces" / "prefill-0-engine.trace", "layer", began, 4 * LAYERS)
+        for event in events(traces, "prefill-0-engine", "layer", began, 4 * LAYERS)
     ]
     sent = [
         event["ts"] + event["dur"]
-        for event in events(directory / "traces" / "prefill-0-transfer.trace", "send", began, 4 * LAYERS)
+        for event in events(traces, "prefill-0-transfer", "send", began, 4 * LAYERS)
         if event["args"]["layer"] == 0
     ]
     computed = {start: at for layer, start, at in layers if layer == LAYERS - 1}
@@ -143,14 +148,15 @@ async def test_the_first_layer_is_sent_before_the_last_layer_is_computed(
     )
 
 
-def events(path: Path, name: str, since: float, count: int) -> list[dict[str, Any]]:
-    """Returns the trace events of this name. Waits for `count` events: processes write traces in batches."""
+def events(traces: Path, process: str, name: str, since: float, count: int) -> list[dict[str, Any]]:
+    """Returns the trace events of this name. The movers of a transfer process, on a machine with many cores,
+    have traces of their own. Waits for `count` events: processes write traces in batches."""
     deadline = time.monotonic() + 10
     while True:
-        lines = path.read_text().rpartition("\n")[0].splitlines()[1:]
-        found = [json.loads(line.rstrip(",")) for line in lines]
+        files = [path.read_text().rpartition("\n")[0] for path in traces.glob(f"{process}*.trace")]
+        found = [json.loads(line.rstrip(",")) for file in files for line in file.splitlines()[1:]]
         found = [event for event in found if event["name"] == name and event["ts"] >= since]
         if len(found) >= count:
             return found
-        assert time.monotonic() < deadline, f"{len(found)} of {count} {name} events in {path}"
+        assert time.monotonic() < deadline, f"{len(found)} of {count} {name} events of {process}"
         time.sleep(0.05)
