@@ -91,6 +91,13 @@ class Worker:
             lambda: len(self.lives) >= count and self.ready, within, f"{self.name}, for the {count}th time"
         )
 
+    def wait_first_life(self) -> None:
+        """Raises RuntimeError if the first process ends before it is ready: its flags or the machine are wrong."""
+        self._cluster.wait_for(lambda: self.lives or self.exits, START_S, f"{self.name} to start")
+        if not self.lives:
+            end = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+            raise RuntimeError(f"{self.name} ended with {self.exits[0]} before it was ready:\n{end}")
+
     def wait_exit(self, count: int, within: float = STOP_S) -> int:
         """Waits until `count` processes have ended. Returns the exit code of the last of them."""
         self._cluster.wait_for(lambda: len(self.exits) >= count, within, f"the end of {self.name}")
@@ -150,9 +157,15 @@ class LocalCluster:
         worker_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
+        devices: Sequence[str] = (),
         key: str = "",
     ) -> None:
-        """`key`: the API key, if the router asks for one."""
+        """Makes no process yet.
+
+        Args:
+            devices: of the prefill workers, then of the decode workers; empty: what `--device` says.
+            key: the API key, if the router asks for one.
+        """
         self.directory = directory
         self._key = key
         self.url = ""
@@ -160,6 +173,7 @@ class LocalCluster:
         self._counts = {"prefill": prefill, "decode": decode}
         self._flags = {"prefill": [*worker_flags], "decode": [*worker_flags, *decode_flags]}
         self._router_flags = router_flags
+        self._devices = devices
         self._router: Worker | None = None
         self._file = directory / "workers"
         self._news = threading.Condition()
@@ -176,8 +190,10 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         with contextlib.ExitStack() as unless_it_is_up:
             unless_it_is_up.callback(self.close)
-            for role, count in self._counts.items():
-                self.workers += [Worker(self, role, i, self._flags[role]) for i in range(count)]
+            named = [(role, i) for role, count in self._counts.items() for i in range(count)]
+            own = [("--device", device) for device in self._devices] or [()] * len(named)
+            for (role, i), device in zip(named, own, strict=True):
+                self.workers.append(Worker(self, role, i, (*self._flags[role], *device)))
             port = str(free_port())  # the same for all of its lives
             # With a model name the router can start while all workers are down.
             flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
@@ -185,7 +201,7 @@ class LocalCluster:
             self._router.wait_life(1)
             self.url = self._router.lives[0]["url"]
             for worker in self.workers:
-                worker.wait_life(1)
+                worker.wait_first_life()
             self.wait_serving(len(self.workers))
             unless_it_is_up.pop_all()
         return self

@@ -104,7 +104,7 @@ class Plan:
         options = self.options
         pace, slo = options.pace, options.slo
         found: dict[str, Any] = {
-            "url": self.target.url,
+            "url": ",".join(self.target.urls),
             "model": self.target.model,
             "api": self.target.api,
             "load": self.shape,
@@ -152,9 +152,9 @@ async def prepare(options: Options) -> Plan:
     """Raises EndpointError and ValueError."""
     chosen = options.target
     async with new_http_session(_PROBE_TIMEOUT) as http:
-        model = await endpoint.find_model(http, chosen.base, chosen.headers, chosen.model)
+        model = await endpoint.find_model(http, chosen.bases[0], chosen.headers, chosen.model)
         target = Target(
-            url=chosen.base,
+            urls=chosen.bases,
             api=chosen.api,
             model=model.id,
             dialect=Dialect(),
@@ -216,7 +216,9 @@ def _seconds(summary: Summary, metric: str) -> float | None:
 
 async def _scrape(http: aiohttp.ClientSession, plan: Plan) -> Snapshot:
     target = plan.target
-    urls = plan.options.target.metrics_url or await server_stages.pages(http, target.url, target.headers)
+    urls = plan.options.target.metrics_url or [
+        page for url in target.urls for page in await server_stages.pages(http, url, target.headers)
+    ]
     return await server_stages.scrape(http, urls, target.headers)
 
 

@@ -34,7 +34,9 @@ class TargetOptions:
     """The server to measure."""
 
     panel: ClassVar = "Target"
-    url: Annotated[str, flag("Any OpenAI-compatible server.", "URL", "--base-url")] = DEFAULT_URL
+    url: Annotated[
+        str, flag("Any OpenAI-compatible server. Of several, sessions take turns.", "URL,…", "--base-url")
+    ] = DEFAULT_URL
     model: Annotated[str | None, flag("Model to ask for.", "NAME", shown="the server's first")] = None
     api: Annotated[Api, flag("completions: /v1/completions; chat: /v1/chat/completions.")] = "completions"
     api_key: Annotated[
@@ -55,16 +57,16 @@ class TargetOptions:
     ] = field(default_factory=list)  # fmt: skip
 
     def __post_init__(self) -> None:
-        for option, url in (("--url", self.url), *(("--metrics-url", u) for u in self.metrics_url)):
+        for option, url in (*(("--url", u) for u in self.url.split(",")), *(("--metrics-url", u) for u in self.metrics_url)):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"{option} {url!r} is no address. Write it like {DEFAULT_URL}.")
         self.extra_fields  # noqa: B018 - read for its error
 
     @property
-    def base(self) -> str:
+    def bases(self) -> tuple[str, ...]:
         """Without a slash or /v1 at the end, which many configurations of clients have."""
-        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+        return tuple(url.rstrip("/").removesuffix("/v1").rstrip("/") for url in self.url.split(","))
 
     @property
     def headers(self) -> dict[str, str]:

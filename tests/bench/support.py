@@ -46,7 +46,7 @@ def client_config(url: str, workload: Workload, **more: Any) -> ClientConfig:
     fields: dict[str, Any] = {
         "index": 0,
         "clients": 1,
-        "target": Target(url, "completions", "mock", Dialect()),
+        "target": Target((url,), "completions", "mock", Dialect()),
         "workload": workload,
         "tokenization": EXACT,
         "seed": 3,

@@ -7,6 +7,7 @@ import itertools
 import socket
 from collections import Counter
 
+import msgspec
 import pytest
 
 from bench.load.measurement.slo import Slo
@@ -63,6 +64,14 @@ async def test_clients_share_the_sessions_and_the_users() -> None:
     assert sorted(r.index for records in found for r in records) == list(range(11))
 
 
+async def test_several_servers_take_sessions_in_turn() -> None:
+    async with MockServer(Behavior(ttft=0)) as one, MockServer(Behavior(ttft=0)) as other:
+        target = Target((one.url, other.url), "completions", "mock", Dialect())
+        config = client_config("", SAME, sessions=5, concurrency=1)
+        await run_client(msgspec.structs.replace(config, target=target))
+        assert [len(server.served) for server in (one, other)] == [3, 2]
+
+
 async def test_an_open_loop_keeps_its_times_beside_a_slow_server() -> None:
     async with MockServer(Behavior(ttft=0.5)) as server:
         records = await run_client(client_config(server.url, SAME, duration=0.4, **open_loop(50.0)))
@@ -112,14 +121,14 @@ async def test_an_open_loop_shows_a_stall_that_a_closed_loop_hides() -> None:
 
 async def test_sessions_keep_their_id_history_and_think_time() -> None:
     turns = tuple(Turn(2, text=f"question {i}", think_seconds=0.1 if i else 0.0) for i in range(3))
-    target = Target("", "chat", "mock", Dialect())
+    target = Target(("",), "chat", "mock", Dialect())
     async with MockServer(Behavior(ttft=0.01)) as server:
         config = client_config(
             server.url,
             Listed((Session(turns),)),
             sessions=2,
             concurrency=2,
-            target=Target(server.url, target.api, target.model, target.dialect),
+            target=Target((server.url,), target.api, target.model, target.dialect),
         )
         records = await run_client(config)
         served = server.served
@@ -176,7 +185,7 @@ async def test_every_failure_is_named_and_counted(api: str) -> None:
             sessions=2 * len(FAULTS),
             concurrency=4,
             timeout=1.0,
-            target=Target(server.url, api, "mock", Dialect()),  # type: ignore[arg-type]
+            target=Target((server.url,), api, "mock", Dialect()),  # type: ignore[arg-type]
         )
         records = await run_client(config)
     assert len(records) == 2 * len(FAULTS), "one record for each request, whatever came"

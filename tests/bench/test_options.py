@@ -99,5 +99,5 @@ def test_errors_name_the_value_and_the_remedy(make: Callable[[], Any], message: 
 
 
 def test_an_address_may_end_with_v1_or_a_slash() -> None:
-    assert TargetOptions(url="http://x:8000/v1/").base == "http://x:8000"
-    assert TargetOptions(url="http://x:8000/").base == "http://x:8000"
+    assert TargetOptions(url="http://x:8000/v1/").bases == ("http://x:8000",)
+    assert TargetOptions(url="http://x:8000/,http://y:1").bases == ("http://x:8000", "http://y:1")

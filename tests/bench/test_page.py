@@ -32,7 +32,7 @@ def outcome(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Outcome:
         for i in range(failed)
     ]
     options = Options(shape=ShapeOptions(rate=rate), slo=SloOptions(slo="ttft=500,ttit.p99=20"), seed=1)
-    target = Target("http://127.0.0.1:8000", "completions", HOSTILE, Dialect())
+    target = Target(("http://127.0.0.1:8000",), "completions", HOSTILE, Dialect())
     fields: dict[str, Any] = {
         "plan": Plan(options, target, Listed((one_turn(),)), EXACT, None, ()),
         "records": records,

@@ -104,7 +104,7 @@ async def find_dialect(http: aiohttp.ClientSession, target: Target) -> tuple[Tar
         404: "Is it OpenAI-compatible? Try --api chat or --api completions.",
         429: "The server is busy; try again when it is idle.",
     }.get(record.status, "Is it OpenAI-compatible, and does it stream? Try --api chat or --api completions.")
-    raise EndpointError(f"a probe of {target.endpoint} failed: {record.error_class}: {record.detail}. {hint}")
+    raise EndpointError(f"a probe of {target.endpoint(0)} failed: {record.error_class}: {record.detail}. {hint}")
 
 
 def _as_answered(target: Target, record: Record) -> tuple[Target, list[str]]:
@@ -129,7 +129,7 @@ async def probe(
     text: str | list[int],
 ) -> Record:
     """Sends one streamed request of a few tokens."""
-    record = Record(index=-1, intended=time.monotonic(), sent=0.0, asked_output=_PROBE_TOKENS)
+    record = Record(index=0, intended=time.monotonic(), sent=0.0, asked_output=_PROBE_TOKENS)
     prompt = [{"role": "user", "content": str(text)}] if target.api == "chat" else text
     await exchange(http, target, target.body(prompt, _PROBE_TOKENS), Answer(record))
     return record
@@ -187,7 +187,7 @@ async def _count(http: aiohttp.ClientSession, target: Target, text: str) -> int 
     else:
         fields |= {"prompt": text}
     try:
-        async with http.post(f"{target.url}/tokenize", json=fields, headers=target.headers) as response:
+        async with http.post(f"{target.urls[0]}/tokenize", json=fields, headers=target.headers) as response:
             if response.status != 200:
                 return None
             answer = msgspec.json.decode(await response.read(), type=_Tokenized)

@@ -39,7 +39,7 @@ async def exchange(
     record.sent = clock()
     try:
         headers = target.headers_of(record.session)
-        async with http.post(target.endpoint, data=body, headers=headers) as response:
+        async with http.post(target.endpoint(record.index), data=body, headers=headers) as response:
             record.status = response.status
             if response.status != 200:
                 text = await response.content.read(_ERROR_BODY_BYTES)

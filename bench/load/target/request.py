@@ -36,16 +36,16 @@ class Dialect(msgspec.Struct, frozen=True):
 class Target(msgspec.Struct, frozen=True):
     """Where requests go, and what they have in common."""
 
-    url: str  # without a slash at the end
+    urls: tuple[str, ...]  # sessions take turns; without a slash at the end
     api: Api
     model: str
     dialect: Dialect
     headers: dict[str, str] = {}
     extra_body: dict[str, Any] = {}
 
-    @property
-    def endpoint(self) -> str:
-        return self.url + PATHS[self.api]
+    def endpoint(self, session: int) -> str:
+        """Where requests of this session go."""
+        return self.urls[session % len(self.urls)] + PATHS[self.api]
 
     def body(self, prompt: str | list[int] | list[dict[str, str]], max_tokens: int) -> bytes:
         """`prompt`: for chat a list of messages, for completions text or token ids."""
