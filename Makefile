@@ -61,6 +61,7 @@ bench: venv
 	$(BIN)/python -m bench.kv $(ARGS)
 	$(BIN)/python -m bench.overlap $(ARGS)
 	$(BIN)/python -m bench.router $(ARGS)
+	$(BIN)/python -m bench.disagg $(ARGS)
 	$(BIN)/python -m bench.discovery $(ARGS)
 	$(BIN)/python -m bench.routing_sim $(ARGS)
 

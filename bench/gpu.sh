@@ -45,7 +45,10 @@ overlap() {
         --json "$out/overlap.json"
 }
 overlap_8000() { python3 -m bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
-disagg() { python3 -m bench.disagg --device cuda --json "$out/disagg.json"; }
+disagg() {
+    python3 -m bench.disagg --device cuda --seconds 30 --logs "$out/disagg" --html "$out/disagg.html" \
+        --json "$out/disagg.json"
+}
 
 failed=0
 for step in "${steps[@]}"; do

@@ -92,7 +92,7 @@ class Worker:
         )
 
     def wait_first_life(self) -> None:
-        """Raises RuntimeError if the first process ends before it is ready: its flags or the machine are wrong."""
+        """Raises RuntimeError if the first process ends before it is ready."""
         self._cluster.wait_for(lambda: self.lives or self.exits, START_S, f"{self.name} to start")
         if not self.lives:
             end = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])

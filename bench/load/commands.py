@@ -142,7 +142,7 @@ def _write(report: Report, output: OutputOptions) -> None:
     if output.html is not None:
         output.html.write_text(page([report.as_dict()], ["this run"]))
     for path in (output.json, output.html, output.jsonl):
-        if path is not None:
+        if path is not None and not output.quiet:
             typer.echo(f"{path} written.", err=True)
 
 

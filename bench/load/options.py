@@ -57,7 +57,10 @@ class TargetOptions:
     ] = field(default_factory=list)  # fmt: skip
 
     def __post_init__(self) -> None:
-        for option, url in (*(("--url", u) for u in self.url.split(",")), *(("--metrics-url", u) for u in self.metrics_url)):
+        for option, url in (
+            *(("--url", u) for u in self.url.split(",")),
+            *(("--metrics-url", u) for u in self.metrics_url),
+        ):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"{option} {url!r} is no address. Write it like {DEFAULT_URL}.")
@@ -291,7 +294,7 @@ class OutputOptions:
     json: Annotated[Path | None, flag("Write the results as JSON.", "FILE")] = None
     html: Annotated[Path | None, flag("Write the report as one HTML page.", "FILE")] = None
     jsonl: Annotated[Path | None, flag("Write every request as a line of JSON.", "FILE")] = None
-    quiet: Annotated[bool, flag("No progress on stderr.")] = False
+    quiet: Annotated[bool, flag("Nothing on stderr but errors.")] = False
 
     def __post_init__(self) -> None:
         """Checks the files before the run, whose results would be lost otherwise."""

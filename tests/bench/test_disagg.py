@@ -1,31 +1,106 @@
-"""`bench.disagg` sends the same load to all deployments. Real figures need GPUs."""
+"""`bench.disagg` sends the same load to all sides, and judges what it found. Real figures need GPUs."""
 
 import json
-import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import disagg
+from bench.disagg import results
+from bench.disagg.loads import LOADS, Load, Pace, command
+from bench.disagg.page import page
+from bench.disagg.sides import against, baton
+
+OPEN, CLOSED, SWING = LOADS[0], LOADS[-2], LOADS[-1]
+PACE = Pace(requests=300, least=15.0, seconds=None, seed=0)
 
 
-def test_all_deployments_get_the_same_requests_at_the_same_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[list[str]] = []
+def flags(load: Load, level: float, directory: Path, pace: Pace = PACE) -> dict[str, str]:
+    said = command(load, level, pace, directory)
+    return dict(zip(said[-(len(said) // 2 * 2) :: 2], said[-(len(said) // 2 * 2) + 1 :: 2], strict=True))
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        sent.append(command)
-        out = Path(command[command.index("--json") + 1])
-        out.write_text(json.dumps({"results": [{"name": "ttft.p50", "value": 1.0}]}))
-        return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(subprocess, "run", run)
-    for url in ("http://1p1d", "http://overflow"):
-        load = disagg.Load(input_len=2000, output_len=150, duration=10.0, concurrency=128)
-        assert disagg.run_load(url, load, tmp_path, "--rate", "22") == {"ttft.p50": 1.0}
-    one, other = [dict(zip(command[5::2], command[6::2], strict=True)) for command in sent]
-    assert {name for name in one if one[name] != other[name]} == {"--url"}
-    assert int(one["--seed"]) == disagg.SEED, "otherwise each run has other prompts"
-    assert float(one["--warmup"]) == 0, "otherwise each run excludes another warm-up"
+def test_a_rate_has_its_own_requests_for_all_sides_alike(tmp_path: Path) -> None:
+    slow, fast = (flags(OPEN, rate, tmp_path) for rate in (8, 22))
+    assert slow == flags(OPEN, 8, tmp_path), "all sides get the same prompts at the same times"
+    assert slow["--seed"] != fast["--seed"], "a prompt of another rate may be cached"
+    assert slow["--warmup"] == "0", "otherwise each side excludes another warm-up"
+    assert (slow["--requests"], fast["--requests"]) == ("300", "330")
+
+
+def test_a_rate_takes_no_longer_than_the_seconds_given(tmp_path: Path) -> None:
+    pace = replace(PACE, seconds=7.0)
+    assert flags(OPEN, 8, tmp_path, pace)["--duration"] == "7"
+    assert flags(CLOSED, 128, tmp_path, pace)["--duration"] == "7"
+    _, trace, *_ = command(SWING, 50, pace, tmp_path)
+    assert max(json.loads(line)["timestamp"] for line in Path(trace).read_text().splitlines()) < 7_000
+
+
+def test_a_swinging_load_changes_its_lengths_twice_a_period(tmp_path: Path) -> None:
+    _, trace, *_ = command(SWING, 50, PACE, tmp_path)
+    lines = [json.loads(line) for line in Path(trace).read_text().splitlines()]
+    assert 50_000 < lines[-1]["timestamp"] < 60_000
+    for line in lines:
+        lengths = SWING.lengths[int(line["timestamp"] // 10_000) % 2]
+        assert (line["input_length"], line["output_length"]) == lengths
+
+
+def test_an_endpoint_comes_with_its_flags() -> None:
+    side = against("vllm_512=http://a:1,http://b:2 --max-num-seqs 256")
+    assert (side.name, side.flags) == ("vllm_512", {"http://a:1,http://b:2": "--max-num-seqs 256"})
+    with side.serve() as url:
+        assert url == "http://a:1,http://b:2"
+    for wrong in ("vllm=http://a:1", "http://a:1 --flag", "vllm=a:1 --flag"):
+        with pytest.raises(ValueError, match="--against"):
+            against(wrong)
+
+
+def test_colocated_has_as_many_workers(tmp_path: Path) -> None:
+    colocated, layout = baton("3p1d", "cpu", "--ttit-target 20", tmp_path)
+    assert set(colocated.flags) == {"4 × baton decode", "1 × baton router"}
+    assert set(layout.flags) == {"3 × baton prefill", "1 × baton decode", "1 × baton router"}
+    assert layout.flags["3 × baton prefill"].endswith("--ttit-target 20")
+
+
+def found(level: float, **values: float) -> results.Point:
+    point: dict[str, Any] = {"load": OPEN.name, "level": level, "slo": OPEN.slo, "valid": True, "notes": []}
+    return point | {
+        "errors": {},
+        "results": {name.replace("_", ".", 1): {"value": v} for name, v in values.items()},
+    }
+
+
+def test_a_goal_bounds_the_ratio_to_the_other_side() -> None:
+    point, other = (
+        found(8, ttft_p99=120.0, ttit_p99=6.0, handover_p99=30.0),
+        found(8, ttft_p99=100.0, ttit_p99=12.0),
+    )
+    rows = {r.name: r for r in results.rows("1p1d", OPEN, point, ("vllm", other["results"]), judged=True)}
+    ttft, gap, first = (rows[f"disagg.1p1d.2000_150.r8.{name}.p99"] for name in ("ttft", "ttit", "handover"))
+    assert (ttft.ratio, ttft.ratio_to, ttft.meets_goal) == (pytest.approx(1.2), "vllm", False)
+    assert (gap.ratio, gap.meets_goal) == (pytest.approx(0.5), True)
+    assert (first.ratio, first.meets_goal) == (None, False)
+    rows = {
+        r.name: r for r in results.rows("colocated", OPEN, point, ("vllm", other["results"]), judged=False)
+    }
+    assert rows["disagg.colocated.2000_150.r8.ttft.p99"].meets_goal is None
+
+
+def test_a_run_without_an_answer_has_only_counts() -> None:
+    point = found(8, goodput_share=0.0, requests_ok=0, requests_failed=9)
+    assert len(list(results.rows("1p1d", OPEN, point, None, judged=True))) == 3
+    assert "TTFT –/– " in results.line("1p1d", OPEN, point)
+    assert "–" in page_of(point)
+
+
+def test_the_page_states_flags_and_escapes_them() -> None:
+    drawn = page_of(found(8, ttft_p50=50.0, ttft_p99=120.0, ttit_p50=5.0, throughput_output_tokens=9.0))
+    assert "vllm serve &lt;model&gt;" in drawn
+    assert drawn.count("<svg") >= 2
+
+
+def page_of(point: results.Point) -> str:
+    sides = {"vllm": {"flags": {"http://a": "vllm serve <model>"}, "points": [point]}}
+    machine = {"gpus": ["H200"], "cpu": ""}
+    return page({"started": "now", "machine": machine, "parameters": {}, "detail": {"sides": sides}})

@@ -22,7 +22,8 @@ import pytest
 import torch
 import typer.main
 
-from bench import contract, disagg, discovery
+from bench import contract, discovery
+from bench.disagg import results, sides
 from bench.kv import __main__ as kv
 from bench.kv.pair import Pair
 from bench.kv.raw_sockets import MIB
@@ -40,10 +41,7 @@ ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
 }
-RESULTS = {
-    "ttft.p50": 2.0, "ttft.p99": 3.0, "ttit.p50": 1.0, "ttit.p99": 1.5, "requests.ok": 4.0,
-    "requests.failed": 0.0, "throughput.output_tokens": 9.0,
-}  # fmt: skip
+RESULTS = {name: float(i) for i, name in enumerate(results.RESULTS, 1)}
 
 
 def benches() -> set[str]:
@@ -136,14 +134,15 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     command: Any = typer.main.get_command(app)
 
     def stand_in(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert line[:5] == [sys.executable, "-m", "cluster.cli", "bench", "run"], line
-        context = command.commands["run"].make_context("run", line[5:])
+        assert line[:4] == [sys.executable, "-m", "cluster.cli", "bench"], line
+        context = command.commands[line[4]].make_context(line[4], line[5:])
         rows = [{"name": name, "value": value} for name, value in RESULTS.items()]
-        Path(context.params["json"]).write_text(json.dumps({"results": rows}))
-        sent.append(line[5:])
+        detail = {"valid": True, "invalid_reasons": [], "notes": [], "errors": {}}
+        Path(context.params["json"]).write_text(json.dumps({"results": rows, "detail": detail}))
+        sent.append(line[4:])
         return subprocess.CompletedProcess(line, 0)
 
-    monkeypatch.setattr(disagg, "subprocess", SimpleNamespace(run=stand_in, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=stand_in, DEVNULL=subprocess.DEVNULL))
     return sent
 
 
@@ -287,13 +286,29 @@ def test_runs_overlap(
 
 
 def test_runs_disagg(
-    run: Callable[..., dict[str, Any]], loads: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., dict[str, Any]],
+    loads: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contract, "gpus", list)
-    monkeypatch.setattr(disagg, "Roles", StandInRoles)
-    rows = run("disagg", "--short", "--ttit-target", "20")
-    assert {"disagg.1p1d.r0.5.ttft.p50", "disagg.overflow_20ms.throughput"} <= {*rows}
-    assert len(loads) == 9
+    def started(
+        directory: Path, *, worker_flags: list[str], router_flags: list[str], devices: list[str], **_: int
+    ) -> contextlib.nullcontext[SimpleNamespace]:
+        for device in devices:
+            check_flags("decode", *worker_flags, "--device", device)
+        check_flags("router", *router_flags)
+        return contextlib.nullcontext(SimpleNamespace(url="http://127.0.0.1:1"))
+
+    monkeypatch.setattr(contract, "gpus", lambda: ["a GPU"] * 2)
+    monkeypatch.setattr(sides, "LocalCluster", started)
+    before, vllm = tmp_path / "before.json", "vllm=http://a:1,http://b:2 --max-num-seqs 256"
+    run("disagg", "--against", vllm, "--only", "vllm")
+    (tmp_path / "report.json").rename(before)
+    assert len(loads) == 18 + 8  # levels and warm-ups
+    rows = run("disagg", "--with", str(before), "--html", str(tmp_path / "page.html"), "--seconds", "5")
+    assert {"disagg.1p1d.30000_100.r0.5.ttft.p50", "disagg.colocated.saturated.c256.requests.ok"} <= {*rows}
+    assert "--max-num-seqs 256" in (tmp_path / "page.html").read_text()
+    assert len(loads) == 3 * (18 + 8)
 
 
 # ---------------------------------------------------------------- with real clusters

@@ -47,11 +47,15 @@ def page(reports: Sequence[Report], names: Sequence[str]) -> str:
                 f"{name} is no report of a load test. Give files that `baton bench run --json` wrote."
             )
     runs = list(_runs(reports, names))
-    body = "".join(_sections(reports, names, runs))
+    return document(f"Load test: {', '.join(names)}", "".join(_sections(reports, names, runs)))
+
+
+def document(title: str, body: str) -> str:
+    """A page with the style and the script of all reports. `body` is HTML."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Load test: {escape(', '.join(names))}</title><style>{CSS}</style></head>"
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>"
         f"<body><main>{body}</main><script>{JS}</script></body></html>\n"
     )
 

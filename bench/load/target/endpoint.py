@@ -104,7 +104,9 @@ async def find_dialect(http: aiohttp.ClientSession, target: Target) -> tuple[Tar
         404: "Is it OpenAI-compatible? Try --api chat or --api completions.",
         429: "The server is busy; try again when it is idle.",
     }.get(record.status, "Is it OpenAI-compatible, and does it stream? Try --api chat or --api completions.")
-    raise EndpointError(f"a probe of {target.endpoint(0)} failed: {record.error_class}: {record.detail}. {hint}")
+    raise EndpointError(
+        f"a probe of {target.endpoint(0)} failed: {record.error_class}: {record.detail}. {hint}"
+    )
 
 
 def _as_answered(target: Target, record: Record) -> tuple[Target, list[str]]:

@@ -1,0 +1,173 @@
+"""Is disaggregation better than colocated engines? TTFT, gaps, throughput and goodput under seven loads.
+
+    python -m bench.disagg [--layout 1p1d] [--against 'NAME=URL[,URL] FLAGS' …] [--loads L,L] [--rates R,R]
+                           [--seconds S] [--only NAME,NAME] [--html PATH] [--json PATH] [--short]
+
+The sides are each endpoint of --against, Baton colocated (decode workers only), and Baton with the layout.
+All get the same prompts at the same times from `baton bench`. Several URLs of an endpoint take turns.
+Start endpoints without a prefix cache, or give another --seed each time. Baton's workers start here, with one
+GPU each, default flags, and the 8B Llama shape with random weights. On a CPU the embedded model gets smaller
+loads.
+
+--with adds the sides of an earlier report without measuring them again, for engines that need the same GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import bench.contract as contract
+from bench.contract import Report
+from bench.disagg.loads import LOADS, MIN_SECONDS, SHORT, Load, Pace, command, warm_up
+from bench.disagg.page import page
+from bench.disagg.results import Point, line, point, rows, run
+from bench.disagg.sides import COLOCATED, LAYOUTS, Side, against, baton, pools
+
+REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate; with --short
+
+
+def measure(
+    sides: Sequence[Side],
+    loads: Sequence[Load],
+    pace: Pace,
+    report: Report,
+    directory: Path,
+    html: Path | None,
+) -> None:
+    """Measures all sides. After each run it writes the report, so that a stopped bench keeps its results."""
+    assert report.detail is not None
+    measured: dict[str, dict[str, Any]] = report.detail["sides"]
+    layout = report.parameters["layout"]
+    for side in sides:
+        points: list[Point] = []
+        measured[side.name] = {"flags": dict(side.flags), "points": points}
+        base = next((name for name in measured if name not in (side.name, layout)), None)
+        with side.serve() as url:
+            for load in loads:
+                for arguments in () if report.parameters["short"] else warm_up(load, pace):
+                    run(url, arguments, directory / "run.json")
+                for level in load.levels:
+                    found = run(url, command(load, level, pace, directory), directory / "run.json")
+                    points.append(point(load, level, found))
+                    print(line(side.name, load, points[-1]), flush=True)
+                    other = _point_of(measured, base, points[-1])
+                    judged = side.name == layout and report.parameters["device"] == "cuda"
+                    for row in rows(side.name, load, points[-1], other, judged=judged):
+                        report.add(row)
+                    report.write()
+                    if html is not None:
+                        html.write_text(page(report.as_dict()))
+
+
+def _point_of(
+    measured: dict[str, dict[str, Any]], side: str | None, like: Point
+) -> tuple[str, dict[str, Any]] | None:
+    """The results of another side at the same load and level."""
+    for found in measured[side]["points"] if side is not None else ():
+        if (found["load"], found["level"]) == (like["load"], like["level"]):
+            return str(side), found["results"]
+    return None
+
+
+def chosen_loads(args: argparse.Namespace) -> list[Load]:
+    """Raises ValueError for a name that is no load."""
+    named = {load.name: load for load in LOADS}
+    names = args.loads or (SHORT if args.short else named)
+    if unknown := set(names) - named.keys():
+        raise ValueError(f"--loads {','.join(sorted(unknown))}: there are {', '.join(named)}")
+    if args.device == "cpu":
+        found = [named[name].small() for name in names]
+    else:
+        workers = sum(pools(args.layout))
+        found = [named[name].at([level * workers / 2 for level in named[name].levels]) for name in names]
+    return [load.at(args.rates or load.levels[: 1 if args.short else None]) for load in found]
+
+
+def chosen_sides(args: argparse.Namespace, earlier: Sequence[str], directory: Path) -> list[Side]:
+    """The endpoints, then Baton. Raises ValueError."""
+    sides = [*map(against, args.against), *baton(args.layout, args.device, args.worker_flags, directory)]
+    if args.only:
+        names = [side.name for side in sides]
+        if unknown := set(args.only) - set(names):
+            raise ValueError(f"--only {','.join(sorted(unknown))}: there are {', '.join(names)}")
+        sides = [side for side in sides if side.name in args.only]
+    names = [*(side.name for side in sides), *earlier]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two sides have the same name: {', '.join(names)}")
+    needed, present = sum(pools(args.layout)), len(contract.gpus())
+    if args.device == "cuda" and {COLOCATED, args.layout} & set(names) - set(earlier) and present < needed:
+        raise ValueError(f"--layout {args.layout} needs {needed} GPUs, and there are {present}")
+    return sides
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def arguments() -> argparse.ArgumentParser:
+    p = contract.parser(__doc__ or "")
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="of Baton (default: 1p1d)")
+    p.add_argument(
+        "--against", action="append", default=[], metavar="'NAME=URL[,URL] FLAGS'",
+        help="an OpenAI endpoint that runs, and how it was started; may be repeated",
+    )  # fmt: skip
+    p.add_argument("--with", dest="earlier", type=Path, metavar="FILE", help="an earlier report (--json)")
+    p.add_argument("--only", type=_names, default=[], metavar="NAME,…", help="measure these sides")
+    p.add_argument("--loads", type=_names, metavar="LOAD,…", help=", ".join(load.name for load in LOADS))
+    p.add_argument(
+        "--rates", type=_rates, metavar="R,…", help="requests/s, or users, instead of those of each load"
+    )
+    p.add_argument(
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"of each rate, at least (default: {REQUESTS['cuda'][0]} on GPUs)",
+    )
+    p.add_argument("--seconds", type=float, metavar="S", help="of each rate, at most (default: no limit)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals")
+    p.add_argument(
+        "--worker-flags",
+        default="",
+        metavar="FLAGS",
+        help="for all workers of Baton, such as '--ttit-target 20'",
+    )
+    p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
+    p.add_argument("--html", type=Path, metavar="PATH", help="draw the results as a page")
+    return p
+
+
+def main() -> int:
+    p = arguments()
+    args = p.parse_args()
+    requests = args.requests or REQUESTS[args.device][args.short]
+    least = 0.0 if args.short or args.device == "cpu" else MIN_SECONDS
+    pace = Pace(requests, least, args.seconds, args.seed)
+    earlier = json.loads(args.earlier.read_text())["detail"]["sides"] if args.earlier is not None else {}
+    with tempfile.TemporaryDirectory(prefix="baton-disagg-") as temporary:
+        directory = args.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            sides, loads = chosen_sides(args, list(earlier), directory), chosen_loads(args)
+        except ValueError as error:
+            p.error(str(error))
+        args.requests = requests
+        parameters = {k: v for k, v in vars(args).items() if k not in ("json", "html", "logs", "earlier")}
+        report = Report("disagg", parameters, args.json, detail={"sides": earlier})
+        measure(sides, loads, pace, report, directory, args.html)
+    report.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

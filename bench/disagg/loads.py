@@ -1,0 +1,154 @@
+"""The loads, and the command lines of `baton bench` that measure them."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from bench.load.traffic.arrivals import Arrivals
+
+Lengths = tuple[int, int]  # tokens of a prompt and of its answer
+
+MIN_SECONDS = 15.0  # of an open loop on GPUs, however few seconds its requests would take
+MIN_PERIODS = 3  # of a swinging load
+REQUESTS_PER_USER = 4  # of a closed loop
+WARM_UP_USERS, WARM_UP_REQUESTS = 4, 8
+WARM_UP_TOKENS = 8
+SHORT = ("2000/150", "saturated", "swing")
+# For the embedded model on a CPU, lengths are divided by this.
+SMALLER = 32
+SMALL_LEVELS = (1.0, 2.0)
+SMALL_PERIOD_S = 2.0
+SMALL_SLO = "ttft=2s,ttit=200"
+
+
+@dataclass(frozen=True)
+class Load:
+    """One kind of load.
+
+    Attributes:
+        lengths: one pair, or the two that a swinging load alternates between.
+        levels: requests per second on two GPUs; users of a closed loop.
+        slo: the objectives of each request, in the syntax of `--slo`.
+        period: seconds in which a swinging load sends both pairs.
+    """
+
+    name: str
+    kind: Literal["open", "closed", "swing"]
+    lengths: tuple[Lengths, ...]
+    levels: tuple[float, ...]
+    slo: str
+    period: float = 20.0
+
+    @property
+    def key(self) -> str:
+        """The load in names of rows."""
+        return self.name.replace("/", "_")
+
+    def level_key(self, level: float) -> str:
+        return f"{'c' if self.kind == 'closed' else 'r'}{level:g}"
+
+    def level_text(self, level: float) -> str:
+        return f"{level:g} users" if self.kind == "closed" else f"{level:g}/s"
+
+    def at(self, levels: Sequence[float]) -> Load:
+        """The same load at other levels."""
+        return replace(self, levels=tuple(levels))
+
+    def small(self) -> Load:
+        """For the embedded model on a CPU."""
+        return replace(
+            self,
+            lengths=tuple((max(8, a // SMALLER), max(2, b // SMALLER)) for a, b in self.lengths),
+            levels=SMALL_LEVELS,
+            slo=SMALL_SLO,
+            period=SMALL_PERIOD_S,
+        )
+
+
+# TTFT within five times that of an idle H200, and a mean gap within 20 ms, about four steps of an idle one.
+LOADS = (
+    Load("2000/150", "open", ((2000, 150),), (8, 12, 22), "ttft=250,ttit=20"),
+    Load("8000/200", "open", ((8000, 200),), (1, 2, 3, 4), "ttft=1s,ttit=20"),
+    Load("500/500", "open", ((500, 500),), (6, 12, 24), "ttft=100,ttit=20"),
+    Load("200/20", "open", ((200, 20),), (40, 80), "ttft=75,ttit=20"),
+    Load("30000/100", "open", ((30000, 100),), (0.5, 0.8), "ttft=5s,ttit=20"),
+    Load("saturated", "closed", ((2000, 150),), (128, 256), "ttft=5s,ttit=50"),
+    Load("swing", "swing", ((2000, 50), (200, 500)), (12, 20), "ttft=250,ttit=20"),
+)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to measure each level.
+
+    Attributes:
+        requests: the least number of requests.
+        least: the least seconds of an open loop.
+        seconds: the most seconds. It may cut off requests.
+        seed: of prompts and arrivals.
+    """
+
+    requests: int
+    least: float
+    seconds: float | None
+    seed: int
+
+    def count(self, rate: float) -> int:
+        return max(self.requests, round(rate * self.least))
+
+    def seed_of(self, name: str) -> str:
+        """The seed of a run, for all sides. Runs differ, since the KV of a repeated prompt may be cached."""
+        return str((self.seed + zlib.crc32(name.encode())) % 2**31)
+
+    @property
+    def bound(self) -> tuple[str, ...]:
+        return () if self.seconds is None else ("--duration", f"{self.seconds:g}")
+
+
+def command(load: Load, level: float, pace: Pace, directory: Path) -> list[str]:
+    """The arguments of `baton bench` that measure a load at a level."""
+    name = f"{load.key}.{load.level_key(level)}"
+    # A detected warm-up would exclude other requests for each side.
+    common = ["--warmup", "0", "--seed", pace.seed_of(name), "--slo", load.slo, *pace.bound]
+    if load.kind == "swing":
+        trace = directory / f"{name}.jsonl"
+        write_swing(trace, load, level, pace)
+        return ["replay", str(trace), *common]
+    if load.kind == "closed":
+        users = int(level)
+        count = max(pace.requests, REQUESTS_PER_USER * users)
+        pace_flags = ["--concurrency", str(users), "--requests", str(count)]
+    else:
+        pace_flags = ["--rate", f"{level:g}", "--requests", str(pace.count(level))]
+    return ["run", *_lengths(*load.lengths[0]), *pace_flags, *common]
+
+
+def warm_up(load: Load, pace: Pace) -> Iterator[list[str]]:
+    """The arguments of `baton bench` that send the first prompts of each length."""
+    for tokens, output in load.lengths:
+        yield [
+            "run", *_lengths(tokens, min(output, WARM_UP_TOKENS)), "--concurrency", str(WARM_UP_USERS),
+            "--requests", str(WARM_UP_REQUESTS), "--warmup", "0",
+            "--seed", pace.seed_of(f"{load.key}.warm_up.{tokens}"),
+        ]  # fmt: skip
+
+
+def write_swing(path: Path, load: Load, rate: float, pace: Pace) -> None:
+    """Writes a trace in Mooncake's format: Poisson arrivals whose lengths change twice a period."""
+    seconds = max(pace.requests / rate, MIN_PERIODS * load.period)
+    lines = []
+    for at in Arrivals("poisson", rate).times(pace.seed):
+        if at >= min(seconds, pace.seconds or seconds):
+            break
+        tokens, output = load.lengths[int(2 * at / load.period) % 2]
+        lines.append({"timestamp": at * 1e3, "input_length": tokens, "output_length": output})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _lengths(tokens: int, output: int) -> Sequence[str]:
+    return "--input-len", str(tokens), "--output-len", str(output)

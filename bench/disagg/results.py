@@ -1,0 +1,117 @@
+"""Measures a load by `baton bench` in a child process, and makes rows of its results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.contract import Row
+from bench.disagg.loads import Load
+from bench.load.commands import INVALID
+
+# name -> unit. These rows of `baton bench` become rows of the report.
+RESULTS = {
+    "ttft.p50": "ms", "ttft.p99": "ms", "ttit.p50": "ms", "ttit.p99": "ms", "ttit.max": "ms",
+    "handover.p99": "ms", "throughput.output_tokens": "tokens/s", "goodput.requests": "requests/s",
+    "goodput.share": "share", "requests.ok": "requests", "requests.failed": "requests",
+}  # fmt: skip
+FIRST_GAP_MS = 25.0
+# Bounds of the ratio to the base, by kind of load.
+RATIO_GOALS: Mapping[str, Mapping[str, tuple[float, Literal["higher", "lower"]]]] = {
+    "open": {"ttft.p99": (1.1, "lower"), "ttit.p99": (1.0, "lower")},
+    "closed": {"throughput.output_tokens": (1.0, "higher")},
+    "swing": {"goodput.requests": (1.0, "higher")},
+}
+
+Found = dict[str, dict[str, float]]  # name -> value, low, high
+Point = dict[str, Any]
+
+
+def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
+    """Runs `baton bench ARGUMENTS` in a child process. Returns its report.
+
+    A run whose client was too slow counts: with few cores every client is too slow. Raises RuntimeError if
+    there is no report.
+    """
+    out.unlink(missing_ok=True)
+    command = [
+        sys.executable, "-m", "cluster.cli", "bench", *arguments,
+        "--url", url, "--quiet", "--json", str(out),
+    ]  # fmt: skip
+    code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+    if not out.exists():
+        raise RuntimeError(f"{' '.join(command)}: exit code {code}")
+    if code == INVALID:
+        print(f"bench.disagg: {' '.join(arguments)}: the client could not keep up", file=sys.stderr)
+    return json.loads(out.read_text())
+
+
+def point(load: Load, level: float, report: Mapping[str, Any]) -> Point:
+    """What the report keeps of one run."""
+    found: Found = {
+        row["name"]: {key: row[key] for key in ("value", "low", "high") if key in row}
+        for row in report["results"]
+        if row["name"] in RESULTS
+    }
+    detail = report["detail"]
+    return {
+        "load": load.name,
+        "level": level,
+        "slo": load.slo,
+        "valid": detail["valid"],
+        "notes": [*detail["invalid_reasons"], *detail["notes"]],
+        "errors": detail["errors"],
+        "results": found,
+    }
+
+
+def rows(
+    side: str, load: Load, point: Point, base: tuple[str, Found] | None, *, judged: bool
+) -> Iterator[Row]:
+    """The rows of one run.
+
+    `base`: the name and the results of the side that ratios refer to. Goals hold for a side that is `judged`.
+    """
+    prefix = f"disagg.{side}.{load.key}.{load.level_key(point['level'])}"
+    for name, found in point["results"].items():
+        ratio = ratio_to = goal = better = None
+        if name in RATIO_GOALS[load.kind] and base is not None and (other := base[1].get(name)):
+            ratio, ratio_to = found["value"] / other["value"], base[0]
+            goal, better = RATIO_GOALS[load.kind][name]
+        elif name == "handover.p99":
+            goal, better = FIRST_GAP_MS, "lower"
+        if not judged:
+            goal = better = None
+        yield Row(
+            f"{prefix}.{name}", found["value"], RESULTS[name], ratio=ratio, ratio_to=ratio_to, goal=goal,
+            better=better, low=found.get("low"), high=found.get("high"),
+        )  # fmt: skip
+
+
+def line(side: str, load: Load, point: Point) -> str:
+    """One run in a line, with latencies in ms."""
+    found = point["results"]
+
+    def value(name: str) -> str:
+        return f"{found[name]['value']:,.4g}" if name in found else "–"
+
+    return (
+        f"{load.name} {load.level_text(point['level'])} {side}: "
+        f"TTFT {value('ttft.p50')}/{value('ttft.p99')}{interval(found, 'ttft.p99')} · "
+        f"gap p99 {value('ttit.p99')}{interval(found, 'ttit.p99')}, first {value('handover.p99')}, "
+        f"longest {value('ttit.max')} · {value('throughput.output_tokens')} tokens/s · "
+        f"{found['goodput.share']['value']:.1%} within SLO · "
+        f"{value('requests.ok')} answered, {value('requests.failed')} failed {', '.join(point['errors'])}"
+    )
+
+
+def interval(found: Found, name: str) -> str:
+    """The 95 % confidence interval, if there are enough samples for both bounds or for the lower one."""
+    known = found.get(name, {})
+    if "low" not in known:
+        return ""
+    return f" [{known['low']:.4g}–{known['high']:.4g}]" if "high" in known else f" [≥ {known['low']:.4g}]"
