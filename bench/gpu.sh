@@ -3,7 +3,7 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine kv overlap disagg (default: all, in this order; disagg where there are two GPUs),
+# STEP: tests kernels engine kv overlap disagg flip (default: all, in this order; the last two where there are two GPUs),
 # overlap_8000, sweep. DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has
 # the first and decode the second. A step that fails does not stop the others; the exit status says how many did.
 set -uo pipefail
@@ -19,7 +19,7 @@ while (($#)); do
 done
 if ! ((${#steps[@]})); then
     steps=(tests kernels engine kv overlap)
-    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg)
+    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip)
 fi
 mkdir -p "$out"
 if [[ $wheels ]]; then
@@ -49,6 +49,7 @@ disagg() {
     python3 -m bench.disagg --device cuda --seconds 30 --logs "$out/disagg" --html "$out/disagg.html" \
         --json "$out/disagg.json"
 }
+flip() { python3 -m bench.flip --device cuda --logs "$out/flip" --json "$out/flip.json"; }
 
 failed=0
 for step in "${steps[@]}"; do

@@ -1,4 +1,4 @@
-"""What a cluster does to its clients' streams while its processes are killed, stopped and cut off.
+"""What a cluster does to its clients' streams while its processes are killed, stopped, cut off and flipped.
 
 Life of a run:
 

@@ -1,9 +1,9 @@
-"""Kills, stops and cuts off the processes of a real cluster under load: `python -m bench.chaos`.
+"""Kills, stops, cuts off and flips the workers of a real cluster under load: `python -m bench.chaos`.
 
 The cluster has two workers of each role and a router, in float32 on a CPU. Clients send one request after
 another, greedy or seeded. Every answer must equal the answer that the same cluster gave without faults.
-Processes of every kind are killed (SIGKILL), engines are stopped (SIGSTOP), lanes are cut. A client asks
-again if its router is killed. At the end every pool must be whole.
+Processes of every kind are killed (SIGKILL), engines are stopped (SIGSTOP), lanes are cut, workers are moved
+to the other pool and back. A client asks again if its router is killed. At the end every pool must be whole.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--stalls", type=int, metavar="N", help="stopped engines of each role (default: 2; 0)")
     p.add_argument("--routers", type=int, metavar="N", help="kills of the router (default: 3; 0)")
     p.add_argument("--breaks", type=int, metavar="N", help="times that lanes are cut (default: 6; 2)")
+    p.add_argument("--flips", type=int, metavar="N", help="flips of workers of each role (default: 6; 2)")
     p.add_argument("--clients", type=int, default=8, metavar="N", help="streams at a time (default: 8)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of cases, moments and victims")
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     args = p.parse_args(argv)
-    for name, usual, short in (("kills", 12, 3), ("stalls", 2, 0), ("breaks", 6, 2), ("routers", 3, 0)):
+    for name, usual, short in (
+        ("kills", 12, 3),
+        ("stalls", 2, 0),
+        ("breaks", 6, 2),
+        ("flips", 6, 2),
+        ("routers", 3, 0),
+    ):
         if getattr(args, name) is None:
             setattr(args, name, short if args.short else usual)
     return args
@@ -53,8 +60,8 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     load, stop = Load(cluster.url, asked, rng), asyncio.Event()
     loading = asyncio.create_task(load.run(args.clients, stop))
     quiet = (0.2, 1.5) if args.short else (0.2, 4.0)
-    plans = {role: plan(role, args.kills, args.stalls, args.breaks, rng) for role in WORKERS}
-    plans["router"] = plan("router", args.routers, 0, 0, rng)
+    plans = {role: plan(role, args.kills, args.stalls, args.breaks, args.flips, rng) for role in WORKERS}
+    plans["router"] = plan("router", args.routers, 0, 0, 0, rng)
     longer = (
         quiet[0],
         quiet[1] * args.kills / max(1, args.routers),

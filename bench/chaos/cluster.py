@@ -7,6 +7,7 @@ that ends is restarted at once.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -24,12 +25,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+import rpc
 from bench import roles
 from bench.chaos import processes
 from cluster.model import EMBEDDED_NAME
+from cluster.plan import Pool
+from cluster.workers import set_pool
 
 START_S = 180.0
 STOP_S = 30.0
+SET_POOL_S = 10.0
 WHOLE_S = 15.0
 _MUST_BE_ZERO = (
     "requests_running", "requests_waiting", "tokens_waiting", "held_prefills", "reservations",
@@ -77,6 +82,16 @@ class Worker:
         """SIGTERM: the worker drains."""
         assert self._popen is not None
         self._popen.send_signal(signal.SIGTERM)
+
+    def set_pool(self, pool: Pool) -> None:
+        """Moves the worker to a pool, as `baton flip` does."""
+
+        async def call() -> None:
+            address, secret = self.lives[-1]["address"], self._cluster.secret.encode()
+            async with rpc.connect(address, secret) as channel:
+                await set_pool(channel, pool, SET_POOL_S)
+
+        asyncio.run(call())
 
     def hold(self) -> None:
         """A process that ends is not restarted before `release`."""

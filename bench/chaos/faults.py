@@ -12,6 +12,7 @@ from bench.chaos import processes
 from bench.chaos.cluster import LocalCluster, Worker
 
 Do = Callable[[LocalCluster, Worker], None]
+"""May block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,25 @@ def _break_lanes(cluster: LocalCluster, worker: Worker) -> None:
             processes.break_connections(transfer, port)
 
 
+def _flip(cluster: LocalCluster, worker: Worker) -> None:
+    """Moves a worker to the other pool, and back after a while. Another worker stays in the pool."""
+    here, there = ("prefill", "decode") if worker.role == "prefill" else ("decode", "prefill")
+    worker.set_pool(there)
+    time.sleep(FLIPPED_S)
+    worker.set_pool(here)
+
+
 KILLS = tuple(_killer(kind) for kind in processes.KINDS)
 STALL = Fault("stall.engine", lambda cluster, worker: worker.hang("engine"))
 BREAK = Fault("break.lanes", _break_lanes, lethal=False)
+FLIP = Fault("flip", _flip, lethal=False)
+FLIPPED_S = 1.0
 
 
-def plan(role: str, kills: int, stalls: int, breaks: int, rng: random.Random) -> list[Fault]:
+def plan(role: str, kills: int, stalls: int, breaks: int, flips: int, rng: random.Random) -> list[Fault]:
     """Faults in random order. All kinds of processes get the same share. A router is one process."""
     kinds = KILLS if role != "router" else [_killer("service")]
-    faults = [kinds[i % len(kinds)] for i in range(kills)] + [STALL] * stalls
+    faults = [kinds[i % len(kinds)] for i in range(kills)] + [STALL] * stalls + [FLIP] * flips
     faults += [BREAK] * (breaks if role == "decode" else 0)
     rng.shuffle(faults)
     return faults
@@ -74,7 +85,7 @@ async def torment(
         worker = rng.choice(cluster.of(role))
         lives = len(worker.lives)
         at = back = time.monotonic()
-        fault.happens(cluster, worker)
+        await asyncio.to_thread(fault.happens, cluster, worker)
         if fault.lethal:
             await asyncio.to_thread(worker.wait_life, lives + 1)
             if role == "router":

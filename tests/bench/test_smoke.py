@@ -22,7 +22,8 @@ import pytest
 import torch
 import typer.main
 
-from bench import contract, discovery
+import rpc
+from bench import contract, discovery, flip
 from bench.disagg import results, sides
 from bench.kv import __main__ as kv
 from bench.kv.pair import Pair
@@ -31,10 +32,11 @@ from bench.roles import Roles
 from bench.router import __main__ as router
 from bench.router import ends
 from bench.shapes import SHAPES, write_shape
+from rpc import worker_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
-ON_GPU = ("disagg", "engine", "kernels", "kv", "overlap")
+ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap")
 ON_CPU = ("chaos", "discovery", "router", "routing_sim")
 ELSEWHERE = {
     "load": "tests/bench/test_cli.py",
@@ -311,12 +313,49 @@ def test_runs_disagg(
     assert len(loads) == 3 * (18 + 8)
 
 
+def test_runs_flip(
+    run: Callable[..., dict[str, Any]],
+    routed: tuple[Roles, ends.FakeWorkers, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fake workers, which compute no prompt: a flip counts as served at once."""
+    roles, workers, ready = routed
+    decode = SimpleNamespace(lives=[{"address": workers.decode}])
+    cluster = SimpleNamespace(url=ready["url"], secret=roles.secret.decode(), of=lambda role: [None, decode])
+    computed = iter(range(100))
+    monkeypatch.setattr(contract, "gpus", list)
+
+    def started(
+        directory: Path,
+        *,
+        worker_flags: list[str],
+        router_flags: list[str],
+        **_: Any,
+    ) -> contextlib.nullcontext[SimpleNamespace]:
+        check_flags("prefill", *worker_flags)
+        check_flags("router", *router_flags)
+        return contextlib.nullcontext(cluster)
+
+    monkeypatch.setattr(flip, "LocalCluster", started)
+    monkeypatch.setattr(flip, "leaks_when_idle", lambda url: {})
+    monkeypatch.setattr(flip, "QUIET_S", (0.0, 0.0))
+
+    async def status(channel: rpc.Channel) -> pb.WorkerStatus:
+        return pb.WorkerStatus(prompt_tokens=1 + next(computed))
+
+    monkeypatch.setattr(flip, "_status", status)
+    rows = run("flip", "--flips", "5", "--clients", "1")
+    assert rows["flip.cpu.flips"] == 5
+    assert rows["flip.cpu.failed"] == rows["flip.cpu.different_tokens"] == 0
+    assert rows["flip.cpu.seconds"] > 0
+
+
 # ---------------------------------------------------------------- with real clusters
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["disagg", "engine"])
+@pytest.mark.parametrize("name", ["disagg", "engine", "flip"])
 def test_the_short_form_runs_with_real_processes(name: str, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     command = [sys.executable, "-m", f"bench.{name}", "--short", "--json", str(out)]

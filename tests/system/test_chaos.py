@@ -1,5 +1,5 @@
 """A hundred kills of each role under load: `python -m bench.chaos` meets all its bounds. Its short form cuts
-lanes once."""
+lanes once and flips a worker of each role."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ RIGHT = {
 }
 
 
-async def test_lanes_are_cut_once(broken: Broken, tmp_path: Path) -> None:
+async def test_lanes_are_cut_and_workers_flipped_once(broken: Broken, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    flags = ("--short", "--kills", "0", "--breaks", "1", "--clients", "4", "--json", str(out))
+    flags = ("--short", "--kills", "0", "--breaks", "1", "--flips", "1", "--clients", "4", "--json", str(out))
     report = await measure(arguments([*flags]), broken.cluster)
     report.finish()
     rows = {row["name"]: row["value"] for row in json.loads(out.read_text())["results"]}
     assert rows | RIGHT == rows
-    assert rows["chaos.decode.break.lanes"] == 1
+    happened = ("decode.break.lanes", "decode.flip", "prefill.flip")
+    assert [rows[f"chaos.{name}"] for name in happened] == [1, 1, 1]
 
 
 @pytest.mark.long
@@ -38,6 +39,7 @@ def test_a_hundred_kills_of_each_role(tmp_path: Path, seed: int) -> None:
         "--kills": 50,
         "--stalls": 3,
         "--breaks": 20,
+        "--flips": 20,
         "--routers": 50,
         "--seed": seed,
         "--logs": tmp_path,
