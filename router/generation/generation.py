@@ -425,6 +425,8 @@ class Generation:
         prefill = self._prefill
         if prefill is not None and (decode.joined or len(self.output_ids) > prefill.base + 1):
             # Its KV is of a shorter text than was emitted, or was released after the transfer.
+            if prefill.over:
+                prefill.worker.release(prefill.id)
             self._end_prefill()
         self._failed(cause, decode.worker, counts=counts, message=message)
 

@@ -183,6 +183,14 @@ class WorkerConnection:
         if self._end(attempt_id, failure):
             self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id)))
 
+    def release(self, prefill_id: bytes) -> None:
+        """Cancels a handed-over prefill, in case its decode worker died before it acknowledged the KV.
+
+        Without the cancel the prefill worker would keep the KV until its hold deadline.
+        """
+        self._end(prefill_id)
+        self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=prefill_id)))
+
     def forget(self, attempt_id: bytes) -> None:
         """Ends an attempt here that has ended at the worker."""
         self._end(attempt_id)

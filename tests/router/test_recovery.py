@@ -195,7 +195,10 @@ async def test_decode_lost_before_it_had_the_kv_needs_no_second_prefill(pair: Cl
 
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 async def test_decode_lost_after_some_tokens(pair: Cluster, tokens: int):
-    """Prompt and output are prefilled again, after the new reservation."""
+    """Prompt and output are prefilled again, after the new reservation.
+
+    The first prefill is cancelled: its KV is still held if decode died before its acknowledgement left.
+    """
     for worker in pair.decodes:
         worker.steps = asyncio.Semaphore(tokens)
     body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
@@ -206,11 +209,13 @@ async def test_decode_lost_after_some_tokens(pair: Cluster, tokens: int):
         # After decode has joined, no prefill is open.
         await pair.until(lambda: waiting_prefills(pair) == 0)
         killed, other = busy(pair.decodes)
+        prefill, _ = busy(pair.prefills)
         other.steps = None
         await killed.kill()
         async for line in response.content:
             received += tokens_in(line)
     assert received == pair.output_ids
+    assert prefills(prefill)[0].prefill_id in prefill.cancelled
     again = [p for w in pair.prefills for p in prefills(w)][-1]
     assert list(again.request.output_ids) == pair.output_ids[:tokens]
     [decode] = decodes(other)
