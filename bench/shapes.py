@@ -14,6 +14,14 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from cluster.sizing.models import MODELS
 
 SHAPES: dict[str, dict[str, Any]] = MODELS | {
+    "llama-3.1-70b": MODELS["llama-3.1-8b"]
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "llama-3.1-8b-two-layers": MODELS["llama-3.1-8b"] | {"num_hidden_layers": 2},
     "one-small-layer": {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 16,

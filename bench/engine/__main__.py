@@ -1,4 +1,4 @@
-"""`python -m bench.engine [--json PATH] [--device cpu|cuda] [--short]`."""
+"""`python -m bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from bench.contract import Report
 
 def main() -> int:
     p = contract.parser("One engine: against transformers on a CPU, against the floor of the card on a GPU.")
+    p.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N",
+                   help="compare an engine over N devices with the same on one")  # fmt: skip
     args = p.parse_args()
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)
-    if args.device == "cuda":
+    if args.tensor_parallel_size > 1:
+        from bench.engine.on_ranks import measure
+    elif args.device == "cuda":
         from bench.engine.on_cuda import measure
     else:
         from bench.engine.on_cpu import measure

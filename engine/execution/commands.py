@@ -10,6 +10,7 @@ The idea is that of nano-vllm's runner and of vLLM's `shm_broadcast`, which send
 is the plain arrays of a step.
 """
 
+import math
 import mmap
 import os
 import time
@@ -54,26 +55,14 @@ class Followers:
 
 
 HEAD = 16  # int64: kind, the sizes of the arrays, and the other fields of a step
+TYPES = tuple(map(np.dtype, ("i8", "i8", "i8", "i4", "i4", "i8", "i8", "f4", "i4", "i4", "f4", "f4")))
+"""Of the arrays of a step, in the order of `_arrays`."""
 
 
-def _fields(
-    tokens: int, requests: int, width: int, prefills: int, sampled: int
-) -> list[tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of each array of a step, in the order of `_arrays`."""
-    return [
-        ((tokens,), "int64"),  # token_ids
-        ((tokens,), "int64"),  # positions
-        ((tokens,), "int64"),  # slots
-        ((requests, width), "int32"),  # block_tables
-        ((requests,), "int32"),  # contexts
-        ((prefills, 2), "int64"),
-        ((sampled,), "int64"),  # sampled_rows
-        ((sampled,), "float32"),  # the draws
-        ((sampled,), "int32"),
-        ((sampled,), "int32"),
-        ((sampled,), "float32"),
-        ((sampled,), "float32"),
-    ]
+def _shapes(tokens: int, requests: int, width: int, prefills: int, sampled: int) -> list[tuple[int, ...]]:
+    """The shapes of the arrays of a step, in the order of `_arrays`."""
+    by_token, draws = [(tokens,)] * 3, [(sampled,)] * 5
+    return [*by_token, (requests, width), (requests,), (prefills, 2), (sampled,), *draws]
 
 
 def _arrays(step: Step) -> list[np.ndarray]:
@@ -91,8 +80,8 @@ class Commands(Followers):
 
     def __init__(self, files: RankFiles, *, tokens: int, requests: int, table_width: int) -> None:
         """`tokens`, `requests`: most of them in a step."""
-        most = _fields(tokens, requests, table_width, requests, requests)
-        sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in most]
+        most = zip(_shapes(tokens, requests, table_width, requests, requests), TYPES, strict=True)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in most]
         self._slot_bytes = 8 * HEAD + sum(map(aligned, sizes))
         self._wakes = files.wakes
         slots = LINE * (1 + len(files.wakes))
@@ -159,10 +148,9 @@ def _step(slot: np.ndarray) -> Step:
     head = slot[: 8 * HEAD].view(np.int64).tolist()
     arrays = []
     at = 8 * HEAD
-    for shape, dtype in _fields(*head[1:6]):
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        arrays.append(slot[at : at + size].view(dtype).reshape(shape))
-        at += aligned(size)
+    for shape, dtype in zip(_shapes(*head[1:6]), TYPES, strict=True):
+        arrays.append(np.ndarray(shape, dtype, slot, at))
+        at += aligned(arrays[-1].nbytes)
     token_ids, positions, slots, block_tables, contexts, prefills, sampled_rows, *draws = arrays
     return Step(
         token_ids=token_ids,

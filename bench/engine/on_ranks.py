@@ -1,0 +1,186 @@
+"""One engine over several devices against the same engine on one.
+
+On GPUs: the shapes of Llama 3.1 8B and 70B with random weights, and each all-reduce (`all_reduce`). On a CPU:
+the embedded model. Every engine runs in a child process of its own (`python -m bench.engine.on_ranks`). It
+reads its work as JSON from stdin, and prints what it measured as its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import bench.contract as contract
+from bench.contract import Report, Row
+from bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
+from bench.engine.ranks import running
+from bench.shapes import write_shape
+from cluster.model import embedded_path
+from engine import Engine, EngineConfig
+
+SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}
+"""What the 8B shape must reach over one rank, by ranks."""
+LARGE_MS = {2: {"decode.b1": 20.5, "prefill.2000": 265.0}, 4: {"decode.b1": 11.5}}
+"""What the 70B shape must take at most, by ranks."""
+SAME = 8, 200, 48
+"""Requests, prompt tokens and output tokens of the comparison of tokens."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a child process measures."""
+
+    engine: dict[str, Any]  # fields of EngineConfig
+    batches: list[int]  # of decode steps
+    prompts: list[int]  # tokens of one prefill each
+    context: int  # of decodes
+    steps: int
+    profiled: int = 0  # batch of the profiled decode steps; 0: no profile
+    compared: bool = False  # whether to report tokens
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    size = args.tensor_parallel_size
+    if args.device == "cpu":
+        engine = {"model": str(embedded_path()), "dtype": "float32", "num_blocks": 512, "max_num_seqs": 16}
+        work = Work(engine, [1, 16], [500], 128, 16, compared=True)
+        _compare(work, size, report)
+        return
+    if len(contract.gpus()) < size:
+        print(f"--tensor-parallel-size {size}: this machine has {len(contract.gpus())} GPUs", file=sys.stderr)
+        sys.exit(contract.EXIT_CANNOT_MEASURE)
+    from bench.engine import all_reduce
+
+    all_reduce.measure(report, size)
+    steps = 32 if args.short else 128
+    with tempfile.TemporaryDirectory() as directory:
+        tokens = Work(
+            _shape("llama-3.1-8b-two-layers", directory, dtype="float32"), [], [], 0, 0, compared=True
+        )
+        _compare(tokens, size, report)
+        work = Work(_shape("llama-3.1-8b", directory), [1, 64], [2000, 8000], 1064, steps, profiled=64)
+        _compare(work, size, report)
+        large = Work(_shape("llama-3.1-70b", directory), [1, 64], [2000], 1064, steps, profiled=64)
+        goals = LARGE_MS.get(size, {})
+        for name, took in _times(_child(large, size)).items():
+            goal = goals.get(name)
+            report.add(
+                Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goal, better="lower" if goal else None)
+            )
+
+
+def _shape(name: str, directory: str, dtype: str = "bfloat16") -> dict[str, Any]:
+    return {
+        "model": str(write_shape(name, Path(directory))),
+        "dtype": dtype,
+        "device": "cuda",
+        "load_format": "dummy",
+        "max_model_len": 16384,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 16384,
+        "ttit_target": 60.0,
+    }
+
+
+def _compare(work: Work, size: int, report: Report) -> None:
+    """Adds the times of `size` ranks, and their ratio to one rank in the same run."""
+    one, several = _child(work, 1), _child(work, size)
+    goals = SPEED_UP.get(size, {}) if work.profiled else {}
+    before = _times(one)
+    for name, took in _times(several).items():
+        goal = goals.get(name)
+        report.add(
+            Row(
+                f"engine.tp{size}.{name}", took, "ms",
+                ratio=before[name] / took, ratio_to="one rank, same run",
+                goal=goal, better="higher" if goal else None,
+            )
+        )  # fmt: skip
+    for name, share in several["profile"].items():
+        report.add(Row(f"engine.tp{size}.{name}", 100 * share, "%"))
+    if work.compared:
+        pairs = [pair for of_one, of_all in zip(one["tokens"], several["tokens"], strict=True)
+                 for pair in zip(of_one, of_all, strict=True)]  # fmt: skip
+        same = sum(a == b for a, b in pairs) / len(pairs)
+        report.add(Row(f"engine.tp{size}.same_tokens", 100 * same, "%", goal=100.0, better="higher"))
+
+
+def _times(measured: dict[str, Any]) -> dict[str, float]:
+    """Medians in ms, by kind of work."""
+    return {name: median_ms(seconds) for name, seconds in measured["seconds"].items()}
+
+
+def _child(work: Work, size: int) -> dict[str, Any]:
+    given = asdict(work)
+    given["engine"]["tensor_parallel_size"] = size
+    child = subprocess.run(
+        [sys.executable, "-m", "bench.engine.on_ranks"],
+        input=json.dumps(given), stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    work = Work(**json.load(sys.stdin))
+    with running(EngineConfig(**work.engine)) as engine:
+        seconds: dict[str, list[float]] = {}
+        for tokens in work.prompts:
+            series = [prefill_seconds(engine, [prompt(tokens, seed + tokens)]) for seed in range(6)]
+            seconds[f"prefill.{tokens}"] = series[1:]
+        for batch in work.batches:
+            seconds[f"decode.b{batch}"] = decode_step_seconds(engine, batch, work.context, work.steps)
+        measured = {
+            "seconds": seconds,
+            "profile": _profile(engine, work.profiled, work.context) if work.profiled else {},
+            "tokens": _tokens(engine) if work.compared else [],
+        }
+    print(json.dumps(measured), flush=True)
+
+
+def _tokens(engine: Engine) -> list[list[int]]:
+    """The outputs of some greedy requests."""
+    count, length, output = SAME
+    requests = [greedy(prompt(length, seed), output) for seed in range(count)]
+    tokens: dict[bytes, list[int]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for emitted in engine.step().outputs:
+            tokens[emitted.id].append(emitted.token)
+    return [tokens[request.id] for request in requests]
+
+
+def _profile(engine: Any, batch: int, context: int) -> dict[str, float]:
+    """Of decode steps on rank 0: the share of the time that collectives take, and that no kernel runs."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    for number in range(batch):
+        engine.add(greedy(prompt(context, number), 200))
+    while engine.stats().tokens_waiting:
+        engine.step()
+    for _ in range(16):
+        engine.step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(64):
+            engine.step()
+    drain(engine)
+    kernels = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in kernels)
+    busy, until = 0.0, spans[0][0]
+    for start, end, _ in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    whole = until - spans[0][0]
+    collective = sum(end - start for start, end, name in spans if "all_reduce" in name or "nccl" in name)
+    return {f"decode.b{batch}.collectives": collective / whole, f"decode.b{batch}.idle": 1 - busy / whole}
+
+
+if __name__ == "__main__":
+    main()
