@@ -11,6 +11,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from bench.load.target.tokenization import WORDS
 from cluster.sizing.models import MODELS
 
 SHAPES: dict[str, dict[str, Any]] = MODELS | {
@@ -41,14 +42,16 @@ SHAPES: dict[str, dict[str, Any]] = MODELS | {
 def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
     """Writes `directory`/`name`, which `--model` accepts with `--load-format dummy`. Returns its path.
 
-    With `tokenizer` a router can serve the model: every token id is a word.
+    With `tokenizer` a router can serve the model: every token id is a word. The words of load tests are among
+    them, since unknown words are one and the same token, and prompts of it would share their KV.
     """
     where = directory / name
     where.mkdir(parents=True, exist_ok=True)
     (where / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
     if tokenizer:
-        words = {f"w{i}": i for i in range(SHAPES[name]["vocab_size"])}
-        made = Tokenizer(WordLevel(words, unk_token="w0"))
+        count = SHAPES[name]["vocab_size"]
+        words = dict.fromkeys(("w0", *WORDS, *(f"w{i}" for i in range(1, count))))
+        made = Tokenizer(WordLevel(dict(zip(words, range(count), strict=False)), unk_token="w0"))
         made.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
         made.decoder = ByteLevel()  # pyrefly: ignore[read-only]
         made.save(str(where / "tokenizer.json"))

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from bench.contract import Row
 from bench.disagg.loads import Load
-from bench.load.commands import INVALID
 
 # name -> unit. These rows of `baton bench` become rows of the report.
 RESULTS = {
@@ -34,8 +33,8 @@ Point = dict[str, Any]
 def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
     """Runs `baton bench ARGUMENTS` in a child process. Returns its report.
 
-    A run whose client was too slow counts: with few cores every client is too slow. Raises RuntimeError if
-    there is no report.
+    Prints what a reader needs to judge the results. A run whose client was too slow counts: with few cores
+    every client is too slow. Raises RuntimeError if there is no report.
     """
     out.unlink(missing_ok=True)
     command = [
@@ -45,9 +44,16 @@ def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if not out.exists():
         raise RuntimeError(f"{' '.join(command)}: exit code {code}")
-    if code == INVALID:
-        print(f"bench.disagg: {' '.join(arguments)}: the client could not keep up", file=sys.stderr)
-    return json.loads(out.read_text())
+    report = json.loads(out.read_text())
+    for said in _notes(report):
+        print(f"bench.disagg: {' '.join(arguments)}: {said}", file=sys.stderr)
+    return report
+
+
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    detail = report["detail"]
+    slow = [f"the client could not keep up: {reason}" for reason in detail["invalid_reasons"]]
+    return [*slow, *detail["notes"]]
 
 
 def point(load: Load, level: float, report: Mapping[str, Any]) -> Point:
@@ -63,7 +69,7 @@ def point(load: Load, level: float, report: Mapping[str, Any]) -> Point:
         "level": level,
         "slo": load.slo,
         "valid": detail["valid"],
-        "notes": [*detail["invalid_reasons"], *detail["notes"]],
+        "notes": _notes(report),
         "errors": detail["errors"],
         "results": found,
     }

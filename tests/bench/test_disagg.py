@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from bench.disagg import results
 from bench.disagg.loads import LOADS, Load, Pace, command
 from bench.disagg.page import page
 from bench.disagg.sides import against, baton
+from bench.load.target.tokenization import WORDS
+from bench.shapes import SHAPES, write_shape
 
 OPEN, CLOSED, SWING = LOADS[0], LOADS[-2], LOADS[-1]
 PACE = Pace(requests=300, least=15.0, seconds=None, seed=0)
@@ -61,6 +64,14 @@ def test_colocated_has_as_many_workers(tmp_path: Path) -> None:
     assert set(colocated.flags) == {"4 × baton decode", "1 × baton router"}
     assert set(layout.flags) == {"3 × baton prefill", "1 × baton decode", "1 × baton router"}
     assert layout.flags["3 × baton prefill"].endswith("--ttit-target 20")
+
+
+def test_prompts_differ_for_the_tokenizer_of_a_shape(tmp_path: Path) -> None:
+    where = write_shape("one-small-layer", tmp_path, tokenizer=True)
+    tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
+    ids = tokenizer.encode(" ".join(WORDS)).ids
+    assert len(set(ids)) == len(set(WORDS)), "equal prompts would come from the prefix cache"
+    assert tokenizer.get_vocab_size() == SHAPES["one-small-layer"]["vocab_size"]
 
 
 def found(level: float, **values: float) -> results.Point:
