@@ -46,7 +46,7 @@ overlap() {
 }
 overlap_8000() { python3 -m bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
 disagg() {
-    python3 -m bench.disagg --device cuda --seconds 30 --logs "$out/disagg" --html "$out/disagg.html" \
+    python3 -m bench.disagg --device cuda --seconds 20 --logs "$out/disagg" --html "$out/disagg.html" \
         --json "$out/disagg.json"
 }
 flip() { python3 -m bench.flip --device cuda --logs "$out/flip" --json "$out/flip.json"; }

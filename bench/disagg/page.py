@@ -61,7 +61,7 @@ def _by_level(
     title: str, points: Mapping[str, Sequence[Point]], unit: str, solid: str, dashed: str | None
 ) -> str:
     lines = [
-        Line(name, _xy(found, "level", row), color, row == dashed, True)
+        Line(f"{name}, {row}", _xy(found, "level", row), color, row == dashed, True)
         for color, (name, found) in enumerate(points.items())
         for row in (solid, dashed)
         if row is not None
