@@ -3,7 +3,7 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine kv overlap disagg flip (default: all, in this order; the last two where there are two GPUs),
+# STEP: tests kernels engine kv overlap disagg flip ranks (default: all, in this order; the last three where there are two GPUs),
 # overlap_8000, sweep. DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has
 # the first and decode the second. A step that fails does not stop the others; the exit status says how many did.
 set -uo pipefail
@@ -19,7 +19,7 @@ while (($#)); do
 done
 if ! ((${#steps[@]})); then
     steps=(tests kernels engine kv overlap)
-    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip)
+    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip ranks)
 fi
 mkdir -p "$out"
 if [[ $wheels ]]; then
@@ -50,6 +50,14 @@ disagg() {
         --json "$out/disagg.json"
 }
 flip() { python3 -m bench.flip --device cuda --logs "$out/flip" --json "$out/flip.json"; }
+
+ranks() {
+    local size
+    for size in 2 4 8; do
+        (($(nvidia-smi --list-gpus | wc -l) < size)) ||
+            python3 -m bench.engine --device cuda --tensor-parallel-size "$size" --json "$out/ranks$size.json"
+    done
+}
 
 failed=0
 for step in "${steps[@]}"; do

@@ -4,7 +4,10 @@ The ranks are threads here. Each has its own part of the model, its own end of a
 of the commands, as a process has."""
 
 import copy
+import json
 import random
+import subprocess
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -13,13 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from engine import Engine, EngineConfig, StructuredOutput, build_engine
+from engine import Engine, EngineConfig, build_engine
 from engine.execution.commands import SLOTS, Commands, Sample
 from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
 from engine.loader import check_model
 from engine.step import Draws, Step, Variant, arrange
+from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
 FAMILIES = [
@@ -98,22 +103,12 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
 
 
 def test_every_kind_of_request_gets_the_tokens_of_one_rank(
-    spelled_path: Path, ranks: Callable[..., Engine], run: Any, request_of: Any
+    spelled_path: Path, ranks: Callable[..., Engine], run: Any
 ) -> None:
-    """Penalties, bias, grammars, logprobs, shared prefixes and preemptions in one batch."""
-    shared = [(13 * j) % 190 + 3 for j in range(21)]
-    kinds: list[dict[str, Any]] = [
-        {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "ignore_eos": True},
-        {"temperature": 1.0, "logprobs": 3, "presence_penalty": 0.3, "ignore_eos": True},
-        {"structured_output": StructuredOutput("regex", "[a-f]{30}")},
-        {"temperature": 0.8, "min_p": 0.05, "logit_bias": {7: 5.0, 9: -100.0}, "ignore_eos": True},
-    ]
-    requests = [
-        request_of(i, [*shared, i + 3, i % 2 + 90], max_tokens=16, seed=i, **kinds[i % 4]) for i in range(8)
-    ]
+    requests = mixed_requests()
 
     def outputs(size: int) -> list[Any]:
-        engine = ranks(spelled_path, size, num_blocks=30, enable_prefix_caching=True, overlap=True)
+        engine = ranks(spelled_path, size, **SMALL_POOL)
         results = run(engine, requests)
         engine.assert_whole()
         stats = engine.stats()
@@ -128,6 +123,21 @@ def test_every_kind_of_request_gets_the_tokens_of_one_rank(
             if of_one.logprobs is not None:
                 assert of_two.logprobs.top_ids == of_one.logprobs.top_ids
                 assert of_two.logprobs.logprob == pytest.approx(of_one.logprobs.logprob, abs=1e-4)
+
+
+@pytest.mark.gpu
+def test_two_gpus_compute_the_tokens_of_one(spelled_path: Path) -> None:
+    """With CUDA graphs and overlap. Each engine has a process, since a process joins one group only."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    commands = [
+        [sys.executable, "-m", "tests.engine.mixed_requests", str(spelled_path), str(size)] for size in (1, 2)
+    ]
+    one, two = (
+        json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+        for command in commands
+    )
+    assert one == two
 
 
 def test_a_size_that_does_not_divide_the_heads_is_refused(tiny_path: Path) -> None:
