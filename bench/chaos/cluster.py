@@ -213,7 +213,7 @@ class LocalCluster:
             # With a model name the router can start while all workers are down.
             flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
             self._router = Worker(self, "router", 0, (*flags, *self._router_flags))
-            self._router.wait_life(1)
+            self._router.wait_first_life()
             self.url = self._router.lives[0]["url"]
             for worker in self.workers:
                 worker.wait_first_life()
