@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from engine.api.config import EngineConfig
 from engine.api.request import CacheObserver, KVSink
 from engine.engine import Engine
-from engine.execution.collectives import join
+from engine.execution.join import join
 from engine.execution.rank import commands
 from engine.execution.rank_files import RankFiles
 from engine.execution.start import start_rank

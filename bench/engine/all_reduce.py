@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bench.contract import Report, Row
-from engine.execution.collectives import CudaRanks
+from engine.execution.cuda_ranks import CudaRanks
 
 ROWS = (1, 8, 32, 64, 128, 256, 1024, 2000, 8000)
 HIDDEN = 4096

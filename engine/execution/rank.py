@@ -6,9 +6,9 @@ start, together with rank 0 ──▶ run or sample, as rank 0 does ──▶ �
 from collections.abc import Callable
 
 from engine.api.config import EngineConfig
-from engine.execution.collectives import join
 from engine.execution.commands import Commands, Sample
 from engine.execution.graphs import LayerDone
+from engine.execution.join import join
 from engine.execution.rank_files import RankFiles
 from engine.execution.runner import Launched
 from engine.execution.start import Started, start_rank

@@ -10,8 +10,8 @@ class RankFiles:
     """The descriptors have the same numbers in all processes of a group. Nothing of them has a name in a file
     system, so nothing is left when the last process ends."""
 
-    store: int
-    """Memory in which the ranks find each other (`torch.distributed.FileStore`)."""
+    exchange: int
+    """Memory in which ranks on GPUs find each other, and in which ranks on CPUs exchange tensors."""
     commands: int
     """Memory of `engine.execution.commands`."""
     failure: int
@@ -24,7 +24,7 @@ class RankFiles:
         """For a group of `size` ranks."""
         flags = os.EFD_SEMAPHORE | os.EFD_CLOEXEC
         return cls(
-            os.memfd_create("rank-store"),
+            os.memfd_create("rank-exchange"),
             os.memfd_create("rank-commands"),
             os.memfd_create("rank-failure"),
             [os.eventfd(0, flags) for _ in range(size - 1)],
@@ -32,7 +32,7 @@ class RankFiles:
 
     @property
     def fds(self) -> Sequence[int]:
-        return (self.store, self.commands, self.failure, *self.wakes)
+        return (self.exchange, self.commands, self.failure, *self.wakes)
 
     def fail(self, reason: str) -> None:
         """Notes why a rank could not start."""

@@ -43,7 +43,7 @@ def whole(size: int) -> Part:
 
 class Ranks:
     """The ranks of a model, as one of them sees them. This class is a model with one rank, which has nothing
-    to exchange; `engine.execution.collectives` has the others.
+    to exchange; `engine.execution.group` has the others.
 
     All ranks call the collectives in the same order. Their results have equal bits on all ranks."""
 

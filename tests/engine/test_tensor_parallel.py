@@ -1,7 +1,8 @@
 """Several ranks compute the same tokens as one.
 
-The ranks are threads here. Each has its own part of the model, its own end of a gloo group, and its own view
-of the commands, as a process has."""
+The ranks are threads here. Each has its own part of the model, its own place in the shared memory, and its
+own view of the commands, as a process has.
+"""
 
 import copy
 import json
@@ -11,6 +12,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, build_engine
+from engine.execution import host_ranks
 from engine.execution.commands import SLOTS, Commands, Sample
+from engine.execution.host_ranks import HostRanks
 from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
 from engine.loader import check_model
@@ -154,6 +158,40 @@ def test_each_rank_holds_its_share_of_the_memory(tiny_path: Path, ranks: Callabl
     assert [cache.nbytes for cache in two.kv_cache] == [cache.nbytes // 2 for cache in one.kv_cache]
     embedding = two._runner.model.embedding.weight
     assert embedding.shape == (100, 64), "of 199 tokens"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_exchange_tensors_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_ranks, "PLACE_BYTES", 64)
+    files = RankFiles.create(size)
+
+    def exchange(rank: int) -> list[Any]:
+        ranks = HostRanks(rank, size, files.exchange)
+        found: list[Any] = []
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows in (1, 7):
+                x = torch.arange(rows * 9, dtype=dtype).view(rows, 9) * (rank + 1)
+                columns = ranks.part(7)
+                part = torch.arange(rows * 7.0).view(rows, 7)[:, columns.indices].contiguous()
+                found += [
+                    ranks.all_gather(part, 7).tolist(),
+                    ranks.all_reduce(x).tolist(),
+                    ranks.least(5 - rank),
+                ]
+                ranks.broadcast(x := torch.full((40,), rank + 3))
+                found.append(x.tolist())
+        return found
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(exchange, range(size)))
+    files.close()
+    expected = []
+    for _ in range(2):
+        for rows in (1, 7):
+            total = torch.arange(rows * 9.0).view(rows, 9) * sum(range(1, size + 1))
+            gathered = torch.arange(rows * 7.0).view(rows, 7)
+            expected += [gathered.tolist(), total.tolist(), 6 - size, [3] * 40]
+    assert found == [expected] * size
 
 
 def test_a_command_arrives_as_it_was_sent() -> None:

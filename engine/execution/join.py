@@ -1,0 +1,31 @@
+"""Joins the ranks of a model."""
+
+import torch
+import torch.distributed as dist
+
+from engine.api.config import EngineConfig
+from engine.execution.cuda_ranks import CudaRanks
+from engine.execution.host_ranks import HostRanks
+from engine.execution.rank_files import RankFiles
+from engine.layers.ranks import Ranks
+
+
+def join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torch.device, Ranks]:
+    """This rank's device and its group. `files` None: the model has one rank. Raises `ValueError` if there
+    are too few devices."""
+    assert (files is None) == (config.tensor_parallel_size == 1), "several ranks, and only these, share files"
+    device = torch.device(config.device)
+    if files is None:
+        return device, Ranks()
+    if device.type == "cpu":
+        return device, HostRanks(rank, config.tensor_parallel_size, files.exchange)
+    first, present = device.index or 0, torch.cuda.device_count()
+    if first + config.tensor_parallel_size > present:
+        raise ValueError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: --device {config.device} has "
+            f"{max(0, present - first)} GPUs from the first one on"
+        )
+    device = torch.device("cuda", first + rank)
+    # A path, since torch opens the store by name.
+    store = dist.FileStore(f"/proc/self/fd/{files.exchange}", config.tensor_parallel_size)
+    return device, CudaRanks(rank, config.tensor_parallel_size, store, device)
