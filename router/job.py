@@ -24,11 +24,13 @@ class Job:
         output_ids: list[int],
         *,
         seconds: float,
+        within: float,
         retried: bool,
         alone: bool,
     ) -> pb.Request:
         """Builds the message to a worker. `output_ids` were emitted before, `seconds` are left for the rest.
 
+        `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
         `alone`: the worker computes the request in steps of its own.
         """
         return pb.Request(
@@ -40,6 +42,7 @@ class Job:
             priority=self.priority,
             alone=alone,
             retried=retried,
+            first_token_within=within,
             cache_salt=self.cache_salt,
             tenant=self.tenant,
             name=name,

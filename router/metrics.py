@@ -17,7 +17,7 @@ from prometheus_client import (
 
 from router.admission.queue import Admission
 from router.errors import ApiError, all_errors, error_code
-from router.policy.overflow import REASONS
+from router.policy.placement import REASONS
 from router.workers.connection import POOL_NAMES, WorkerState
 from router.workers.pool import WorkerPool
 from rpc import worker_pb2 as pb
@@ -77,7 +77,7 @@ class Metrics:
             "baton:retries", "Attempts that were replaced, by cause.", "cause", RETRY_CAUSES
         )
         self.overflow = self._counters(
-            "baton:overflow", "Requests prefilled by a decode worker.", "reason", REASONS
+            "baton:overflow", "Requests that one worker prefills and decodes.", "reason", REASONS
         )
         self.deadlines = self._counters(
             "baton:deadlines_expired", "Waits that were given up.", "deadline", DEADLINES

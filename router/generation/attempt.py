@@ -18,6 +18,8 @@ class PrefillAttempt:
     """A decode worker takes over the KV. False if the prefill's token is the last one."""
     queued: bool = False
     """The first decode for it is submitted when it starts."""
+    within: float = 0.0
+    """Seconds in which the prompt should be computed. 0: it is in no hurry."""
     sent: bool = False
     answered: bool = False
     over: bool = False

@@ -45,9 +45,10 @@ from router.generation.token_writer import TokenWriter
 from router.generation.waits import Waits
 from router.job import Job
 from router.metrics import Metrics
+from router.policy import Placement, PrefillWork, patience
 from router.workers.candidates import PrefillTarget
 from router.workers.connection import WorkerConnection
-from router.workers.pool import OverflowTarget, WorkerPool
+from router.workers.pool import Place, WorkerPool
 from rpc import worker_pb2 as pb
 from rpc.logs import of_request
 from rpc.tracing import Span
@@ -171,8 +172,9 @@ class Generation:
         if not self._waits.may_prefill():
             return TurnResult.PARKED
         target = self._choose_prefill()
-        if (overflow := self._overflow(worker, target)) is not None:
-            self._prefill_on_decode(overflow)
+        place = self._place(worker, target)
+        if place is not None and place.work is not None:
+            self._prefill_and_decode_on(place)
             return TurnResult.SENT
         if not self._plan_prefill(target):
             return TurnResult.PARKED
@@ -202,15 +204,16 @@ class Generation:
         worker: WorkerConnection,
         output_ids: list[int],
         source: pb.PrefillSource | None,
-        computes: int = 0,
+        place: Place | None = None,
     ) -> None:
-        """Without a source the decode worker prefills, and computes `computes` tokens."""
+        """Without a source the decode worker prefills, as `place` says."""
         self._waits.worker_found()
         decode = self._decode = DecodeAttempt(os.urandom(16), worker, prefills=source is None)
         self._emit.begin_decode(decode.id)
-        submit = pb.SubmitDecode(decode_id=decode.id, request=self._request(output_ids), source=source)
+        request = self._request(output_ids, place.within if place else 0.0)
+        submit = pb.SubmitDecode(decode_id=decode.id, request=request, source=source)
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
-        worker.submit_decode(submit, self, tokens, computes=computes)
+        worker.submit_decode(submit, self, tokens, None if place is None else place.work)
 
     def _next_source(self, prefill: PrefillAttempt) -> pb.PrefillSource:
         self._source_count += 1
@@ -222,21 +225,26 @@ class Generation:
         avoid = self._failures.avoid
         return avoid if other is None else avoid | {other.worker.address}
 
-    def _overflow(self, worker: WorkerConnection, target: PrefillTarget | None) -> OverflowTarget | None:
-        return self._pool.choose_overflow(
-            worker, self._job.chunks, self._length, target, self._failures.avoid
-        )
+    def _place(self, worker: WorkerConnection, target: PrefillTarget | None) -> Place | None:
+        answer = self._job.sampling.max_tokens - len(self.output_ids)
+        place = self._pool.place(worker, self._job.chunks, self._length, answer, target, self._failures.avoid)
+        if place is not None:
+            self.span.set(place.why.attributes())
+        return place
 
-    def _prefill_on_decode(self, overflow: OverflowTarget) -> None:
+    def _prefill_and_decode_on(self, place: Place) -> None:
+        """One worker computes the prompt and decodes."""
         self._waits.prefill_sent()
-        self._metrics.overflow[overflow.reason].inc()
-        self._submit_decode(overflow.worker, self.output_ids, None, overflow.tokens)
+        if place.why.reason is not None:
+            self._metrics.overflow[place.why.reason].inc()
+        self._submit_decode(place.decode, self.output_ids, None, place)
 
     def _prefill_here(self, worker: WorkerConnection) -> None:
         """The only worker left computes the prompt and decodes."""
         self._end_prefill()
         self._end_decode(cancel=True)
-        self._prefill_on_decode(OverflowTarget(worker, self._length, "no_prefill"))
+        work = PrefillWork(self._length, self._job.chunks)
+        self._prefill_and_decode_on(Place(worker, work, 0.0, Placement("decode", reason="no_prefill")))
 
     def _choose_prefill(self) -> PrefillTarget | None:
         job, avoid = self._job, self._avoid(self._decode)
@@ -256,7 +264,13 @@ class Generation:
         prefill_id = os.urandom(16)
         base = self._emit.begin_prefill(prefill_id)
         self._prefill = PrefillAttempt(
-            prefill_id, target.worker, target.work, base, handover, queued=handover and target.queues
+            prefill_id,
+            target.worker,
+            target.work,
+            base,
+            handover,
+            within=patience(target.alone),
+            queued=handover and target.queues,
         )
         return True
 
@@ -267,7 +281,7 @@ class Generation:
         self._waits.prefill_sent()
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id,
-            request=self._request(self.output_ids),
+            request=self._request(self.output_ids, prefill.within),
             handover=prefill.handover,
             report_start=prefill.queued,
         )
@@ -281,7 +295,7 @@ class Generation:
         same = target is not None and target.worker is decode.worker
         if same and not self._pool.has_decode:
             self._prefill_here(decode.worker)
-        elif same or (target is None and self._overflow(decode.worker, None) is not None):
+        elif same or (target is None and self._place(decode.worker, None) is not None):
             self._end_decode(cancel=True)
             self._advance()
         elif self._plan_prefill(target):
@@ -293,12 +307,13 @@ class Generation:
             )
             self._send_prefill()
 
-    def _request(self, output_ids: list[int]) -> pb.Request:
+    def _request(self, output_ids: list[int], within: float) -> pb.Request:
         return self._job.request(
             self.id,
             self.name,
             output_ids,
             seconds=self._waits.seconds_left,
+            within=within,
             retried=self._retried,
             alone=self._failures.alone,
         )

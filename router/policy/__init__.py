@@ -7,13 +7,21 @@ in `simulator`.
    `PrefillSnapshot`: the seconds of work ahead at each worker, its speed, and the cached part of the prompt
    (`ChunkIndex`). A `PrefillPolicy` takes the snapshot and the request, and returns a worker.
 2. Decode: `two_choices` chooses from a list of `DecodeLoad`.
-3. Overflow: `overflow` decides whether a decode worker prefills a request itself. It compares the estimate of
-   `PrefillSnapshot.seconds` with the worker's spare speed (`ChunkOffer`) and its cache (`DecodeCaches`).
+3. Placement: `place` decides whether the prefill worker hands the request over to the decode worker, or whether
+   one of them computes it alone. It compares the estimate of `PrefillSnapshot.seconds` with the pace of the
+   decode worker (`MixedPace`) and its cache (`DecodeCaches`).
 """
 
 from router.policy.decode_caches import DecodeCaches
 from router.policy.decode_load import DecodeLoad, FreeCapacity, free_capacity
-from router.policy.overflow import ChunkOffer, OverflowReason, overflow
+from router.policy.placement import (
+    DecodeOffer,
+    MixedPace,
+    Placement,
+    PrefillOffer,
+    patience,
+    place,
+)
 from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads, PrefillWork
 from router.policy.ring import Ring
@@ -25,19 +33,22 @@ PREFILL_POLICIES: dict[str, PrefillPolicy] = {"sticky": sticky, "round-robin": r
 
 __all__ = [
     "PREFILL_POLICIES",
-    "ChunkOffer",
     "DecodeCaches",
     "DecodeLoad",
+    "DecodeOffer",
     "FreeCapacity",
-    "OverflowReason",
+    "MixedPace",
+    "Placement",
     "PrefillLoads",
+    "PrefillOffer",
     "PrefillPolicy",
     "PrefillRequest",
     "PrefillSnapshot",
     "PrefillWork",
     "Ring",
     "free_capacity",
-    "overflow",
+    "patience",
+    "place",
     "round_robin",
     "sticky",
     "two_choices",

@@ -42,20 +42,18 @@ class DecodeCaches:
 
     def candidates(
         self, chosen: int, *, chunks: Sequence[int], tokens: int, rng: random.Random, avoid: Collection[str]
-    ) -> list[tuple[str, int]]:
-        """Returns the workers that may prefill a prompt, each with its number of cached tokens.
+    ) -> list[tuple[int, int]]:
+        """Returns the rows of workers that may prefill a prompt, each with its number of cached tokens.
 
-        The first is the worker with the row `chosen`. The second, if there is one, has more cached than any
-        other, and capacity.
+        The first is `chosen`. The second, if there is one, has more cached than any other, and capacity.
         """
-        load = self.loads[chosen]
         if not len(self._index):
-            return [(load.worker, 0)]
+            return [(chosen, 0)]
         cached = self._index.overlap(chunks, tokens, self._block_size, self._serving | 1 << chosen)
-        found = [(load.worker, cached.of(chosen))]
+        found = [(chosen, cached.of(chosen))]
         if cached.of(chosen) < cached.most:
-            loads = [self.loads[row] for row in cached.holders()]
-            loads = [load for load in loads if load.worker not in avoid]
+            rows = {self.loads[row].worker: row for row in cached.holders()}
+            loads = [self.loads[row] for name, row in rows.items() if name not in avoid]
             if (best := two_choices(loads, tokens=tokens + 1, rng=rng)) is not None:
-                found.append((best, cached.most))
+                found.append((rows[best], cached.most))
         return found

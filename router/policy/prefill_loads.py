@@ -7,6 +7,7 @@ not simply send everything to the worker that seems idle: `sticky` spreads sessi
 draws.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from router.policy.ring import Ring
 
 UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""
+UTILISATION_SECONDS = 5.0
+"""Time constant of the average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,9 @@ class PrefillLoads:
         self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
         self._own_seconds = np.zeros(0)  # time to compute `_own`; infinite if it does not serve
         self._measured = np.zeros(0, bool)
+        self._computed: list[int] = []  # prompt tokens since its start, as last reported
+        self._utilisation: list[float] = []
+        self._reported_at: list[float] = []
         self._block_sizes: list[int] = []
         self._block_size = 1  # the largest, so that the cached tokens are not overestimated
         self._ring = Ring({})
@@ -63,6 +69,8 @@ class PrefillLoads:
         self._names[row], self._serving[row], self._stale = name, True, True
         self._own[row] = 0
         self._tokens[row], self._at[row] = 0.0, now
+        self._computed[row], self._utilisation[row] = 0, 0.0
+        self._reported_at[row] = now
         self._measured[row] = False
         self._block_sizes[row] = block_size
         self._speed[row] = self._guessed_speed()
@@ -85,6 +93,9 @@ class PrefillLoads:
         self._names.append("")
         self._serving.append(False)
         self._block_sizes.append(1)
+        self._computed.append(0)
+        self._utilisation.append(0.0)
+        self._reported_at.append(0.0)
         self._tokens.append(0.0)
         self._at.append(0.0)
         self._own.append(0)
@@ -103,10 +114,25 @@ class PrefillLoads:
 
     # ------------------------------------------------------------ changes
 
-    def reported(self, row: int, *, tokens_waiting: int, tokens_per_s: float, now: float) -> None:
-        """Applies a report of the worker. `tokens_per_s` is 0 if unknown."""
+    def reported(
+        self,
+        row: int,
+        *,
+        tokens_waiting: int,
+        tokens_per_s: float,
+        now: float,
+        computed: int = 0,
+        alone: bool = True,
+    ) -> None:
+        """Applies a report of the worker.
+
+        `tokens_per_s` is 0 if unknown. `computed`: prompt tokens since the worker's start. Not `alone`: the
+        speed is that beside decodes, which says nothing about other workers.
+        """
         self._tokens[row], self._at[row] = tokens_waiting, now
-        if tokens_per_s > 0:
+        if tokens_per_s > 0 and not alone:
+            self._speed[row] = tokens_per_s
+        elif tokens_per_s > 0:
             first = not self._measured[row]
             self._speed[row], self._measured[row] = tokens_per_s, True
             if first:
@@ -115,28 +141,39 @@ class PrefillLoads:
                     if self._tokens[other] or self._own[other]:
                         self._changed(other)
         self._changed(row)
+        passed = now - self._reported_at[row]
+        if passed > 0:
+            busy = min(1.0, max(0, computed - self._computed[row]) / (self._speed[row] * passed))
+            weight = 1 - math.exp(-passed / UTILISATION_SECONDS)
+            self._utilisation[row] += weight * (busy - self._utilisation[row])
+            self._computed[row], self._reported_at[row] = computed, now
 
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
         """This router sent a prefill."""
-        self._tokens[row], self._at[row] = self._waiting(row, now) + work.tokens, now
+        self._tokens[row], self._at[row] = self.tokens_waiting(row, now) + work.tokens, now
         self._own[row] += work.tokens
         self._changed(row)
         self.index.expect(row, work.chunks)
 
     def ended(self, row: int, work: PrefillWork, *, computed: bool, now: float) -> None:
         """The first token came (`computed`), or the prefill was cancelled."""
-        waiting = self._waiting(row, now)
+        waiting = self.tokens_waiting(row, now)
         self._own[row] -= work.tokens
         if not computed:
             self._tokens[row], self._at[row] = waiting - work.tokens, now
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 
-    def _waiting(self, row: int, now: float) -> float:
+    def tokens_waiting(self, row: int, now: float) -> float:
+        """Prompt tokens that the worker has not computed yet, as estimated."""
         computed = self._speed[row] * (now - self._at[row])
         return max(self._own[row], self._tokens[row] - computed)
 
     # ------------------------------------------------------------ the current state
+
+    def utilisation(self, row: int) -> float:
+        """Share of its recent time in which the worker computed prompts."""
+        return self._utilisation[row]
 
     @property
     def serving(self) -> int:

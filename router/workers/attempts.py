@@ -36,7 +36,7 @@ class Attempt:
     tokens: int = 0
     """KV positions that a decode reserves. 0 for a prefill."""
     work: PrefillWork | None = None
-    """Prefill only: what the worker still computes. None after the first token."""
+    """The prompt that the worker still computes. None after the first token, and if it fetches the KV."""
 
 
 class AttemptTable:
@@ -44,12 +44,10 @@ class AttemptTable:
 
     Attributes:
         load: the decode load of an attached worker, in either pool; None without a stream.
-        prefill_tokens: prompt tokens that came with decodes since the worker's last report.
     """
 
     def __init__(self) -> None:
         self.load: DecodeLoad | None = None
-        self.prefill_tokens = 0
         self._attempts: dict[bytes, Attempt] = {}
 
     def __len__(self) -> int:
@@ -62,18 +60,17 @@ class AttemptTable:
         self._attempts[attempt_id] = Attempt(owner, span, work=work)
 
     def add_decode(
-        self, attempt_id: bytes, owner: AttemptOwner, span: Span, tokens: int, *, computes: int
+        self, attempt_id: bytes, owner: AttemptOwner, span: Span, tokens: int, work: PrefillWork | None
     ) -> None:
-        """Reserves `tokens` KV positions. The worker prefills `computes` tokens itself."""
+        """Reserves `tokens` KV positions. The worker computes the prompt itself if there is `work`."""
         assert self.load is not None
         self.load.sent(tokens)
-        self.prefill_tokens += computes
-        self._attempts[attempt_id] = Attempt(owner, span, tokens)
+        self._attempts[attempt_id] = Attempt(owner, span, tokens, work)
 
     def prefilled(self, attempt: Attempt) -> PrefillWork | None:
-        """Records the first token of a prefill. Returns the finished work, once."""
+        """Records that a prompt is computed. Returns the finished work, once."""
         work, attempt.work = attempt.work, None
-        if work is not None:
+        if work is not None and not attempt.tokens:
             attempt.span.end()
         return work
 
@@ -108,7 +105,6 @@ class AttemptTable:
         """Empties the table when the stream ends. Returns what was open."""
         lost, self._attempts = self._attempts, {}
         self.load = None
-        self.prefill_tokens = 0
         for attempt in lost.values():
             attempt.span.end("the worker was lost")
         return lost

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from router.policy import (
     DecodeCaches,
     DecodeLoad,
+    DecodeOffer,
+    MixedPace,
     PrefillLoads,
+    PrefillOffer,
     PrefillPolicy,
     PrefillRequest,
     PrefillWork,
@@ -26,8 +29,10 @@ class PrefillTarget:
     worker: WorkerConnection
     work: PrefillWork
     """What the worker would compute."""
-    seconds: float
-    """Estimated time until the first token if the request is sent now."""
+    offer: PrefillOffer
+    """What is expected if the request is sent now."""
+    alone: float
+    """Estimated time that the worker takes for this prompt alone."""
     queues: bool
     """More than one step of prompts, also of other routers, seems to be ahead of the request."""
 
@@ -88,13 +93,16 @@ class Candidates:
 
     def prefill_reported(self, connection: WorkerConnection) -> None:
         status = connection.status
-        # A worker of the decode pool computes prompts beside its decodes, which is no measure of its speed.
-        measured = connection.pool == pb.POOL_PREFILL
+        speed, alone = status.prefill_tokens_per_s, connection.pool == pb.POOL_PREFILL
+        if not alone:  # a worker of the decode pool computes prompts beside its decodes
+            speed = status.long_chunk_tokens / status.long_chunk_seconds if status.long_chunk_seconds else 0.0
         self._loads.reported(
             self._rows[connection],
             tokens_waiting=status.tokens_waiting,
-            tokens_per_s=status.prefill_tokens_per_s if measured else 0.0,
+            tokens_per_s=speed,
             now=time.monotonic(),
+            computed=status.prompt_tokens,
+            alone=alone,
         )
 
     def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
@@ -139,9 +147,15 @@ class Candidates:
         row = self._policy(snapshot, request)
         worker, work = self._workers[row], PrefillWork(tokens - snapshot.cached.of(row), chunks)
         queues = snapshot.tokens_ahead(row) > worker.description.max_num_batched_tokens
-        return PrefillTarget(worker, work, snapshot.seconds(request, row), queues)
+        load = worker.attempts.load
+        offer = PrefillOffer(
+            snapshot.seconds(request, row),
+            decodes=load is not None and load.fits(tokens + 1),
+            utilisation=self._loads.utilisation(row),
+        )
+        return PrefillTarget(worker, work, offer, work.tokens / float(snapshot.speed[row]), queues)
 
-    def cached_on_decode(
+    def decode_offers(
         self,
         chosen: WorkerConnection,
         *,
@@ -149,7 +163,19 @@ class Candidates:
         tokens: int,
         rng: random.Random,
         avoid: Collection[str],
-    ) -> list[tuple[str, int]]:
-        """As `DecodeCaches.candidates`."""
-        row = self._rows[chosen]
-        return self._decode_caches.candidates(row, chunks=chunks, tokens=tokens, rng=rng, avoid=avoid)
+    ) -> list[tuple[WorkerConnection, DecodeOffer]]:
+        """The decode workers that may compute the prompt: the chosen one, and perhaps one with more of it."""
+        row, now = self._rows[chosen], time.monotonic()
+        found = self._decode_caches.candidates(row, chunks=chunks, tokens=tokens, rng=rng, avoid=avoid)
+        return [(self._workers[row], self._decode_offer(row, cached, now)) for row, cached in found]
+
+    def _decode_offer(self, row: int, cached: int, now: float) -> DecodeOffer:
+        status, load = self._workers[row].status, self._decode_caches.loads[row]
+        pace = MixedPace(
+            status.decode_seconds or status.step_seconds,
+            status.chunk_tokens,
+            status.chunk_seconds,
+            status.long_chunk_tokens,
+            status.long_chunk_seconds,
+        )
+        return DecodeOffer(pace, self._loads.tokens_waiting(row, now), cached, idle=not load.running)

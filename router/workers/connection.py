@@ -167,12 +167,14 @@ class WorkerConnection:
         self._observer.prefill_sent(self, work)
 
     def submit_decode(
-        self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int, *, computes: int = 0
+        self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int, work: PrefillWork | None
     ) -> None:
-        """The worker reserves `tokens` KV positions, and prefills `computes` of them itself."""
+        """The worker reserves `tokens` KV positions, and computes the prompt itself if there is `work`."""
         span = self._begin_span("decode attempt", owner, submit.request)
-        self.attempts.add_decode(submit.decode_id, owner, span, tokens, computes=computes)
+        self.attempts.add_decode(submit.decode_id, owner, span, tokens, work)
         self._submit(submit.decode_id, owner, pb.RouterMessage(decode=submit))
+        if work is not None:
+            self._observer.prefill_sent(self, work)
         self._observer.load_changed(self)
 
     def retarget(self, message: pb.Retarget) -> None:
@@ -394,7 +396,6 @@ class WorkerConnection:
         if invalid and not self._invalid_rates:  # not with each report
             log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
         self.status, self._invalid_rates = status, bool(invalid)
-        self.attempts.prefill_tokens = 0
         if self.attempts.load is not None:
             running = status.requests_running + status.reservations
             self.attempts.load.reported(blocks_free=status.blocks_free, running=running)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from router.policy import (
-    ChunkOffer,
     FreeCapacity,
-    OverflowReason,
+    Placement,
     PrefillPolicy,
     PrefillWork,
     free_capacity,
-    overflow,
+    patience,
+    place,
     two_choices,
 )
 from router.workers.candidates import Candidates, PrefillTarget
@@ -31,13 +31,16 @@ SPARE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class OverflowTarget:
-    """The decode worker that prefills a request itself."""
+class Place:
+    """Where a request goes."""
 
-    worker: WorkerConnection
-    tokens: int
-    """Prompt tokens that it has to compute."""
-    reason: OverflowReason
+    decode: WorkerConnection
+    """The worker that decodes the request."""
+    work: PrefillWork | None
+    """The prompt, if that worker computes it too. None: a prefill worker hands the KV over."""
+    within: float
+    """Seconds in which the prompt should be computed."""
+    why: Placement
 
 
 class WorkerPool:
@@ -67,7 +70,7 @@ class WorkerPool:
         self._chunk_tokens = 0  # prompt tokens in one step of all decode workers, beside their decodes
         self._spare = 0.0  # prefill speed of decode workers, as a share of that of prefill workers
         self._spare_at = 0.0  # time.monotonic()
-        self._overflow = overflow
+        self._may_overflow = overflow
         self._model = model
         self._secret = secret
         self._tls = tls
@@ -150,15 +153,15 @@ class WorkerPool:
 
         Infinite if no worker can prefill or none can decode, as for `free_capacity`.
         """
-        if not self.has_decode or not (self._step_tokens or self._overflow):
+        if not self.has_decode or not (self._step_tokens or self._may_overflow):
             return math.inf
         now = time.monotonic()
-        if self._overflow and now > self._spare_at + SPARE_SECONDS:
-            offers = [c.status for c in self.ready(pb.POOL_DECODE) if c.status.chunk_tokens]
-            spare = sum(offer.chunk_tokens / offer.chunk_seconds for offer in offers if offer.chunk_seconds)
+        if self._may_overflow and now > self._spare_at + SPARE_SECONDS:
+            chunks = [_largest_chunk(c.status) for c in self.ready(pb.POOL_DECODE)]
+            spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
             speed = self._candidates.prefill_tokens_per_s()
             self._spare = spare / speed if speed else 0.0
-            self._chunk_tokens = sum(offer.chunk_tokens for offer in offers)
+            self._chunk_tokens = sum(tokens for tokens, _ in chunks)
             self._spare_at = now
         if not self._step_tokens:
             return WINDOW_STEPS * self._chunk_tokens
@@ -181,30 +184,40 @@ class WorkerPool:
         chosen = two_choices(self._candidates.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
         return None if chosen is None else self._connections[chosen]
 
-    def choose_overflow(
+    def place(
         self,
         worker: WorkerConnection,
         chunks: list[int],
         tokens: int,
+        answer: int,
         prefill: PrefillTarget | None,
         avoid: Collection[str],
-    ) -> OverflowTarget | None:
-        """Chooses a decode worker that prefills the request itself.
+    ) -> Place | None:
+        """Chooses where a request of `tokens` positions, and with at most `answer` to come, is computed.
 
-        None: the worker of `prefill` computes the prompt, and `worker` decodes.
+        `worker` is the decode worker that would decode after a handover from `prefill`. None: there is no
+        worker that may compute the prompt.
         """
-        if not self._overflow:
-            return None
-        cached = self._candidates.cached_on_decode(
+        if not self._may_overflow:
+            if prefill is None:
+                return None
+            return Place(worker, None, patience(prefill.alone), Placement("handover"))
+        offers = self._candidates.decode_offers(
             worker, chunks=chunks, tokens=tokens, rng=self._rng, avoid=avoid
         )
-        workers = [worker, *(self._connections[address] for address, _ in cached[1:])]
-        offers = [_offer(worker, tokens) for worker, (_, tokens) in zip(workers, cached, strict=True)]
-        found = overflow(tokens, None if prefill is None else prefill.seconds, offers)
-        if found is None:
-            return None
-        index, reason = found
-        return OverflowTarget(workers[index], tokens - offers[index].cached, reason)
+        found = place(
+            tokens, answer, None if prefill is None else prefill.offer, [offer for _, offer in offers]
+        )
+        if found.place == "decode":
+            chosen, offer = offers[found.offer]
+            computes = tokens - offer.cached
+            within = patience(computes * offer.pace.token_seconds)
+            return Place(chosen, PrefillWork(computes, chunks), within, found)
+        assert prefill is not None
+        within = patience(prefill.alone)
+        if found.place == "prefill":
+            return Place(prefill.worker, prefill.work, within, found)
+        return Place(worker, None, within, found)
 
     # ------------------------------------------------------------ reports of the connections
 
@@ -262,7 +275,8 @@ class WorkerPool:
         self._candidates.availability_changed(connection, serves=serves)
 
 
-def _offer(worker: WorkerConnection, cached: int) -> ChunkOffer:
-    status = worker.status
-    waiting = status.tokens_waiting + worker.attempts.prefill_tokens
-    return ChunkOffer(status.chunk_tokens, status.chunk_seconds, status.step_seconds, waiting, cached)
+def _largest_chunk(status: pb.WorkerStatus) -> tuple[int, float]:
+    """Prompt tokens of the longest step beside decodes, and its seconds."""
+    if status.long_chunk_tokens:
+        return status.long_chunk_tokens, status.long_chunk_seconds
+    return status.chunk_tokens, status.chunk_seconds

@@ -38,7 +38,7 @@ def decode_table(owner: Owner) -> tuple[AttemptTable, DecodeLoad]:
     """A decode worker with 10 blocks of 16 positions, and one attempt of 40 positions."""
     table = AttemptTable()
     load = table.load = DecodeLoad("w", 16, 10, 4, blocks_free=10)
-    table.add_decode(b"d", owner, owner.span, 40, computes=8)
+    table.add_decode(b"d", owner, owner.span, 40, PrefillWork(8))
     return table, load
 
 
@@ -49,7 +49,7 @@ def failure(code: "pb.FailureCode", attempt_id: bytes = b"d") -> pb.AttemptFaile
 def test_a_decode_attempt_adds_its_load_until_it_ends() -> None:
     owner = Owner()
     table, load = decode_table(owner)
-    assert (load.blocks_free, load.running, table.prefill_tokens, len(table)) == (7, 1, 8, 1)
+    assert (load.blocks_free, load.running, len(table)) == (7, 1, 1)
     assert table.end(b"d", "lane broken") is not None
     assert (load.blocks_free, load.running, len(table)) == (10, 0, 0)
     assert owner.recorded.ends == ["lane broken"]
@@ -101,5 +101,5 @@ def test_a_lost_stream_empties_the_table() -> None:
     owner = Owner()
     table, _ = decode_table(owner)
     assert list(table.lose_all()) == [b"d"]
-    assert (len(table), table.load, table.prefill_tokens) == (0, None, 0)
+    assert (len(table), table.load) == (0, None)
     assert owner.recorded.ends == ["the worker was lost"]

@@ -158,9 +158,10 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
                 target = pool.choose_prefill(0, chunks, 641, ())
                 assert target is not None
                 return 641 - target.work.tokens if target.worker is connection else 0
-            target = pool.choose_overflow(connection, chunks, 641, None, ())
-            assert target is not None
-            return 641 - target.tokens
+            place = pool.place(connection, chunks, 641, 1, None, ())
+            assert place is not None
+            assert place.work is not None
+            return 641 - place.work.tokens
 
         await cluster.until(lambda: cached(PREFILL) == 640)
         await flipped(cluster, worker, DECODE)

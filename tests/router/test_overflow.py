@@ -3,13 +3,14 @@
 import asyncio
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import ChunkOffer, DecodeCaches, DecodeLoad, overflow
+from router.policy import DecodeCaches, DecodeLoad, DecodeOffer, MixedPace, PrefillOffer, patience, place
 from router.policy.chunk_index import ChunkIndex
 from router.text.tokenizer import ModelTokenizer
 from rpc import chunk_hashes
@@ -19,15 +20,14 @@ from .conftest import Cluster, make_cluster
 from .test_recovery import answered_whole, decodes, prefills
 
 # 50 tokens in a step of 15 ms instead of 10: 3,333 tokens/s beside the decodes.
-OFFER = ChunkOffer(tokens=50, seconds=0.015, step_seconds=0.010)
+PACE = MixedPace(decode_seconds=0.010, short_tokens=50, short_seconds=0.015)
 SPEED = 20_000.0  # tokens/s of a prefill worker
 
 
 def decided(tokens: int, queue: int = 0, waiting: int = 0, cached: int = 0) -> str | None:
     """Decides as if the prefill worker had as much of the prompt cached."""
-    offer = ChunkOffer(OFFER.tokens, OFFER.seconds, OFFER.step_seconds, waiting, cached)
-    found = overflow(tokens, (queue + tokens - cached) / SPEED, [offer])
-    return None if found is None else found[1]
+    prefill = PrefillOffer((queue + tokens - cached) / SPEED)
+    return place(tokens, 100, prefill, [DecodeOffer(PACE, waiting, cached)]).reason
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,70 @@ def test_only_the_uncached_part_of_a_prompt_counts(
 
 
 def test_the_faster_of_two_decode_workers_is_chosen() -> None:
-    empty, holder = ChunkOffer(50, 0.015, 0.010), ChunkOffer(50, 0.015, 0.010, cached=1980)
-    assert overflow(2000, 0.1, [empty, holder]) == (1, "cached")
-    busy = ChunkOffer(50, 0.015, 0.010, waiting=5_000, cached=1980)
-    assert overflow(2000, 2.0, [empty, busy]) == (0, "saturated")
-    assert overflow(2000, None, [empty, holder]) == (1, "no_prefill")
-    assert overflow(2000, 0.001, [empty, holder]) is None
+    empty, holder = DecodeOffer(PACE), DecodeOffer(PACE, cached=1980)
+    busy = DecodeOffer(PACE, waiting=5_000, cached=1980)
+
+    def chosen(seconds: float | None, *offers: DecodeOffer) -> tuple[str, int, str | None]:
+        found = place(2000, 100, None if seconds is None else PrefillOffer(seconds), offers)
+        return found.place, found.offer, found.reason
+
+    assert chosen(0.1, empty, holder) == ("decode", 1, "cached")
+    assert chosen(2.0, empty, busy) == ("decode", 0, "saturated")
+    assert chosen(None, empty, holder) == ("decode", 1, "no_prefill")
+    assert chosen(0.001, empty, holder)[0] == "handover"
 
 
 def test_without_prefill_workers_decode_prefills() -> None:
-    unknown = ChunkOffer(0, 0.0, 0.0)
-    assert overflow(5000, None, [OFFER]) == (0, "no_prefill")
-    assert overflow(5000, None, [unknown]) == (0, "no_prefill"), "also a worker that has measured nothing yet"
-    assert overflow(5000, None, [unknown, OFFER]) == (1, "no_prefill")
+    known, unknown = DecodeOffer(PACE), DecodeOffer(MixedPace())
+    assert place(5000, 100, None, [known]).reason == "no_prefill"
+    assert place(5000, 100, None, [unknown]).reason == "no_prefill", "also a worker that has measured nothing"
+    assert place(5000, 100, None, [unknown, known]).offer == 1
+
+
+LONG = MixedPace(0.010, 50, 0.015, 200, 0.030)
+"""A prompt token adds 0.1 ms. Short steps do 3,333 tokens/s, long ones 6,667."""
+
+
+def test_a_prompt_beside_decodes_takes_its_patience_between_short_and_long_steps() -> None:
+    assert LONG.seconds(200) == pytest.approx(4 * 0.010 + 0.020), "short steps are fast enough"
+    assert LONG.seconds(2000) == pytest.approx(patience(0.2))
+    assert LONG.seconds(2000) == pytest.approx(0.36)
+    assert LONG.seconds(20_000) == pytest.approx(100 * 0.010 + 2.0), "long steps are the limit"
+    assert replace(LONG, short_tokens=0).seconds(200) == pytest.approx(patience(0.02))
+    assert MixedPace().seconds(1) == math.inf
+
+
+def test_an_idle_decode_worker_computes_a_prompt_at_full_speed() -> None:
+    assert DecodeOffer(LONG, idle=True).second_token(2000) == pytest.approx(0.2 + 2 * 0.010)
+    assert DecodeOffer(MixedPace(), idle=True).second_token(2000) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("answer", "utilisation", "decodes", "expected"),
+    [
+        (20, 0.2, True, "prefill"),  # the future prompts wait 5 ms more, and the handover takes 10
+        (20, 0.2, False, "handover"),  # no seat
+        (2000, 0.2, True, "handover"),  # they would wait 120 ms more
+        (2000, 0.0, True, "prefill"),  # there are none
+        (20, 0.9, True, "handover"),
+    ],
+)
+def test_a_prefill_worker_decodes_an_answer_that_slows_down_few_prompts(
+    answer: int, utilisation: float, decodes: bool, expected: str
+) -> None:
+    prefill = PrefillOffer(0.008, decodes=decodes, utilisation=utilisation)
+    assert place(200, answer, prefill, [DecodeOffer(LONG)]).place == expected
+
+
+def test_a_choice_explains_itself() -> None:
+    found = place(200, 20, PrefillOffer(0.008, decodes=True, utilisation=0.5), [DecodeOffer(LONG)])
+    assert found.attributes() == {
+        "baton.place": "handover",
+        "baton.cost_s.handover": pytest.approx(0.028),
+        "baton.cost_s.decode": pytest.approx(0.07),
+        "baton.cost_s.prefill": pytest.approx(0.008 + 0.010 + 0.12 * 0.5 * 0.2),
+    }
+    assert "baton.cost_s.prefill" not in place(200, 20, None, [DecodeOffer(LONG)]).attributes()
 
 
 CHUNKS = list(range(100, 110))
@@ -93,37 +144,37 @@ def caches(*free: int) -> tuple[DecodeCaches, ChunkIndex, list[DecodeLoad]]:
     return found, index, loads
 
 
-def holders(found: DecodeCaches, chosen: int = 0, avoid: tuple[str, ...] = ()) -> list[tuple[str, int]]:
+def holders(found: DecodeCaches, chosen: int = 0, avoid: tuple[str, ...] = ()) -> list[tuple[int, int]]:
     return found.candidates(chosen, chunks=CHUNKS, tokens=700, rng=random.Random(1), avoid=avoid)
 
 
 def test_the_worker_with_most_of_the_prompt_is_offered_if_it_has_capacity() -> None:
     found, index, loads = caches(100, 100, 100, 100)
-    assert holders(found) == [("0", 0)]
+    assert holders(found) == [(0, 0)]
     index.add(0, CHUNKS[:1])
     index.add(1, CHUNKS[:5])
     index.add(2, CHUNKS)
-    assert holders(found) == [("0", 64), ("2", 640)]
-    assert holders(found, chosen=2) == [("2", 640)], "no other worker has more"
-    assert holders(found, avoid=("2",)) == [("0", 64)], "it failed this request"
+    assert holders(found) == [(0, 64), (2, 640)]
+    assert holders(found, chosen=2) == [(2, 640)], "no other worker has more"
+    assert holders(found, avoid=("2",)) == [(0, 64)], "it failed this request"
     loads[2].blocks_free = 43  # 688 positions
-    assert holders(found) == [("0", 64)]
+    assert holders(found) == [(0, 64)]
     loads[2].blocks_free = 44
-    assert holders(found) == [("0", 64), ("2", 640)]
+    assert holders(found) == [(0, 64), (2, 640)]
     found.serve(2, False)
-    assert holders(found) == [("0", 64), ("1", 320)]
+    assert holders(found) == [(0, 64), (1, 320)]
     found.serve(2, True)
     index.clear(2)
-    assert holders(found) == [("0", 64), ("1", 320)]
+    assert holders(found) == [(0, 64), (1, 320)]
     found.leave(1)
-    assert holders(found) == [("0", 64)]
+    assert holders(found) == [(0, 64)]
 
 
 def test_without_prefill_workers_the_worker_with_most_of_the_prompt_prefills() -> None:
     found, index, _ = caches(100, 100, 10)
     for row in (1, 2):
         index.add(row, CHUNKS)
-    assert {holders(found)[1] for _ in range(20)} == {("1", 640)}, "the other has no capacity"
+    assert {holders(found)[1] for _ in range(20)} == {(1, 640)}, "the other has no capacity"
 
 
 @given(st.integers(1, 10_000), st.integers(0, 200_000), st.integers(0, 5_000), st.integers(0, 5_000))
@@ -189,9 +240,8 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
             assert len(decodes(holder)) == turn
             assert not decodes(holder)[-1].HasField("source")
             [connection] = [c for c in pool.connections if c.address == holder.address]
-            assert connection.attempts.prefill_tokens == 1000 - 15 * 64, "the uncached part"
-            holder.report()
-            await cluster.until(lambda: not connection.attempts.prefill_tokens)  # noqa: B023
+            assert submitted == [1000 - 15 * 64], "the uncached part"
+            submitted.clear()
         assert await counted(cluster, "cached") == 4
         holder.change_cache([], chunk_hashes(prompt))
         await cluster.until(lambda: not len(index))
@@ -222,7 +272,7 @@ async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cl
     await cluster.until(lambda: not pool.complete)
     pool._spare_at = 0.0
     assert pool.prefill_window() == 2 * 64
-    pool._overflow = False
+    pool._may_overflow = False
     assert pool.prefill_window() == math.inf, "without overflow requests park instead"
 
 

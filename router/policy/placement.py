@@ -1,0 +1,168 @@
+"""Decides which workers compute a request: where its second token comes first, and at what cost to others.
+
+There are three places:
+
+    handover   a prefill worker computes the prompt, and hands its KV over to a decode worker
+    decode     the decode worker computes the prompt in chunks beside its decodes
+    prefill    the prefill worker computes the prompt, and goes on with the decode itself
+
+A handover costs two decode steps and disturbs nothing. The decode worker is good for a prompt that fits into
+a step, and while prefill workers have a queue. The prefill worker is good for short answers: it saves the
+handover, but its other prompts are slower while it decodes. So two workers act as a prefill and a decode
+worker under the loads that gain from it, and as two colocated engines under the others.
+
+The estimates are the costs that workers measure and report. Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+HANDOVER_STEPS = 2.0
+"""Decode steps between the first token, from prefill, and the second."""
+PATIENCE = 1.3
+"""A prompt may take this many times as long beside decodes as alone, and `PATIENCE_SECONDS` more. Only if it
+would take longer, decode steps become longer for it."""
+PATIENCE_SECONDS = 0.1
+SLOWER = 0.12
+"""A worker that decodes takes this share longer for its prompts, on the whole."""
+ANSWER_SECONDS = 5.0
+"""The longest time for which the future prompts of a prefill worker are considered."""
+
+Reason = Literal["short", "cached", "saturated", "no_prefill", "no_handover"]
+REASONS: tuple[Reason, ...] = ("short", "cached", "saturated", "no_prefill", "no_handover")
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPace:
+    """What the steps of a worker cost that both decode and compute prompts, as it reports. 0 is unknown.
+
+    Decoding requests hardly feel a short step. Long steps are at the gap target.
+    """
+
+    decode_seconds: float = 0.0
+    """Of a step that only decodes."""
+    short_tokens: int = 0
+    """Prompt tokens of a short step."""
+    short_seconds: float = 0.0
+    long_tokens: int = 0
+    long_seconds: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether any prompt token fits into a step with decodes."""
+        return self.short_tokens > 0 or self.long_tokens > 0
+
+    @property
+    def token_seconds(self) -> float:
+        """Time that a prompt token adds to a step."""
+        if self.long_tokens:
+            return max(0.0, self.long_seconds - self.decode_seconds) / self.long_tokens
+        return max(0.0, self.short_seconds - self.decode_seconds) / max(1, self.short_tokens)
+
+    def seconds(self, tokens: float) -> float:
+        """Time to compute prompts of `tokens` beside decodes; infinite if it is unknown."""
+        if not self.known:
+            return math.inf
+        fast = self._in_chunks(tokens, max(self.long_tokens, self.short_tokens))
+        slow = self._in_chunks(tokens, self.short_tokens)
+        return max(fast, min(slow, patience(tokens * self.token_seconds)))
+
+    def _in_chunks(self, tokens: float, chunk: int) -> float:
+        if not chunk:
+            return math.inf
+        return tokens * self.token_seconds + math.ceil(tokens / chunk) * self.decode_seconds
+
+
+def patience(alone: float) -> float:
+    """Seconds that a prompt may take, if it takes `alone` seconds without decodes beside it."""
+    return PATIENCE * alone + PATIENCE_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOffer:
+    """A decode worker that may compute the prompt itself."""
+
+    pace: MixedPace
+    waiting: float = 0.0
+    """Prompt tokens that it computes before this request."""
+    cached: int = 0
+    """Cached tokens of this prompt."""
+    idle: bool = False
+    """It decodes nothing, so nothing bounds its steps."""
+
+    def second_token(self, tokens: int) -> float:
+        """Seconds until the second token of a prompt of `tokens` tokens; infinite without an offer."""
+        work = self.waiting + tokens - self.cached
+        if self.idle and self.pace.known:
+            return work * self.pace.token_seconds + 2 * self.pace.decode_seconds
+        return self.pace.seconds(work) + self.pace.decode_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOffer:
+    """The prefill worker that would compute the prompt."""
+
+    first_token: float
+    """Seconds until the first token."""
+    decodes: bool = False
+    """It has room to decode the request, too."""
+    utilisation: float = 0.0
+    """Share of its time in which it computes prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes, and the estimates: seconds until the second token, and what is added for the harm
+    to others. They are infinite for a place that is not possible."""
+
+    place: Literal["handover", "decode", "prefill"]
+    handover: float = math.inf
+    decode: float = math.inf
+    prefill: float = math.inf
+    offer: int = 0
+    """For `decode`: the index of the offer."""
+    reason: Reason | None = None
+    """Why there is no handover. None: there is one."""
+
+    def attributes(self) -> dict[str, str | float]:
+        """The choice and its reasons, for a trace."""
+        costs = {"handover": self.handover, "decode": self.decode, "prefill": self.prefill}
+        known = {f"baton.cost_s.{name}": cost for name, cost in costs.items() if cost < math.inf}
+        return {"baton.place": self.place, **known}
+
+
+def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequence[DecodeOffer]) -> Placement:
+    """Returns where a request goes.
+
+    Args:
+        tokens: length of the prompt.
+        answer: the most output tokens that the request may still get.
+        prefill: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
+        offers: decode workers. The first one decodes if there is a handover.
+    """
+    best = min(range(len(offers)), key=lambda i: offers[i].second_token(tokens))
+    offer = offers[best]
+    found = Placement("handover", decode=offer.second_token(tokens), offer=best)
+    if prefill is None:
+        return replace(found, place="decode", reason="no_prefill")  # the only way to compute the prompt
+    step = offers[0].pace.decode_seconds
+    found = replace(found, handover=prefill.first_token + HANDOVER_STEPS * step)
+    if prefill.decodes and step:
+        slower = SLOWER * prefill.utilisation * min(answer * step, ANSWER_SECONDS)
+        found = replace(found, prefill=prefill.first_token + step + slower)
+    if found.prefill < min(found.handover, found.decode):
+        return replace(found, place="prefill", reason="no_handover")
+    if found.decode < found.handover:
+        return replace(found, place="decode", reason=_reason(tokens, offer))
+    return found
+
+
+def _reason(tokens: int, offer: DecodeOffer) -> Reason:
+    step = max(offer.pace.short_tokens, 1)
+    if offer.waiting + tokens <= step:
+        return "short"
+    if offer.waiting + tokens - offer.cached <= step:
+        return "cached"
+    return "saturated"
