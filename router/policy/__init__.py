@@ -7,9 +7,9 @@ in `simulator`.
    `PrefillSnapshot`: the seconds of work ahead at each worker, its speed, and the cached part of the prompt
    (`ChunkIndex`). A `PrefillPolicy` takes the snapshot and the request, and returns a worker.
 2. Decode: `two_choices` chooses from a list of `DecodeLoad`.
-3. Placement: `place` decides whether the prefill worker hands the request over to the decode worker, or whether
-   one of them computes it alone. It compares the estimate of `PrefillSnapshot.seconds` with the pace of the
-   decode worker (`MixedPace`) and its cache (`DecodeCaches`).
+3. Placement: `place` decides whether the prefill worker hands the request over to the decode worker, or
+   whether one of them computes it alone. It compares the estimate of `PrefillSnapshot.seconds` with the pace
+   of the decode worker (`MixedPace`) and its cache (`DecodeCaches`).
 """
 
 from router.policy.decode_caches import DecodeCaches

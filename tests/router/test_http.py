@@ -58,6 +58,9 @@ async def test_prefill_and_decode_get_the_same_request(cluster: Cluster):
     first, second = prefill.prefill.request, decode.decode.request
     assert 0 < second.timeout_ms <= 60_000
     first.timeout_ms = second.timeout_ms
+    assert first.first_token_within > 0
+    assert second.first_token_within == 0, "decode computes no prompt"
+    first.first_token_within = 0
     assert first == second
     expected = pb.SamplingParams(
         seed=11, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, presence_penalty=1, frequency_penalty=-1,

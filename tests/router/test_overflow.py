@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import DecodeCaches, DecodeLoad, DecodeOffer, MixedPace, PrefillOffer, patience, place
+from router.policy import (
+    DecodeCaches,
+    DecodeLoad,
+    DecodeOffer,
+    MixedPace,
+    PrefillLoads,
+    PrefillOffer,
+    patience,
+    place,
+)
 from router.policy.chunk_index import ChunkIndex
 from router.text.tokenizer import ModelTokenizer
 from rpc import chunk_hashes
@@ -221,7 +230,7 @@ async def test_a_long_prompt_overflows_if_prefill_is_slow(cluster: Cluster) -> N
 
 
 async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
-    tokenizer: ModelTokenizer, tmp_path: Path
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = list(range(3, 1003))
     async with make_cluster(tokenizer, tmp_path, decode=3, wait=False) as cluster:
@@ -233,21 +242,58 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
         await offering(cluster, tokens=100)
         holder = cluster.decodes[1]
         index = pool._candidates._loads.index
+        sent: list[int] = []
+        monkeypatch.setattr(
+            PrefillLoads,
+            "sent",
+            lambda loads, row, work, now, real=PrefillLoads.sent: (
+                sent.append(work.tokens),
+                real(loads, row, work, now),
+            ),
+        )
         holder.change_cache(chunk_hashes(prompt))
         await cluster.until(lambda: len(index) == 1000 // 64)
         for turn in range(1, 5):
             await cluster.complete(prompt=prompt)
             assert len(decodes(holder)) == turn
             assert not decodes(holder)[-1].HasField("source")
-            [connection] = [c for c in pool.connections if c.address == holder.address]
-            assert submitted == [1000 - 15 * 64], "the uncached part"
-            submitted.clear()
+            assert sent == [1000 - 15 * 64] * turn, "the uncached part"
         assert await counted(cluster, "cached") == 4
         holder.change_cache([], chunk_hashes(prompt))
         await cluster.until(lambda: not len(index))
         await cluster.complete(prompt=prompt)
         assert await counted(cluster, "cached") == 4
         await cluster.idle()
+
+
+async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> None:
+    """It is idle, so its prompts wait for nothing. The handover would take another step."""
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+    decode.status.decode_seconds = 0.010
+    decode.report()
+    connection = cluster.router.services.pool.ready(pb.POOL_DECODE)[0]
+    await cluster.until(lambda: connection.status.decode_seconds > 0)
+    await answered_whole(cluster)
+    [submit] = decodes(prefill)
+    assert not submit.HasField("source")
+    assert submit.request.first_token_within > 0
+    assert not decodes(decode)
+    assert await counted(cluster, "no_handover") == 1
+    await cluster.idle()
+
+
+async def test_a_full_prefill_worker_hands_over(cluster: Cluster) -> None:
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+    decode.status.decode_seconds = 0.010
+    prefill.status.blocks_free = 0
+    for worker in cluster.workers:
+        worker.report()
+    connections = cluster.router.services.pool.connections
+    await cluster.until(
+        lambda: sum(c.status.decode_seconds > 0 or c.status.blocks_free == 0 for c in connections) == 2
+    )
+    await answered_whole(cluster)
+    assert (len(prefills(prefill)), len(decodes(decode))) == (1, 1)
 
 
 async def test_a_request_for_one_token_needs_no_decode_worker(cluster: Cluster) -> None:

@@ -141,3 +141,27 @@ def test_the_index_agrees_with_a_table_of_all_workers(events, prompt, left_out):
     assert cached.most == max(cached.of(row) for row in among)
     holders = {row for row in among if cached.of(row) == cached.most}
     assert {*cached.holders()} == (holders if cached.most else set())
+
+
+def test_utilisation_follows_what_the_worker_computed() -> None:
+    loads = PrefillLoads()
+    row = loads.join("a", block_size=16, now=0.0)
+    computed = 0
+    for second in range(1, 31):
+        computed += 5_000
+        loads.reported(row, tokens_waiting=0, tokens_per_s=20_000.0, now=float(second), computed=computed)
+    assert loads.utilisation(row) == pytest.approx(0.25, abs=0.01)
+    loads.reported(row, tokens_waiting=0, tokens_per_s=20_000.0, now=60.0, computed=computed)
+    assert loads.utilisation(row) < 0.01
+    loads.leave(row)
+    assert loads.utilisation(loads.join("b", block_size=16, now=61.0)) == 0
+
+
+def test_a_speed_beside_decodes_is_that_of_this_worker_alone() -> None:
+    loads = PrefillLoads()
+    row, other = (loads.join(name, block_size=16, now=0.0) for name in ("a", "b"))
+    loads.reported(row, tokens_waiting=1000, tokens_per_s=100.0, now=0.0, alone=False)
+    assert loads.tokens_waiting(row, 5.0) == 500
+    assert loads.tokens_per_s() == 0
+    loads.reported(other, tokens_waiting=0, tokens_per_s=2000.0, now=0.0)
+    assert loads.tokens_per_s() == 2000
