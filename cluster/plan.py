@@ -6,10 +6,10 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cluster import model, options
+from cluster.gpus import default_device, visible_gpus
 from cluster.parameters import to_argv
 from cluster.role_process import RoleState
 
@@ -191,19 +191,3 @@ def _labels(flag: str, given: list[str]) -> dict[str, str]:
             )
         labels[key] = value
     return labels
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that the driver lists and CUDA_VISIBLE_DEVICES does not hide, as names for that variable.
-
-    Reads /dev, because importing torch takes seconds.
-    """
-    present = [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not present or chosen is None:
-        return present
-    return [name for name in chosen.replace(" ", "").split(",") if name not in ("", "-1")]
-
-
-def default_device() -> str:
-    return "cuda" if visible_gpus() else "cpu"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
     def start() -> int:
-        from cluster.plan import default_device
+        from cluster.gpus import batch_sizes, default_device
         from engine import EngineConfig
         from rpc.auth import load_secret
         from worker.config import Deadlines, WorkerConfig
@@ -27,6 +27,8 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
         found = model.resolve(given.model.model)
         model.reach_hub(found.location)
         caching = given.engine.enable_prefix_caching
+        device = given.engine.device or default_device()
+        sizes = batch_sizes(device)
         config = WorkerConfig(
             role=role,
             index=given.process.index,
@@ -37,15 +39,15 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             engine=EngineConfig(
                 model=found.location,
                 revision=given.model.revision,
-                device=given.engine.device or default_device(),
+                device=device,
                 dtype=given.engine.dtype,
                 load_format=given.engine.load_format,
                 block_size=given.engine.block_size,
                 num_blocks=given.engine.num_blocks,
                 gpu_memory_utilization=given.engine.gpu_memory_utilization,
                 max_model_len=given.engine.max_model_len,
-                max_num_seqs=given.engine.max_num_seqs,
-                max_num_batched_tokens=given.engine.max_num_batched_tokens,
+                max_num_seqs=given.engine.max_num_seqs or sizes.max_num_seqs,
+                max_num_batched_tokens=given.engine.max_num_batched_tokens or sizes.max_num_batched_tokens,
                 enable_prefix_caching=role == "prefill" if caching is None else caching,
                 ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
                 seed=given.engine.seed,

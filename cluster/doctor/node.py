@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from cluster import check_model, model
 from cluster.doctor.finding import Finding, bad, good, note, warning
+from cluster.gpus import nvidia_smi
 from cluster.options import DoctorOptions
 from engine.execution.host_memory import host_memory
 
@@ -57,7 +57,7 @@ def versions() -> Iterator[Finding]:
 
 def gpus() -> Iterator[Finding]:
     """Lists the GPUs with nvidia-smi, which works without torch. Then checks whether torch sees them all."""
-    listed = _nvidia_smi("--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader")
+    listed = nvidia_smi("--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader")
     if listed is None:
         yield note("GPU", "no NVIDIA driver: workers run on the CPU")
         return
@@ -86,7 +86,7 @@ def gpus() -> Iterator[Finding]:
             "Run `pip install -e '.[cuda]'` in Baton's source directory: the GPU kernels need it.",
         )
     if len(listed) > 1:
-        links = _nvidia_smi("nvlink", "--status") or []
+        links = nvidia_smi("nvlink", "--status") or []
         active = sum("GB/s" in line for line in links)
         yield good("NVLink", f"{active} links") if active else note("NVLink", "none between these GPUs")
 
@@ -204,11 +204,3 @@ def _read(path: Path) -> str | None:
         return path.read_text().strip()
     except OSError:
         return None
-
-
-def _nvidia_smi(*arguments: str) -> list[str] | None:
-    """The output lines of nvidia-smi; None if there is no driver."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    out = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
-    return out.stdout.splitlines() if out.returncode == 0 else None

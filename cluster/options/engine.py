@@ -70,10 +70,24 @@ class EngineOptions:
         int | None,
         opt("Most tokens of prompt and output.", "TOKENS", shown="the model's context", check=between(1)),
     ] = None
-    max_num_seqs: Annotated[int, opt("Requests in one batch.", "N", check=between(1))] = 64
+    max_num_seqs: Annotated[
+        int | None,
+        opt(
+            "Requests in one batch.",
+            "N",
+            shown="256 on a GPU with 70 GiB or more, else 64",
+            check=between(1),
+        ),
+    ] = None
     max_num_batched_tokens: Annotated[
-        int, opt("Tokens in one step; longer prompts are computed in chunks.", "TOKENS", check=between(1))
-    ] = 2048
+        int | None,
+        opt(
+            "Tokens in one step; longer prompts are computed in chunks.",
+            "TOKENS",
+            shown="8192 on a GPU with 70 GiB or more, else 2048",
+            check=between(1),
+        ),
+    ] = None
     enable_prefix_caching: Annotated[
         bool | None,
         opt(

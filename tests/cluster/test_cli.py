@@ -20,7 +20,8 @@ import bench.load.cli
 import cluster.roles
 import cluster.serve
 from cluster.cli import app
-from cluster.plan import Plan, visible_gpus
+from cluster.gpus import LARGE, SMALL, batch_sizes, visible_gpus
+from cluster.plan import Plan
 from cluster.python_path import PACKAGES
 
 
@@ -120,7 +121,7 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, serve
     assert plan.front.port == 1003, "the flag"
     assert plan.engine.max_num_seqs == 12, "the environment"
     assert plan.engine.block_size == 64, "the file, the command's own table"
-    assert plan.engine.max_num_batched_tokens == 2048, "the default"
+    assert plan.engine.dtype == "auto", "the default"
     baton("serve", "--config", str(file))
     assert served[1].front.port == 1001, "not the table of another command"
 
@@ -307,11 +308,29 @@ def test_gpus_that_a_role_may_be_given(
 ) -> None:
     for device in devices:
         (tmp_path / device).touch()
-    monkeypatch.setattr("cluster.plan.Path", lambda path: tmp_path)
+    monkeypatch.setattr("cluster.gpus.Path", lambda path: tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert visible_gpus() == shown
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "expected"),
+    [
+        ("cpu", ["143771"], SMALL),
+        ("cuda", ["143771"], LARGE),
+        ("cuda:1", ["81559", "81559"], LARGE),
+        ("cuda", ["81559", "24564"], SMALL),
+        ("cuda", ["[N/A]"], SMALL),
+        ("cuda", None, SMALL),
+    ],
+)
+def test_large_gpus_get_large_batches(
+    monkeypatch: pytest.MonkeyPatch, device: str, memory: list[str] | None, expected: object
+) -> None:
+    monkeypatch.setattr("cluster.gpus.nvidia_smi", lambda *_: memory)
+    assert batch_sizes(device) == expected
 
 
 @pytest.mark.parametrize(
