@@ -228,6 +228,7 @@ class DecodeRole:
                     self._attempts.kv_failed(event.decode_id, attempt.source.prefill_id, event.reason)
                 case Closed():
                     self._forget(event.decode_id)
+        self.engine.joins_soon = self._receiver.nearly_injected
         self._resume()
         self._expire()
 

@@ -54,6 +54,7 @@ def build_engine(
         started.source,
         started.cache_spec,
         started.num_blocks,
+        started.largest,
         overlap=device.type == "cuda" if config.overlap is None else config.overlap,
         kv_sink=kv_sink,
         cache_observer=cache_observer,

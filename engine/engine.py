@@ -65,6 +65,7 @@ class Engine:
         source: str,
         cache_spec: Sequence[AttentionCache],
         num_blocks: int,
+        largest: tuple[int, float],
         *,
         overlap: bool,
         kv_sink: KVSink | None,
@@ -94,8 +95,10 @@ class Engine:
             prefix_cache_root=model_fingerprint.encode() if config.enable_prefix_caching else None,
             cache_observer=cache_observer,
         )
-        self._meters = Meters()
+        self._meters = Meters(*largest)
         self._chunk_limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens)
+        self.joins_soon = False
+        """Set by the caller: most of the KV of a reservation is there."""
         self._joined = False  # a request from another worker decodes from the next step on
         self._pace = Pace()
         self._flights: list[Flight] = []  # in the order of their launch
@@ -162,9 +165,9 @@ class Engine:
 
     def _prompt_limit(self, now: float) -> int:
         """Most prompt tokens of the next step, if it decodes."""
-        if self._joined:
-            # The request has waited for the step before this one. This step is short, so that it gets its
-            # second token soon.
+        if self._joined or self.joins_soon:
+            # The request waits for the step before its own, and for its own. Both are short, so that it gets
+            # its second token soon.
             self._joined = False
             return self._chunk_limit.short_tokens
         return self._chunk_limit.tokens(self._scheduler.prompts(), now)

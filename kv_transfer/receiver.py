@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from kv_transfer.device import Staged
 
 _MAX_REFETCHES = 2
+NEARLY = 0.7
+"""Share of the layers of the last tokens after which a fetch is nearly injected."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,7 @@ class _Fetch:
     refetches: int = 0
     frames: int = 0  # taken from the channel
     bytes: int = 0
+    nearly: bool = False  # most layers of the last tokens are there
     scatter_at: float = 0.0  # the first one
     complete: Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event
@@ -138,6 +141,10 @@ class ArenaReceiver:
         fetch = self._fetches.get(decode_id)
         return fetch is not None and bool(fetch.frames or fetch.complete)
 
+    @property
+    def nearly_injected(self) -> bool:
+        return any(fetch.nearly for fetch in self._fetches.values())
+
     def fileno(self) -> int:
         return self._channel.fileno()
 
@@ -189,6 +196,8 @@ class ArenaReceiver:
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
         fetch.bytes += m.length
+        if piece.token_start + piece.token_count == stop and m.layer >= NEARLY * self._layout.num_layers:
+            fetch.nearly = True
         return Staged(piece, m.slot, fetch.table)
 
     def _inject(self, batch: list[Staged]) -> None:
@@ -207,6 +216,7 @@ class ArenaReceiver:
         if retry and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
             fetch.frames = fetch.bytes = 0
+            fetch.nearly = False
             fetch.scatter_at = 0.0
             fetch.request = msgspec.structs.replace(fetch.request, transfer_id=os.urandom(16))
             self._by_transfer[fetch.request.transfer_id] = fetch

@@ -169,6 +169,10 @@ class Receiver(Protocol):
     def began(self, decode_id: bytes) -> bool:
         """Whether KV of a live fetch has arrived, or will not come any more because nothing is missing."""
 
+    @property
+    def nearly_injected(self) -> bool:
+        """Whether some fetch has most of its KV, so that its request joins soon."""
+
     def fileno(self) -> int:
         """Readable when poll() has something."""
 

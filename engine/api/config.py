@@ -34,7 +34,7 @@ class EngineConfig:
     """Token budget of a step. Longer prefills are cut into chunks."""
     enable_prefix_caching: bool = False
     ttit_target: float | None = None
-    """Seconds that a step may take if it both decodes and prefills. None: 3.5 times the time of the fastest
+    """Seconds that a step may take if it both decodes and prefills. None: 3.2 times the time of the fastest
     step that only decodes. Steps use this time only if a prompt would otherwise be late."""
     seed: int = 0
     """Seed of dummy weights."""

@@ -6,14 +6,19 @@ from engine.core.scheduler import Schedule, Scheduler
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step."""
+LARGE = 512
+"""Prompt tokens from which on a step shows the speed of prefill. A smaller one reads the weights for a few
+tokens, so it would promise too little for a long prompt."""
 
 
 class Meters:
     """Counts preemptions and averages the cost of recent steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_tokens: int = 0, seconds: float = 0.0) -> None:
+        """`prompt_tokens` were computed in one step of `seconds` at the start. 0: nothing was measured."""
         self.preemptions = 0
-        self._prefilled = self._prefill_seconds = 0.0
+        self._prefilled, self._prefill_seconds = float(prompt_tokens), seconds
+        self._largest = prompt_tokens
         self._steps = self._seconds = 0.0
 
     def count(self, plan: Schedule) -> None:
@@ -23,7 +28,9 @@ class Meters:
         """Adds a step that computed something to the averages."""
         self._steps = DECAY * self._steps + 1
         self._seconds = DECAY * self._seconds + seconds
-        if prefilled := plan.prompt_tokens:
+        prefilled = plan.prompt_tokens
+        self._largest = max(self._largest, prefilled)
+        if prefilled and prefilled >= min(LARGE, self._largest // 2):
             self._prefilled = DECAY * self._prefilled + prefilled
             self._prefill_seconds = DECAY * self._prefill_seconds + seconds
 

@@ -166,10 +166,19 @@ def measure_steps(
     return StepMemory(most, decode)
 
 
-def warm_up(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, float], None]) -> None:
-    """Runs the steps, to compile kernels. Raises `ValueError` if the model's logits are not finite."""
+def warm_up(
+    runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, float], None]
+) -> tuple[int, float]:
+    """Runs the steps, to compile kernels. Raises `ValueError` if the model's logits are not finite.
+
+    Returns the prompt tokens of the first step, and the seconds that it takes the device."""
     for _ in rehearse(runner, rehearsal, lambda done: progress("warming up", done)):
         pass
+    first = next(rehearsal.steps(runner.table_width))
+    launched = runner.run(first, lambda _: None)
+    runner.sample(launched, None)
+    launched.wait()
+    return len(first.token_ids), launched.seconds
 
 
 def rehearse(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[float], None]) -> Iterator[bool]:

@@ -37,6 +37,8 @@ class Started:
     cache_spec: Sequence[AttentionCache]
     """What each layer caches on this rank."""
     num_blocks: int
+    largest: tuple[int, float]
+    """Prompt tokens of a full step, and its seconds. 0: not measured."""
 
 
 def start_rank(
@@ -73,8 +75,11 @@ def start_rank(
     pool = size_pool(config, model_config, limits, use, ranks)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
         runner.open(pool.num_blocks)
+        largest = (0, 0.0)
         if on_gpu:
-            warm_up(runner, _rehearsal(config, pool.max_model_len, runner, pool.num_blocks), progress)
+            largest = warm_up(
+                runner, _rehearsal(config, pool.max_model_len, runner, pool.num_blocks), progress
+            )
         if on_gpu and config.cuda_graphs:
             runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
     return Started(
@@ -84,6 +89,7 @@ def start_rank(
         checkpoint.source,
         limits.cache,
         pool.num_blocks,
+        largest,
     )
 
 

@@ -147,11 +147,11 @@ class Candidates:
         row = self._policy(snapshot, request)
         worker, work = self._workers[row], PrefillWork(tokens - snapshot.cached.of(row), chunks)
         queues = snapshot.tokens_ahead(row) > worker.description.max_num_batched_tokens
-        load = worker.attempts.load
+        load, first_token = self._decode_caches.loads[row], snapshot.seconds(request, row)
+        if load.running and (pace := _pace(worker.status)).known:  # it computes the prompt beside decodes
+            first_token = max(first_token, pace.seconds(snapshot.tokens_ahead(row) + work.tokens))
         offer = PrefillOffer(
-            snapshot.seconds(request, row),
-            decodes=load is not None and load.fits(tokens + 1),
-            utilisation=self._loads.utilisation(row),
+            first_token, decodes=load.fits(tokens + 1), utilisation=self._loads.utilisation(row)
         )
         return PrefillTarget(worker, work, offer, work.tokens / float(snapshot.speed[row]), queues)
 
@@ -170,12 +170,15 @@ class Candidates:
         return [(self._workers[row], self._decode_offer(row, cached, now)) for row, cached in found]
 
     def _decode_offer(self, row: int, cached: int, now: float) -> DecodeOffer:
-        status, load = self._workers[row].status, self._decode_caches.loads[row]
-        pace = MixedPace(
-            status.decode_seconds or status.step_seconds,
-            status.chunk_tokens,
-            status.chunk_seconds,
-            status.long_chunk_tokens,
-            status.long_chunk_seconds,
-        )
+        pace, load = _pace(self._workers[row].status), self._decode_caches.loads[row]
         return DecodeOffer(pace, self._loads.tokens_waiting(row, now), cached, idle=not load.running)
+
+
+def _pace(status: pb.WorkerStatus) -> MixedPace:
+    return MixedPace(
+        status.decode_seconds or status.step_seconds,
+        status.chunk_tokens,
+        status.chunk_seconds,
+        status.long_chunk_tokens,
+        status.long_chunk_seconds,
+    )
