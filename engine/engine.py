@@ -92,6 +92,7 @@ class Engine:
             block_size=self.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            mixed_rows=runner.mixed_rows,
             prefix_cache_root=model_fingerprint.encode() if config.enable_prefix_caching else None,
             cache_observer=cache_observer,
         )

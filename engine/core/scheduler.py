@@ -33,7 +33,7 @@ Every holder of blocks or seats ends, so nothing waits in a circle:
 """
 
 from array import array
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -85,15 +85,18 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        mixed_rows: Sequence[int] = (),
         prefix_cache_root: bytes | None = None,
         cache_observer: CacheObserver | None = None,
     ) -> None:
-        """`prefix_cache_root`: root of the prefix cache's hash chains. None: no prefix cache."""
+        """`mixed_rows`: tokens of a step with decodes and prompts that waste nothing, in ascending order.
+        `prefix_cache_root`: root of the prefix cache's hash chains. None: no prefix cache."""
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._mixed_rows = mixed_rows
         self.prefix_cache_root = prefix_cache_root
         self._cache_observer = cache_observer
         if cache_observer is not None:
@@ -214,7 +217,8 @@ class Scheduler:
             budget -= self._go_on(live, budget, plan)
         plan.decodes = any(chunk.live.has_token for chunk in plan.chunks)
         if chunk_limit is not None:
-            budget = min(budget, self._prompt_limit(plan.decodes, chunk_limit))
+            decodes = self.max_num_batched_tokens - budget if plan.decodes else 0
+            budget = min(budget, self._prompt_limit(decodes, chunk_limit))
         room = budget
         for live in prefills:
             room -= self._admit(room, alone, plan, before=live)
@@ -224,11 +228,18 @@ class Scheduler:
             self._mixed_steps = self._mixed_steps + 1 if room < budget else 0
         return plan
 
-    def _prompt_limit(self, decodes: bool, chunk_limit: int) -> int:
-        """Most prompt tokens of a step. `decodes`: whether the step decodes."""
+    def _prompt_limit(self, decodes: int, chunk_limit: int) -> int:
+        """Most prompt tokens of a step with so many decodes."""
+        if not decodes and not self.reserved:
+            return self.max_num_batched_tokens
         if decodes and self._mixed_steps >= MIXED_STEPS:
             return 0
-        return chunk_limit if decodes or self.reserved else self.max_num_batched_tokens
+        whole = bisect_right(self._mixed_rows, decodes + chunk_limit)
+        if not 0 < whole < len(self._mixed_rows):
+            return chunk_limit
+        # The step would be padded to the next size. A step of this size is faster than that.
+        fitting = self._mixed_rows[whole - 1] - decodes
+        return fitting if 2 * fitting > chunk_limit else chunk_limit
 
     def _admit(
         self, budget: int, alone: LiveRequest | None, plan: Schedule, before: LiveRequest | None = None

@@ -241,6 +241,11 @@ class StepGraphs:
                 self._sizes.remove(size)
                 del self._forward[size]
 
+    @property
+    def mixed_rows(self) -> list[int]:
+        """Rows of the graphs for steps with decodes and chunks, in ascending order."""
+        return sorted(size.rows for size in self._sizes if size.decodes and size.chunks)
+
     def size(self, step: Step) -> Size | None:
         """The size that this step is padded to. None: no graph can replay the step."""
         return size_for(step, self._sizes)

@@ -138,6 +138,12 @@ class ModelRunner:
             progress=progress,
         )
 
+    @property
+    def mixed_rows(self) -> list[int]:
+        """Rows of the graphs for steps with decodes and chunks, in ascending order. A step with other rows is
+        padded to the next of them."""
+        return [] if self._graphs is None else self._graphs.mixed_rows
+
     @torch.inference_mode()
     def run(self, step: Step, layer_done: LayerDone) -> Launched:
         """Enqueues the forward pass. `layer_done(i)` is called when the KV of layer i is written (on CUDA:

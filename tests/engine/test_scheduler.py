@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
@@ -16,12 +17,19 @@ from engine.core.scheduler import MIXED_STEPS, Chunk, Schedule, Scheduler
 BLOCK = 4
 
 
-def make(num_blocks: int = 32, seqs: int = 4, budget: int = 16, prefix_cache: bool = False) -> Scheduler:
+def make(
+    num_blocks: int = 32,
+    seqs: int = 4,
+    budget: int = 16,
+    prefix_cache: bool = False,
+    mixed_rows: tuple[int, ...] = (),
+) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks),
         block_size=BLOCK,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
+        mixed_rows=mixed_rows,
         prefix_cache_root=b"root" if prefix_cache else None,
     )
 
@@ -610,3 +618,25 @@ def test_a_waiting_request_of_higher_priority_goes_before_the_rest_of_a_prompt()
     step(scheduler)
     add(scheduler, 2, 10, handover=True, priority=-1)
     assert tokens(step(scheduler)) == [(2, 0, 10), (1, 16, 22)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "tokens"),
+    [
+        (30, 30),  # no size is that small
+        (33, 30),  # 2 decodes and 30 tokens fill 32 rows
+        (61, 30),  # 32 rows rather than 63, which would be padded to 64
+        (62, 62),
+        (63, 62),
+        (200, 200),  # beyond the largest size there is no padding
+    ],
+)
+def test_a_chunk_fills_a_graph_if_the_next_larger_one_would_be_padded(limit: int, tokens: int) -> None:
+    scheduler = make(200, budget=512, mixed_rows=(32, 64))
+    for number in (1, 2):
+        add(scheduler, number, 4)
+    step(scheduler)
+    step(scheduler, limit)  # it only decodes
+    add(scheduler, 3, 400)
+    plan = step(scheduler, limit)
+    assert (len(plan.chunks), plan.prompt_tokens) == (3, tokens)
