@@ -625,9 +625,9 @@ def test_a_waiting_request_of_higher_priority_goes_before_the_rest_of_a_prompt()
     [
         (30, 30),  # no size is that small
         (33, 30),  # 2 decodes and 30 tokens fill 32 rows
-        (61, 30),  # 32 rows rather than 63, which would be padded to 64
+        (59, 30),  # 32 rows rather than 61, which would be padded to 64
+        (61, 61),  # the prompt would need twice as many steps
         (62, 62),
-        (63, 62),
         (200, 200),  # beyond the largest size there is no padding
     ],
 )
