@@ -118,7 +118,7 @@ TtitTarget = Annotated[
     opt(
         "Target time between tokens. It limits prompt tokens in a decode step, and decode grows to meet it.",
         "MS",
-        shown="1.5 times a step without a prompt; 100 to grow the pool",
+        shown="3.2 times the fastest step without a prompt; 100 to grow the pool",
         check=between(0.1),
     ),
 ]

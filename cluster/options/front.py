@@ -74,9 +74,9 @@ class FrontOptions:
     worker_wait: Annotated[
         float, opt("Longest wait of a request while a role has no worker.", "S", check=between(0))
     ] = 60.0  # fmt: skip
-    no_overflow: Annotated[
-        bool, opt("Decode workers never prefill, even short prompts or when prefill workers are late.")
-    ] = False
+    no_overflow: Annotated[bool, opt("Only handovers: no worker both prefills and decodes a request.")] = (
+        False
+    )
     routing_policy: Annotated[
         Literal["sticky", "round-robin"], opt("How the router chooses a prefill worker.", "POLICY")
     ] = "sticky"
