@@ -267,13 +267,13 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
 
 
 async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> None:
-    """It is idle, so its prompts wait for nothing. The handover would take another step."""
+    """It delays few prompts there. The handover would take another step."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
     decode.status.decode_seconds = 0.010
     decode.report()
     connection = cluster.router.services.pool.ready(pb.POOL_DECODE)[0]
     await cluster.until(lambda: connection.status.decode_seconds > 0)
-    await answered_whole(cluster)
+    await cluster.complete(prompt="Hello", max_tokens=3)
     [submit] = decodes(prefill)
     assert not submit.HasField("source")
     assert submit.request.first_token_within > 0
