@@ -1,0 +1,160 @@
+"""A recorded peer of wire version 3 still works: its bytes mean the same, and today's workers serve it.
+
+If a frame differs from the recording, the code broke the wire. Then the code changes back, or the wire gets a
+new version with a recording of its own. That one holds `frame_of` for each of its values, and must equal what
+`second_wire.frame` makes of them: an encoder does not vouch for itself.
+"""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+import kv_transfer as kv
+from kv_transfer import receiver
+from kv_transfer.protocol import hello
+from kv_transfer.protocol import messages as m
+from kv_transfer.protocol.frame import FrameType, Header, pack, parse, trailer
+
+from .recorded_peer import RECORDING, SECRET, RecordedPeer, payload
+
+ABOUT = ("model of the tests", "kv3 layers=3 kv_heads=2 head_dim=16", "float32", "none", 4096)
+SENDER = m.Identity("sender", (3, 3), "recorded sender", 5, 0, 1, *ABOUT)
+RECEIVER = m.Identity("receiver", (3, 3), "recorded receiver", 6, 0, 1, *ABOUT)
+FINISHED, RUNNING = b"finished prefill", b"running  prefill"
+KV_OF_LAYERS = (torch.arange(3 * 2 * 2 * 2 * 16) / 8 - 20).view(3, 2, 2, 2, 16)  # two positions
+FETCHED, CONTENT, RANKS, ABORTED, STATE = (bytes([i]) * 16 for i in range(1, 6))  # transfer ids
+
+Value = tuple[bytes, m.Control | m.Hello] | tuple[Header, bytes]
+VALUES: dict[str, list[Value]] = {
+    "fetch": [
+        (FETCHED, m.Fetch(FINISHED, 0, 1, ((0, 2),), 0, 0, 2)),
+        (FETCHED, m.Commit(m.FirstToken(42, -0.5, (42, 7), (-0.5, -2.0)), 3, 3 * 512)),
+        (bytes(16), m.Credit(4)),
+        *(
+            (Header(FrameType.KV, FETCHED, i, 0, 0, 2, 0, 2, i, 512), KV_OF_LAYERS[i].numpy().tobytes())
+            for i in range(3)
+        ),
+    ],
+    "acknowledged": [
+        (FETCHED, m.Ack()),
+        (bytes(16), m.Credit(4, recall=True)),
+        (bytes(16), m.CreditReturned(4, 3)),
+        (bytes(16), m.Ping(6, 0)),
+        (bytes(16), m.Ping(5, 0)),
+    ],
+    "fetch of a running prefill": [(ABORTED, m.Fetch(RUNNING, 0, 1, ((0, 2),), 0, 0, 2))],
+    "aborted": [(ABORTED, m.Abort("cancelled")), (ABORTED, m.Aborted("cancelled", 0))],
+    "content": [
+        (CONTENT, m.FetchContent((b"hash of a chunk.",), 3, 1, 0, 0, 2)),
+        (CONTENT, m.Aborted("unsupported", 0)),
+    ],
+    "two receivers": [
+        (RANKS, m.Fetch(RUNNING, 0, 2, ((0, 2),), 1, 0, 2)),
+        (RANKS, m.Aborted("unsupported", 0)),
+    ],
+    "state": [
+        (STATE, m.Fetch(RUNNING, 1, 1, ((0, 2),), 0, 0, 2)),
+        (Header(FrameType.KV, STATE, 1, 1, 0, 2, 2, 0, 0, 8, state_type=1), b"a state."),
+        (STATE, m.Abort("integrity")),
+        (STATE, m.Aborted("integrity", 1)),
+    ],
+    "never sent today": [
+        (Header(FrameType.KV, CONTENT, 2, 0, 1, 3, 9, 4, 6, 8, sender_rank=5, receiver_rank=7), b"8 bytes."),
+        (CONTENT, m.Have(2)),
+        (bytes(16), m.HelloRefused("ranks", "recorded sender has rank 0 of 2")),
+    ],
+}
+
+
+def frame_of(first: Header | bytes, value: m.Control | m.Hello | bytes) -> bytes:
+    """The frame as today's code sends it: KV with its header, or a message with its transfer id."""
+    body = value if isinstance(value, bytes) else m.encode(value)
+    if not isinstance(first, Header):
+        kind = m.frame_type(value) if isinstance(value, m.Control) else FrameType.HELLO
+        first = Header(kind, first, length=len(body))
+    return pack(first) + body + trailer(xxhash.xxh3_64(body))
+
+
+@pytest.mark.parametrize("exchange", VALUES)
+def test_the_recorded_bytes_have_their_values(exchange: str) -> None:
+    for (side, name, frame), (first, value) in zip(RECORDING[exchange], VALUES[exchange], strict=True):
+        header, body = parse(frame[:64]), memoryview(payload(frame))
+        assert (header.type.name, header.length) == (name, len(body))
+        if isinstance(first, Header):
+            assert (header, body) == (first, value)
+        else:
+            assert header.transfer_id == first
+            to: m.Side = "receiver" if side == "sender" else "sender"
+            known = m.decode_hello(body) if name == "HELLO" else m.decode(to, header.type, body)
+            assert known == value
+        assert frame_of(first, value) == frame, f"{name} is sent as {frame_of(first, value).hex()}"
+
+
+def test_the_recorded_handshake_is_the_one_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    nonces = iter([b"r" * 32, b"s" * 32])
+    monkeypatch.setattr(hello, "os", SimpleNamespace(urandom=lambda size: next(nonces)))
+    initiator = hello.Initiator(SECRET, RECEIVER, b"recorded session", 0, 1, incarnation=5)
+    listener = hello.Listener(SECRET, SENDER)
+    frames = [frame for *_, frame in RECORDING["handshake"]]
+    messages: list[Any] = [m.decode_hello(memoryview(payload(frame))) for frame in frames]
+    opened, replied, proof = messages
+    assert initiator.open == payload(frames[0])
+    assert listener.answer(opened, initiator.open) == replied
+    assert initiator.reply(replied) == SENDER
+    assert initiator.proof == proof
+    assert listener.check(proof) == (opened, RECEIVER)
+    assert [frame_of(bytes(16), message) for message in messages] == frames
+
+
+def test_a_recorded_receiver_fetches_from_todays_sender(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill()
+    prefill.open(2, FINISHED)
+    for layer, rows in zip(prefill.pool, KV_OF_LAYERS, strict=True):
+        layer[:, prefill.held[FINISHED][0], :2] = rows
+    prefill.sender.ready(FINISHED, None, 0, 2)
+    prefill.sender.commit(FINISHED, kv.FirstToken(42, -0.5, (42, 7), (-0.5, -2.0)))
+    prefill.open(2, RUNNING)
+    with socket.create_connection(("127.0.0.1", prefill.port)) as sock:
+        peer = RecordedPeer("receiver", sock)
+        for exchange in ("fetch", "acknowledged", "content", "two receivers"):
+            peer.play(exchange)
+        until(lambda: prefill.poll() or prefill.released == {FINISHED: "acked"}, "the ACK", prefill.sender)
+        for exchange in ("fetch of a running prefill", "aborted"):
+            peer.play(exchange)
+        assert prefill.stats().refused == {"fetch_content": 1}
+        assert prefill.stats().sessions == 1
+
+
+def test_a_recorded_sender_feeds_todays_receiver(
+    make_decode: Any, monkeypatch: pytest.MonkeyPatch, until: Any
+) -> None:
+    ids = iter([FETCHED, ABORTED, STATE, b"another transfer"])
+    monkeypatch.setattr(receiver, "os", SimpleNamespace(urandom=lambda size: next(ids)))
+    decode = make_decode(lanes=1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source: Any = SimpleNamespace(address=f"127.0.0.1:{server.getsockname()[1]}", incarnation=5)
+        decode_id = decode.fetch(source, FINISHED, 2)
+        sock, _ = server.accept()
+    with sock:
+        peer = RecordedPeer("sender", sock)
+        peer.play("fetch")
+        until(lambda: decode.poll() or decode.events.get(decode_id), "the KV", decode.receiver)
+        assert decode.events[decode_id].first_token == kv.FirstToken(42, -0.5, (42, 7), (-0.5, -2.0))
+        for layer, rows in enumerate(KV_OF_LAYERS):
+            assert torch.equal(decode.rows(decode.reserved[decode_id], layer, 0, 2).cpu(), rows)
+        peer.play("acknowledged")
+        decode_id = decode.fetch(source, RUNNING, 2)
+        peer.play("fetch of a running prefill")
+        decode.receiver.cancel(decode_id)
+        decode.poll()
+        peer.play("aborted")
+        decode.fetch(source, RUNNING, 2, attempt=1)
+        peer.play("state")
+        assert decode.stats().refused == {"state": 1}
+        assert decode.stats().sessions == 1
