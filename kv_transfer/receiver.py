@@ -196,7 +196,7 @@ class ArenaReceiver:
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
         fetch.bytes += m.length
-        if piece.token_start + piece.token_count == stop and m.layer >= NEARLY * self._layout.num_layers:
+        if piece.token_start + piece.token_count == stop and m.layer + 1 >= NEARLY * self._layout.num_layers:
             fetch.nearly = True
         return Staged(piece, m.slot, fetch.table)
 

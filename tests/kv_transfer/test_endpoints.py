@@ -347,6 +347,30 @@ def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> Non
         assert got.numpy().tobytes() == data[layer]
 
 
+@pytest.mark.parametrize("how", ["injected", "cancelled", "asked again"])
+def test_a_fetch_is_nearly_injected_with_most_layers_of_its_last_tokens(
+    receiving: Any, until: Any, how: str
+) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    arrive(bench, transfer_id, 4, 0)
+    bench.channel.send(ch.Arrived(transfer_id, 2, 1, 1, 0, 1, 0, 12, 12 * 64))
+    receiver.poll()
+    assert not receiver.nearly_injected, "one of two layers, and the first tokens of the other"
+    bench.channel.send(ch.Arrived(transfer_id, 3, 2, 1, 0, 1, 12, 8, 8 * 64))
+    receiver.poll()
+    assert receiver.nearly_injected
+    if how == "injected":
+        bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 1.0, 2.0, 2.5))
+    elif how == "cancelled":
+        receiver.cancel(b"d")
+    else:
+        bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
+    pool.go(len(pool.work))
+    receiver.poll()
+    assert not receiver.nearly_injected
+
+
 def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
