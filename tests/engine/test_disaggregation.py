@@ -214,6 +214,48 @@ def test_a_join_can_end_the_request(tiny_engine: Callable[..., Engine], request_
     engine.assert_whole()
 
 
+class KnownLimit:
+    """A chunk limit of 16 tokens for short steps and 40 for others. Notes the prompt tokens of each step."""
+
+    short_tokens = 16
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def tokens(self, prompts: object, now: float) -> int:
+        return 40
+
+    def record(self, decodes: bool, prompt_tokens: int, seconds: float) -> None:
+        self.taken.append(prompt_tokens)
+
+
+def test_a_join_waits_for_short_steps_only(
+    tiny_engine: Callable[..., Engine], request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, limit = tiny_engine(), KnownLimit()
+    monkeypatch.setattr(engine, "_chunk_limit", limit)
+    engine.add(request_of(1, [3, 4, 5], max_tokens=20, ignore_eos=True))
+    for _ in range(2):
+        engine.step()
+    limit.taken.clear()
+    joining = request_of(3, [3, 4, 5], max_tokens=9, ignore_eos=True)
+    table = engine.reserve(joining)
+    assert table is not None
+    for kv in engine.kv_cache:
+        kv[:, list(table)] = 0
+    engine.add(request_of(2, range(3, 190)))
+    engine.step()
+    engine.joins_soon = True
+    for _ in range(2):
+        engine.step()
+    engine.joins_soon = False
+    engine.step()
+    engine.join(joining.id, 7)
+    for _ in range(2):
+        engine.step()
+    assert limit.taken == [40, 16, 16, 40, 16, 40]
+
+
 LIST = StructuredOutput(
     "json_schema",
     """{"type": "array", "minItems": 3, "maxItems": 9, "items": {"anyOf": [
