@@ -89,7 +89,7 @@ class WorkerConfig:
     kv_slot_bytes: int = 2 << 20
     """Bytes of one arena slot, which carries one KV frame."""
     kv_slots: int = 64
-    """Slots of the staging arena, which takes kv_slots × kv_slot_bytes of host memory."""
+    """Slots of each of the two staging arenas. Each takes kv_slots × kv_slot_bytes of host memory."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     run_dir: str | None = None
     """The parent of the directory of the local socket (mode 0700), which is removed when the worker is up.
