@@ -27,7 +27,12 @@ class TransferOptions:
     kv_slot_bytes: Annotated[
         int, opt("Size of a slice of KV and of a slot of the staging arena.", "BYTES", check=between(1))
     ] = 2 << 20
-    kv_slots: Annotated[int, opt("Slots of each of a worker's two staging arenas: one sends, one receives.", "N", check=between(1))] = 64
+    kv_slots: Annotated[
+        int,
+        opt(
+            "Slots of each of a worker's two staging arenas: one sends, one receives.", "N", check=between(1)
+        ),
+    ] = 64
 
 
 @dataclass(frozen=True)

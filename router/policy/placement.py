@@ -24,9 +24,11 @@ HANDOVER_STEPS = 2.0
 PATIENCE = 1.3
 """A prompt may take this many times as long beside decodes as alone, and `PATIENCE_SECONDS` more. Only if it
 would take longer, decode steps become longer for it."""
-PATIENCE_SECONDS = 0.06
+PATIENCE_SECONDS = 0.08
 SLOWER = 0.12
 """A worker that decodes takes this share longer for its prompts, on the whole."""
+LEAST_UTILISATION = 0.1
+"""Of a prefill worker. An idle one may get many prompts in the next second, while it still decodes."""
 ANSWER_SECONDS = 5.0
 """The longest time for which the future prompts of a prefill worker are considered."""
 
@@ -150,7 +152,7 @@ def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequen
     step = offers[0].pace.decode_seconds
     found = replace(found, handover=prefill.first_token + HANDOVER_STEPS * step)
     if prefill.decodes and step:
-        slower = SLOWER * prefill.utilisation * min(answer * step, ANSWER_SECONDS)
+        slower = SLOWER * max(prefill.utilisation, LEAST_UTILISATION) * min(answer * step, ANSWER_SECONDS)
         found = replace(found, prefill=prefill.first_token + step + slower)
     if found.prefill < min(found.handover, found.decode):
         return replace(found, place="prefill", reason="no_handover")

@@ -19,10 +19,8 @@ from router.policy.ring import Ring
 
 UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""
-UTILISATION_SECONDS = 3.0
+UTILISATION_SECONDS = 5.0
 """Time constant of the average."""
-FIRST_UTILISATION = 0.3
-"""Of a worker that has just joined: a router that starts knows nothing of the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class PrefillLoads:
         self._names[row], self._serving[row], self._stale = name, True, True
         self._own[row] = 0
         self._tokens[row], self._at[row] = 0.0, now
-        self._computed[row], self._utilisation[row] = 0, FIRST_UTILISATION
+        self._computed[row], self._utilisation[row] = 0, 0.0
         self._reported_at[row] = now
         self._measured[row] = False
         self._block_sizes[row] = block_size

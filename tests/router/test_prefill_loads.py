@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from router.policy import PrefillLoads, PrefillRequest, PrefillSnapshot, PrefillWork
 from router.policy.chunk_index import ChunkIndex
-from router.policy.prefill_loads import FIRST_UTILISATION
 from rpc import CHUNK_TOKENS
 
 SPEED = 1000.0
@@ -155,7 +154,7 @@ def test_utilisation_follows_what_the_worker_computed() -> None:
     loads.reported(row, tokens_waiting=0, tokens_per_s=20_000.0, now=60.0, computed=computed)
     assert loads.utilisation(row) < 0.01
     loads.leave(row)
-    assert loads.utilisation(loads.join("b", block_size=16, now=61.0)) == FIRST_UTILISATION
+    assert loads.utilisation(loads.join("b", block_size=16, now=61.0)) == 0
 
 
 def test_a_speed_beside_decodes_is_that_of_this_worker_alone() -> None:
