@@ -201,7 +201,7 @@ class Engine:
         plan = flight.plan
         seconds = result.seconds = flight.launched.seconds
         self._pace.landed(seconds, time.monotonic())
-        self._meters.record(plan, seconds)
+        self._meters.record(plan.prompt_tokens, seconds)
         self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
         self._computing(frozenset().union(*(later.ids for later in self._flights)))
         self._scheduler.landed(plan.chunks)

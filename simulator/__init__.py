@@ -15,5 +15,8 @@ worker's queue, the index of chunks and the order of events. Simulated are the t
 
 `pools` has both pools, a load that changes, and a policy that moves workers between the pools.
 
+`placement` has both pools step by step: engines that decode and compute prompts (`step_worker`, `steps`), and
+routers that decide for each request which workers compute it.
+
 `bench.routing_sim` compares policies with it, and `baton plan` sizes pools with it.
 """

@@ -6,6 +6,9 @@ workers that join and leave. Think times depend on how many sessions a worker ha
 keeps runs short.
 
 Decode: 16 workers behind 4 routers that hear of each other's reservations once a second.
+
+Placement: five kinds of load on 2 workers, some on 4 to 1,000. The policy is compared with colocated engines
+that take requests in turn and compute them in steps of 512 tokens, and with a fixed split.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import bench.contract as contract
 from bench.contract import Report, Row
@@ -23,7 +27,7 @@ from bench.routing_sim.baselines import POLICIES, emptiest
 from bench.routing_sim.sizing import size
 from bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
 from router.policy import two_choices
-from simulator import decode
+from simulator import decode, placement
 from simulator.prefill import Outcome, Setting, Simulation
 from simulator.trace import Trace
 
@@ -36,6 +40,19 @@ SHORT = {4: 0.4, MAIN: 0.3, 1_000: 0.12}
 AT_SCALE = ("sticky", "least_loaded")
 """Policies of a short run with 1,000 workers."""
 SEED = 1
+LOADS = {
+    (2000, 150): (8, 12, 22),
+    (8000, 200): (1, 2, 3, 4),
+    (500, 500): (6, 12, 24),
+    (200, 20): (40, 80),
+    (30_000, 100): (0.5, 0.8),
+}
+"""(prompt, answer) → requests per second for each two workers."""
+PLACED = {2: 600, 4: 1_200, MAIN: 5_000, 1_000: 30_000}
+"""Workers → requests of a placement."""
+PLACED_SHORT = {2: 200, MAIN: 3_000}
+PLACED_AT_SCALE = ((2000, 150, 12), (200, 20, 80))
+"""Loads with more than 2 workers."""
 
 
 def cases(short: bool) -> Iterator[tuple[str, Trace, Setting, list[str]]]:
@@ -94,6 +111,33 @@ def add_decode(report: Report, short: bool) -> None:
         report.add(Row(f"{name}.refused", found.refused, "reservations"))
 
 
+def add_placement(report: Report, short: bool) -> None:
+    for workers, requests in (PLACED_SHORT if short else PLACED).items():
+        all_loads = ((*tokens, rate) for tokens, rates in LOADS.items() for rate in rates)
+        for prompt, answer, rate in all_loads if workers == 2 else PLACED_AT_SCALE:
+            serve = partial(
+                placement.simulate,
+                placement.Load(prompt, answer, rate),
+                requests=requests,
+                workers=workers,
+                routers=1 if workers == 2 else 4,
+                seed=SEED,
+            )
+            ours, theirs, split = (serve(kind).quantiles() for kind in ("policy", "colocated", "split"))
+            name, to = f"routing_sim.placement.{prompt}_{answer}.{rate:g}.w{workers}", "colocated"
+            for what, goal in (("ttft_p99", 1.1), ("gap_p99", 1.0)):
+                value, other = 1e3 * getattr(ours, what), 1e3 * getattr(theirs, what)
+                name_of = f"{name}.{what}"
+                report.add(
+                    Row(name_of, value, "ms", ratio=value / other, ratio_to=to, goal=goal, better="lower")
+                )
+            ratio = ours.ttft_p99 / split.ttft_p99
+            report.add(
+                Row(f"{name}.ttft", 1e3 * ours.ttft, "ms", ratio=ratio, ratio_to="p99 of a fixed split")
+            )
+            report.add(Row(f"{name}.first_gap_p99", 1e3 * ours.first_gap_p99, "ms"))
+
+
 def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
     p.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -107,6 +151,7 @@ def main() -> int:
         if case == f"multi_turn.w{MAIN}":
             add_bounds(report, outcomes["sticky"], outcomes["least_loaded"])
     add_decode(report, args.short)
+    add_placement(report, args.short)
     report.finish()
     return 0
 

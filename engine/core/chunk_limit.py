@@ -16,7 +16,8 @@ slope comes from recent chunks, and these are as large as the limit. So the limi
 its full time.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 from engine.api.request import MixedStep
 
@@ -34,6 +35,22 @@ FIRST = 64
 """Tokens of the first chunk, while the cost of a prompt token is unknown."""
 LEAST = 16
 """Fewest tokens of a chunk: a prefill that has started must make progress."""
+MIXED_STEPS = 31
+"""Most steps in a row that both decode and take prompt tokens. The next one only decodes, and the chunk limit
+learns from it what decoding costs now."""
+
+
+def without_padding(tokens: int, decodes: int, rows: Sequence[int]) -> int:
+    """Returns at most `tokens` prompt tokens for a step with so many decodes.
+
+    `rows`: rows of steps that need no padding, in ascending order. A step between two of them is padded to
+    the larger, so it takes longer than expected. The smaller is better if it takes over half of the tokens.
+    """
+    whole = bisect_right(rows, decodes + tokens)
+    if not 0 < whole < len(rows):
+        return tokens
+    fitting = rows[whole - 1] - decodes
+    return fitting if 2 * fitting > tokens else tokens
 
 
 class ChunkLimit:

@@ -24,11 +24,10 @@ class Meters:
     def count(self, plan: Schedule) -> None:
         self.preemptions += len(plan.recomputed) + len(plan.handed_back)
 
-    def record(self, plan: Schedule, seconds: float) -> None:
-        """Adds a step that computed something to the averages."""
+    def record(self, prefilled: int, seconds: float) -> None:
+        """Adds a step that computed `prefilled` prompt tokens, or decoded, to the averages."""
         self._steps = DECAY * self._steps + 1
         self._seconds = DECAY * self._seconds + seconds
-        prefilled = plan.prompt_tokens
         self._largest = max(self._largest, prefilled)
         if prefilled and prefilled >= min(LARGE, self._largest // 2):
             self._prefilled = DECAY * self._prefilled + prefilled

@@ -33,18 +33,15 @@ Every holder of blocks or seats ends, so nothing waits in a circle:
 """
 
 from array import array
-from bisect import bisect_right, insort
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.api.request import CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool, extend_hash_chain, salted_root
+from engine.core.chunk_limit import MIXED_STEPS, without_padding
 from engine.core.live_request import LiveRequest, Phase
-
-MIXED_STEPS = 31
-"""Most steps in a row that both decode and take prompt tokens under a chunk limit. The next one only decodes,
-and the chunk limit learns from it what decoding costs now."""
 
 
 class Chunk(NamedTuple):
@@ -234,12 +231,7 @@ class Scheduler:
             return self.max_num_batched_tokens
         if decodes and self._mixed_steps >= MIXED_STEPS:
             return 0
-        whole = bisect_right(self._mixed_rows, decodes + chunk_limit)
-        if not 0 < whole < len(self._mixed_rows):
-            return chunk_limit
-        # The step would be padded to the next size. A step of this size is faster than that.
-        fitting = self._mixed_rows[whole - 1] - decodes
-        return fitting if 2 * fitting > chunk_limit else chunk_limit
+        return without_padding(chunk_limit, decodes, self._mixed_rows)
 
     def _admit(
         self, budget: int, alone: LiveRequest | None, plan: Schedule, before: LiveRequest | None = None

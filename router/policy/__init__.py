@@ -24,6 +24,7 @@ from router.policy.placement import (
 )
 from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads, PrefillWork
+from router.policy.reports import apply_report, decode_offer, pace, prefill_offer, prefill_window
 from router.policy.ring import Ring
 from router.policy.round_robin import round_robin
 from router.policy.sticky import sticky
@@ -46,9 +47,14 @@ __all__ = [
     "PrefillSnapshot",
     "PrefillWork",
     "Ring",
+    "apply_report",
+    "decode_offer",
     "free_capacity",
+    "pace",
     "patience",
     "place",
+    "prefill_offer",
+    "prefill_window",
     "round_robin",
     "sticky",
     "two_choices",

@@ -57,6 +57,13 @@ class MixedPace:
         return self.short_tokens > 0 or self.long_tokens > 0
 
     @property
+    def largest_chunk(self) -> tuple[int, float]:
+        """Prompt tokens of the longest step, and its seconds."""
+        if self.long_tokens:
+            return self.long_tokens, self.long_seconds
+        return self.short_tokens, self.short_seconds
+
+    @property
     def token_seconds(self) -> float:
         """Time that a prompt token adds to a step."""
         if self.long_tokens:

@@ -9,12 +9,14 @@ from router.policy import (
     DecodeCaches,
     DecodeLoad,
     DecodeOffer,
-    MixedPace,
     PrefillLoads,
     PrefillOffer,
     PrefillPolicy,
     PrefillRequest,
     PrefillWork,
+    apply_report,
+    decode_offer,
+    prefill_offer,
 )
 from router.workers.connection import WorkerConnection
 from router.workers.refusal import Refused
@@ -92,18 +94,8 @@ class Candidates:
             self.decodes = list(self._decode_loads.values())
 
     def prefill_reported(self, connection: WorkerConnection) -> None:
-        status = connection.status
-        speed, alone = status.prefill_tokens_per_s, connection.pool == pb.POOL_PREFILL
-        if not alone:  # a worker of the decode pool computes prompts beside its decodes
-            speed = status.long_chunk_tokens / status.long_chunk_seconds if status.long_chunk_seconds else 0.0
-        self._loads.reported(
-            self._rows[connection],
-            tokens_waiting=status.tokens_waiting,
-            tokens_per_s=speed,
-            now=time.monotonic(),
-            computed=status.prompt_tokens,
-            alone=alone,
-        )
+        alone = connection.pool == pb.POOL_PREFILL
+        apply_report(self._loads, self._rows[connection], connection.status, alone, time.monotonic())
 
     def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
         """Raises Refused if the worker reports more chunks than fit into its blocks."""
@@ -147,12 +139,8 @@ class Candidates:
         row = self._policy(snapshot, request)
         worker, work = self._workers[row], PrefillWork(tokens - snapshot.cached.of(row), chunks)
         queues = snapshot.tokens_ahead(row) > worker.description.max_num_batched_tokens
-        load, first_token = self._decode_caches.loads[row], snapshot.seconds(request, row)
-        if load.running and (pace := _pace(worker.status)).known:  # it computes the prompt beside decodes
-            first_token = max(first_token, pace.seconds(snapshot.tokens_ahead(row) + work.tokens))
-        offer = PrefillOffer(
-            first_token, decodes=load.fits(tokens + 1), utilisation=self._loads.utilisation(row)
-        )
+        load, utilisation = self._decode_caches.loads[row], self._loads.utilisation(row)
+        offer = prefill_offer(snapshot, request, row, worker.status, load, utilisation)
         return PrefillTarget(worker, work, offer, work.tokens / float(snapshot.speed[row]), queues)
 
     def decode_offers(
@@ -170,15 +158,5 @@ class Candidates:
         return [(self._workers[row], self._decode_offer(row, cached, now)) for row, cached in found]
 
     def _decode_offer(self, row: int, cached: int, now: float) -> DecodeOffer:
-        pace, load = _pace(self._workers[row].status), self._decode_caches.loads[row]
-        return DecodeOffer(pace, self._loads.tokens_waiting(row, now), cached, idle=not load.running)
-
-
-def _pace(status: pb.WorkerStatus) -> MixedPace:
-    return MixedPace(
-        status.decode_seconds or status.step_seconds,
-        status.chunk_tokens,
-        status.chunk_seconds,
-        status.long_chunk_tokens,
-        status.long_chunk_seconds,
-    )
+        status, load = self._workers[row].status, self._decode_caches.loads[row]
+        return decode_offer(status, load, self._loads.tokens_waiting(row, now), cached)

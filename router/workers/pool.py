@@ -13,8 +13,10 @@ from router.policy import (
     PrefillPolicy,
     PrefillWork,
     free_capacity,
+    pace,
     patience,
     place,
+    prefill_window,
     two_choices,
 )
 from router.workers.candidates import Candidates, PrefillTarget
@@ -24,10 +26,8 @@ from router.workers.fit import RouterModel, check_fit
 from rpc import TlsFiles
 from rpc import worker_pb2 as pb
 
-WINDOW_STEPS = 2
-"""Steps of prompts for each prefill worker: one that it computes, and one to schedule from."""
-SPARE_SECONDS = 1.0
-"""How often the spare prefill speed of decode workers is updated. Workers report as often."""
+WINDOW_SECONDS = 1.0
+"""How often the prefill window is updated. Workers report as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,8 @@ class WorkerPool:
         self.on_capacity: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
         self._step_tokens = 0  # prompt tokens in one step of all prefill workers
-        self._chunk_tokens = 0  # prompt tokens in one step of all decode workers, beside their decodes
-        self._spare = 0.0  # prefill speed of decode workers, as a share of that of prefill workers
-        self._spare_at = 0.0  # time.monotonic()
+        self._window = 0.0  # as of `prefill_window`
+        self._window_until = 0.0  # time.monotonic()
         self._may_overflow = overflow
         self._model = model
         self._secret = secret
@@ -156,16 +155,12 @@ class WorkerPool:
         if not self.has_decode or not (self._step_tokens or self._may_overflow):
             return math.inf
         now = time.monotonic()
-        if self._may_overflow and now > self._spare_at + SPARE_SECONDS:
-            chunks = [_largest_chunk(c.status) for c in self.ready(pb.POOL_DECODE)]
-            spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
+        if now > self._window_until:
+            paces = [pace(c.status) for c in self.ready(pb.POOL_DECODE)] if self._may_overflow else []
             speed = self._candidates.prefill_tokens_per_s()
-            self._spare = spare / speed if speed else 0.0
-            self._chunk_tokens = sum(tokens for tokens, _ in chunks)
-            self._spare_at = now
-        if not self._step_tokens:
-            return WINDOW_STEPS * self._chunk_tokens
-        return WINDOW_STEPS * self._step_tokens * (1 + self._spare)
+            self._window = prefill_window(self._step_tokens, speed, paces)
+            self._window_until = now + WINDOW_SECONDS
+        return self._window
 
     # ------------------------------------------------------------ choices
 
@@ -233,6 +228,7 @@ class WorkerPool:
         self._sliding_window = any(d.sliding_window == self._max_positions for d in described)
         budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.POOL_PREFILL))
         self._step_tokens = sum(budgets)  # before `_apply_breakers`, which calls `on_capacity`
+        self._window_until = 0.0
         self._apply_breakers()
         self.changed.set()
         if connection.ready:
@@ -273,10 +269,3 @@ class WorkerPool:
     def _serve(self, connection: WorkerConnection, serves: bool) -> None:
         (self._serving.add if serves else self._serving.discard)(connection)
         self._candidates.availability_changed(connection, serves=serves)
-
-
-def _largest_chunk(status: pb.WorkerStatus) -> tuple[int, float]:
-    """Prompt tokens of the longest step beside decodes, and its seconds."""
-    if status.long_chunk_tokens:
-        return status.long_chunk_tokens, status.long_chunk_seconds
-    return status.chunk_tokens, status.chunk_seconds

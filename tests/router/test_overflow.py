@@ -317,7 +317,7 @@ async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cl
     await offering(cluster)
     await cluster.prefills[0].kill()
     await cluster.until(lambda: not pool.complete)
-    pool._spare_at = 0.0
+    pool._window_until = 0.0
     assert pool.prefill_window() == 2 * 64
     pool._may_overflow = False
     assert pool.prefill_window() == math.inf, "without overflow requests park instead"
@@ -400,5 +400,5 @@ async def test_spare_speed_of_decode_workers_widens_the_window(cluster: Cluster)
     pool = cluster.router.services.pool
     before = pool.prefill_window()
     await offering(cluster)
-    pool._spare_at = 0.0
+    pool._window_until = 0.0
     assert pool.prefill_window() == pytest.approx(before * (1 + 64 / 0.015 / 1.0))

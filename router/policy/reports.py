@@ -1,0 +1,68 @@
+"""What the reports of workers mean for a choice: the offers that `place` compares. Pure."""
+
+from router.policy.decode_load import DecodeLoad
+from router.policy.placement import DecodeOffer, MixedPace, PrefillOffer
+from router.policy.prefill import PrefillRequest, PrefillSnapshot
+from router.policy.prefill_loads import PrefillLoads
+from rpc import worker_pb2 as pb
+
+WINDOW_STEPS = 2
+"""Steps of prompts for each prefill worker: one that it computes, and one to schedule from."""
+
+
+def pace(status: pb.WorkerStatus) -> MixedPace:
+    return MixedPace(
+        status.decode_seconds or status.step_seconds,
+        status.chunk_tokens,
+        status.chunk_seconds,
+        status.long_chunk_tokens,
+        status.long_chunk_seconds,
+    )
+
+
+def apply_report(loads: PrefillLoads, row: int, status: pb.WorkerStatus, alone: bool, now: float) -> None:
+    """`alone`: the worker is in the prefill pool. Other workers compute prompts beside their decodes."""
+    speed = status.prefill_tokens_per_s
+    if not alone:
+        speed = status.long_chunk_tokens / status.long_chunk_seconds if status.long_chunk_seconds else 0.0
+    loads.reported(
+        row,
+        tokens_waiting=status.tokens_waiting,
+        tokens_per_s=speed,
+        now=now,
+        computed=status.prompt_tokens,
+        alone=alone,
+    )
+
+
+def prefill_offer(
+    snapshot: PrefillSnapshot,
+    request: PrefillRequest,
+    row: int,
+    status: pb.WorkerStatus,
+    load: DecodeLoad,
+    utilisation: float,
+) -> PrefillOffer:
+    """The offer of a prefill worker. `load`: what it decodes."""
+    first_token, mixed = snapshot.seconds(request, row), pace(status)
+    if load.running and mixed.known:  # it computes the prompt beside decodes
+        work = snapshot.tokens_ahead(row) + request.tokens - snapshot.cached.of(row)
+        first_token = max(first_token, mixed.seconds(work))
+    return PrefillOffer(first_token, decodes=load.fits(request.tokens + 1), utilisation=utilisation)
+
+
+def decode_offer(status: pb.WorkerStatus, load: DecodeLoad, waiting: float, cached: int) -> DecodeOffer:
+    """The offer of a decode worker with `waiting` prompt tokens ahead, and `cached` tokens of the prompt."""
+    return DecodeOffer(pace(status), waiting, cached, idle=not load.running)
+
+
+def prefill_window(step_tokens: int, speed: float, decodes: list[MixedPace]) -> float:
+    """Prompt tokens that keep all workers busy. More would only wait at the workers.
+
+    `step_tokens`, `speed`: of all prefill workers together, in tokens and tokens/s. `decodes`: the decode
+    workers that compute prompts too."""
+    if not step_tokens:
+        return WINDOW_STEPS * sum(found.largest_chunk[0] for found in decodes)
+    chunks = [found.largest_chunk for found in decodes]
+    spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
+    return WINDOW_STEPS * step_tokens * (1 + (spare / speed if speed else 0.0))

@@ -1,0 +1,273 @@
+"""An engine step by step: it decodes, and computes prompts in the order of their arrival.
+
+A step takes one token of each decode, and chunks of prompts. The chunk limit and the averages that a worker
+reports are those of the engine. Only the cost of a step is simulated (`steps`). No prompt is cached.
+"""
+
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from engine.core.chunk_limit import MIXED_STEPS, ChunkLimit, without_padding
+from engine.core.meters import Meters
+from rpc import worker_pb2 as pb
+from simulator.steps import GRAPH_ROWS, step_seconds
+
+BLOCK = 128
+BLOCKS = 6_888
+"""Of a worker: 880 thousand positions."""
+BUDGET = 8_192
+"""Prompt tokens of a step."""
+COLOCATED_BUDGET = 512
+"""Tokens of a step of a colocated engine."""
+OVERHEAD_SECONDS = 3e-3
+"""Between the client and the engine, until the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of all requests, in seconds."""
+
+    ttft: float
+    ttft_p99: float
+    gap_p99: float
+    first_gap_p99: float
+
+
+@dataclass(slots=True)
+class PlacementOutcome:
+    """What was measured, in seconds.
+
+    Attributes:
+        measures: whether the warm-up is over.
+        ttft: times to the first token.
+        gaps: how often each time between two tokens of a request occurred.
+        first_gaps: times between the first two tokens.
+        places: how many requests went to each place.
+    """
+
+    measures: bool = False
+    ttft: list[float] = field(default_factory=list)
+    gaps: Counter[float] = field(default_factory=Counter)
+    first_gaps: list[float] = field(default_factory=list)
+    places: Counter[str] = field(default_factory=Counter)
+
+    def quantiles(self) -> Quantiles:
+        ttft, first = sorted(self.ttft), sorted(self.first_gaps)
+        return Quantiles(_at(ttft, 0.5), _at(ttft, 0.99), self._gap(0.99), _at(first, 0.99))
+
+    def _gap(self, share: float) -> float:
+        left = share * self.gaps.total()
+        for gap in sorted(self.gaps):
+            left -= self.gaps[gap]
+            if left <= 0:
+                return gap
+        raise ValueError("no request had two tokens")
+
+
+def _at(values: list[float], share: float) -> float:
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+Event = Callable[[], None]
+
+
+class Clock:
+    """Simulated time, and the events to come."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Event]] = []
+
+    def after(self, seconds: float, event: Event) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
+
+    def run(self) -> None:
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+
+
+def _nothing() -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request for at least two tokens.
+
+    Attributes:
+        left: prompt tokens that no step has computed.
+        due: when the prompt should be computed.
+        token_at: time of its first token.
+        started: called when the first step takes tokens of the prompt.
+        first_token: called when the prompt is computed.
+        ended: called when the request has its last token.
+    """
+
+    number: int
+    prompt: int
+    answer: int
+    arrived: float
+    measured: bool
+    left: int
+    due: float = 0.0
+    token_at: float = 0.0
+    started: Event = _nothing
+    first_token: Event = _nothing
+    ended: Event = _nothing
+
+
+class Worker:
+    """Calls the events of its requests.
+
+    Attributes:
+        reserved: requests whose KV will come from another worker.
+        arriving: the part of `reserved` whose KV is on its way.
+    """
+
+    def __init__(self, name: str, clock: Clock, outcome: PlacementOutcome, *, colocated: bool) -> None:
+        self.name = name
+        self.reserved = self.arriving = 0
+        self._clock = clock
+        self._outcome = outcome
+        self._colocated = colocated
+        self._limit = ChunkLimit(None, BUDGET)
+        self._meters = Meters(BUDGET, step_seconds(0, 0, [(BUDGET, 0)]))
+        self._prompts: deque[Request] = deque()
+        self._decodes: list[tuple[int, int, Request]] = []  # a heap by number of the last step
+        self._joining: list[Request] = []
+        self._context = 0  # positions of all decodes
+        self._positions = 0  # that the requests which decode here need in the end
+        self._steps = 0
+        self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
+        self._computed = 0  # prompt tokens
+        self._joined = self._stepping = False
+
+    # ------------------------------------------------------------ requests
+
+    def reserve(self, request: Request) -> None:
+        """Takes a request whose KV comes later (`join`)."""
+        self.reserved += 1
+        self._positions += request.prompt + request.answer
+
+    def prefill(self, request: Request) -> None:
+        """Computes the prompt, and then calls `first_token`."""
+        self._prompts.append(request)
+        self._wake()
+
+    def decode(self, request: Request) -> None:
+        """Goes on with a request whose prompt it computed."""
+        self._positions += request.prompt + request.answer
+        self._joining.append(request)
+
+    def join(self, request: Request) -> None:
+        """The KV of a reserved request has come."""
+        self.reserved -= 1
+        self.arriving -= 1
+        self._joined = True
+        self._joining.append(request)
+        self._wake()
+
+    @property
+    def idle(self) -> bool:
+        return not (self._stepping or self.reserved or self._positions or self._context)
+
+    def status(self) -> pb.WorkerStatus:
+        limit = self._limit
+        short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
+        started = sum(request.left < request.prompt for request in self._prompts)
+        return pb.WorkerStatus(
+            requests_running=len(self._decodes) + len(self._joining) + started,
+            reservations=self.reserved,
+            tokens_waiting=sum(request.left for request in self._prompts),
+            blocks_free=BLOCKS - self._positions // BLOCK,
+            prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
+            step_seconds=self._meters.step_seconds,
+            prompt_tokens=self._computed,
+            chunk_tokens=short.tokens,
+            chunk_seconds=short.seconds,
+            long_chunk_tokens=long.tokens,
+            long_chunk_seconds=long.seconds,
+            decode_seconds=limit.step_seconds,
+        )
+
+    # ------------------------------------------------------------ steps
+
+    def _wake(self) -> None:
+        if not self._stepping:
+            self._step()
+
+    def _step(self) -> None:
+        joining, self._joining = self._joining, []
+        for request in joining:
+            # `_steps` are over. No step decodes the first token.
+            heapq.heappush(self._decodes, (self._steps + request.answer - 1, request.number, request))
+            self._context += request.prompt + 1
+        self._stepping = bool(self._decodes or self._prompts)
+        if not self._stepping:
+            return
+        chunks = list(self._chunks(self._prompt_budget()))
+        tokens = sum(count for _, count in chunks)
+        if self._decodes:
+            self._mixed_steps = self._mixed_steps + 1 if tokens else 0
+        starts = [(count, request.prompt - request.left - count) for request, count in chunks]
+        seconds = step_seconds(len(self._decodes), self._context, starts)
+        self._clock.after(seconds, partial(self._end_step, seconds, tokens, chunks, joining))
+
+    def _prompt_budget(self) -> int:
+        decodes = len(self._decodes)
+        if self._colocated:
+            return COLOCATED_BUDGET - decodes
+        if not decodes and not self.reserved:
+            return BUDGET
+        if decodes and self._mixed_steps >= MIXED_STEPS:
+            return 0
+        if self._joined or self.arriving:
+            tokens = self._limit.short_tokens
+        else:
+            prompts = ((request.left, request.due) for request in self._prompts)
+            tokens = self._limit.tokens(prompts, self._clock.now)
+        self._joined = False
+        return min(BUDGET - decodes, without_padding(tokens, decodes, GRAPH_ROWS))
+
+    def _chunks(self, budget: int) -> Iterator[tuple[Request, int]]:
+        for request in self._prompts:
+            if (count := min(budget, request.left)) <= 0:
+                return
+            if request.left == request.prompt:
+                request.started()
+            budget -= count
+            request.left -= count
+            yield request, count
+
+    def _end_step(
+        self, seconds: float, tokens: int, chunks: list[tuple[Request, int]], joined: list[Request]
+    ) -> None:
+        now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
+        self._limit.record(decodes > 0, tokens, seconds)
+        self._meters.record(tokens, seconds)
+        self._computed += tokens
+        self._steps += 1
+        self._context += decodes
+        if outcome.measures:
+            outcome.gaps[seconds] += decodes - len(joined)
+            for request in joined:
+                outcome.gaps[now - request.token_at] += 1
+                outcome.first_gaps.append(now - request.token_at)
+        while self._decodes and self._decodes[0][0] <= self._steps:
+            _, _, request = heapq.heappop(self._decodes)
+            self._context -= request.prompt + request.answer
+            self._positions -= request.prompt + request.answer
+            request.ended()
+        for request, _ in chunks:
+            if not request.left:
+                self._prompts.popleft()
+                request.token_at = now
+                if request.measured:
+                    outcome.ttft.append(now - request.arrived + OVERHEAD_SECONDS)
+                request.first_token()
+        self._step()

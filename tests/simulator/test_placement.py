@@ -1,0 +1,56 @@
+"""What the simulator shows of placement, step by step."""
+
+from functools import cache
+
+import pytest
+
+from simulator.placement import Kind, Load, simulate
+from simulator.step_worker import PlacementOutcome
+from simulator.steps import step_seconds
+
+MEASURED = {
+    Load(2000, 150, 12): (179, 16.0),
+    Load(2000, 150, 22): (350, 18.5),
+    Load(8000, 200, 3): (569, 20.6),
+    Load(500, 500, 12): (42, 12.6),
+}
+"""p99 of TTFT and gaps in ms: two colocated vLLM engines with steps of 512 tokens on H200."""
+
+
+@cache
+def outcome(load: Load, kind: Kind) -> PlacementOutcome:
+    return simulate(load, kind, requests=400)
+
+
+def test_steps_cost_what_an_h200_measured():
+    assert step_seconds(1, 800, []) == pytest.approx(4.40e-3, rel=0.05)
+    assert step_seconds(128, 128 * 900, []) == pytest.approx(9.74e-3, rel=0.05)
+    assert step_seconds(0, 0, [(2000, 0)]) == pytest.approx(48e-3, rel=0.05)
+    assert step_seconds(0, 0, [(8000, 0)]) == pytest.approx(210e-3, rel=0.05)
+
+
+def test_steps_with_chunks_are_padded_to_the_next_graph():
+    below, above, whole = (step_seconds(8, 0, [(rows - 8, 0)]) for rows in (320, 321, 384))
+    assert below < 0.95 * above
+    assert above == pytest.approx(whole, rel=0.005)
+
+
+@pytest.mark.parametrize("load", MEASURED, ids=str)
+def test_the_policy_is_no_worse_than_a_fixed_split_and_than_colocated_engines(load: Load):
+    ours, split = (outcome(load, kind).quantiles() for kind in ("policy", "split"))
+    ttft, gap = MEASURED[load]
+    assert ours.ttft_p99 <= 1.1 * split.ttft_p99
+    assert 1e3 * ours.ttft_p99 <= 1.1 * ttft
+    assert 1e3 * ours.gap_p99 <= gap
+
+
+def test_light_loads_are_handed_over_and_short_prompts_are_not():
+    assert outcome(Load(2000, 150, 12), "policy").places["handover"] > 200
+    places = outcome(Load(200, 20, 80), "policy").places
+    assert places["handover"] < 0.4 * places.total()
+
+
+def test_routers_that_hear_of_each_other_in_reports_leave_nothing_behind():
+    found = simulate(Load(2000, 150, 12), "policy", requests=200, workers=4, routers=3)
+    assert len(found.ttft) == 180
+    assert found.places.total() == 200
