@@ -13,12 +13,14 @@ from engine import EngineRequest, SamplingParams
 
 
 def greedy(prompt_ids: Sequence[int], max_tokens: int, **sampling: Any) -> EngineRequest:
-    """A greedy request that ignores the end-of-sequence token."""
+    """A greedy request that ignores the end-of-sequence token. Its prompt is late from the start, so only the
+    gap target bounds its chunks beside decodes."""
     return EngineRequest(
         os.urandom(16),
         list(prompt_ids),
         [],
         SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling),
+        first_token_within=0.0,
     )
 
 
