@@ -23,6 +23,7 @@ from router.policy import (
     PrefillLoads,
     PrefillRequest,
     PrefillSnapshot,
+    PrefillWindow,
     PrefillWork,
     apply_report,
     decode_offer,
@@ -76,7 +77,7 @@ class Router:
         self._status = [pb.WorkerStatus() for _ in workers]
         self._queue: deque[Request] = deque()
         self._sent_tokens = 0  # prompt tokens without a first token that workers have
-        self._window = 0.0
+        self._window = PrefillWindow()
         for row, worker in enumerate(workers):
             self._loads.join(worker.name, block_size=BLOCK, now=clock.now)
             self._loads.serve(row, row < self._prefills)
@@ -104,10 +105,14 @@ class Router:
     def _update_window(self) -> None:
         paces = [pace(status) for status in self._status[self._prefills :]]
         speed = self._loads.tokens_per_s()
-        self._window = prefill_window(self._prefills * BUDGET, speed, paces if self._kind == "policy" else [])
+        self._window = prefill_window(
+            self._prefills * [BUDGET], speed, paces if self._kind == "policy" else []
+        )
 
     def _dispatch(self) -> None:
-        while self._queue and (not self._sent_tokens or self._sent_tokens < self._window):
+        while self._queue:
+            if self._sent_tokens and self._sent_tokens >= self._window.holding(self._queue[0].prompt):
+                return
             tokens = self._queue[0].prompt + 1
             decode = two_choices(self._decodes[self._prefills :], tokens=tokens, rng=self._rng)
             if decode is None:

@@ -210,7 +210,8 @@ class Admission:
 
     Args:
         max_waiting_tokens: bound of `waiting_tokens`.
-        window: returns the prompt tokens of one key that workers may have without a first token.
+        window: takes the length of a prompt that waits. Returns the prompt tokens of one key that workers may
+            have without a first token.
         free_capacity: returns the free capacity of all decode workers.
         shared: there are several keys. Each key has half of the window, and its prompts must fit into that.
 
@@ -224,7 +225,7 @@ class Admission:
     def __init__(
         self,
         max_waiting_tokens: int,
-        window: Callable[[], float],
+        window: Callable[[int], float],
         free_capacity: Callable[[], FreeCapacity] = _unlimited,
         *,
         shared: bool = False,
@@ -313,7 +314,6 @@ class Admission:
             self._dispatching = False
 
     def _next(self, full: set[Account]) -> Turn | None:
-        window = self._window() / 2 if self._shared else self._window()
         free = self._free_capacity() if self._shared else _unlimited()
         self._window_full = False
 
@@ -323,6 +323,8 @@ class Admission:
                 return False
             # Workers give keys equal shares of their steps, so each key has a window of its own.
             if turn.is_new and account.sent_tokens:
+                window = self._window(turn.tokens)
+                window /= 2 if self._shared else 1
                 ahead = account.sent_tokens + (turn.tokens if self._shared else 1)
                 if ahead > window:
                     self._window_full = True

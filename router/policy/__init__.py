@@ -24,7 +24,14 @@ from router.policy.placement import (
 )
 from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads, PrefillWork
-from router.policy.reports import apply_report, decode_offer, pace, prefill_offer, prefill_window
+from router.policy.reports import (
+    PrefillWindow,
+    apply_report,
+    decode_offer,
+    pace,
+    prefill_offer,
+    prefill_window,
+)
 from router.policy.ring import Ring
 from router.policy.round_robin import round_robin
 from router.policy.sticky import sticky
@@ -45,6 +52,7 @@ __all__ = [
     "PrefillPolicy",
     "PrefillRequest",
     "PrefillSnapshot",
+    "PrefillWindow",
     "PrefillWork",
     "Ring",
     "apply_report",

@@ -1,5 +1,8 @@
 """What the reports of workers mean for a choice: the offers that `place` compares. Pure."""
 
+import math
+from dataclasses import dataclass
+
 from router.policy.decode_load import DecodeLoad
 from router.policy.placement import DecodeOffer, MixedPace, PrefillOffer
 from router.policy.prefill import PrefillRequest, PrefillSnapshot
@@ -56,13 +59,27 @@ def decode_offer(status: pb.WorkerStatus, load: DecodeLoad, waiting: float, cach
     return DecodeOffer(pace(status), waiting, cached, idle=not load.running)
 
 
-def prefill_window(step_tokens: int, speed: float, decodes: list[MixedPace]) -> float:
-    """Prompt tokens that keep all workers busy. More would only wait at the workers.
+@dataclass(frozen=True, slots=True)
+class PrefillWindow:
+    """Prompt tokens that keep all workers busy. More would only wait at the workers."""
 
-    `step_tokens`, `speed`: of all prefill workers together, in tokens and tokens/s. `decodes`: the decode
-    workers that compute prompts too."""
-    if not step_tokens:
-        return WINDOW_STEPS * sum(found.largest_chunk[0] for found in decodes)
+    tokens: float = 0.0
+    step: float = math.inf
+    """Prompt tokens of a step of one worker."""
+
+    def holding(self, prompt: int) -> float:
+        """The window if prompts have `prompt` tokens. A prompt that is longer than a step counts as a step:
+        otherwise one long prompt fills the window, and the other workers get none."""
+        return self.tokens * max(1.0, prompt / self.step)
+
+
+def prefill_window(budgets: list[int], speed: float, decodes: list[MixedPace]) -> PrefillWindow:
+    """`budgets`, `speed`: of the prefill workers, the tokens of a step of each, and the tokens/s of all
+    together. `decodes`: the decode workers that compute prompts too."""
     chunks = [found.largest_chunk for found in decodes]
+    if not budgets:
+        tokens = sum(tokens for tokens, _ in chunks)
+        return PrefillWindow(WINDOW_STEPS * tokens, tokens / len(chunks) if tokens else math.inf)
     spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
-    return WINDOW_STEPS * step_tokens * (1 + (spare / speed if speed else 0.0))
+    share = 1 + (spare / speed if speed else 0.0)
+    return PrefillWindow(WINDOW_STEPS * sum(budgets) * share, sum(budgets) / len(budgets))

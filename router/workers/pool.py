@@ -11,6 +11,7 @@ from router.policy import (
     FreeCapacity,
     Placement,
     PrefillPolicy,
+    PrefillWindow,
     PrefillWork,
     free_capacity,
     pace,
@@ -66,8 +67,8 @@ class WorkerPool:
         self.changed = asyncio.Event()
         self.on_capacity: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
-        self._step_tokens = 0  # prompt tokens in one step of all prefill workers
-        self._window = 0.0  # as of `prefill_window`
+        self._budgets: list[int] = []  # prompt tokens of a step of each prefill worker
+        self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
         self._may_overflow = overflow
         self._model = model
@@ -147,20 +148,21 @@ class WorkerPool:
             return FreeCapacity(math.inf, math.inf)
         return free_capacity(self._candidates.decodes)
 
-    def prefill_window(self) -> float:
-        """Prompt tokens that keep all workers busy. More would only wait at the workers.
+    def prefill_window(self, prompt: int) -> float:
+        """Prompt tokens that keep all workers busy, if the next prompt has `prompt` tokens. More would only
+        wait at the workers.
 
         Infinite if no worker can prefill or none can decode, as for `free_capacity`.
         """
-        if not self.has_decode or not (self._step_tokens or self._may_overflow):
+        if not self.has_decode or not (self._budgets or self._may_overflow):
             return math.inf
         now = time.monotonic()
         if now > self._window_until:
             paces = [pace(c.status) for c in self.ready(pb.POOL_DECODE)] if self._may_overflow else []
             speed = self._candidates.prefill_tokens_per_s()
-            self._window = prefill_window(self._step_tokens, speed, paces)
+            self._window = prefill_window(self._budgets, speed, paces)
             self._window_until = now + WINDOW_SECONDS
-        return self._window
+        return self._window.holding(prompt)
 
     # ------------------------------------------------------------ choices
 
@@ -226,8 +228,8 @@ class WorkerPool:
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._max_positions = min(sizes, default=None)
         self._sliding_window = any(d.sliding_window == self._max_positions for d in described)
-        budgets = (c.description.max_num_batched_tokens for c in self.ready(pb.POOL_PREFILL))
-        self._step_tokens = sum(budgets)  # before `_apply_breakers`, which calls `on_capacity`
+        # Before `_apply_breakers`, which calls `on_capacity`.
+        self._budgets = [c.description.max_num_batched_tokens for c in self.ready(pb.POOL_PREFILL)]
         self._window_until = 0.0
         self._apply_breakers()
         self.changed.set()

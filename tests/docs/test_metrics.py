@@ -36,7 +36,7 @@ def documented(letter: str) -> set[str]:
 def test_router() -> None:
     metrics = RouterMetrics("model")
     pool: Any = SimpleNamespace(connections=[])
-    metrics.follow(pool, Admission(1, lambda: 0.0))
+    metrics.follow(pool, Admission(1, lambda prompt: 0.0))
     assert names(metrics.registry.collect()) == documented("R")
 
 

@@ -60,7 +60,7 @@ def admitted(
 
 def test_waiting_tokens_are_bounded_and_given_back():
     clock = Clock()
-    admission = Admission(1000, lambda: math.inf, clock=clock)
+    admission = Admission(1000, lambda prompt: math.inf, clock=clock)
     with admitted(admission, no_limit(), [600, 300]) as turns:
         for turn in turns:
             turn.wait(Generation(turn, "", []))
@@ -80,7 +80,7 @@ def test_waiting_tokens_are_bounded_and_given_back():
 
 def test_an_estimate_is_replaced_when_the_tokens_are_known():
     clock = Clock()
-    admission = Admission(1000, lambda: math.inf, clock=clock)
+    admission = Admission(1000, lambda prompt: math.inf, clock=clock)
     account = Account(ApiKey.of("a", "1", tokens_per_minute=1000), clock=clock)
     with admission.enter(account, 500) as small, admission.enter(no_limit(), 400) as large:
         assert account._left == 500
@@ -100,7 +100,7 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
 
 
 def test_a_request_larger_than_the_bound_is_served_alone():
-    admission = Admission(1000, lambda: math.inf)
+    admission = Admission(1000, lambda prompt: math.inf)
     with admitted(admission, no_limit(), [5000]):
         assert admission.waiting_tokens == 5000
 
@@ -132,7 +132,7 @@ class Router:
         self.slots = [math.inf]
         self.away = False
         self.started: list[str] = []
-        self.admission = Admission(10**6, lambda: self.window, lambda: self.room, shared=shared)
+        self.admission = Admission(10**6, lambda prompt: self.window, lambda: self.room, shared=shared)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Router":
@@ -336,7 +336,7 @@ def test_a_single_key_may_use_all_capacity():
 
 
 def test_the_key_with_too_many_waiting_tokens_is_refused_and_not_the_other():
-    admission = Admission(900, lambda: 0.0, shared=True)
+    admission = Admission(900, lambda prompt: 0.0, shared=True)
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
     with contextlib.ExitStack() as stack:
         for _ in range(8):
@@ -348,7 +348,7 @@ def test_the_key_with_too_many_waiting_tokens_is_refused_and_not_the_other():
 
 
 def test_generations_that_end_during_a_turn_do_not_start():
-    admission = Admission(1000, lambda: 1.0)
+    admission = Admission(1000, lambda prompt: 1.0)
     started: list[str] = []
     with admitted(admission, no_limit(), [10, 10, 10]) as turns:
 
@@ -370,7 +370,7 @@ def test_generations_that_end_during_a_turn_do_not_start():
 
 def test_the_requests_of_a_key_are_limited():
     account = Account(ApiKey.of("a", "1", max_requests=4), share=0.5)
-    admission = Admission(1000, lambda: math.inf)
+    admission = Admission(1000, lambda prompt: math.inf)
     with admitted(admission, account, [1]):
         with admitted(admission, account, [1]):
             with pytest.raises(RateLimited) as refusal, admitted(admission, account, [1]):
@@ -386,7 +386,7 @@ def test_the_requests_of_a_key_are_limited():
 def test_the_tokens_per_minute_of_a_key_are_limited():
     clock = Clock()
     account = Account(ApiKey.of("a", "1", tokens_per_minute=1200), share=0.5, clock=clock)
-    admission = Admission(10**6, lambda: math.inf, clock=clock)
+    admission = Admission(10**6, lambda prompt: math.inf, clock=clock)
 
     def ask(prompt: int, output: int) -> None:
         with admitted(admission, account, [prompt]) as [turn]:

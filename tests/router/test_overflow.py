@@ -318,9 +318,10 @@ async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cl
     await cluster.prefills[0].kill()
     await cluster.until(lambda: not pool.complete)
     pool._window_until = 0.0
-    assert pool.prefill_window() == 2 * 64
+    assert pool.prefill_window(64) == 2 * 64
+    assert pool.prefill_window(640) == 2 * 640
     pool._may_overflow = False
-    assert pool.prefill_window() == math.inf, "without overflow requests park instead"
+    assert pool.prefill_window(64) == math.inf, "without overflow requests park instead"
 
 
 async def test_after_the_last_prefill_worker_is_lost_decode_prefills_its_reservation(
@@ -398,7 +399,7 @@ async def test_no_overflow_turns_it_off(tokenizer: ModelTokenizer, tmp_path: Pat
 
 async def test_spare_speed_of_decode_workers_widens_the_window(cluster: Cluster) -> None:
     pool = cluster.router.services.pool
-    before = pool.prefill_window()
+    before = pool.prefill_window(64)
     await offering(cluster)
     pool._window_until = 0.0
-    assert pool.prefill_window() == pytest.approx(before * (1 + 64 / 0.015 / 1.0))
+    assert pool.prefill_window(64) == pytest.approx(before * (1 + 64 / 0.015 / 1.0))
