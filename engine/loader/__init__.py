@@ -37,15 +37,15 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
     return DummyCheckpoint(read_config(path), str(path), config.seed, device)
 
 
-def check_model(config: EngineConfig) -> None:
+def check_model(engine: EngineConfig) -> None:
     """Finds errors of a checkpoint without reading its weights. Raises `ValueError` for files that are
     missing or cut short, tensors that are missing or have another shape, unsupported models, and a
     tensor_parallel_size that does not fit the heads."""
-    checkpoint = open_checkpoint(config, torch.device("cpu"))
-    checkpoint.config.of_rank(config.tensor_parallel_size)
+    checkpoint = open_checkpoint(engine, torch.device("cpu"))
+    checkpoint.config.of_rank(engine.tensor_parallel_size)
     weights = DeclaredWeights(checkpoint, PlainLinear)
-    with torch.device("meta"):
-        model_class(checkpoint.config.architecture, checkpoint.source)(checkpoint.config, weights)
+    config = replace(checkpoint.config, max_model_len=1)  # tables grow with the context
+    model_class(config.architecture, checkpoint.source)(config, weights)
     weights.check_all_taken()
 
 

@@ -22,9 +22,9 @@ from tests.cluster_helpers import (
     started_pair,
 )
 from tests.device import DEVICE
+from tests.shallow import LAYERS
 
 CHUNK = 128
-LAYERS = 30
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +33,20 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workers(embedded_model_path: Path, directory: Path) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
+def workers(shallow_model_path: Path, directory: Path) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
     settings: dict[str, Any] = {
         "engine": {"max_num_batched_tokens": CHUNK},
         "trace_dir": str(directory / "traces"),
     }
-    with started_pair(embedded_model_path, directory, **settings) as started:
+    with started_pair(shallow_model_path, directory, **settings) as started:
         yield started
     assert list((directory / "run").iterdir()) == []
 
 
 @pytest.fixture(scope="module")
-def engine(embedded_model_path: Path) -> Engine:
+def engine(shallow_model_path: Path) -> Engine:
     return build_engine(
-        EngineConfig(str(embedded_model_path), dtype="float32", device=DEVICE, num_blocks=512, num_threads=1)
+        EngineConfig(str(shallow_model_path), dtype="float32", device=DEVICE, num_blocks=512, num_threads=1)
     )
 
 

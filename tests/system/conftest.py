@@ -14,6 +14,7 @@ import pytest
 
 from bench.chaos.cluster import LocalCluster, free_port
 from bench.chaos.streams import expected
+from cluster.model import EMBEDDED_NAME
 from tests.otlp import Receiver
 
 from .machine import Machine
@@ -76,13 +77,16 @@ def otlp() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="session")
-def broken(tmp_path_factory: pytest.TempPathFactory, otlp: Receiver) -> Iterator[Broken]:
+def broken(
+    tmp_path_factory: pytest.TempPathFactory, otlp: Receiver, shallow_model_path: Path
+) -> Iterator[Broken]:
     """The one that tests do break: two workers of each role, each started again however it ends."""
     watched = ("--otlp-endpoint", otlp.endpoint, "--log-format", "json", "--log-level", "debug")
+    model = ("--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME)
     # What is broken here is the way of KV from prefill to decode: decode workers do not go without.
     with LocalCluster(
         tmp_path_factory.mktemp("broken"),
-        worker_flags=[*FLAGS, *watched],
+        worker_flags=[*FLAGS, *watched, *model],
         router_flags=["--no-overflow", *watched],
     ) as cluster:
         yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG], at_once=12)))

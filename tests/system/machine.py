@@ -54,7 +54,8 @@ class Machine:
         )
 
     def assert_no_trace(self) -> None:
-        assert list(self.tmp.iterdir()) == []
+        left = [str(path.relative_to(self.tmp)) for path in self.tmp.rglob("*")]
+        assert left == [], left
         assert [path.name for path in self.home.iterdir()] in ([], [".cache"]), "nothing in ~ but the cache"
         assert set(os.listdir("/dev/shm")) <= self._shared_memory
         assert Path("/tmp/ray").exists() == self._default_ray

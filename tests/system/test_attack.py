@@ -123,11 +123,13 @@ def may_grow(title: str) -> int:
     return GROWTH + POOL if title.endswith("engine") else GROWTH
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     ("warm_up", "seconds", "longest_pause"),
     [
         (2.0, 6.0, 4.0),  # the bound is for a machine that is busy with other work, too
-        pytest.param(60.0, 600.0, 2.0, marks=[pytest.mark.long, pytest.mark.timeout(1000)]),
+        (60.0, 600.0, 2.0),
     ],
 )
 async def test_known_streams_go_on(

@@ -31,9 +31,10 @@ ROWS: dict[str, Row] = {
     "logit bias": lambda plain: case(6, logit_bias={str(plain.token_ids[3]): 3.0}),
     # It begins in one token and ends in another, far behind the kill.
     "stop string": lambda plain: case(1, temperature=0.0, stop=[plain.text[-14:-6]]),
-    # Chosen at once, were it allowed: what was generated before the kill must count.
+    # The token is chosen as soon as it is allowed: tokens that were generated before the kill must count.
     "min_tokens": lambda plain: case(
-        1, temperature=0.0, ignore_eos=False, min_tokens=16, stop_token_ids=sorted(set(plain.token_ids))
+        1, temperature=0.0, ignore_eos=False, min_tokens=16, stop_token_ids=plain.token_ids[:1],
+        logit_bias={str(plain.token_ids[0]): 100.0},
     ),
 }  # fmt: skip
 
@@ -66,4 +67,4 @@ async def test_a_killed_run_equals_a_quiet_one(broken: Broken) -> None:
     assert by_name["stop string"].finish_reason == "stop"
     assert 10 < len(by_name["stop string"].token_ids) < TOKENS
     assert by_name["min_tokens"].finish_reason == "stop"
-    assert len(by_name["min_tokens"].token_ids) >= 16
+    assert len(by_name["min_tokens"].token_ids) in (16, 17)

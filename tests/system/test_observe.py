@@ -19,10 +19,11 @@ from bench.chaos.streams import Case, Stream, read
 from tests.grafana import RULES, expressions, rules
 from tests.otlp import Receiver, Span
 from tests.prometheus import Prometheus
+from tests.shallow import LAYERS
 
 from .recovery import LONG, SHORT, Broken
 
-KV_BYTES = 30 * 2 * 3 * 64 * 4  # of one position: layers, K and V, KV heads, head_dim, float32
+KV_BYTES = LAYERS * 2 * 3 * 64 * 4  # of one position: layers, K and V, KV heads, head_dim, float32
 CASE = LONG[1]
 
 

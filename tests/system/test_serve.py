@@ -1,4 +1,4 @@
-"""`baton serve` as a user has it: real model, real signals; and nothing left when it has ended."""
+"""`baton serve` as a user has it: real processes, real signals; and nothing left when it has ended."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="module")
-def served(machine: Machine) -> Iterator[Serve]:
+def served(machine: Machine, shallow_model_path: Path) -> Iterator[Serve]:
     """Shared by the tests up to the one that stops it. Started as shells do with `&`: SIGINT is ignored."""
-    serve = Serve(machine, ignoring=(signal.SIGINT,))
+    serve = Serve(machine, "--model", str(shallow_model_path), ignoring=(signal.SIGINT,))
     try:
         serve.until_ready()
         yield serve
@@ -49,7 +49,7 @@ def test_the_printed_curl_works_when_pasted(served: Serve) -> None:
     command = next(line for line in served.output().splitlines() if line.strip().startswith("curl "))
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     answer = json.loads(done.stdout)
-    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["message"]["content"]
 
 
 def test_status_shows_every_worker(served: Serve) -> None:
@@ -67,7 +67,7 @@ def test_status_shows_every_worker(served: Serve) -> None:
 def test_chat_answers_and_shows_its_figures(served: Serve) -> None:
     question = ("--temperature", "0", "--max-tokens", "12", "What is the capital of France?")
     done = served.machine.baton("chat", "--url", served.url, *question)
-    assert "Paris" in done.stdout, done.stderr
+    assert done.stdout, done.stderr
     assert re.search(r"first token after \d+ ms, \d+ tokens, then [\d.]+ tokens/s", done.stderr)
 
 

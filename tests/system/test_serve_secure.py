@@ -21,7 +21,9 @@ from .serve import Serve
 KEY, SECRET = "sk-of-a-test-and-nobody-else", "a cluster secret of a test and nobody else"
 
 
-def test_tls_keys_and_two_processes_that_drain(tmp_path: Path, certificates: Certificates) -> None:
+def test_tls_keys_and_two_processes_that_drain(
+    tmp_path: Path, certificates: Certificates, shallow_model_path: Path
+) -> None:
     machine = Machine()
     keys, secret, logs = tmp_path / "keys.toml", tmp_path / "secret", tmp_path / "logs"
     keys.write_text(f'[tester]\nkey = "{KEY}"\nmax-requests = 64\nsalt = "of a test"\n')
@@ -29,7 +31,8 @@ def test_tls_keys_and_two_processes_that_drain(tmp_path: Path, certificates: Cer
     (chain, key), (worker, worker_key) = certificates.server, certificates.worker
     admin = f"http://127.0.0.1:{(admin_port := free_port())}"
     serve = Serve(
-        machine, "--router-processes", "2", "--admin-port", str(admin_port),
+        machine, "--model", str(shallow_model_path), "--served-model-name", "shallow",
+        "--router-processes", "2", "--admin-port", str(admin_port),
         "--api-key-file", str(keys), "--cluster-secret-file", str(secret),
         "--ssl-certfile", chain, "--ssl-keyfile", key, "--ssl-ca-certs", certificates.ca,
         "--cluster-certfile", worker, "--cluster-keyfile", worker_key,
@@ -47,12 +50,12 @@ def test_tls_keys_and_two_processes_that_drain(tmp_path: Path, certificates: Cer
 
             def ask(max_tokens: int) -> Iterator[Completion]:
                 return client.completions.create(
-                    model="SmolLM2-135M-Instruct", prompt="The capital of France is", temperature=0,
+                    model="shallow", prompt="The capital of France is", temperature=0,
                     max_tokens=max_tokens, stream=True, stream_options={"include_usage": True},
                     extra_body={"ignore_eos": True},
                 )  # fmt: skip
 
-            assert "Paris" in "".join(chunk.choices[0].text for chunk in ask(8) if chunk.choices)
+            assert "".join(chunk.choices[0].text for chunk in ask(8) if chunk.choices)
             status = machine.baton("status", "--url", admin)
             assert status.returncode == 0, status.stderr
             assert status.stdout.count("ready") == 2
