@@ -36,7 +36,7 @@ def ready(worker: dict[str, Any]) -> bool:
 
 ORDER = {"prefill": 0, "decode": 1}
 COLUMNS = (
-    "worker", "pool", "state", "incarnation", "address", "running", "waiting", "KV used", "transfers",
+    "worker", "pool", "state", "incarnation", "address", "device", "running", "waiting", "KV used", "transfers",
     "restarts", "last exit", "node",
 )  # fmt: skip
 
@@ -102,6 +102,18 @@ def pool_of(worker: dict[str, Any]) -> str:
     return pool if pool in ORDER else worker.get("role", "")
 
 
+def device_of(worker: dict[str, Any]) -> str:
+    """What a worker computes on, such as "2 GPUs" or "CPU, 3 ranks"; "" if that is not known."""
+    description = worker.get("description") or {}
+    device = description.get("device")
+    ranks = description.get("tensor_parallel_size") or 1  # workers of older versions do not say it
+    if not device:
+        return ""
+    if device.startswith("cuda"):
+        return f"{ranks} GPU{'s' if ranks > 1 else ''}"
+    return "CPU" if ranks == 1 else f"CPU, {ranks} ranks"
+
+
 def place_of(worker: dict[str, Any]) -> str:
     name = name_of(worker)
     return f"{'worker' if name == '?' else name} at {worker.get('address')}"
@@ -128,6 +140,7 @@ def row(worker: dict[str, Any]) -> list[str]:
         state(worker, role),
         str((name_of(worker) != "?" and worker.get("incarnation")) or "–"),
         str(worker.get("address") or "–"),
+        device_of(worker) or "–",
         *(str(load.get(key, "–")) for key in ("requests_running", "requests_waiting")),
         used,
         str(load.get("transfers_open", "–")),

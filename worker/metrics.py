@@ -40,9 +40,10 @@ class Metrics(Collector):
     The owner sets `engine_status` and `transfer_stats` to the last reports, and `role` to the current pool.
     """
 
-    def __init__(self, role: str, model_name: str) -> None:
+    def __init__(self, role: str, model_name: str, tensor_parallel_size: int = 1) -> None:
         self.role = role
         self._model_name = model_name
+        self._tensor_parallel_size = tensor_parallel_size
         self._cache_config: dict[str, str] = {}
         self.engine_status: EngineStatus | None = None
         self.transfer_stats: TransferStats | None = None
@@ -148,6 +149,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield self._info()
+        yield self._gauge(
+            "baton:tensor_parallel_size", "Devices that this worker spans.", self._tensor_parallel_size
+        )
         if self.engine_status is not None:
             yield from self._of_engine(self.engine_status)
         if self.transfer_stats is not None:

@@ -77,7 +77,7 @@ class Service:
         self.draining = False
         self._health = rpc.HealthServicer()
         self._server = rpc.create_server(config.secret, self._health)
-        self._metrics = Metrics(config.role, config.model_name)
+        self._metrics = Metrics(config.role, config.model_name, config.engine.tensor_parallel_size)
         self._journal = Journal(config, incarnation)
         self._tree = WorkerTree(config, self._incarnation)
         self._routers: AttachService
@@ -354,6 +354,7 @@ class Service:
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
             dtype=engine.layout.dtype,
             device=config.engine.device,
+            tensor_parallel_size=config.engine.tensor_parallel_size,
             pid=os.getpid(),
             metrics_address=metrics_address,
             vocab_size=engine.vocab_size,

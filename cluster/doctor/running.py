@@ -14,7 +14,7 @@ import aiohttp
 from cluster.doctor.finding import Finding, bad, good, warning
 from cluster.http import checked, error_message, session
 from cluster.options import DoctorOptions, EndpointOptions
-from cluster.status import name_of, place_of, pool_of
+from cluster.status import device_of, name_of, place_of, pool_of
 
 ADMIN = (
     "Give the URL of clients as --url, and that of the router's --admin-port, which `baton serve` prints, as "
@@ -51,7 +51,8 @@ def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
     for pool in ("prefill", "decode"):
         ready = [w for w in found if pool_of(w) == pool and w.get("state") == "ready"]
         if ready:
-            yield good(f"{pool} workers", f"{len(ready)} ready")
+            devices = " or ".join(sorted(set(filter(None, map(device_of, ready)))))
+            yield good(f"{pool} workers", f"{len(ready)} ready" + (f", each on {devices}" if devices else ""))
         else:
             yield bad(
                 f"{pool} workers", "none is ready",

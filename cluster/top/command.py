@@ -20,7 +20,7 @@ from cluster.top.frame import Frame, frame
 from cluster.top.scrape import Scrape, scrape
 
 COLUMNS = (
-    "worker", "pool", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "KV GB/s", "hidden",
+    "worker", "pool", "device", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "KV GB/s", "hidden",
     "transfers", "restarts",
 )  # fmt: skip
 
@@ -81,12 +81,13 @@ def drawn(found: Frame) -> RenderableType:
         f"{latencies}  [dim](p50 / p99)[/dim]",
     ]
     table = Table(*COLUMNS, header_style="bold", box=None, pad_edge=False)
-    for column in table.columns[3:]:
+    for column in table.columns[4:]:
         column.justify = "right"
     for w in found.workers:
         table.add_row(
             escape(w.name),
             w.pool or "–",
+            w.device or "–",
             escape(w.state),
             *("–" if value is None else str(value) for value in (w.running, w.waiting)),
             _share(w.kv_used),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.load.measurement.server_stages import Histogram, difference, quantile
-from cluster.status import merged, name_of, pool_of, state
+from cluster.status import device_of, merged, name_of, pool_of, state
 from cluster.top.scrape import Page, Scrape
 
 TOKENS = {"prefill": "vllm:prompt_tokens_total", "decode": "vllm:generation_tokens_total"}
@@ -19,6 +19,7 @@ class WorkerRow:
 
     Attributes:
         pool: where it serves now.
+        device: such as "2 GPUs"; "" if it is not known.
         tokens_per_s: prompt tokens computed (in the prefill pool) or tokens sampled (in the decode pool).
         kv_used: share of the KV blocks, 0 to 1.
         kv_bytes_per_s: KV sent (prefill) or received and verified (decode).
@@ -27,6 +28,7 @@ class WorkerRow:
 
     name: str
     pool: str
+    device: str
     state: str
     running: int | None
     waiting: int | None
@@ -99,6 +101,7 @@ def _row(worker: dict[str, Any], before: Scrape | None, after: Scrape, seconds: 
     return WorkerRow(
         name=name_of(worker),
         pool=pool_of(worker),
+        device=device_of(worker),
         state=state(worker, role),
         running=load.get("requests_running"),
         waiting=load.get("requests_waiting"),

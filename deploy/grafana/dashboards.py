@@ -100,6 +100,12 @@ CLUSTER = [
     Panel("KV blocks in use, prefill", "percentunit", each("vllm:kv_cache_usage_perc", "prefill")),
     Panel("KV blocks in use, decode", "percentunit", each("vllm:kv_cache_usage_perc", "decode")),
     Panel("KV sent", "Bps", rate("baton:kv_bytes_total", "prefill", "direction")),
+    Panel(
+        "Devices", "short",
+        all_of("prefill", "baton:tensor_parallel_size", "prefill")
+        | all_of("decode", "baton:tensor_parallel_size", "decode"),
+        "GPUs that the workers of each pool span.",
+    ),
 ]  # fmt: skip
 
 ROUTER = [

@@ -18,12 +18,13 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import app
 from cluster.python_path import PACKAGES
+from cluster.status import device_of
 
 STATUS: dict[str, Any] = {
     "workers": [
         {
             "role": "decode", "index": 0, "incarnation": "7cd5cd6aa2f23fee", "state": "ready",
-            "address": "127.0.0.1:5",
+            "address": "127.0.0.1:5", "description": {"device": "cuda", "tensor_parallel_size": 2},
             "status": {"requests_running": 3, "requests_waiting": 1, "blocks_free": 6, "blocks_total": 8},
         },
         {
@@ -159,9 +160,26 @@ def test_status_as_a_table_and_as_json(url: str) -> None:
     lines = result.stdout.splitlines()
     assert lines[1].split()[:4] == ["prefill", "0", "prefill", "connecting"]
     assert lines[2].split()[:4] == ["decode", "0", "decode", "ready"]
+    assert lines[2].split()[6:8] == ["2", "GPUs"]
     assert "25%" in lines[2]
     assert lines[3] == "prefill 0 at 127.0.0.1:4 is connecting: nothing listens at this address. Start it."
     assert json.loads(baton("status", "--url", url, "--json").stdout) == STATUS
+
+
+@pytest.mark.parametrize(
+    ("description", "shown"),
+    [
+        ({"device": "cuda:0", "tensor_parallel_size": 1}, "1 GPU"),
+        ({"device": "cuda", "tensor_parallel_size": 4}, "4 GPUs"),
+        ({"device": "cpu", "tensor_parallel_size": 1}, "CPU"),
+        ({"device": "cpu", "tensor_parallel_size": 3}, "CPU, 3 ranks"),
+        ({"device": "cuda", "tensor_parallel_size": 0}, "1 GPU"),  # a worker of an older version
+        ({"device": "", "tensor_parallel_size": 0}, ""),  # not reached yet
+        (None, ""),
+    ],
+)
+def test_the_device_of_a_worker(description: dict[str, Any] | None, shown: str) -> None:
+    assert device_of({"description": description}) == shown
 
 
 def test_status_shows_the_present_pool_beside_the_name(monkeypatch: pytest.MonkeyPatch, url: str) -> None:

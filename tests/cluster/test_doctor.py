@@ -155,6 +155,14 @@ def test_workers_that_fit() -> None:
     assert {f.level for f in workers([worker("prefill", 0), worker("decode", 0)])} == {"good"}
 
 
+def test_each_pool_names_the_devices_of_its_workers() -> None:
+    description = WORKER["description"] | {"device": "cuda", "tensor_parallel_size": 2}  # type: ignore[operator]
+    found = workers([worker("prefill", 0), *(worker("decode", i, description=description) for i in (0, 1))])
+    told = {f.check: f.found for f in found}
+    assert told["prefill workers"] == "1 ready"
+    assert told["decode workers"] == "2 ready, each on 2 GPUs"
+
+
 @pytest.mark.parametrize(
     ("second", "check"),
     [

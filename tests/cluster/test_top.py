@@ -57,6 +57,7 @@ vllm:generation_tokens_total {tokens}
 def at(seconds: float, router: Page, worker: Page | None, incarnation: str = "a", **more: Any) -> Scrape:
     described = {
         "role": "decode", "index": 3, "incarnation": incarnation, "state": "ready", "address": "a:1",
+        "description": {"device": "cuda", "tensor_parallel_size": 2},
         "status": {"blocks_free": 25, "blocks_total": 100, "requests_running": 7},
     }  # fmt: skip
     status = {"router": {"model": "m", "state": "serving"}, "workers": [described], **more}
@@ -73,7 +74,7 @@ def test_rates_cover_the_time_between_two_scrapes() -> None:
     assert 0.05 < p50 < 0.06, "the thousand before do not count"
     assert 0.19 < p99 <= 0.2
     [row] = found.workers
-    assert (row.name, row.pool, row.running) == ("decode 3", "decode", 7)
+    assert (row.name, row.pool, row.device, row.running) == ("decode 3", "decode", "2 GPUs", 7)
     assert (row.kv_used, row.kv_bytes_per_s) == (0.75, 5e9)
     assert found.latencies["TTIT"] is None, "of which there is no histogram"
 

@@ -26,7 +26,7 @@ ACCEPTED = (
 @pytest.mark.parametrize("accept", ACCEPTED)
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
-    metrics = Metrics("prefill", "m")
+    metrics = Metrics("prefill", "m", tensor_parallel_size=2)
     fours: list[Any] = [4] * len(dataclasses.fields(EngineStats))
     metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
     metrics.transfer_stats = TransferStats(
@@ -42,6 +42,7 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
     labels = 'model_name="m",role="prefill"'
     for line in (
         f"vllm:prompt_tokens_total{{{labels}}} 4.0",
+        f"baton:tensor_parallel_size{{{labels}}} 2.0",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
         f'baton:kv_bytes_total{{direction="send",{labels}}} 1000.0',
         'baton:kv_transfers_total{model_name="m",reason="acked",role="prefill"} 1.0',

@@ -46,6 +46,7 @@ async def test_a_worker_with_two_ranks_serves_the_tokens_of_one(workers: dict[st
     while engine.has_work:
         expected += [output.token for output in engine.step().outputs]
     async with attached(worker) as stream:
+        assert (await stream.stub.Describe(pb.DescribeRequest())).tensor_parallel_size == 2
         decode_id = os.urandom(16)
         await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=request(prompt, sampling())))
         await stream.reserved(decode_id)
