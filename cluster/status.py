@@ -36,8 +36,8 @@ def ready(worker: dict[str, Any]) -> bool:
 
 ORDER = {"prefill": 0, "decode": 1}
 COLUMNS = (
-    "worker", "pool", "state", "incarnation", "address", "device", "running", "waiting", "KV used", "transfers",
-    "restarts", "last exit", "node",
+    "worker", "pool", "state", "incarnation", "address", "device", "running", "waiting", "KV used",
+    "transfers", "restarts", "last exit", "node",
 )  # fmt: skip
 
 

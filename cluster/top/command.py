@@ -20,8 +20,8 @@ from cluster.top.frame import Frame, frame
 from cluster.top.scrape import Scrape, scrape
 
 COLUMNS = (
-    "worker", "pool", "device", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "KV GB/s", "hidden",
-    "transfers", "restarts",
+    "worker", "pool", "device", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "KV GB/s",
+    "hidden", "transfers", "restarts",
 )  # fmt: skip
 
 
