@@ -20,7 +20,9 @@ import pytest
 
 from bench.chaos.cluster import LocalCluster, free_port, leaks_when_idle
 from bench.chaos.processes import resident_bytes
-from bench.chaos.streams import Case, Stream, new_session, read
+from bench.chaos.streams import Case, Stream, cases, new_session, read
+from cluster.model import EMBEDDED_NAME
+from tests.shallow import LAYERS
 
 from .attack import BLOWS, Target
 from .machine import command_lines
@@ -30,13 +32,15 @@ KEY, ATTACKER = "sk-of-a-client-who-is-served", "sk-of-the-client-who-attacks"
 STREAMS = 6
 GROWTH = 64 << 20
 """Bytes by which a process may grow while it is attacked: allocators keep what they once had."""
-POOL = 600 * 16 * 30 * 2 * 3 * 64 * 4
+POOL = 600 * 16 * LAYERS * 2 * 3 * 64 * 4
 """Bytes of the KV pool of an engine: blocks, tokens, layers, K and V, heads, their size, float32. Each page
 gets memory when it is first used."""
 
 
 @pytest.fixture(scope="module")
-def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, int]]:
+def attacked(
+    tmp_path_factory: pytest.TempPathFactory, shallow_model_path: Path
+) -> Iterator[tuple[LocalCluster, int]]:
     """A cluster that asks for keys, and its gRPC port."""
     directory = tmp_path_factory.mktemp("attacked")
     keys, port = directory / "keys.toml", free_port()
@@ -44,8 +48,9 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCl
         f'[served]\nkey = "{KEY}"\n[attacker]\nkey = "{ATTACKER}"\nmax-requests = 16\nsalt = "another"\n'
     )
     flags = ("--api-key-file", str(keys), "--grpc-port", str(port))
+    model = ("--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME)
     with LocalCluster(
-        directory, prefill=1, decode=1, worker_flags=FLAGS, router_flags=flags, key=KEY
+        directory, prefill=1, decode=1, worker_flags=[*FLAGS, *model], router_flags=flags, key=KEY
     ) as cluster:
         yield cluster, port
 
@@ -70,15 +75,15 @@ def attack(target: Target) -> Iterator[list[dict[str, Any]]]:
             process.kill()
 
 
-def known(goldens: list[dict[str, Any]]) -> dict[Case, list[int]]:
-    """Greedy requests, and the tokens of their answers."""
-    options = '{"ignore_eos": false, "model": null}'
-    found = {
-        Case(golden["prompt"], len(golden["output_ids"]), 0.0, 1, options): golden["output_ids"]
-        for golden in goldens
-        if "prompt" in golden and len(golden["output_ids"]) == 32 and 4 < len(golden["prompt_ids"]) < 200
-    }
-    return dict([*found.items()][:STREAMS])
+async def known(cluster: LocalCluster) -> dict[Case, list[int]]:
+    """Requests, and the tokens of their answers before the attack."""
+    right = {}
+    async with new_session(KEY) as http:
+        for case in cases(STREAMS, 32):
+            stream = await read(http, cluster.url, case)
+            assert len(stream.token_ids) == case.max_tokens, stream.error
+            right[case] = stream.token_ids
+    return right
 
 
 async def served(cluster: LocalCluster, right: dict[Case, list[int]], seconds: float) -> float:
@@ -123,30 +128,26 @@ def may_grow(title: str) -> int:
     return GROWTH + POOL if title.endswith("engine") else GROWTH
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     ("warm_up", "seconds", "longest_pause"),
     [
         (2.0, 6.0, 4.0),  # the bound is for a machine that is busy with other work, too
-        (60.0, 600.0, 2.0),
+        pytest.param(60.0, 600.0, 2.0, marks=[pytest.mark.long, pytest.mark.timeout(1000)]),
     ],
 )
 async def test_known_streams_go_on(
     attacked: tuple[LocalCluster, int],
-    goldens: list[dict[str, Any]],
     warm_up: float,
     seconds: float,
     longest_pause: float,
 ) -> None:
     cluster, grpc_port = attacked
-    right = known(goldens)
-    assert len(right) == STREAMS
+    right = await known(cluster)
     lives = [worker.lives[-1] for worker in cluster.workers]
     target = Target(
         cluster.url, grpc_port, ATTACKER, [life["address"] for life in lives],
         int(next(life["kv_address"] for life in lives if life.get("kv_address")).rpartition(":")[2]),
-        cluster.secret, " ".join(golden.get("prompt", "") for golden in goldens),
+        cluster.secret, " ".join(case.prompt for case in right),
     )  # fmt: skip
     quiet = await served(cluster, right, 0.1)
     with attack(target) as told:
