@@ -157,7 +157,8 @@ class Generation:
             # The prefill worker still holds the KV. The new decode repeats the prefill's token.
             output_ids = output_ids[: self._prefill.base]
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
-        worker = self._pool.choose_decode(tokens, self._avoid(self._prefill))
+        promised = self._prefill is not None and self._prefill.queued
+        worker = self._pool.choose_decode(tokens, self._avoid(self._prefill), promised=promised)
         if worker is None:
             if self._pool.can_ever_hold(tokens):
                 self._waits.worker_found()
@@ -179,7 +180,10 @@ class Generation:
         if not self._plan_prefill(target):
             return TurnResult.PARKED
         assert self._prefill is not None
+        assert target is not None
         if not self._retried:
+            if target.queues:
+                self._promise(self._prefill)
             self._send_prefill()  # first: the client waits for its token
             if self._prefill.queued:
                 return TurnResult.QUEUED
@@ -217,8 +221,21 @@ class Generation:
 
     def _next_source(self, prefill: PrefillAttempt) -> pb.PrefillSource:
         self._source_count += 1
-        prefill.queued = False
+        self._fulfilled(prefill)
         return prefill.source(self._source_count)
+
+    def _promise(self, prefill: PrefillAttempt) -> None:
+        """The prompt queues, and its decode is submitted when it starts."""
+        prefill.queued = True
+        self._pool.promise(self._decode_tokens(prefill))
+
+    def _fulfilled(self, prefill: PrefillAttempt) -> None:
+        if prefill.queued:
+            prefill.queued = False
+            self._pool.fulfilled(self._decode_tokens(prefill))
+
+    def _decode_tokens(self, prefill: PrefillAttempt) -> int:
+        return len(self._job.prompt_ids) + prefill.base + 1
 
     def _avoid(self, other: PrefillAttempt | DecodeAttempt | None) -> Collection[str]:
         """Workers to choose only if there is no other: those that failed, and that of the other attempt."""
@@ -270,7 +287,6 @@ class Generation:
             base,
             handover,
             within=patience(target.alone),
-            queued=handover and target.queues,
         )
         return True
 
@@ -465,6 +481,7 @@ class Generation:
     def _end_prefill(self, failure: str = "") -> None:
         prefill, self._prefill = self._prefill, None
         if prefill is not None:
+            self._fulfilled(prefill)
             self._emit.end_prefill()
             prefill.worker.cancel(prefill.id, failure)
 

@@ -68,6 +68,7 @@ class WorkerPool:
         self.on_capacity: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
         self._budgets: list[int] = []  # prompt tokens of a step of each prefill worker
+        self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
         self._may_overflow = overflow
@@ -176,10 +177,28 @@ class WorkerPool:
         """
         return self._candidates.choose_prefill(key, chunks, tokens, avoid)
 
-    def choose_decode(self, tokens: int, avoid: Collection[str]) -> WorkerConnection | None:
-        """Chooses a decode worker with capacity for `tokens` positions; None if there seems to be none."""
+    def choose_decode(
+        self, tokens: int, avoid: Collection[str], *, promised: bool = False
+    ) -> WorkerConnection | None:
+        """Chooses a decode worker with capacity for `tokens` positions; None if there seems to be none.
+
+        What is promised stays free, except for a request that it is `promised` to."""
+        if self._promised_slots and not promised:
+            free = free_capacity(self._candidates.decodes)
+            if free.slots <= self._promised_slots or free.positions < self._promised_positions + tokens:
+                return None
         chosen = two_choices(self._candidates.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
         return None if chosen is None else self._connections[chosen]
+
+    def promise(self, tokens: int) -> None:
+        """A queued prompt needs a decode with `tokens` positions as soon as it is computed."""
+        self._promised_slots += 1
+        self._promised_positions += tokens
+
+    def fulfilled(self, tokens: int) -> None:
+        """Ends a promise. The request has its decode, or needs none."""
+        self._promised_slots -= 1
+        self._promised_positions -= tokens
 
     def place(
         self,

@@ -110,6 +110,35 @@ async def test_a_cancelled_request_submits_no_decode(
     assert len(decodes(decode)) == 2
 
 
+async def test_the_decode_of_a_queued_prompt_finds_room(
+    cluster: Cluster, queue: list[asyncio.Task[None]]
+) -> None:
+    """A later request does not take it, but waits before its prefill."""
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+    pool = cluster.router.services.pool
+    [load] = pool._candidates.decodes
+    decode.status.blocks_free = TOKENS // 16 + 10
+    decode.report()
+    await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
+    assert pool.choose_decode(TOKENS + 1, ()) is None
+    assert pool.choose_decode(TOKENS + 1, (), promised=True) is not None
+    start(prefill, 3)
+    await decode.until(lambda w: len(decodes(w)) == 3)
+    decode.status.blocks_free = TOKENS // 16 + 10
+    decode.report()
+    await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
+    assert pool.choose_decode(TOKENS + 1, ()) is not None, "the promise was kept"
+
+
+async def test_the_end_of_a_queued_prompt_ends_its_promise(
+    cluster: Cluster, queue: list[asyncio.Task[None]]
+) -> None:
+    pool = cluster.router.services.pool
+    assert (pool._promised_slots, pool._promised_positions) == (1, TOKENS + 1)
+    queue[2].cancel()
+    await cluster.until(lambda: (pool._promised_slots, pool._promised_positions) == (0, 0))
+
+
 @pytest.mark.parametrize("dropped", [False, True], ids=["held", "dropped"])
 async def test_a_started_prefill_waits_for_decode_capacity(
     cluster: Cluster, queue: list[asyncio.Task[None]], dropped: bool
