@@ -28,8 +28,8 @@ A measurement could not tell it from what other processes allocate meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What is decided before the weights are loaded."""
+class CacheLimits:
+    """What of the KV cache is decided before the weights are loaded."""
 
     dtype: torch.dtype
     """Of the weights and the KV cache."""
@@ -76,7 +76,9 @@ class PoolSize:
     max_model_len: int
 
 
-def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Limits:
+def choose_limits(
+    config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
+) -> CacheLimits:
     """The limits for this model, equal on all ranks. Raises `ValueError` naming the flag that does not fit.
 
     `device` is that of this rank."""
@@ -102,7 +104,7 @@ def choose_limits(config: EngineConfig, model: ModelConfig, device: torch.device
             "are available; free some, or choose a smaller model or --dtype"
         )
     capacity = config.num_blocks * block_size if config.num_blocks else most // cache_bytes_per_token(cache)
-    return Limits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity), cache)
+    return CacheLimits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity), cache)
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -125,7 +127,7 @@ def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int)
 
 
 def size_pool(
-    config: EngineConfig, model: ModelConfig, limits: Limits, use: MemoryUse | None, ranks: Ranks
+    config: EngineConfig, model: ModelConfig, limits: CacheLimits, use: MemoryUse | None, ranks: Ranks
 ) -> PoolSize:
     """Sizes the KV pool; the rank with the least room decides for all. `use` None: on a CPU. Raises
     `ValueError` with the memory that each part needs."""

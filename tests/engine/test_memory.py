@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, build_engine
-from engine.execution.memory import GIB, Limits, MemoryUse, PoolSize, check_weights_fit, memory_for, size_pool
+from engine.execution.memory import (
+    GIB,
+    CacheLimits,
+    MemoryUse,
+    PoolSize,
+    check_weights_fit,
+    memory_for,
+    size_pool,
+)
 from engine.execution.rehearsal import Rehearsal, warm_up
 from engine.layers.ranks import Ranks
 from engine.model_config import ModelConfig
@@ -21,7 +29,7 @@ LLAMA = ModelConfig(
 )
 BLOCK_BYTES = 128 * 2 * 2 * 32 * 8 * 128
 CACHE = cache_spec(LLAMA, torch.bfloat16)
-LIMITS = Limits(torch.bfloat16, 128, 131072, CACHE)
+LIMITS = CacheLimits(torch.bfloat16, 128, 131072, CACHE)
 
 
 def use(free: float = 60, *, total: float = 80, weights: float = 15, activations: float = 2) -> MemoryUse:
@@ -29,7 +37,7 @@ def use(free: float = 60, *, total: float = 80, weights: float = 15, activations
     return MemoryUse(*(int(size * GIB) for size in (total, free, weights, activations, 0.5)))
 
 
-def pool(memory: MemoryUse | None, limits: Limits = LIMITS, **config: Any) -> PoolSize:
+def pool(memory: MemoryUse | None, limits: CacheLimits = LIMITS, **config: Any) -> PoolSize:
     return size_pool(EngineConfig("llama", max_num_seqs=256, **config), LLAMA, limits, memory, Ranks())
 
 
@@ -53,7 +61,7 @@ def test_the_log_says_how_memory_is_used(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_pool_is_no_larger_than_full_contexts_of_all_requests() -> None:
-    short = Limits(torch.bfloat16, 128, 1000, CACHE)
+    short = CacheLimits(torch.bfloat16, 128, 1000, CACHE)
     assert pool(use(), short) == PoolSize(256 * 8, 1000)
     assert pool(None, short).num_blocks == GIB // BLOCK_BYTES
 
