@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cluster.model import EMBEDDED_NAME, ResolvedModel
@@ -16,21 +16,27 @@ from cluster.model import EMBEDDED_NAME, ResolvedModel
 
 @dataclass(frozen=True)
 class Fault:
-    """One problem of a model's files. `what` is "weights" (needed by workers) or "tokenizer" (by routers)."""
+    """One problem of a model.
+
+    `what` is "weights" (needed by workers), "ranks" (its heads do not divide over the ranks of a worker) or
+    "tokenizer" (needed by routers).
+    """
 
     what: str
     message: str
 
 
-def faults(found: ResolvedModel, *, load_format: str = "auto") -> list[Fault]:
+def faults(found: ResolvedModel, *, load_format: str = "auto", tensor_parallel_size: int = 1) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
-    A name on the hub is not checked, and weights are not checked without torch. The embedded model is not
-    checked, because `model.resolve` has verified its digest.
+    A name on the hub is not checked, and weights are not checked without torch. The files of the embedded
+    model are not checked, because `model.resolve` has verified its digest.
     """
-    if found.name == EMBEDDED_NAME or not Path(found.location).exists():
+    verified = found.name == EMBEDDED_NAME and tensor_parallel_size == 1
+    if verified or not Path(found.location).exists():
         return []
-    command = [sys.executable, "-m", "cluster.check_model", found.location, load_format]
+    arguments = (found.location, load_format, str(tensor_parallel_size))
+    command = [sys.executable, "-m", "cluster.check_model", *arguments]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
@@ -38,26 +44,30 @@ def faults(found: ResolvedModel, *, load_format: str = "auto") -> list[Fault]:
     return [Fault(**fault) for fault in json.loads(child.stdout)]
 
 
-def check_files(found: ResolvedModel, load_format: str) -> None:
+def check_files(found: ResolvedModel, load_format: str, tensor_parallel_size: int) -> None:
     """Raises ValueError for a model that `baton serve` cannot serve."""
-    for fault in faults(found, load_format=load_format):
-        raise ValueError(f"--model: {fault.message}")
+    for fault in faults(found, load_format=load_format, tensor_parallel_size=tensor_parallel_size):
+        raise ValueError(fault.message if fault.what == "ranks" else f"--model: {fault.message}")
 
 
-def _faults(location: str, load_format: str) -> list[Fault]:
+def _faults(location: str, load_format: str, tensor_parallel_size: int) -> list[Fault]:
     from router.text.tokenizer import load_tokenizer
 
     found: list[Fault] = []
+    what = "weights"
     try:
         from engine.api.config import EngineConfig
         from engine.loader import check_model
 
-        check_model(EngineConfig(model=location, load_format=load_format))
+        engine = EngineConfig(model=location, load_format=load_format)
+        check_model(engine)
+        what = "ranks"
+        check_model(replace(engine, tensor_parallel_size=tensor_parallel_size))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
     except ValueError as error:
-        found.append(Fault("weights", str(error)))
+        found.append(Fault(what, str(error)))
     try:
         load_tokenizer(location)
     except ValueError as error:
@@ -66,4 +76,6 @@ def _faults(location: str, load_format: str) -> list[Fault]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(fault) for fault in _faults(*sys.argv[1:])]))
+    location, load_format, tensor_parallel_size = sys.argv[1:]
+    found = _faults(location, load_format, int(tensor_parallel_size))
+    print(json.dumps([asdict(fault) for fault in found]))

@@ -137,20 +137,26 @@ class Plan:
         else:
             front = replace(self.front, api_key=[])
         keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
-        router = RoleSpec("router", 0, (*shared_args, *to_argv(front)), shared | keys)
+        router_args = (*shared_args, *to_argv(front, decode_only=not self.pool.prefill.most))
+        router = RoleSpec("router", 0, router_args, shared | keys)
         return [*workers, router]
 
     def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
         """The GPUs of this machine. Raises ValueError if the pools could need more of them."""
-        each = {spec.role: spec.gpus for spec in roles}
-        pools: dict[RoleName, options.PoolSize] = {"prefill": self.pool.prefill, "decode": self.pool.decode}
-        needed = sum(each[role] * size.most for role, size in pools.items())
+        each = max(spec.gpus for spec in roles)
+        needed = each * (self.pool.prefill.most + self.pool.decode.most)
         present = visible_gpus()
         if needed > len(present):
-            sizes = " ".join(f"--{role} {size}" for role, size in pools.items())
+            flags, remedy = (
+                f"--prefill {self.pool.prefill} --decode {self.pool.decode}",
+                "start fewer workers",
+            )
+            if each > 1:
+                flags += f" --tensor-parallel-size {each}"
+                remedy += ", lower --tensor-parallel-size"
             raise ValueError(
-                f"{sizes}: these workers need {needed} GPUs, but this machine has {len(present)}; "
-                "start fewer workers, or run them on the CPU with --device cpu"
+                f"{flags}: these workers need {needed} GPUs, but this machine has {len(present)}; "
+                f"{remedy}, or run them on the CPU with --device cpu"
             )
         return present
 
@@ -175,7 +181,7 @@ class Plan:
     def _threads(self, device: str) -> int:
         """Each engine's share of the cores. Engines that all use every core slow each other down."""
         if device.startswith("cuda"):
-            return 1
+            return self.engine.tensor_parallel_size  # one for each rank
         cores = len(os.sched_getaffinity(0))
         return max(1, cores // (self.pool.prefill.most + self.pool.decode.most))
 

@@ -132,6 +132,7 @@ def run_router(given: options.RouterRole) -> int:
             request_timeout=given.front.request_timeout,
             worker_wait=given.front.worker_wait,
             overflow=not given.front.no_overflow,
+            decode_only=members.decode_only,
             routing_policy=given.front.routing_policy,
             drain_timeout=given.drain.drain_timeout,
             max_body_bytes=given.front.max_body_bytes,

@@ -16,13 +16,13 @@ TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 def run(endpoint: EndpointOptions, output: StatusOptions) -> int:
-    """Prints the status. Returns exit code 1 if a pool has no ready worker."""
+    """Prints the status. Returns exit code 1 if the router misses a worker of one of its pools."""
     report = asyncio.run(fetch(endpoint))
     if output.json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
-    return 0 if {pool_of(w) for w in report["workers"] if ready(w)} >= {"prefill", "decode"} else 1
+    return 0 if report["router"]["ready"] else 1
 
 
 async def fetch(endpoint: EndpointOptions) -> dict[str, Any]:

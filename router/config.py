@@ -59,6 +59,8 @@ class RouterConfig:
     """Seconds for running requests to finish after SIGTERM."""
     overflow: bool = True
     """A decode worker prefills when the second token is expected earlier that way."""
+    decode_only: bool = False
+    """The cluster has no prefill workers. The router is ready with a decode worker."""
     routing_policy: str = "sticky"
     """The policy that chooses a prefill worker, one of `router.policy.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20
@@ -105,6 +107,11 @@ class RouterConfig:
         require("max-waiting-tokens", self.max_waiting_tokens > 0, "above 0", self.max_waiting_tokens)
         require("admin-port", 0 <= (self.admin_port or 0) <= 65_535, "0 to 65535", self.admin_port)
         require("router-processes", self.processes >= 1, "at least 1", self.processes)
+        if self.decode_only and not self.overflow:
+            raise ValueError(
+                "--no-overflow: without prefill workers (--decode-only, or `baton serve --prefill 0`) decode "
+                "workers must compute the prompts; leave it out"
+            )
         if self.processes > 1 and self.admin_port is None:
             raise ValueError(
                 f"--router-processes {self.processes}: needs --admin-port, which serves all of them"

@@ -110,6 +110,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
         model,
         config.cluster_tls,
         overflow=config.overflow,
+        decode_only=config.decode_only,
     )
     services = Services(
         tokenizer=tokenizer,

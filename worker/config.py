@@ -137,7 +137,7 @@ class WorkerConfig:
         if pool == "prefill" and ranks > 1:
             raise ValueError(
                 f"--tensor-parallel-size {ranks}: a worker with several ranks cannot hand over KV, so it can "
-                "only be a decode worker (`baton decode`) of a cluster without prefill workers"
+                "only be a decode worker of a cluster without prefill workers (`baton serve --prefill 0`)"
             )
 
     def _check_transfer(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cluster import check_model, model
 from cluster.doctor.finding import Finding, bad, good, note, warning
-from cluster.gpus import nvidia_smi
+from cluster.gpus import nvidia_smi, visible_gpus
 from cluster.options import DoctorOptions
 from engine.execution.host_memory import host_memory
 
@@ -28,11 +28,19 @@ MIN_BACKLOG = 1024
 ENGINE_BYTES = 2 << 30
 """Least bytes of free memory for a worker."""
 
+REMEDIES = {
+    "weights": "Download the model again, or use another --model.",
+    "ranks": "Choose another --tensor-parallel-size.",
+    "tokenizer": "Routers need the tokenizer: put it beside the weights.",
+}
+"""By the kind of a `check_model.Fault`."""
+
 
 def node(options: DoctorOptions, root: Path = Path("/")) -> Iterator[Finding]:
     """All checks of this machine. `root` is the directory that contains /proc and /sys."""
     yield from versions()
     yield from gpus()
+    yield from groups(options)
     yield from memory(root)
     yield from cards(root)
     yield from limits(root)
@@ -89,6 +97,21 @@ def gpus() -> Iterator[Finding]:
         links = nvidia_smi("nvlink", "--status") or []
         active = sum("GB/s" in line for line in links)
         yield good("NVLink", f"{active} links") if active else note("NVLink", "none between these GPUs")
+
+
+def groups(options: DoctorOptions) -> Iterator[Finding]:
+    """Checks whether this machine has the GPUs of a worker with several. On a CPU ranks need no devices."""
+    size, present = options.tensor_parallel_size, len(visible_gpus())
+    if size == 1 or not present:
+        return
+    check = f"workers of {size} GPUs"
+    if size > present:
+        yield bad(
+            check, f"this machine has {present}",
+            "Lower --tensor-parallel-size, or run the worker on a machine with more GPUs.",
+        )  # fmt: skip
+    else:
+        yield good(check, f"{present // size} fit on the {present} GPUs of this machine")
 
 
 def memory(root: Path) -> Iterator[Finding]:
@@ -186,16 +209,13 @@ def the_model(options: DoctorOptions) -> Iterator[Finding]:
     except ValueError as error:
         yield bad("model", str(error), "Correct --model, or install the model.")
         return
-    faults = check_model.faults(found)
+    faults = check_model.faults(found, tensor_parallel_size=options.tensor_parallel_size)
     if not Path(found.location).exists():
         yield note("model", f"{found.location} is on the hub: workers check its files when they start")
-    elif not any(fault.what == "weights" for fault in faults):
+    elif all(fault.what == "tokenizer" for fault in faults):
         yield good("model", found.location)
     for fault in faults:
-        if fault.what == "weights":
-            yield bad("model", fault.message, "Download the model again, or use another --model.")
-        else:
-            yield bad("tokenizer", fault.message, "Routers need the tokenizer: put it beside the weights.")
+        yield bad("tokenizer" if fault.what == "tokenizer" else "model", fault.message, REMEDIES[fault.what])
 
 
 def _read(path: Path) -> str | None:

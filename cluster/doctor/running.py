@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from cluster.doctor.finding import Finding, bad, good, warning
+from cluster.doctor.finding import Finding, bad, good, note, warning
 from cluster.http import checked, error_message, session
 from cluster.options import DoctorOptions, EndpointOptions
 from cluster.status import device_of, name_of, place_of, pool_of
@@ -35,7 +35,7 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
                 yield warning("status", f"{flag} {admin.url}: {await error_message(response)}", ADMIN)
             else:
                 report = await (await checked(response)).json()
-                for finding in workers(report["workers"]):
+                for finding in workers(report["workers"], complete=report["router"]["ready"]):
                     yield finding
                 if "processes" in report and doctor.admin_url is None:
                     yield warning("a request", f"not sent, --url {admin.url} is an admin port", ADMIN)
@@ -46,18 +46,9 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
         yield bad("router", str(error), "Start the router, or correct --url, --admin-url and --api-key.")
 
 
-def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Judges the workers in the router's /status. Pure."""
-    for pool in ("prefill", "decode"):
-        ready = [w for w in found if pool_of(w) == pool and w.get("state") == "ready"]
-        if ready:
-            devices = " or ".join(sorted(set(filter(None, map(device_of, ready)))))
-            yield good(f"{pool} workers", f"{len(ready)} ready" + (f", each on {devices}" if devices else ""))
-        else:
-            yield bad(
-                f"{pool} workers", "none is ready",
-                f"Start `baton {pool}`, look at its log, or move a worker with `baton flip WORKER {pool}`.",
-            )  # fmt: skip
+def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]:
+    """Judges the workers in the router's /status. Pure. `complete`: each pool of the cluster has a worker."""
+    yield from _pools(found, complete)
     for worker in found:
         if worker.get("state") != "ready":
             why = f"{worker.get('state')}: {worker.get('reason') or 'no reason known'}"
@@ -82,6 +73,21 @@ def workers(found: list[dict[str, Any]]) -> Iterator[Finding]:
             yield warning(
                 name_of(worker), f"{1 - load['blocks_free'] / total:.0%} of its KV blocks in use",
                 "Add decode workers, or raise --gpu-memory-utilization.",
+            )  # fmt: skip
+
+
+def _pools(found: list[dict[str, Any]], complete: bool) -> Iterator[Finding]:
+    for pool in ("prefill", "decode"):
+        ready = [w for w in found if pool_of(w) == pool and w.get("state") == "ready"]
+        if ready:
+            devices = " or ".join(sorted(set(filter(None, map(device_of, ready)))))
+            yield good(f"{pool} workers", f"{len(ready)} ready" + (f", each on {devices}" if devices else ""))
+        elif complete:
+            yield note(f"{pool} workers", "none: decode workers compute all prompts")
+        else:
+            yield bad(
+                f"{pool} workers", "none is ready",
+                f"Start `baton {pool}`, look at its log, or move a worker with `baton flip WORKER {pool}`.",
             )  # fmt: skip
 
 

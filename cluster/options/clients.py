@@ -92,6 +92,9 @@ class DoctorOptions:
     )
     kv_lanes: Annotated[int, opt("TCP connections to measure with.", "N", check=between(1, 64))] = 4
     model: Annotated[str | None, opt("Check this model's files.", "MODEL", shown="the embedded model")] = None
+    tensor_parallel_size: Annotated[
+        int, opt("Check that the model and this machine allow workers of N GPUs.", "N", check=between(1))
+    ] = 1
     cluster_secret_file: Annotated[
         Path | None, opt("Secret of the cluster.", shown="BATON_CLUSTER_SECRET", **OLD_FILE)
     ] = None

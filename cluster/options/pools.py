@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -19,17 +20,26 @@ class PoolSize(NamedTuple):
     most: int
 
     @classmethod
-    def parse(cls, value: object) -> PoolSize:
+    def parse(cls, value: object, fewest: int = 1) -> PoolSize:
+        """Parses the value of a flag. `fewest`: 0 for a pool that may be left out with `0`.
+
+        Raises typer.BadParameter for another form.
+        """
         if isinstance(value, PoolSize):
             return value
         words = str(value).split(":")
         try:
             least, most = int(words[0]), int(words[-1])
         except ValueError:
-            least = most = 0
-        if not 1 <= least <= most or len(words) > 2:
+            least = most = -1
+        # A range begins at 1: a pool with no worker reports no load, so it would never grow.
+        if not (1 if least < most else fewest) <= least <= most or len(words) > 2:
             raise typer.BadParameter(f"{value} is neither a number of workers (2) nor a range (1:4).")
         return cls(least, most)
+
+    @classmethod
+    def parse_or_none(cls, value: object) -> PoolSize:
+        return cls.parse(value, fewest=0)
 
     def __str__(self) -> str:
         return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
@@ -38,8 +48,8 @@ class PoolSize(NamedTuple):
 ONE = PoolSize(1, 1)
 
 
-def pool_size(text: str) -> OptionInfo:
-    return opt(text, "N or MIN:MAX", shown="1", parser=PoolSize.parse)
+def pool_size(text: str, parser: Callable[[object], PoolSize] = PoolSize.parse) -> OptionInfo:
+    return opt(text, "N or MIN:MAX", shown="1", parser=parser)
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,13 @@ class PoolOptions:
     """The sizes of the pools and the targets of the autoscaler."""
 
     panel: ClassVar[str] = "Cluster"
-    prefill: Annotated[PoolSize, pool_size("Prefill workers; 1:4 follows the load.")] = ONE
+    prefill: Annotated[
+        PoolSize,
+        pool_size(
+            "Prefill workers; 1:4 follows the load, and with 0 decode workers compute all prompts.",
+            PoolSize.parse_or_none,
+        ),
+    ] = ONE
     decode: Annotated[PoolSize, pool_size("Decode workers; 1:4 follows the load.")] = ONE
     ttft_target: Annotated[
         float, opt("Target time to first token, for which prefill grows.", "MS", check=between(1))

@@ -40,6 +40,12 @@ class MembershipOptions:
         list[str],
         opt("Service in this pod's namespace whose ready endpoints are workers; repeat it.", "NAME"),
     ] = field(default_factory=list)
+    decode_only: Annotated[
+        bool,
+        opt(
+            "The cluster has no prefill workers: be ready with a decode worker, which computes prompts, too."
+        ),
+    ] = False
     cluster_file: Annotated[
         Path | None, opt("File in which a supervisor reports all roles (JSON), for /status.", dir_okay=False)
     ] = None

@@ -60,7 +60,7 @@ OPERATIONS = (
         body=DetokenizeBody, errors=_REQUEST,
     ),
     Operation("get", "/health", "The process serves.", open=True),
-    Operation("get", "/ready", "There is a worker of each role.", errors=(503,), open=True),
+    Operation("get", "/ready", "Each pool of the cluster has a worker.", errors=(503,), open=True),
     Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True, admin=True),
     Operation(
         "get", "/metrics/targets", "Where Prometheus finds the workers' metrics (HTTP service discovery).",

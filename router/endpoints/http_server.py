@@ -182,7 +182,7 @@ class HttpEndpoints:
         if self._frontend.draining:
             raise errors.ShuttingDown("the router is shutting down")
         if not self._services.pool.complete:
-            raise errors.NoWorker("there is no worker of one of the roles")
+            raise errors.NoWorker("a pool of the cluster has no worker")
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:

@@ -63,6 +63,7 @@ class WorkerPool:
         tls: TlsFiles | None = None,
         *,
         overflow: bool = True,
+        decode_only: bool = False,
     ) -> None:
         self.changed = asyncio.Event()
         self.on_capacity: Callable[[], None] = lambda: None
@@ -72,6 +73,7 @@ class WorkerPool:
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
         self._may_overflow = overflow
+        self._decode_only = decode_only
         self._model = model
         self._secret = secret
         self._tls = tls
@@ -123,8 +125,8 @@ class WorkerPool:
 
     @property
     def complete(self) -> bool:
-        """Whether each pool has a worker."""
-        return self._candidates.has_prefill and self.has_decode
+        """Whether each pool of the cluster has a worker."""
+        return self.has_decode and (self._decode_only or self._candidates.has_prefill)
 
     @property
     def max_positions(self) -> int | None:

@@ -1,6 +1,9 @@
 """`baton serve` looks at every port, key and certificate before it starts anything."""
 
+import json
 import socket
+import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -67,8 +70,35 @@ def test_an_unusable_model_is_refused_before_the_start(
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert "architecture NewForCausalLM is not supported" in result.output
-    monkeypatch.setattr(check_model, "faults", lambda found: check_model._faults(found.location, "auto"))
+    monkeypatch.setattr(
+        check_model, "faults", lambda found, **_: check_model._faults(found.location, "auto", 1)
+    )
     found = list(the_model(DoctorOptions(model=str(tmp_path))))
     assert [(f.check, f.level) for f in found] == [("model", "bad"), ("tokenizer", "bad")]
     assert "NewForCausalLM is not supported" in found[0].found
     assert "has no tokenizer.json" in found[1].found
+
+
+def test_a_group_that_does_not_fit_the_model_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By `baton serve` and by `baton doctor`, also for the embedded model."""
+    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
+    monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
+    flags = ["--device", "cpu", "--prefill", "0", "--tensor-parallel-size", "2"]
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *flags])
+    said = "--tensor-parallel-size 2: the model has 9 query heads and 3 KV heads; choose one of 1, 3, 9"
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+    [found] = the_model(DoctorOptions(tensor_parallel_size=2))
+    assert (found.check, found.level, found.found) == ("model", "bad", said)
+    assert found.remedy == "Choose another --tensor-parallel-size."
+    [found] = the_model(DoctorOptions(tensor_parallel_size=3))
+    assert (found.check, found.level) == ("model", "good")
+
+
+def in_this_process(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """What `check_model.faults` starts, without the time to import torch again."""
+    location, load_format, size = command[-3:]
+    found = [asdict(fault) for fault in check_model._faults(location, load_format, int(size))]
+    return subprocess.CompletedProcess(command, 0, json.dumps(found))

@@ -158,6 +158,8 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--prefil", "2"], {}, ["--prefil", "--prefill"]),
         (["--tensor-parallel-size", "0"], {}, ["--tensor-parallel-size", "at least 1"]),
         (["--prefill", "3:2"], {}, ["--prefill", "3:2", "1:4"]),
+        (["--prefill", "0:2"], {}, ["--prefill", "0:2", "1:4"]),
+        (["--prefill", "-1"], {}, ["--prefill", "-1", "1:4"]),
         (["--decode", "0"], {}, ["--decode", "1:4"]),
         (["--enable-lora"], {}, ["--enable-lora", "merge", "--model"]),
         (["--quantization", "awq"], {}, ["--quantization", "--model"]),
@@ -281,11 +283,33 @@ def test_pools_that_need_too_many_gpus_are_refused(
     baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:2")
     baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:3")
     baton("serve", "--device", "cpu", "--prefill", "9")
-    fits, too_many, on_cpu = served
+    groups = ("serve", "--device", "cuda", "--prefill", "0", "--tensor-parallel-size", "2", "--decode")
+    baton(*groups, "2")
+    baton(*groups, "3")
+    fits, too_many, on_cpu, two_groups, three_groups = served
     assert fits.gpus(fits.roles()) == present
     with pytest.raises(ValueError, match=r"--prefill 2 --decode 1:3.* 5 GPUs, but this machine has 4"):
         too_many.gpus(too_many.roles())
     assert on_cpu.gpus(on_cpu.roles()) == present
+    assert two_groups.gpus(two_groups.roles()) == present
+    said = "--prefill 0 --decode 3 --tensor-parallel-size 2: .* 6 GPUs, .* has 4; .*lower --tensor-parallel"
+    with pytest.raises(ValueError, match=said):
+        three_groups.gpus(three_groups.roles())
+
+
+def test_a_worker_of_several_ranks_reserves_gpus_and_cores(served: list[Plan]) -> None:
+    baton("serve", "--device", "cuda", "--prefill", "0", "--decode", "2", "--tensor-parallel-size", "2")
+    workers = served[0].roles()[:-1]
+    assert [(role.name, role.gpus, role.cpus) for role in workers] == [("decode 0", 2, 2), ("decode 1", 2, 2)]
+
+
+def test_only_the_prefill_pool_may_be_left_out(served: list[Plan]) -> None:
+    baton("serve", "--prefill", "0", "--device", "cpu")
+    baton("serve", "--device", "cpu")
+    [*workers, router] = served[0].roles()
+    assert [role.name for role in workers] == ["decode 0"]
+    assert "--decode-only" in router.args
+    assert "--decode-only" not in served[1].roles()[-1].args
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from cluster.python_path import PACKAGES
 from cluster.status import device_of
 
 STATUS: dict[str, Any] = {
+    "router": {"ready": False},
     "workers": [
         {
             "role": "decode", "index": 0, "incarnation": "7cd5cd6aa2f23fee", "state": "ready",
@@ -156,7 +157,7 @@ def test_ctrl_c_interrupts_the_answer_and_keeps_its_received_part(url: str) -> N
 
 def test_status_as_a_table_and_as_json(url: str) -> None:
     result = baton("status", "--url", url)
-    assert result.exit_code == 1, "prefill is not ready"
+    assert result.exit_code == 1, "the router is not ready"
     lines = result.stdout.splitlines()
     assert lines[1].split()[:4] == ["prefill", "0", "prefill", "connecting"]
     assert lines[2].split()[:4] == ["decode", "0", "decode", "ready"]
@@ -186,11 +187,12 @@ def test_status_shows_the_present_pool_beside_the_name(monkeypatch: pytest.Monke
     worker = STATUS["workers"][0]
     moved = {**worker, "index": 1, "status": worker["status"] | {"pool": "pool_prefill"}}
     monkeypatch.setitem(STATUS, "workers", [worker, moved])
+    monkeypatch.setitem(STATUS, "router", {"ready": True})
     result = baton("status", "--url", url)
     assert [line.split()[:3] for line in result.stdout.splitlines()[1:]] == [
         ["decode", "0", "decode"], ["decode", "1", "prefill"],
     ]  # fmt: skip
-    assert result.exit_code == 0, "each pool has a ready worker"
+    assert result.exit_code == 0, "the router is ready"
 
 
 def test_status_shows_each_address_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, url: str) -> None:

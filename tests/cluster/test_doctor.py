@@ -71,6 +71,19 @@ def test_a_poor_machine(root: Path) -> None:
     assert level(limits, "net.core.somaxconn") == "good"
 
 
+@pytest.mark.parametrize(
+    ("present", "size", "level"),
+    [(4, 1, None), (4, 2, "good"), (4, 4, "good"), (4, 8, "bad"), (0, 8, None)],
+)
+def test_the_gpus_of_a_group(
+    present: int, size: int, level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "visible_gpus", lambda: [str(gpu) for gpu in range(present)])
+    found = list(node.groups(DoctorOptions(tensor_parallel_size=size)))
+    assert [finding.level for finding in found] == ([] if level is None else [level])
+    assert all(f"{size} GPUs" in finding.check for finding in found)
+
+
 def test_a_taken_port_and_a_free_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -152,12 +165,20 @@ def worker(role: str, index: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_workers_that_fit() -> None:
-    assert {f.level for f in workers([worker("prefill", 0), worker("decode", 0)])} == {"good"}
+    found = workers([worker("prefill", 0), worker("decode", 0)], complete=True)
+    assert {f.level for f in found} == {"good"}
+
+
+def test_a_cluster_without_prefill_workers() -> None:
+    for complete, expected in ((True, "note"), (False, "bad")):
+        assert level(workers([worker("decode", 0)], complete=complete), "prefill workers") == expected
 
 
 def test_each_pool_names_the_devices_of_its_workers() -> None:
     description = WORKER["description"] | {"device": "cuda", "tensor_parallel_size": 2}  # type: ignore[operator]
-    found = workers([worker("prefill", 0), *(worker("decode", i, description=description) for i in (0, 1))])
+    found = workers(
+        [worker("prefill", 0), *(worker("decode", i, description=description) for i in (0, 1))], complete=True
+    )
     told = {f.check: f.found for f in found}
     assert told["prefill workers"] == "1 ready"
     assert told["decode workers"] == "2 ready, each on 2 GPUs"
@@ -174,12 +195,12 @@ def test_each_pool_names_the_devices_of_its_workers() -> None:
     ],
 )
 def test_workers_that_do_not(second: dict[str, Any], check: str) -> None:
-    assert level(workers([worker("prefill", 0), second]), check) == "bad"
+    assert level(workers([worker("prefill", 0), second], complete=False), check) == "bad"
 
 
 def test_a_decode_pool_that_is_nearly_full() -> None:
     full = worker("decode", 3, status={"blocks_total": 100, "blocks_free": 2})
-    assert level(workers([worker("prefill", 0), full]), "decode 3") == "warning"
+    assert level(workers([worker("prefill", 0), full], complete=True), "decode 3") == "warning"
 
 
 async def test_a_missing_router_is_a_bad_finding() -> None:
@@ -205,7 +226,8 @@ def test_every_unused_worker_is_a_finding() -> None:
                 worker("prefill", 0), worker("decode", 0), {**refused, "address": "a:1"},
                 {**refused, "address": "a:2"},
                 worker("decode", 0, state="connecting", reason="", address="a:3"),
-            ]
+            ],
+            complete=True,
         )
     )  # fmt: skip
     told = {f.check: (f.level, f.found, f.remedy) for f in found if f.level not in ("good", "note")}
@@ -227,10 +249,8 @@ async def front(
             return web.json_response(
                 {"error": {"message": "/status is on the admin port, http://it"}}, status=404
             )
-        found = {"workers": [worker("prefill", 0), worker("decode", 0)]} | (
-            {"processes": []} if processes else {}
-        )
-        return web.json_response(found)
+        found = {"router": {"ready": True}, "workers": [worker("prefill", 0), worker("decode", 0)]}
+        return web.json_response(found | ({"processes": []} if processes else {}))
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m"}]})

@@ -43,6 +43,11 @@ async def test_a_role_sees_its_own_gpus_only(place: Place) -> None:
     assert await asyncio.gather(*map(devices, (first, second, without))) == ["0,1", "2", ""]
 
 
+async def test_groups_get_neighbouring_gpus(tmp_path: Path) -> None:
+    gpus = Gpus(["0", "1", "2", "3"])
+    assert [await gpus.take(name, 2) for name in ("decode 0", "decode 1")] == [["0", "1"], ["2", "3"]]
+
+
 async def test_a_worker_waits_for_the_gpus_of_a_draining_worker(place: Place) -> None:
     leaving, next_one = place(0, 3), place(1, 2)
     await leaving.start()

@@ -311,6 +311,17 @@ async def test_decode_workers_serve_alone_without_prefill_workers(cluster: Clust
     assert await counted(cluster, "no_prefill") == 1
 
 
+async def test_a_cluster_of_decode_workers_is_ready_without_prefill_workers(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    async with make_cluster(tokenizer, tmp_path, prefill=0, decode_only=True) as cluster:
+        async with cluster.http.get(cluster.url + "/ready") as response:
+            assert response.status == 200
+        await answered_whole(cluster)
+        await cluster.workers[0].kill()
+        await cluster.until(lambda: not cluster.router.services.pool.complete)
+
+
 async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cluster) -> None:
     """Without a window one key could put all its prompts before those of other keys."""
     pool = cluster.router.services.pool
