@@ -6,19 +6,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
-
-LARGE_GPU_MIB = 70 * 1024
-"""From this much memory on, a GPU gets the batch sizes of servers (those of vLLM, too)."""
-
-
-class BatchSizes(NamedTuple):
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-LARGE = BatchSizes(256, 8192)
-SMALL = BatchSizes(64, 2048)
 
 
 def nvidia_smi(*arguments: str) -> list[str] | None:
@@ -42,10 +29,7 @@ def default_device() -> str:
     return "cuda" if visible_gpus() else "cpu"
 
 
-def batch_sizes(device: str) -> BatchSizes:
-    """The defaults of `--max-num-seqs` and `--max-num-batched-tokens` for a device."""
-    if device == "cpu":
-        return SMALL
+def gpu_gib() -> float | None:
+    """Memory of the smallest GPU of this machine; None if no driver tells it."""
     found = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits") or []
-    sizes = [int(line) for line in found if line.strip().isdecimal()]
-    return LARGE if sizes and min(sizes) >= LARGE_GPU_MIB else SMALL
+    return min((int(line) / 1024 for line in found if line.strip().isdecimal()), default=None)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
     def start() -> int:
-        from cluster.gpus import batch_sizes, default_device
+        from cluster.gpus import default_device, gpu_gib
+        from cluster.optimize import choose
         from engine import EngineConfig
         from rpc.auth import load_secret
         from worker.config import Deadlines, WorkerConfig
@@ -28,7 +29,8 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
         model.reach_hub(found.location)
         caching = given.engine.enable_prefix_caching
         device = given.engine.device or default_device()
-        sizes = batch_sizes(device)
+        memory = None if device == "cpu" else gpu_gib()
+        chosen = choose(given.engine, given.pace.ttit_target, device, memory)
         config = WorkerConfig(
             role=role,
             index=given.process.index,
@@ -46,14 +48,16 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 num_blocks=given.engine.num_blocks,
                 gpu_memory_utilization=given.engine.gpu_memory_utilization,
                 max_model_len=given.engine.max_model_len,
-                max_num_seqs=given.engine.max_num_seqs or sizes.max_num_seqs,
-                max_num_batched_tokens=given.engine.max_num_batched_tokens or sizes.max_num_batched_tokens,
+                max_num_seqs=chosen.max_num_seqs,
+                max_num_batched_tokens=chosen.max_num_batched_tokens,
                 enable_prefix_caching=role == "prefill" if caching is None else caching,
                 ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
+                ttit_target_steps=chosen.target_steps,
                 seed=given.engine.seed,
                 num_threads=given.engine.num_threads,
                 tensor_parallel_size=given.engine.tensor_parallel_size,
             ),
+            settings=chosen.summary,
             host=given.network.host,
             port=given.network.port,
             kv_host=given.network.kv_host,

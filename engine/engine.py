@@ -97,7 +97,9 @@ class Engine:
             cache_observer=cache_observer,
         )
         self._meters = Meters(*largest)
-        self._chunk_limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens)
+        self._chunk_limit = ChunkLimit(
+            config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps
+        )
         self.joins_soon = False
         """Set by the caller: most of the KV of a reservation is there."""
         self._joined = False  # a request from another worker decodes from the next step on

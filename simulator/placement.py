@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from engine.core.chunk_limit import LONG
 from router.policy import (
     DecodeLoad,
     Placement,
@@ -63,9 +64,18 @@ class Router:
     """Sees its own requests at once, and those of other routers in reports."""
 
     def __init__(
-        self, workers: list[Worker], kind: Kind, clock: Clock, rng: random.Random, outcome: PlacementOutcome
+        self,
+        workers: list[Worker],
+        seats: int,
+        kind: Kind,
+        clock: Clock,
+        rng: random.Random,
+        outcome: PlacementOutcome,
     ) -> None:
-        """The first half of the workers is the prefill pool, the second half the decode pool."""
+        """The first half of the workers is the prefill pool, the second half the decode pool.
+
+        `seats`: requests that a worker decodes at once.
+        """
         self._workers = workers
         self._prefills = len(workers) // 2
         self._kind: Kind = kind
@@ -73,7 +83,7 @@ class Router:
         self._rng = rng
         self._outcome = outcome
         self._loads = PrefillLoads()
-        self._decodes = [DecodeLoad(w.name, BLOCK, BLOCKS, SEATS, BLOCKS) for w in workers]
+        self._decodes = [DecodeLoad(w.name, BLOCK, BLOCKS, seats, BLOCKS) for w in workers]
         self._status = [pb.WorkerStatus() for _ in workers]
         self._queue: deque[Request] = deque()
         self._sent_tokens = 0  # prompt tokens without a first token that workers have
@@ -190,15 +200,28 @@ class Router:
 
 
 def simulate(
-    load: Load, kind: Kind, *, requests: int, workers: int = 2, routers: int = 1, seed: int = 1
+    load: Load,
+    kind: Kind,
+    *,
+    requests: int,
+    workers: int = 2,
+    routers: int = 1,
+    seed: int = 1,
+    seats: int = SEATS,
+    target_steps: float = LONG,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times. The times depend on the seed only.
+
+    `seats` and `target_steps`: of each worker, as `--max-num-seqs` and the gap target in fastest steps.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
     clock, outcome, rng, arrived = Clock(), PlacementOutcome(), random.Random(seed), 0
-    fleet = [Worker(str(row), clock, outcome, colocated=kind == "colocated") for row in range(workers)]
-    views = [Router(fleet, kind, clock, random.Random(seed), outcome) for _ in range(routers)]
+    fleet = [
+        Worker(str(row), clock, outcome, colocated=kind == "colocated", target_steps=target_steps)
+        for row in range(workers)
+    ]
+    views = [Router(fleet, seats, kind, clock, random.Random(seed), outcome) for _ in range(routers)]
 
     def arrive(number: int) -> None:
         nonlocal arrived

@@ -47,6 +47,7 @@ class PlacementOutcome:
         gaps: how often each time between two tokens of a request occurred.
         first_gaps: times between the first two tokens.
         places: how many requests went to each place.
+        seconds: until the last token.
     """
 
     measures: bool = False
@@ -54,6 +55,7 @@ class PlacementOutcome:
     gaps: Counter[float] = field(default_factory=Counter)
     first_gaps: list[float] = field(default_factory=list)
     places: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
 
     def quantiles(self) -> Quantiles:
         ttft, first = sorted(self.ttft), sorted(self.first_gaps)
@@ -129,13 +131,21 @@ class Worker:
         arriving: the part of `reserved` whose KV is on its way.
     """
 
-    def __init__(self, name: str, clock: Clock, outcome: PlacementOutcome, *, colocated: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        outcome: PlacementOutcome,
+        *,
+        colocated: bool,
+        target_steps: float,
+    ) -> None:
         self.name = name
         self.reserved = self.arriving = 0
         self._clock = clock
         self._outcome = outcome
         self._colocated = colocated
-        self._limit = ChunkLimit(None, BUDGET)
+        self._limit = ChunkLimit(None, BUDGET, target_steps)
         self._meters = Meters(BUDGET, step_seconds(0, 0, [(BUDGET, 0)]))
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by number of the last step
@@ -253,6 +263,7 @@ class Worker:
         self._computed += tokens
         self._steps += 1
         self._context += decodes
+        outcome.seconds = now
         if outcome.measures:
             outcome.gaps[seconds] += decodes - len(joined)
             for request in joined:

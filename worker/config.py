@@ -69,6 +69,8 @@ class WorkerConfig:
     """The prefix of the titles of its processes."""
     served_model_name: str | None = None
     """The label `model_name` of its metrics. None: the model as given to the engine."""
+    settings: str | None = None
+    """A line for the log of its start: the settings that the command chose, and why."""
     host: str = "127.0.0.1"
     port: int = 0
     """The gRPC port. 0 chooses a free port, which the ready line on `ready_fd` names."""

@@ -44,6 +44,8 @@ def run(config: WorkerConfig) -> int:
     setproctitle.setproctitle(f"{config.title}: {config.name}")
     incarnation = int.from_bytes(os.urandom(8))
     logging.config.dictConfig(config.logging(incarnation))
+    if config.settings is not None:
+        log.info("%s", config.settings)
 
     async def run_service() -> int:
         try:

@@ -9,11 +9,14 @@ Decode: 16 workers behind 4 routers that hear of each other's reservations once 
 
 Placement: five kinds of load on 2 workers, some on 4 to 1,000. The policy is compared with colocated engines
 that take requests in turn and compute them in steps of 512 tokens, and with a fixed split.
+
+Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ from bench.load.traffic.datasets import SAMPLE_TRACE
 from bench.routing_sim.baselines import POLICIES, emptiest
 from bench.routing_sim.sizing import size
 from bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
+from cluster.optimize import PROFILES
 from router.policy import two_choices
 from simulator import decode, placement
 from simulator.prefill import Outcome, Setting, Simulation
@@ -53,6 +57,8 @@ PLACED = {2: 600, 4: 1_200, MAIN: 5_000, 1_000: 30_000}
 PLACED_SHORT = {2: 200, MAIN: 3_000}
 PLACED_AT_SCALE = ((2000, 150, 12), (200, 20, 80))
 """Loads with more than 2 workers."""
+OPTIMIZED = {(2000, 150): (22, 80), (500, 500): (24, 80)}
+"""As `LOADS`, for profiles. Two workers cannot serve 80 of these requests per second."""
 
 
 def cases(short: bool) -> Iterator[tuple[str, Trace, Setting, list[str]]]:
@@ -138,6 +144,24 @@ def add_placement(report: Report, short: bool) -> None:
             report.add(Row(f"{name}.first_gap_p99", 1e3 * ours.first_gap_p99, "ms"))
 
 
+def add_profiles(report: Report, short: bool) -> None:
+    requests = 2 * PLACED_SHORT[2] if short else 4 * PLACED[2]
+    for (prompt, answer), rates in OPTIMIZED.items():
+        for rate, (name, profile) in itertools.product(rates, PROFILES.items()):
+            found = placement.simulate(
+                placement.Load(prompt, answer, rate),
+                "policy",
+                requests=requests,
+                seed=SEED,
+                seats=profile.max_num_seqs[-1],
+                target_steps=profile.target_steps,
+            )
+            case, quantiles = f"routing_sim.optimize.{prompt}_{answer}.{rate}.{name}", found.quantiles()
+            report.add(Row(f"{case}.ttft", 1e3 * quantiles.ttft, "ms", p99=1e3 * quantiles.ttft_p99))
+            report.add(Row(f"{case}.gap_p99", 1e3 * quantiles.gap_p99, "ms"))
+            report.add(Row(f"{case}.output", requests * answer / found.seconds, "tokens/s"))
+
+
 def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
     p.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -152,6 +176,7 @@ def main() -> int:
             add_bounds(report, outcomes["sticky"], outcomes["least_loaded"])
     add_decode(report, args.short)
     add_placement(report, args.short)
+    add_profiles(report, args.short)
     report.finish()
     return 0
 

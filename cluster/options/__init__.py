@@ -13,7 +13,7 @@ from cluster.options.clients import (
     StatusOptions,
     TopOptions,
 )
-from cluster.options.engine import EngineOptions, ModelOptions, PaceOptions
+from cluster.options.engine import EngineOptions, ModelOptions, Optimize, PaceOptions
 from cluster.options.front import FrontOptions
 from cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions, StopOptions
 from cluster.options.process import (
@@ -43,6 +43,7 @@ __all__ = [
     "MembershipOptions",
     "ModelOptions",
     "ObserveOptions",
+    "Optimize",
     "PaceOptions",
     "PoolOptions",
     "PoolSize",

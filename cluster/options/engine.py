@@ -48,6 +48,9 @@ class RouterModelOptions(ModelOptions):
     ] = None
 
 
+Optimize = Literal["latency", "balanced", "throughput"]
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How a worker computes."""
@@ -66,6 +69,14 @@ class EngineOptions:
     tensor_parallel_size: Annotated[
         int, opt("GPUs that one worker spans. More than one: only `baton decode`.", "N", check=between(1))
     ] = 1
+    optimize: Annotated[
+        Optimize,
+        opt(
+            "latency (shorter gaps between tokens), balanced, or throughput (more tokens per second). It "
+            "sets the defaults of --ttit-target and --max-num-seqs.",
+            "PROFILE",
+        ),
+    ] = "balanced"
     max_model_len: Annotated[
         int | None,
         opt("Most tokens of prompt and output.", "TOKENS", shown="the model's context", check=between(1)),
@@ -75,7 +86,8 @@ class EngineOptions:
         opt(
             "Requests in one batch.",
             "N",
-            shown="256 on a GPU with 70 GiB or more, else 64",
+            shown="256 on a GPU with 70 GiB or more, else 64; with --optimize latency half of it, with "
+            "throughput 512 on a GPU with 128 GiB or more",
             check=between(1),
         ),
     ] = None
@@ -118,7 +130,8 @@ TtitTarget = Annotated[
     opt(
         "Target time between tokens. It limits prompt tokens in a decode step, and decode grows to meet it.",
         "MS",
-        shown="3.2 times the fastest step without a prompt; 100 to grow the pool",
+        shown="3.2 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
+        "100 to grow the pool",
         check=between(0.1),
     ),
 ]

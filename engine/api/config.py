@@ -34,8 +34,10 @@ class EngineConfig:
     """Token budget of a step. Longer prefills are cut into chunks."""
     enable_prefix_caching: bool = False
     ttit_target: float | None = None
-    """Seconds that a step may take if it both decodes and prefills. None: 3.2 times the time of the fastest
-    step that only decodes. Steps use this time only if a prompt would otherwise be late."""
+    """Seconds that a step may take if it both decodes and prefills. None: `ttit_target_steps` decides.
+    Steps use this time only if a prompt would otherwise be late."""
+    ttit_target_steps: float = 3.2
+    """As `ttit_target`, in times of the fastest step that only decodes."""
     seed: int = 0
     """Seed of dummy weights."""
     num_threads: int | None = None

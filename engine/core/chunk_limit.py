@@ -19,6 +19,7 @@ its full time.
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
+from engine.api.config import EngineConfig
 from engine.api.request import MixedStep
 
 DECAY = 0.9
@@ -27,10 +28,10 @@ SHORT = 1.5
 """A short step may take this many times the fastest step that only decodes."""
 SHORT_NOW = 1.1
 """A short step may take this many times a recent step that only decodes, if this is more."""
-LONG = 3.2
-"""As `SHORT`, for a long step without a target. With an 8B model on an H200 this is 14 ms."""
+LONG = EngineConfig.ttit_target_steps
+"""As `SHORT`, for a long step by default. With an 8B model on an H200 this is 14 ms."""
 LONG_NOW = 1.5
-"""As `SHORT_NOW`, for a long step without a target."""
+"""As `SHORT_NOW`, for a long step without a target in seconds."""
 FIRST = 64
 """Tokens of the first chunk, while the cost of a prompt token is unknown."""
 LEAST = 16
@@ -56,10 +57,11 @@ def without_padding(tokens: int, decodes: int, rows: Sequence[int]) -> int:
 class ChunkLimit:
     """Learns from each step, and returns the number of prompt tokens for the next."""
 
-    def __init__(self, target: float | None, most: int) -> None:
-        """`target`: seconds that a step with decodes may take. None: it follows from the fastest step.
-        `most`: token budget of any step."""
+    def __init__(self, target: float | None, most: int, target_steps: float = LONG) -> None:
+        """`target`: seconds that a step with decodes may take. None: `target_steps` times the fastest step
+        that only decodes. `most`: token budget of any step."""
         self._target = target
+        self._target_steps = target_steps
         self._most = most
         self._fastest = 0.0  # seconds of the fastest step that only decoded; 0: there was none
         self._steps = self._step_seconds = 0.0  # of steps that only decode; weighted sums
@@ -103,7 +105,7 @@ class ChunkLimit:
         """Time of a long step; 0 before the first step that only decodes."""
         if self._target is not None:
             return self._target if self._steps else 0.0
-        return max(LONG * self._fastest, LONG_NOW * self.step_seconds)
+        return max(self._target_steps * self._fastest, LONG_NOW * self.step_seconds)
 
     def fitting(self, seconds: float) -> int:
         """Prompt tokens that fit into a step of `seconds` with decodes. 0: fewer than `LEAST` fit, or no step

@@ -20,7 +20,7 @@ import bench.load.cli
 import cluster.roles
 import cluster.serve
 from cluster.cli import app
-from cluster.gpus import LARGE, SMALL, batch_sizes, visible_gpus
+from cluster.gpus import visible_gpus
 from cluster.plan import Plan
 from cluster.python_path import PACKAGES
 
@@ -155,6 +155,7 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--port", "70000"], {}, ["--port", "70000", "65535"]),
         (["--max-num-seqs", "0"], {}, ["--max-num-seqs", "at least 1"]),
         (["--dtype", "int4"], {}, ["--dtype", "int4", "bfloat16"]),
+        (["--optimize", "speed"], {}, ["--optimize", "speed", "latency", "balanced", "throughput"]),
         (["--prefil", "2"], {}, ["--prefil", "--prefill"]),
         (["--tensor-parallel-size", "0"], {}, ["--tensor-parallel-size", "at least 1"]),
         (["--prefill", "3:2"], {}, ["--prefill", "3:2", "1:4"]),
@@ -337,24 +338,6 @@ def test_gpus_that_a_role_may_be_given(
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert visible_gpus() == shown
-
-
-@pytest.mark.parametrize(
-    ("device", "memory", "expected"),
-    [
-        ("cpu", ["143771"], SMALL),
-        ("cuda", ["143771"], LARGE),
-        ("cuda:1", ["81559", "81559"], LARGE),
-        ("cuda", ["81559", "24564"], SMALL),
-        ("cuda", ["[N/A]"], SMALL),
-        ("cuda", None, SMALL),
-    ],
-)
-def test_large_gpus_get_large_batches(
-    monkeypatch: pytest.MonkeyPatch, device: str, memory: list[str] | None, expected: object
-) -> None:
-    monkeypatch.setattr("cluster.gpus.nvidia_smi", lambda *_: memory)
-    assert batch_sizes(device) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """The chunk limit learns from steps with known costs."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
-from engine import MixedStep
+from engine import Engine, MixedStep
 from engine.core.chunk_limit import FIRST, LEAST, LONG, SHORT, ChunkLimit
 
 STEP, TOKEN = 0.010, 0.0001
@@ -44,6 +45,24 @@ def test_steps_stay_within_their_bounds(target: float | None, short: int, long: 
     assert limit.tokens(LATE, 0.0) == pytest.approx(long, abs=1)
     assert limit.mixed_step(limit.short_seconds).seconds <= (min(target or 1, SHORT * STEP)) + 1e-9
     assert limit.mixed_step(limit.long_seconds).seconds <= (target or LONG * STEP) + 1e-9
+
+
+@pytest.mark.parametrize("steps", [1.5, 6.0])
+def test_without_a_target_in_seconds_a_long_step_takes_so_many_fastest_steps(steps: float) -> None:
+    limit = fed(ChunkLimit(None, 2048, steps))
+    assert limit.long_seconds == pytest.approx(steps * STEP)
+    assert limit.tokens(LATE, 0.0) == pytest.approx(100 * (steps - 1), abs=1)
+    assert fed(ChunkLimit(0.030, 2048, steps)).long_seconds == 0.030, "a target in seconds wins"
+
+
+def test_the_engine_passes_its_targets_on(
+    tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[float | None, int, float]] = []
+    monkeypatch.setattr("engine.engine.ChunkLimit", lambda *given: made.append(given))
+    tiny_engine(max_num_batched_tokens=64, ttit_target_steps=6.0)
+    tiny_engine(max_num_batched_tokens=128, ttit_target=0.02)
+    assert made == [(None, 64, 6.0), (0.02, 128, LONG)]
 
 
 def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:

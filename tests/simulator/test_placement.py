@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+from cluster.optimize import PROFILES
 from simulator.placement import Kind, Load, simulate
 from simulator.step_worker import PlacementOutcome
 from simulator.steps import step_seconds
@@ -48,6 +49,21 @@ def test_light_loads_are_handed_over_and_short_prompts_are_not():
     assert outcome(Load(2000, 150, 12), "policy").places["handover"] > 200
     places = outcome(Load(200, 20, 80), "policy").places
     assert places["handover"] < 0.4 * places.total()
+
+
+@pytest.mark.parametrize("load", [Load(2000, 150, 80), Load(500, 500, 80)], ids=str)
+def test_profiles_trade_gaps_for_throughput(load: Load):
+    """With more requests than two workers can serve."""
+    gaps, seconds = [], []
+    for profile in PROFILES.values():
+        seats = profile.max_num_seqs[-1]
+        found = simulate(load, "policy", requests=800, seats=seats, target_steps=profile.target_steps)
+        gaps.append(found.quantiles().gap_p99)
+        seconds.append(found.seconds)
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 1.5 * gaps[0]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < 0.96 * seconds[0]
 
 
 def test_routers_that_hear_of_each_other_in_reports_leave_nothing_behind():

@@ -1,0 +1,63 @@
+"""The defaults that `--optimize` and the memory of the GPU choose for a worker. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from cluster.options import EngineOptions, Optimize
+
+GPU_GIB = (70, 128)
+"""From each of these memory sizes on, a GPU may run more requests. With an 8B model in bfloat16, 512 requests
+on 140 GiB have as much KV memory each as 256 on 80 GiB."""
+MAX_NUM_BATCHED_TOKENS = (2048, 8192, 8192)
+"""For a CPU or a small GPU, then by `GPU_GIB`, as below. vLLM has the same defaults for large GPUs."""
+
+
+class Profile(NamedTuple):
+    target_steps: float
+    """The gap target, in times of the fastest step that only decodes."""
+    max_num_seqs: tuple[int, int, int]
+
+
+PROFILES: dict[Optimize, Profile] = {
+    "latency": Profile(1.5, (32, 128, 128)),
+    "balanced": Profile(3.2, (64, 256, 256)),
+    "throughput": Profile(6.0, (64, 256, 512)),
+}
+
+
+class Chosen(NamedTuple):
+    """What a worker uses: the given options, and defaults for the others."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    target_steps: float
+    summary: str
+    """One line for the log: the choice, and what it follows from."""
+
+
+def choose(given: EngineOptions, ttit_target: float | None, device: str, gpu_gib: float | None) -> Chosen:
+    """Returns the settings of a worker on `device`.
+
+    `ttit_target`: in ms, as given. `gpu_gib`: memory of the smallest GPU; None if it is unknown.
+    """
+    profile = PROFILES[given.optimize]
+    on_gpu = device != "cpu"
+    size = bisect_right(GPU_GIB, gpu_gib) if on_gpu and gpu_gib is not None else 0
+    seqs = given.max_num_seqs or profile.max_num_seqs[size]
+    tokens = given.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[size]
+    hardware = "CPU" if not on_gpu else f"GPU of {gpu_gib:.0f} GiB" if gpu_gib else "GPU of unknown memory"
+    parts = (
+        f"--max-num-seqs {seqs}{_note(given.max_num_seqs)}",
+        f"--max-num-batched-tokens {tokens}{_note(given.max_num_batched_tokens)}",
+        f"gap target {profile.target_steps:g} times the fastest step"
+        if ttit_target is None
+        else f"gap target {ttit_target:g} ms{_note(ttit_target)}",
+    )
+    summary = f"optimize {given.optimize}, {hardware}: {', '.join(parts)}"
+    return Chosen(seqs, tokens, profile.target_steps, summary)
+
+
+def _note(option: float | None) -> str:
+    return "" if option is None else " (given)"

@@ -1,0 +1,149 @@
+"""What `--optimize` and the memory of the GPU choose, how it reaches the engine, and what the worker logs."""
+
+import logging
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import cluster.serve
+import worker.service
+from cluster.cli import app
+from cluster.gpus import gpu_gib
+from cluster.optimize import choose
+from cluster.options import EngineOptions, Optimize
+from cluster.plan import Plan
+from engine import EngineConfig
+from worker import WorkerConfig
+
+
+@pytest.mark.parametrize(
+    ("optimize", "device", "gib", "expected"),
+    [
+        ("latency", "cpu", None, (32, 2048, 1.5)),
+        ("balanced", "cpu", None, (64, 2048, 3.2)),
+        ("throughput", "cpu", None, (64, 2048, 6.0)),
+        ("balanced", "cpu", 141.0, (64, 2048, 3.2)),
+        ("balanced", "cuda", 24.0, (64, 2048, 3.2)),
+        ("balanced", "cuda", None, (64, 2048, 3.2)),
+        ("latency", "cuda:1", 79.6, (128, 8192, 1.5)),
+        ("balanced", "cuda", 70.0, (256, 8192, 3.2)),
+        ("throughput", "cuda", 79.6, (256, 8192, 6.0)),
+        ("latency", "cuda", 140.4, (128, 8192, 1.5)),
+        ("balanced", "cuda", 140.4, (256, 8192, 3.2)),
+        ("throughput", "cuda", 140.4, (512, 8192, 6.0)),
+    ],
+)
+def test_defaults_follow_the_profile_and_the_memory(
+    optimize: Optimize, device: str, gib: float | None, expected: tuple[int, int, float]
+) -> None:
+    assert choose(EngineOptions(optimize=optimize), None, device, gib)[:3] == expected
+
+
+def test_an_engine_alone_is_balanced() -> None:
+    chosen = choose(EngineOptions(), None, "cpu", None)
+    config = EngineConfig("model")
+    assert chosen[:3] == (config.max_num_seqs, config.max_num_batched_tokens, config.ttit_target_steps)
+
+
+@pytest.mark.parametrize(
+    ("given", "target", "device", "gib", "summary"),
+    [
+        (
+            EngineOptions(),
+            None,
+            "cuda",
+            140.4,
+            "optimize balanced, GPU of 140 GiB: --max-num-seqs 256, --max-num-batched-tokens 8192, "
+            "gap target 3.2 times the fastest step",
+        ),
+        (
+            EngineOptions(optimize="throughput", max_num_seqs=100, max_num_batched_tokens=512),
+            20.0,
+            "cuda",
+            None,
+            "optimize throughput, GPU of unknown memory: --max-num-seqs 100 (given), "
+            "--max-num-batched-tokens 512 (given), gap target 20 ms (given)",
+        ),
+        (
+            EngineOptions(optimize="latency", max_num_batched_tokens=512),
+            None,
+            "cpu",
+            None,
+            "optimize latency, CPU: --max-num-seqs 32, --max-num-batched-tokens 512 (given), "
+            "gap target 1.5 times the fastest step",
+        ),
+    ],
+)
+def test_the_summary_says_what_was_chosen_and_what_was_given(
+    given: EngineOptions, target: float | None, device: str, gib: float | None, summary: str
+) -> None:
+    chosen = choose(given, target, device, gib)
+    assert chosen.summary == summary
+    assert chosen.max_num_seqs == given.max_num_seqs or given.max_num_seqs is None
+    assert chosen.max_num_batched_tokens == given.max_num_batched_tokens or not given.max_num_batched_tokens
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [(["143771"], 140.4), (["81559", " 24564"], 24.0), (["[N/A]"], None), ([], None), (None, None)],
+)
+def test_the_smallest_gpu_counts(
+    lines: list[str] | None, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.gpus.nvidia_smi", lambda *_: lines)
+    assert gpu_gib() == (expected and pytest.approx(expected, abs=0.05))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerConfig]:
+    """The workers that commands were about to run."""
+    configs: list[WorkerConfig] = []
+    monkeypatch.setattr("worker.service.run", lambda config: configs.append(config) or 0)
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    return configs
+
+
+def baton(*args: str) -> None:
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_choice_reaches_the_engine_and_the_log(
+    role: str, started: list[WorkerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the worker is told directly or by `baton serve`."""
+    plans: list[Plan] = []
+    monkeypatch.setattr(cluster.serve, "run", lambda plan: plans.append(plan) or 0)
+    flags = ("--device", "cpu", "--optimize", "latency", "--max-num-batched-tokens", "512")
+    baton("serve", *flags)
+    baton(role, *flags)
+    baton(role, *plans[0].roles()[0].args)
+    for config in started:
+        engine = config.engine
+        assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (32, 512)
+        assert engine.ttit_target_steps == 1.5
+        assert engine.ttit_target is None
+        assert config.settings is not None
+        assert config.settings.startswith("optimize latency, CPU: --max-num-seqs 32, ")
+    baton(role, *flags, "--ttit-target", "20")
+    assert started[-1].engine.ttit_target == 0.02
+    assert len(started) == 3
+
+
+def test_a_worker_logs_its_settings_at_its_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(worker.service, "Service", refuse)
+    monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
+    monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
+    config = WorkerConfig(
+        role="decode", engine=EngineConfig("model"), secret=b"s" * 32, settings="optimize balanced, CPU: …"
+    )
+    with caplog.at_level(logging.INFO, "worker.service"):
+        assert worker.service.run(config) == 1
+    assert caplog.messages == ["optimize balanced, CPU: …", "stop here"]
