@@ -18,7 +18,7 @@ from prometheus_client import (
 from router.admission.queue import Admission
 from router.errors import ApiError, all_errors, error_code
 from router.policy.placement import REASONS
-from router.workers.connection import POOL_NAMES, WorkerState
+from router.workers.connection import WorkerState
 from router.workers.pool import WorkerPool
 from rpc import worker_pb2 as pb
 
@@ -113,7 +113,7 @@ class Metrics:
         left_out = self._family(
             Gauge, "baton:workers_left_out", "Workers whose circuit breaker is open.", "pool"
         )
-        for label, name in POOL_NAMES.items():
+        for label, name in known.pools.items():
             left_out.labels(**self._labels, pool=name).set_function(
                 lambda label=label: sum(
                     c.breaker.open_for(time.monotonic()) > 0 and c.pool == label for c in known.connections

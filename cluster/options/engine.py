@@ -67,7 +67,8 @@ class EngineOptions:
         Literal["auto", "dummy"], opt("auto, or dummy for random weights (benchmarks).", "FORMAT")
     ] = "auto"  # fmt: skip
     tensor_parallel_size: Annotated[
-        int, opt("GPUs that one worker spans. More than one: only `baton decode`.", "N", check=between(1))
+        int,
+        opt("GPUs that one worker spans. More than one: only without prefill workers.", "N", check=between(1)),
     ] = 1
     optimize: Annotated[
         Optimize,

@@ -124,6 +124,11 @@ class WorkerPool:
         return bool(self._candidates.decodes)
 
     @property
+    def pools(self) -> dict[pb.Pool, str]:
+        """The pools that the cluster has, with their names."""
+        return {p: name for p, name in POOL_NAMES.items() if p == pb.POOL_DECODE or not self._decode_only}
+
+    @property
     def complete(self) -> bool:
         """Whether each pool of the cluster has a worker."""
         return self.has_decode and (self._decode_only or self._candidates.has_prefill)

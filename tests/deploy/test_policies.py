@@ -185,7 +185,7 @@ def test_claims_and_settings_that_pods_name_exist(overlay: list[Object]) -> None
 
 @pytest.mark.parametrize(
     ("name", "resource"),
-    [("plain", "nvidia.com/gpu"), ("single-gpu", "nvidia.com/gpu.shared")],
+    [("plain", "nvidia.com/gpu"), ("single-gpu", "nvidia.com/gpu.shared"), ("tensor-parallel", "nvidia.com/gpu")],
 )
 def test_every_worker_has_its_device(overlays: dict[str, list[Object]], name: str, resource: str) -> None:
     for pod in pod_templates(overlays[name]):
@@ -195,3 +195,16 @@ def test_every_worker_has_its_device(overlays: dict[str, list[Object]], name: st
             assert not devices
         else:
             assert devices == {resource}
+
+
+def test_a_worker_has_a_gpu_for_each_rank(overlays: dict[str, list[Object]]) -> None:
+    """A worker of several ranks cannot hand over KV: only decode workers run, and routers expect no others."""
+    objects = overlays["tensor-parallel"]
+    settings = settings_of(objects)["data"]
+    assert int(settings["BATON_TENSOR_PARALLEL_SIZE"]) > 1
+    [decode] = [pod for pod in pod_templates(objects) if pod.owner == "Deployment baton-decode"]
+    [container] = decode.containers
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == settings["BATON_TENSOR_PARALLEL_SIZE"]
+    assert settings["BATON_DECODE_ONLY"] == "true"
+    replicas = {d["metadata"]["name"]: d["spec"]["replicas"] for d in of_kind(objects, "Deployment")}
+    assert replicas["baton-prefill"] == 0 < replicas["baton-decode"]

@@ -27,6 +27,7 @@ EXPECTED = {
         "ServiceMonitor": 1,
     },
     "single-gpu": {"Deployment": 3, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
+    "tensor-parallel": {"Deployment": 3, "HorizontalPodAutoscaler": 0, "ServiceMonitor": 1},
     "cpu-demo": {"Deployment": 3, "PodDisruptionBudget": 3, "PersistentVolumeClaim": 0},
     "kuberay": {"RayCluster": 1, "Deployment": 1, "ServiceMonitor": 1, "PersistentVolumeClaim": 2},
 }

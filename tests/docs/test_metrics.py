@@ -16,6 +16,7 @@ from engine import EngineStats
 from kv_transfer import TransferStats
 from router.admission.queue import Admission
 from router.metrics import Metrics as RouterMetrics
+from rpc import worker_pb2 as pb
 from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics as WorkerMetrics
 
@@ -35,7 +36,7 @@ def documented(letter: str) -> set[str]:
 
 def test_router() -> None:
     metrics = RouterMetrics("model")
-    pool: Any = SimpleNamespace(connections=[])
+    pool: Any = SimpleNamespace(connections=[], pools={pb.POOL_DECODE: "decode"})
     metrics.follow(pool, Admission(1, lambda prompt: 0.0))
     assert names(metrics.registry.collect()) == documented("R")
 

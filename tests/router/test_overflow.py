@@ -317,6 +317,8 @@ async def test_a_cluster_of_decode_workers_is_ready_without_prefill_workers(
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode_only=True) as cluster:
         async with cluster.http.get(cluster.url + "/ready") as response:
             assert response.status == 200
+        async with cluster.http.get(cluster.url + "/metrics") as response:
+            assert 'pool="prefill"' not in await response.text(), "an alert reads 0 workers as a lost pool"
         await answered_whole(cluster)
         await cluster.workers[0].kill()
         await cluster.until(lambda: not cluster.router.services.pool.complete)
