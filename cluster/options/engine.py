@@ -68,7 +68,7 @@ class EngineOptions:
     ] = "auto"  # fmt: skip
     tensor_parallel_size: Annotated[
         int,
-        opt("GPUs that one worker spans. More than one: only without prefill workers.", "N", check=between(1)),
+        opt("GPUs of one worker. More than one: only without prefill workers.", "N", check=between(1)),
     ] = 1
     optimize: Annotated[
         Optimize,

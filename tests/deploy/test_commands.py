@@ -125,4 +125,5 @@ def test_ports_are_those_that_are_declared(overlays: dict[str, list[Object]]) ->
 
 
 def pods_of_roles(overlays: dict[str, list[Object]]) -> list[PodTemplate]:
-    return [pod for name in ("plain", "kv-network", "tensor-parallel", "cpu-demo") for pod in pod_templates(overlays[name])]
+    names = ("plain", "kv-network", "tensor-parallel", "cpu-demo")
+    return [pod for name in names for pod in pod_templates(overlays[name])]

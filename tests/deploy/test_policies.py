@@ -185,7 +185,11 @@ def test_claims_and_settings_that_pods_name_exist(overlay: list[Object]) -> None
 
 @pytest.mark.parametrize(
     ("name", "resource"),
-    [("plain", "nvidia.com/gpu"), ("single-gpu", "nvidia.com/gpu.shared"), ("tensor-parallel", "nvidia.com/gpu")],
+    [
+        ("plain", "nvidia.com/gpu"),
+        ("single-gpu", "nvidia.com/gpu.shared"),
+        ("tensor-parallel", "nvidia.com/gpu"),
+    ],
 )
 def test_every_worker_has_its_device(overlays: dict[str, list[Object]], name: str, resource: str) -> None:
     for pod in pod_templates(overlays[name]):
@@ -198,7 +202,7 @@ def test_every_worker_has_its_device(overlays: dict[str, list[Object]], name: st
 
 
 def test_a_worker_has_a_gpu_for_each_rank(overlays: dict[str, list[Object]]) -> None:
-    """A worker of several ranks cannot hand over KV: only decode workers run, and routers expect no others."""
+    """Such a worker cannot hand over KV: only decode workers run, and routers expect no others."""
     objects = overlays["tensor-parallel"]
     settings = settings_of(objects)["data"]
     assert int(settings["BATON_TENSOR_PARALLEL_SIZE"]) > 1
