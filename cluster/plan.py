@@ -137,7 +137,7 @@ class Plan:
         else:
             front = replace(self.front, api_key=[])
         keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
-        router_args = (*shared_args, *to_argv(front, decode_only=not self.pool.prefill.most))
+        router_args = (*shared_args, *to_argv(front, decode_only=None if self.pool.prefill.most else True))
         router = RoleSpec("router", 0, router_args, shared | keys)
         return [*workers, router]
 
