@@ -21,6 +21,7 @@ import cluster.roles
 import cluster.serve
 from cluster.cli import app
 from cluster.gpus import visible_gpus
+from cluster.options import RouterRole
 from cluster.plan import Plan
 from cluster.python_path import PACKAGES
 
@@ -304,13 +305,16 @@ def test_a_worker_of_several_ranks_reserves_gpus_and_cores(served: list[Plan]) -
     assert [(role.name, role.gpus, role.cpus) for role in workers] == [("decode 0", 2, 2), ("decode 1", 2, 2)]
 
 
-def test_only_the_prefill_pool_may_be_left_out(served: list[Plan]) -> None:
-    baton("serve", "--prefill", "0", "--device", "cpu")
-    baton("serve", "--device", "cpu")
-    [*workers, router] = served[0].roles()
-    assert [role.name for role in workers] == ["decode 0"]
-    assert "--decode-only" in router.args
-    assert not any("decode-only" in argument for argument in served[1].roles()[-1].args)
+def test_only_the_prefill_pool_may_be_left_out(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    routers: list[RouterRole] = []
+    monkeypatch.setattr(cluster.roles, "run_router", lambda given: routers.append(given) or 0)
+    for prefill, names in (("0", ["decode 0"]), ("1", ["prefill 0", "decode 0"])):
+        baton("serve", "--prefill", prefill, "--device", "cpu")
+        [*workers, router] = served[-1].roles()
+        assert [role.name for role in workers] == names
+        result = baton("router", *router.args)
+        assert result.exit_code == 0, result.output
+    assert [given.membership.decode_only for given in routers] == [True, False]
 
 
 @pytest.mark.parametrize(
