@@ -8,8 +8,9 @@ from decode_worker.attempt import Attempt, AttemptPhase
 from engine import Engine, Logprobs, Output, StepResult
 from kv_transfer import Closed, FetchFailed, Injected
 from worker import messages
-from worker.engine_loop import Parts, paged_kv
+from worker.engine_loop import Parts
 from worker.messages import Code, ToEngine
+from worker.paged_kv import paged_kv
 
 _WAITING = (AttemptPhase.FETCHING, AttemptPhase.TAKING, AttemptPhase.FAILED)
 

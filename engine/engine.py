@@ -81,6 +81,7 @@ class Engine:
         self.cache_spec = cache_spec
         self.block_size = runner.block_size
         self.num_blocks = num_blocks
+        self.ranks = runner.ranks
         self._runner = runner
         self._grammars = grammars
         self._overlap = overlap

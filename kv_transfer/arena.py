@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.config import MAX_SLOT_BYTES, PAGE
@@ -78,6 +79,7 @@ class ArenaEnd:
 
     channel: socket.socket  # to the other process: messages that pass slots
     arena: Arena
+    ranks: Sequence[socket.socket] = ()  # of rank 0 of an engine: to each other rank
 
     @classmethod
     def pair(cls, num_slots: int, slot_bytes: int) -> tuple[ArenaEnd, ArenaEnd]:
@@ -86,12 +88,28 @@ class ArenaEnd:
         engine, transfer = channel_pair()
         return cls(engine, arena), cls(transfer, arena)
 
+    def of_ranks(self, ranks: int) -> tuple[ArenaEnd, list[ArenaEnd]]:
+        """This end as rank 0 of an engine holds it, and the ends of the other ranks. Their channels lead to
+        rank 0."""
+        pairs = [channel_pair() for _ in range(ranks - 1)]
+        first = ArenaEnd(self.channel, self.arena, [ours for ours, _ in pairs])
+        return first, [ArenaEnd(theirs, self.arena) for _, theirs in pairs]
+
     @classmethod
-    def inherited(cls, fds: tuple[int, int], num_slots: int, slot_bytes: int) -> ArenaEnd:
+    def inherited(cls, fds: Sequence[int], num_slots: int, slot_bytes: int) -> ArenaEnd:
         """The end of a process that inherited these `fds`."""
-        channel, arena = fds
-        return cls(socket.socket(fileno=channel), Arena(arena, num_slots, slot_bytes))
+        channel, arena, *ranks = fds
+        return cls(
+            socket.socket(fileno=channel),
+            Arena(arena, num_slots, slot_bytes),
+            [socket.socket(fileno=fd) for fd in ranks],
+        )
 
     @property
-    def fds(self) -> tuple[int, int]:
-        return self.channel.fileno(), self.arena.fd
+    def fds(self) -> Sequence[int]:
+        return self.channel.fileno(), self.arena.fd, *(rank.fileno() for rank in self.ranks)
+
+    def close_channels(self) -> None:
+        """In the process that made them, once the process that uses them has inherited them."""
+        for channel in (self.channel, *self.ranks):
+            channel.close()

@@ -196,6 +196,28 @@ class FailedIn(Local):
     retry: bool  # a new FETCH of the same prefill may succeed
 
 
+# ---------------------------------------------------------------- between the ranks of an engine
+
+
+class Copy(Local):
+    """Rank 0 → another rank: copy the heads that the rank holds of the slice in this slot."""
+
+    slot: int
+    layer: int
+    head_start: int
+    head_count: int
+    token_start: int  # in the first of the blocks
+    token_count: int
+    block_ids: Sequence[int]
+    layers_ready: int  # gather only when the rank has counted so many layers
+
+
+class Copied(Local):
+    """Another rank → rank 0: that many copies are over, in the order of their Copy."""
+
+    count: int
+
+
 FromSender = Offer | SliceOut | CommitOut | Finished | RefuseFetch | CloseOut | Recalled
 ToSender = StartOut | StopOut | Granted | SlotFree | SessionGone | FetchWaits | ReleasedOut
 FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn

@@ -15,21 +15,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kv_transfer.layout import Range, Slice
+
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread
 WARPS = 4
-FIELDS = 7  # of a line: see `line`
+FIELDS = 8  # of a line: see `line`
 
 
 def line(
-    pool: Tensor, blocks: Tensor, dense_address: int, start: int, tokens: int, head_start: int, heads: int
+    pool: Tensor, blocks: Tensor, dense_address: int, piece: Slice, heads: Range, first_head: int
 ) -> list[int]:
-    """Of the table: positions [start, start + tokens) and heads [head_start, head_start + heads).
+    """A line of the table: `heads` of a slice, which are all heads of the slice or a part of them.
 
-    pool [2, blocks, block size, all heads, head_dim], blocks [blocks of the request] int64: both must live
-    until the launch is over, as must the dense [2, tokens, heads, head_dim] at that address."""
+    pool [2, blocks, block size, heads from `first_head` on, head_dim], blocks [blocks of the request] int64:
+    both must live until the launch is over, as must the dense [2, tokens, heads of the slice, head_dim] at
+    that address."""
     words = pool.shape[4] * pool.itemsize // 4  # of a head
-    head = [pool.data_ptr(), blocks.data_ptr(), dense_address]
-    return [*head, start, tokens, head_start * words, heads * words]
+    dense = dense_address + 4 * words * (heads[0] - piece.head_start)
+    return [
+        pool.data_ptr(), blocks.data_ptr(), dense, piece.token_start, piece.token_count,
+        (heads[0] - first_head) * words, (heads[1] - heads[0]) * words, piece.head_count * words,
+    ]  # fmt: skip
 
 
 def launch(table: Tensor, pool: Tensor, most_tokens: int, most_heads: int, *, into_pool: bool) -> None:
@@ -73,7 +79,8 @@ def _copy(
     start = tl.load(entry + 3)
     tokens = tl.load(entry + 4)
     first = tl.load(entry + 5)  # word in a row of the pool
-    width = tl.load(entry + 6)  # words of a row of dense
+    width = tl.load(entry + 6)  # words to move of each row
+    dense_width = tl.load(entry + 7)  # words of a row of dense
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < width)[None, :]
@@ -81,7 +88,7 @@ def _copy(
     block = tl.load(blocks + position // BLOCK, mask=token < tokens, other=0)
     row = block * BLOCK + position % BLOCK
     paged = pool + half * pool_half + row[:, None] * pool_width + first + column[None, :]
-    packed = dense + half * tokens * width + token.to(tl.int64)[:, None] * width + column[None, :]
+    packed = dense + (half * tokens + token.to(tl.int64)[:, None]) * dense_width + column[None, :]
     if INTO_POOL:
         tl.store(paged, tl.load(packed, mask=inside), mask=inside)
     else:

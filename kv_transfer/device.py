@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kv_transfer.arena import Arena
-from kv_transfer.layout import Slice, runs, slice_bytes
+from kv_transfer.layout import Range, Slice, runs, slice_bytes
 from kv_transfer.transport import PagedKV
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
@@ -22,7 +22,7 @@ Event = Any  # torch.cuda.Event; None where everything is done at once
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A slice in an arena slot, on its way into the pool."""
+    """A slice in an arena slot, on its way to or from the pool."""
 
     piece: Slice
     slot: int
@@ -30,7 +30,7 @@ class Staged:
 
 
 class Pool(Protocol):
-    """The engine's own: per layer `[2, num_blocks, block_size, num_kv_heads, head_dim]`."""
+    """The KV cache of one rank. Of a slice it copies the heads that the rank holds."""
 
     def enter_thread(self) -> None:
         """Call first in each thread that uses the pool."""
@@ -68,8 +68,9 @@ def open_pool(kv: PagedKV, arena: Arena) -> Pool:
     assert len(kv.layers) == layout.num_layers, (
         f"{len(kv.layers)} layers of KV, layout has {layout.num_layers}"
     )
+    first, last = kv.heads
     for tensor in kv.layers:
-        shape = (2, tensor.shape[1], kv.block_size, layout.num_kv_heads, layout.head_dim)
+        shape = (2, tensor.shape[1], kv.block_size, last - first, layout.head_dim)
         assert tensor.is_contiguous(), "KV must be contiguous"
         assert tuple(tensor.shape) == shape, f"{tuple(tensor.shape)} is not {shape}"
         assert tensor.dtype == getattr(torch, layout.dtype), (
@@ -84,6 +85,11 @@ def open_pool(kv: PagedKV, arena: Arena) -> Pool:
             return HostPool(kv, arena)
 
 
+def _held(piece: Slice, heads: Range) -> Range:
+    """The heads of a slice that are among `heads`."""
+    return max(piece.head_start, heads[0]), min(piece.head_start + piece.head_count, heads[1])
+
+
 class HostPool:
     """Bytes are bytes: numpy views of the pool and the arena, no dtype involved."""
 
@@ -94,6 +100,7 @@ class HostPool:
         self._rows = [t.flatten(1, 2).view(torch.uint8).numpy() for t in kv.layers]
         self._block_size = kv.block_size
         self._layout = kv.layout
+        self._heads = kv.heads
         self._arena = arena
 
     def enter_thread(self) -> None:
@@ -128,7 +135,9 @@ class HostPool:
         piece = item.piece
         staged = np.frombuffer(self._arena.slot(item.slot), np.uint8, slice_bytes(self._layout, piece))
         staged = staged.reshape(2, piece.token_count, piece.head_count, self._layout.head_bytes // 2)
-        heads = slice(piece.head_start, piece.head_start + piece.head_count)
+        first, last = _held(piece, self._heads)
+        staged = staged[:, :, first - piece.head_start : last - piece.head_start]
+        heads = slice(first - self._heads[0], last - self._heads[0])
         start, stop = piece.token_start, piece.token_start + piece.token_count
         for position, row, count in runs(item.table, self._block_size, start, stop):
             at = position - start
@@ -182,6 +191,7 @@ class CudaPool:
         self._device = kv.layers[0].device
         self._block_size = kv.block_size
         self._layout = layout
+        self._heads = kv.heads
         self._slot_bytes = arena.slot_bytes
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
         # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
@@ -255,8 +265,8 @@ class CudaPool:
     def _launch(self, batch: Sequence[Staged], addresses: Sequence[int], *, into_pool: bool) -> None:
         lines = [
             self._kernels.line(
-                self._layers[x.piece.layer], x.table, address, x.piece.token_start, x.piece.token_count,
-                x.piece.head_start, x.piece.head_count,
+                self._layers[x.piece.layer], x.table, address, x.piece, _held(x.piece, self._heads),
+                self._heads[0],
             )
             for x, address in zip(batch, addresses, strict=True)
         ]  # fmt: skip

@@ -96,6 +96,12 @@ def cut(layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: i
         start += count
 
 
+def heads_of(layout: KVLayout, rank: int, ranks: int) -> Range:
+    """The KV heads that a rank holds. With fewer heads than ranks each is held by several ranks in a row."""
+    first = rank * layout.num_kv_heads // ranks
+    return first, first + max(1, layout.num_kv_heads // ranks)
+
+
 def slice_bytes(layout: KVLayout, piece: Slice) -> int:
     return piece.token_count * piece.head_count * layout.head_bytes
 

@@ -69,9 +69,9 @@ class ArenaReceiver:
         kv: PagedKV,
         trace: TraceWriter,
     ) -> None:
-        from kv_transfer.device import open_pool  # torch: in engine processes only
+        from kv_transfer.ranks import open_ranks  # torch: in engine processes only
 
-        self._pool = open_pool(kv, end.arena)
+        self._pool = open_ranks(kv, end)
         self._layout = kv.layout
         self._trace = trace
         self._channel = Channel(end.channel, ToReceiver)

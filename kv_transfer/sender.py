@@ -8,6 +8,7 @@ consumer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections import deque
@@ -33,7 +34,7 @@ from kv_transfer.channel import (
     StopOut,
     ToSender,
 )
-from kv_transfer.layout import cut, intersect, slice_bytes
+from kv_transfer.layout import cut, heads_of, intersect, slice_bytes
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
@@ -58,10 +59,12 @@ class ArenaSender:
         kv: PagedKV,
         trace: TraceWriter,
     ) -> None:
-        from kv_transfer.device import open_pool  # torch: in engine processes only
+        from kv_transfer.ranks import open_ranks  # torch: in engine processes only
 
-        self._pool = open_pool(kv, end.arena)
+        self._pool = open_ranks(kv, end)
         self._layout = kv.layout
+        # Each slice has heads of one rank. Ranks may hold the same head.
+        self._heads = sorted({heads_of(kv.layout, rank, kv.ranks) for rank in range(kv.ranks)})
         self._trace = trace
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._released: deque[Released] = deque()
@@ -172,8 +175,9 @@ class ArenaSender:
 
     def _gather_next(self) -> bool:
         """Start the next gather, of the few slices that are next in turn. False: of none."""
-        after: list[Any] = []
-        batch = self._next_batch() or self._next_batch(after)
+        batch, after = self._next_batch(ahead=False)
+        if not batch:
+            batch, after = self._next_batch(ahead=True)
         if not batch:
             return False
         staged = [item for _, item, _ in batch]
@@ -188,19 +192,19 @@ class ArenaSender:
             self._gathers.append((done, handed))
         return True
 
-    def _next_batch(self, after: list[Any] | None = None) -> list[tuple[OutgoingPrefill, Staged, SliceOut]]:
-        """The slices next in turn. With `after`, to which their events go, those of the last layer wait on
-        the device instead: launched once the event is seen, their gather would wait for a long matrix product
-        that has begun meanwhile, and nothing hides that."""
+    def _next_batch(self, *, ahead: bool) -> tuple[list[tuple[OutgoingPrefill, Staged, SliceOut]], list[Any]]:
+        """The slices next in turn, and their events. With `ahead`, those of the last layer wait on the
+        device: launched once the event is seen, their gather would wait for a long matrix product that has
+        begun meanwhile, and nothing hides that."""
         batch: list[tuple[OutgoingPrefill, Staged, SliceOut]] = []
+        after: list[Any] = []
         while self._slots.free and len(batch) < self._pool.gather_most:
-            transfer = self._turns.next(self._pool.passed, ahead=after is not None)
+            transfer = self._turns.next(self._pool.passed, ahead=ahead)
             if transfer is None:
                 break
-            if after is not None:
-                after.append(transfer.pending[0][1])
+            after.append(transfer.pending[0][1])
             batch.append(self._take(transfer))
-        return batch
+        return batch, after
 
     def _take(self, transfer: OutgoingTransfer) -> tuple[OutgoingPrefill, Staged, SliceOut]:
         """Its next slice, with a credit and a slot for it."""
@@ -333,8 +337,9 @@ class ArenaSender:
             self._send_commit(transfer, prefill.first_token)
 
     def _plan(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
-        for tokens in intersect(start, stop, transfer.ranges):
-            for piece in cut(self._layout, layer, tokens, transfer.heads, transfer.slot_bytes):
+        heads = list(intersect(*transfer.heads, self._heads))
+        for tokens, held in itertools.product(intersect(start, stop, transfer.ranges), heads):
+            for piece in cut(self._layout, layer, tokens, held, transfer.slot_bytes):
                 transfer.pending.append((piece, event))
                 transfer.frames += 1
                 transfer.bytes += slice_bytes(self._layout, piece)

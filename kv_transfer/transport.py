@@ -8,11 +8,11 @@ transport. All methods are for the engine thread, and none blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVLayout, Range, heads_of
 from kv_transfer.protocol.messages import FirstToken, Reason
 
 if TYPE_CHECKING:
@@ -21,14 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """The KV cache of an engine. The engine owns the tensors."""
+    """The KV cache of an engine, or of one rank of it. The engine owns the tensors."""
 
-    layers: Sequence[
-        torch.Tensor
-    ]  # of each layer: [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]
-    block_size: int  # tokens
+    layers: Sequence[torch.Tensor]
+    """Of each layer: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]."""
+    block_size: int
+    """Tokens."""
     layout: KVLayout
-    device: str  # torch's name
+    device: str
+    """Its name in torch."""
+    rank: int = 0
+    ranks: int = 1
+    layers_ready: Callable[[], int] = lambda: 0
+    """With several ranks: how many layers are ready so far, over all steps that hand over KV. All ranks count
+    the same layers."""
+
+    @property
+    def heads(self) -> Range:
+        """The KV heads of this rank."""
+        return heads_of(self.layout, self.rank, self.ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from engine import Engine, Output, StepResult
 from kv_transfer import FirstToken, Released
 from prefill_worker.sink import SenderSink
 from worker import messages
-from worker.engine_loop import Parts, paged_kv
+from worker.engine_loop import Parts
 from worker.messages import Code, ToEngine
+from worker.paged_kv import paged_kv
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class PrefillRole:
         self._trace = parts.trace
         self._sink = sink
         self.engine = engine
-        self._sender = self._sink.sender = parts.transport.sender(paged_kv(self.engine))
+        kv = paged_kv(self.engine, lambda: sink.layers_ready)
+        self._sender = self._sink.sender = parts.transport.sender(kv)
         self._prefills: dict[bytes, PrefillAttempt] = {}  # by prefill id, in order of arrival
 
     def owns(self, attempt_id: bytes) -> bool:

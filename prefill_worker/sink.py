@@ -19,6 +19,9 @@ class SenderSink:
         """Opened prefills. The sender may read their blocks until it reports them released."""
         self.awaited: set[bytes] = set()
         """Prefills that have not started, with routers that wait for that."""
+        self.layers_ready = 0
+        """Layers of all steps that hand over KV. With several ranks, all ranks count the same."""
+        self._cached: list[tuple[bytes, int]] = []  # prefills of the next step: positions in the prefix cache
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
@@ -26,12 +29,17 @@ class SenderSink:
         self.opened.add(request_id)
         self.sender.open(request_id, block_ids, num_tokens)
         if num_cached:
-            self.sender.ready(request_id, None, 0, num_cached)
+            self._cached.append((request_id, num_cached))
         if request_id in self.awaited:
             self.awaited.remove(request_id)
             self._attempts.prefill_started(request_id)
 
     def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+        self.layers_ready += 1
+        # Not before: another rank may still be computing cached positions until it comes to this step.
+        for request_id, num_cached in self._cached:
+            self.sender.ready(request_id, None, 0, num_cached)
+        self._cached.clear()
         for chunk in chunks:
             self.sender.ready(chunk.request_id, layer, chunk.start, chunk.stop)
         if self._trace.enabled:

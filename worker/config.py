@@ -112,7 +112,6 @@ class WorkerConfig:
             raise ValueError(f"role: {self.role!r} is neither 'prefill' nor 'decode'")
         if len(self.secret) < 16:
             raise ValueError("--cluster-secret-file: the cluster secret must have at least 16 bytes")
-        self.check_pool(self.role)
         if self.index < 0:
             raise ValueError(f"--index: {self.index} is negative")
         for flag, port in (
@@ -132,15 +131,6 @@ class WorkerConfig:
                 f"--run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at most)"
             )
         self._check_transfer()
-
-    def check_pool(self, pool: Role) -> None:
-        """Raises ValueError if the worker cannot serve this pool."""
-        ranks = self.engine.tensor_parallel_size
-        if pool == "prefill" and ranks > 1:
-            raise ValueError(
-                f"--tensor-parallel-size {ranks}: a worker with several ranks cannot hand over KV, so it can "
-                "only be a decode worker of a cluster without prefill workers (`baton serve --prefill 0`)"
-            )
 
     def _check_transfer(self) -> None:
         if not 1 <= self.kv_lanes <= 64:

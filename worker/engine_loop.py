@@ -29,7 +29,7 @@ from engine import (
     build_engine,
 )
 from engine.loader.tokenizer_json import vocabulary
-from kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, KVLayout, PagedKV, TraceWriter, Transport
+from kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
 from kv_transfer.wait import wait
 from rpc import vocabulary_fingerprint
 from worker import messages
@@ -38,6 +38,7 @@ from worker.cached_chunks import CachedChunks
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
 from worker.ipc import ServiceLink
 from worker.messages import Code, RequestCounts, ToEngine
+from worker.paged_kv import kv_layout
 
 IDLE_TICK = 0.5  # seconds
 
@@ -124,20 +125,6 @@ class Parts:
         )
         self.cached_chunks.block_size = engine.block_size
         return engine
-
-
-def paged_kv(engine: Engine) -> PagedKV:
-    """Returns the engine's KV cache for a KV sender or receiver."""
-    device = str(engine.kv_cache[0].device)
-    return PagedKV(engine.kv_cache, engine.block_size, kv_layout(engine), device)
-
-
-def kv_layout(engine: Engine) -> KVLayout:
-    """Returns the layout of the KV on the wire. It requires that all layers cache alike."""
-    layer = engine.cache_spec[0]
-    assert all(other == layer for other in engine.cache_spec), "the wire has one layout for all layers"
-    dtype = str(layer.dtype).removeprefix("torch.")
-    return KVLayout(len(engine.cache_spec), layer.num_kv_heads, layer.head_dim, dtype)
 
 
 def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequence[Role]]]) -> int:

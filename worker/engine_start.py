@@ -8,7 +8,7 @@
 import gc
 import logging.config
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -31,8 +31,8 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     parent_pid: int
     incarnation: int
     address: str  # of the service's socket
-    sending_fds: tuple[int, int]  # inherited, as `ArenaEnd.fds` of the engine's ends
-    receiving_fds: tuple[int, int]
+    sending_fds: Sequence[int]  # inherited, as `ArenaEnd.fds` of the engine's ends
+    receiving_fds: Sequence[int]
     heartbeat_fd: int  # inherited
     kv_slots: int
     kv_slot_bytes: int

@@ -2,22 +2,33 @@
 
 1. Read the configuration from stdin, and tie the process to its parent (`worker.child`).
 2. Start together with the engine process, which is rank 0.
-3. Follow rank 0 until it stops.
+3. Follow rank 0 until it stops. Threads copy KV between this rank's cache and the arenas meanwhile.
 """
 
 import gc
 import logging.config
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from engine import EngineConfig
 from engine.execution.rank_files import RankFiles
+from kv_transfer import ArenaEnd
 from worker.child import begin
 from worker.engine_start import EXIT_START_FAILED
 from worker.processes import spawn
+
+
+class RankArenas(msgspec.Struct, frozen=True):
+    """The arenas of a worker, as one of its ranks inherits them."""
+
+    sending_fds: Sequence[int]  # as `ArenaEnd.fds` of the rank's ends
+    receiving_fds: Sequence[int]
+    num_slots: int
+    slot_bytes: int
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True):
@@ -30,11 +41,19 @@ class RankProcessConfig(msgspec.Struct, frozen=True):
     files: RankFiles  # inherited
     logging: dict[str, Any]  # for logging.config.dictConfig
     engine: EngineConfig
+    arenas: RankArenas | None  # None: the engine hands over no KV
 
 
 def spawn_rank(config: RankProcessConfig) -> subprocess.Popen[bytes]:
     """Starts the process. Must be called in the main thread, as `spawn`."""
-    return spawn("worker.rank_process", msgspec.json.encode(config), pass_fds=config.files.fds)
+    fds = tuple(config.files.fds)
+    if config.arenas is not None:
+        fds += (*config.arenas.sending_fds, *config.arenas.receiving_fds)
+    return spawn("worker.rank_process", msgspec.json.encode(config), pass_fds=fds)
+
+
+def _nothing(layer: int) -> None:
+    pass
 
 
 def main() -> int:
@@ -43,17 +62,27 @@ def main() -> int:
     begin(f"{config.title}: {config.name}", config.parent_pid)
     logging.config.dictConfig(config.logging)
     gc.disable()  # as in the engine process
-    from engine.execution.rank import Follower  # imports torch
+    # These import torch.
+    from engine.execution.rank import Follower
+    from kv_transfer.ranks import RankCopier
+    from worker.paged_kv import paged_kv
 
     try:
         follower = Follower(config.engine, config.rank, config.files)
     except ValueError as error:
         config.files.fail(str(error))
         return EXIT_START_FAILED
+    layer_done = _nothing
+    if (arenas := config.arenas) is not None:
+        sending, receiving = (
+            ArenaEnd.inherited(fds, arenas.num_slots, arenas.slot_bytes)
+            for fds in (arenas.sending_fds, arenas.receiving_fds)
+        )
+        layer_done = RankCopier(paged_kv(follower), sending, receiving).layer_done
     gc.collect()
     gc.enable()
     gc.freeze()
-    follower.run(lambda step: lambda layer: None)
+    follower.run(lambda step: layer_done if step.hands_over else _nothing)
     return 0
 
 

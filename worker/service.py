@@ -270,7 +270,6 @@ class Service:
         return self._last_status
 
     async def set_pool(self, pool: pb.Pool) -> pb.WorkerStatus:
-        self._config.check_pool(NAMES[pool])
         if pool != self._pool:
             log.info("moves from the %s pool to the %s pool", NAMES[self._pool], NAMES[pool])
             self._pool = pool

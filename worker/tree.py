@@ -10,7 +10,8 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from worker.failure import EngineError, StartError, TreeError
 from worker.ipc import EngineLink
 from worker.messages import EngineReady, FromEngine
 from worker.processes import ChildProcess, describe_exit, spawn
-from worker.rank_process import RankProcessConfig, spawn_rank
+from worker.rank_process import RankArenas, RankProcessConfig, spawn_rank
 from worker.transfer_link import TransferLink
 from worker.watchdog import START_SILENCE, Watchdog
 
@@ -64,9 +65,8 @@ class WorkerTree:
         self._heartbeat = Heartbeat.create()
         ranks = config.engine.tensor_parallel_size
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
-        # Of each direction, the engine's end and the transfer process's.
-        self._sending = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
-        self._receiving = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
+        self._sending = _Ends.create(config)
+        self._receiving = _Ends.create(config)
         service_end, self._transfer_service_end = channel_pair()
         self.transfer_link = TransferLink(service_end)
 
@@ -86,8 +86,8 @@ class WorkerTree:
             parent_pid=os.getpid(),
             incarnation=self._incarnation,
             address=self.engine_link.address,
-            sending_fds=self._sending[0].fds,
-            receiving_fds=self._receiving[0].fds,
+            sending_fds=self._sending.engine.fds,
+            receiving_fds=self._receiving.engine.fds,
             heartbeat_fd=self._heartbeat.fd,
             kv_slots=config.kv_slots,
             kv_slot_bytes=config.kv_slot_bytes,
@@ -101,8 +101,8 @@ class WorkerTree:
             self._start_ranks(self._rank_files)
             fds += tuple(self._rank_files.fds)
         self._engine = ChildProcess(name, spawn(ENGINE_MODULE, msgspec.json.encode(start), pass_fds=fds))
-        for ends in (self._sending, self._receiving):
-            ends[0].channel.close()
+        self._sending.engine.close_channels()
+        self._receiving.engine.close_channels()
         dog = Watchdog(name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
@@ -125,6 +125,7 @@ class WorkerTree:
         config = self._config
         for rank in range(1, config.engine.tensor_parallel_size):
             name = f"{config.name} rank {rank}"
+            sending, receiving = self._sending.others[rank - 1], self._receiving.others[rank - 1]
             start = RankProcessConfig(
                 name=name,
                 title=config.title,
@@ -133,8 +134,11 @@ class WorkerTree:
                 files=files,
                 logging=config.logging(self._incarnation, f"rank {rank}"),
                 engine=config.engine,
+                arenas=RankArenas(sending.fds, receiving.fds, config.kv_slots, config.kv_slot_bytes),
             )
             self._ranks.append(ChildProcess(name, spawn_rank(start)))
+            sending.close_channels()
+            receiving.close_channels()
             self.watch(self._watch_exit(self._ranks[-1]))
 
     async def start_transfer(self, engine: EngineReady) -> str:
@@ -147,15 +151,15 @@ class WorkerTree:
             raise StartError(f"--kv-slot-bytes, --kv-slots, --kv-lanes: {error}") from error
         popen = spawn_transfer(
             start,
-            sending=self._sending[1],
-            receiving=self._receiving[1],
+            sending=self._sending.transfer,
+            receiving=self._receiving.transfer,
             heartbeat=self._heartbeat,
             service=self._transfer_service_end,
             secret=config.secret,
         )
         self._transfer = ChildProcess(name, popen)
-        for ends in (self._sending, self._receiving):
-            ends[1].channel.close()
+        self._sending.transfer.close_channels()
+        self._receiving.transfer.close_channels()
         self._transfer_service_end.close()
         self.watch(self._watch_exit(self._transfer))
         port = await self.transfer_link.ready()
@@ -289,13 +293,31 @@ class WorkerTree:
         self.engine_link.close()
         self.transfer_link.close()
         self._transfer_service_end.close()
-        for ours, theirs in (self._sending, self._receiving):
-            ours.channel.close()
-            theirs.channel.close()
-            ours.arena.close()
+        self._sending.close()
+        self._receiving.close()
         self._heartbeat.close()
         if self._rank_files is not None:
             self._rank_files.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The ends of one direction of KV, which the children inherit."""
+
+    engine: ArenaEnd
+    others: Sequence[ArenaEnd]  # of the ranks from 1 on
+    transfer: ArenaEnd
+
+    @classmethod
+    def create(cls, config: WorkerConfig) -> "_Ends":
+        engine, transfer = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
+        engine, others = engine.of_ranks(config.engine.tensor_parallel_size)
+        return cls(engine, others, transfer)
+
+    def close(self) -> None:
+        for end in (self.engine, *self.others, self.transfer):
+            end.close_channels()
+        self.engine.arena.close()
 
 
 def _make_directory(flag: str, path: str) -> None:

@@ -22,7 +22,7 @@ def running(config: EngineConfig) -> Iterator[Engine]:
         for rank in range(1, size):
             assert files is not None
             log = logs.log_config("text", "warning", {"process": f"rank {rank}"})
-            start = RankProcessConfig(f"rank {rank}", "baton", os.getpid(), rank, files, log, config)
+            start = RankProcessConfig(f"rank {rank}", "baton", os.getpid(), rank, files, log, config, None)
             children.append(spawn_rank(start))
         engine = build_engine(config, files=files)
         yield engine

@@ -189,6 +189,7 @@ class Cases:
         """The cache of a layer as rows, the rows of a slice of a prompt, the slice, and a function that moves
         it."""
         from kv_transfer import copy_kernels
+        from kv_transfer.layout import Slice
 
         tokens, shape = self.shape.prompts[0], self.shape
         kv, tables = self.cache([tokens] * 4)
@@ -197,7 +198,8 @@ class Cases:
             blocks[:, None] * shape.block_size + torch.arange(shape.block_size, device=self.device)
         ).flatten()
         dense = self.normal(2, tokens, shape.kv_heads, shape.head_dim)
-        line = copy_kernels.line(kv, blocks, dense.data_ptr(), 0, tokens, 0, shape.kv_heads)
+        piece = Slice(0, 0, shape.kv_heads, 0, tokens)
+        line = copy_kernels.line(kv, blocks, dense.data_ptr(), piece, (0, shape.kv_heads), 0)
         table = torch.tensor([line], device=self.device)
 
         def move() -> None:

@@ -66,10 +66,7 @@ class EngineOptions:
     load_format: Annotated[
         Literal["auto", "dummy"], opt("auto, or dummy for random weights (benchmarks).", "FORMAT")
     ] = "auto"  # fmt: skip
-    tensor_parallel_size: Annotated[
-        int,
-        opt("GPUs of one worker. More than one: only without prefill workers.", "N", check=between(1)),
-    ] = 1
+    tensor_parallel_size: Annotated[int, opt("GPUs of one worker.", "N", check=between(1))] = 1
     optimize: Annotated[
         Optimize,
         opt(

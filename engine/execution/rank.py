@@ -16,13 +16,19 @@ from engine.step import Step
 
 
 class Follower:
-    """A rank from 1 on. Its constructor returns when all ranks have started."""
+    """A rank from 1 on. Its constructor returns when all ranks have started.
+
+    It has the same view of its KV cache as `Engine` on rank 0."""
 
     def __init__(self, config: EngineConfig, rank: int, files: RankFiles) -> None:
         """Raises `ValueError` for mistakes that the user can mend."""
         device, ranks = join(config, rank, files)
         started = start_rank(config, device, ranks, lambda *_: None)
-        self._rank = rank
+        self.ranks = ranks
+        self.model_config = started.model_config
+        self.cache_spec = started.cache_spec
+        self.block_size = started.runner.block_size
+        self.kv_cache = started.runner.kv_cache
         self._runner = started.runner
         self._commands = commands(config, started, files)
 
@@ -31,7 +37,7 @@ class Follower:
 
         `layer_done(step)` returns the function that learns of each layer with its KV written on this rank."""
         launched: Launched | None = None
-        for command in self._commands.received(self._rank):
+        for command in self._commands.received(self.ranks.rank):
             if isinstance(command, Sample):
                 assert launched is not None, "a step is run before it is sampled"
                 self._runner.sample(launched, None)

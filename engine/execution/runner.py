@@ -95,7 +95,7 @@ class ModelRunner:
         self._dtype = dtype
         self._graphs: StepGraphs | None = None
         self._moment: Callable[[], Moment] = partial(moment, device)
-        self._ranks = ranks
+        self.ranks = ranks
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """What the newest step samples, by row. The step after it reads its unknown tokens here."""
         self.table_width: int | None = None
@@ -118,7 +118,7 @@ class ModelRunner:
         """Runs nothing more: drops the graphs, and leaves the group of ranks."""
         self.followers.stop()
         self._graphs = None
-        self._ranks.close()
+        self.ranks.close()
 
     @torch.inference_mode()
     def capture(self, max_num_batched_tokens: int, progress: Callable[[float], None]) -> None:
@@ -134,7 +134,7 @@ class ModelRunner:
             dtype=self._dtype,
             block_size=self.block_size,
             max_num_batched_tokens=max_num_batched_tokens,
-            ranks=self._ranks,
+            ranks=self.ranks,
             progress=progress,
         )
 
@@ -171,7 +171,7 @@ class ModelRunner:
         Returns the moment when the step is over. Rank 0 samples, and the others get its tokens."""
         self.followers.sample()
         rows = launched.rows
-        if rows and self._ranks.rank:
+        if rows and self.ranks.rank:
             if launched.size is not None:
                 assert self._graphs is not None
                 self._graphs.logits(rows)
@@ -196,7 +196,7 @@ class ModelRunner:
         if rows and self._graphs is not None:
             self._graphs.share_tokens()
         elif rows:
-            self._ranks.broadcast(self._tokens)
+            self.ranks.broadcast(self._tokens)
         return launched.ended
 
     def forward(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kv_transfer.layout import Slice
+
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
@@ -49,7 +51,12 @@ def test_equal_torch(
     def launch(layers: list[torch.Tensor], *, into_pool: bool) -> None:
         lines = [
             copy_kernels.line(
-                layers[layer], device_tables[i % 2], moved[i].data_ptr(), start, tokens, first, count
+                layers[layer],
+                device_tables[i % 2],
+                moved[i].data_ptr(),
+                Slice(layer, first, count, start, tokens),
+                (first, first + count),
+                0,
             )
             for i, (layer, first, count, start, tokens) in enumerate(slices)
         ]

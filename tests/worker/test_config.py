@@ -28,10 +28,6 @@ def config(**fields: Any) -> WorkerConfig:
             {"engine": EngineConfig("model", max_num_seqs=32_768, max_num_batched_tokens=32_768)},
             "--max-num-seqs",
         ),
-        (
-            {"engine": EngineConfig("model", tensor_parallel_size=2)},
-            "--tensor-parallel-size 2: .* without prefill",
-        ),
         ({"kv_bind": ("no-such-nic",)}, "--kv-bind: 'no-such-nic'.*lo"),
         ({"kv_host": "0.0.0.0"}, "--kv-host: '0.0.0.0'"),
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),

@@ -1,4 +1,4 @@
-"""A decode worker with two ranks: its tokens, its end, and what happens when a rank dies or hangs."""
+"""Workers with two ranks: their tokens, handovers, their end, and what happens when a rank dies or hangs."""
 
 import asyncio
 import os
@@ -9,9 +9,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
+from engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
 from rpc import worker_pb2 as pb
-from tests.cluster_helpers import ENGINE, WorkerProcess, attached, request, sampling, side_by_side
+from tests.cluster_helpers import (
+    ENGINE,
+    Answer,
+    WorkerProcess,
+    assert_whole,
+    attached,
+    paired,
+    request,
+    sampling,
+    side_by_side,
+)
 from tests.device import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs two devices")
@@ -21,13 +31,36 @@ TWO_RANKS = {
     "load_format": "dummy", "num_blocks": 2000, "max_num_batched_tokens": 3900, "tensor_parallel_size": 2,
 }  # fmt: skip
 PROMPT = [7] * 3900
+SHORT_STEPS = TWO_RANKS | {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
+ONE_RANK = SHORT_STEPS | {"tensor_parallel_size": 1, "block_size": 32}
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
-    settings = {name: {"role": "decode", "engine": TWO_RANKS} for name in ("serves", "loses a rank")}
+    engines = {"serves": SHORT_STEPS, "loses a rank": TWO_RANKS, "one rank": ONE_RANK}
+    settings = {name: {"role": "decode", "engine": engine} for name, engine in engines.items()}
     with side_by_side(tmp_path_factory.mktemp("ranks"), settings) as started:
-        yield started
+        yield {name: worker.wait_ready() for name, worker in started.items()}
+
+
+@pytest.fixture(scope="module")
+def engine(workers: dict[str, WorkerProcess]) -> Engine:
+    model = workers["serves"].run_dir.parent.parent / "model"
+    return build_engine(EngineConfig(str(model), load_format="dummy", **ENGINE))
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(37 * i) % 500 + 3 for i in range(length)]
+
+
+def alone(engine: Engine, length: int) -> list[int]:
+    """The tokens of an engine with one rank."""
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    engine.add(EngineRequest(os.urandom(16), prompt_of(length), sampling=params))
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens += [output.token for output in engine.step().outputs]
+    return tokens
 
 
 def assert_nothing_left(worker: WorkerProcess, others: list[psutil.Process]) -> None:
@@ -36,21 +69,40 @@ def assert_nothing_left(worker: WorkerProcess, others: list[psutil.Process]) -> 
     assert list(worker.run_dir.iterdir()) == []
 
 
-async def test_a_worker_with_two_ranks_serves_the_tokens_of_one(workers: dict[str, WorkerProcess]) -> None:
-    worker = workers["serves"].wait_ready()
-    model = worker.run_dir.parent.parent / "model"
-    prompt = [(37 * i) % 500 + 3 for i in range(300)]
-    engine = build_engine(EngineConfig(str(model), load_format="dummy", **ENGINE))
-    engine.add(EngineRequest(b"1", prompt, sampling=SamplingParams(temperature=0.0, max_tokens=16)))
-    expected: list[int] = []
-    while engine.has_work:
-        expected += [output.token for output in engine.step().outputs]
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("serves", "loses a rank"), ("serves", "one rank"), ("one rank", "serves")],
+)
+async def test_kv_goes_from_any_number_of_ranks_to_any_other(
+    workers: dict[str, WorkerProcess], engine: Engine, source: str, target: str
+) -> None:
+    """Prompts of one or more steps, and at last one of which the source has a part cached."""
+    pair = workers[source], workers[target]
+    async with paired(*pair) as both:
+
+        async def answer(length: int) -> Answer:
+            return await both.generate(prompt_of(length), sampling(ignore_eos=True))
+
+        lengths = (1, 60, 129, 300)
+        answers = await asyncio.gather(*map(answer, lengths))
+        assert [a.tokens for a in answers] == [alone(engine, length) for length in lengths]
+        cached = await answer(320)
+        assert cached.first.cached_tokens > 0
+        assert cached.tokens == alone(engine, 320)
+    await assert_whole(*pair)
+
+
+async def test_a_worker_with_two_ranks_serves_the_tokens_of_one(
+    workers: dict[str, WorkerProcess], engine: Engine
+) -> None:
+    worker = workers["serves"]
+    asked = request(prompt_of(310), sampling(ignore_eos=True))
     async with attached(worker) as stream:
         assert (await stream.stub.Describe(pb.DescribeRequest())).tensor_parallel_size == 2
         decode_id = os.urandom(16)
-        await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=request(prompt, sampling())))
+        await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=asked))
         await stream.reserved(decode_id)
-        assert [token.token_id for token, _ in await stream.tokens(decode_id)] == expected
+        assert [token.token_id for token, _ in await stream.tokens(decode_id)] == alone(engine, 310)
     others = worker.tree()[1:]
     assert len(others) == 3, "engine, rank 1 and transfer"
     assert worker.stop() == 0
@@ -58,7 +110,7 @@ async def test_a_worker_with_two_ranks_serves_the_tokens_of_one(workers: dict[st
 
 
 async def test_the_worker_fails_when_a_rank_dies(workers: dict[str, WorkerProcess]) -> None:
-    worker = workers["loses a rank"].wait_ready()
+    worker = workers["loses a rank"]
     pid = worker.child("rank 1").pid
     await fails(worker, signal.SIGKILL)
     assert f"decode 0 rank 1 (pid {pid}) was killed by SIGKILL" in worker.log.read_text()

@@ -1,0 +1,209 @@
+"""Copies between KV caches and arena slots when an engine has several ranks.
+
+    rank 0: sender or receiver ── Copy(slot, heads, positions) ─▶ other ranks: `RankCopier`
+                              ◀─ Copied(count) ─────────────────  copies between its KV cache and the slot
+
+All ranks of a worker map its two arenas. So the KV of each rank goes straight between its device and a slot.
+Transfers, credits and slots are the business of rank 0 alone: to peers, a worker has one KV cache with all
+heads, however many ranks share it. The sender cuts slices so that each has the heads of one rank. The
+receiver takes any slice, and each rank copies the heads that it holds.
+
+A rank may be behind rank 0. It gathers a layer only when its own device has written that layer: ranks count
+the layers of all steps that hand over KV, and a Copy names the count at which its layer is ready. A scatter
+waits for nothing: rank 0 starts a step with the KV only after every rank has copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kv_transfer import device
+from kv_transfer.arena import ArenaEnd
+from kv_transfer.channel import Channel, ChannelClosed, Copied, Copy
+from kv_transfer.device import Event, Pool, Staged
+from kv_transfer.layout import Slice, heads_of
+from kv_transfer.receiver_pacing import EVENT_POLL
+from kv_transfer.transport import PagedKV
+from kv_transfer.wait import wait
+
+SILENCE = 10.0
+"""Seconds without a copy, while some are due, after which a rank counts as hung."""
+
+
+def open_ranks(kv: PagedKV, end: ArenaEnd) -> Pool:
+    """The KV cache of all ranks, as rank 0 uses it for one direction."""
+    own = device.open_pool(kv, end.arena)
+    return RankedPool(own, kv, [Channel(rank, Copied) for rank in end.ranks]) if end.ranks else own
+
+
+class _Ready(NamedTuple):
+    """A layer is written."""
+
+    own: Event  # on this rank's device
+    layers_ready: int  # on all ranks
+
+
+class _Copies(NamedTuple):
+    """Copies are over."""
+
+    own: Event | None  # on this rank's device; None: no copy there
+    ordered: tuple[int, ...]  # of each other rank: these many since the start
+
+
+class _Table(NamedTuple):
+    own: Any
+    block_ids: Sequence[int]
+
+
+class RankedPool:
+    """Implements `device.Pool` on rank 0, for one direction. Owns the channels to the other ranks.
+
+    Only the thread that gathers or scatters may call `passed`."""
+
+    def __init__(self, own: Pool, kv: PagedKV, channels: Sequence[Channel]) -> None:
+        self.gather_most = own.gather_most
+        self._own = own
+        self._channels = channels
+        self._block_size = kv.block_size
+        self._layers_ready = kv.layers_ready
+        self._heads = [heads_of(kv.layout, rank, kv.ranks) for rank in range(kv.ranks)]
+        self._ordered = [0] * len(channels)
+        self._copied = [0] * len(channels)
+        self._heard = [0.0] * len(channels)  # when a rank last copied, or had nothing to do
+
+    def enter_thread(self) -> None:
+        self._own.enter_thread()
+
+    def table(self, block_ids: Sequence[int], num_tokens: int) -> _Table:
+        return _Table(self._own.table(block_ids, num_tokens), block_ids)
+
+    def record(self) -> _Ready:
+        return _Ready(self._own.record(), self._layers_ready())
+
+    def passed(self, event: _Ready | _Copies) -> bool:
+        """Raises `ChannelClosed` if a rank is gone, and `RuntimeError` if it hangs."""
+        if isinstance(event, _Ready):
+            return self._own.passed(event.own)
+        now = time.monotonic()
+        for i, channel in enumerate(self._channels):
+            channel.flush()
+            while messages := channel.receive():
+                self._copied[i] += sum(message.count for message in messages)
+                self._heard[i] = now
+            if self._copied[i] < self._ordered[i] and now - self._heard[i] > SILENCE:
+                raise RuntimeError(f"rank {i + 1} has not copied KV for {SILENCE:g} s")
+        copied = all(done >= count for done, count in zip(self._copied, event.ordered, strict=True))
+        return copied and (event.own is None or self._own.passed(event.own))
+
+    def gather(self, batch: Sequence[Staged], after: Sequence[_Ready] = ()) -> _Copies:
+        by_rank: list[list[Staged]] = [[] for _ in self._heads]
+        for item in batch:
+            by_rank[self._holders(item.piece)[0]].append(item)
+        self._order(by_rank, max((ready.layers_ready for ready in after), default=0))
+        own = _of_own(by_rank[0])
+        return self._copies(self._own.gather(own, [ready.own for ready in after]) if own else None)
+
+    def scatter(self, batch: Sequence[Staged]) -> tuple[_Copies, _Copies]:
+        by_rank: list[list[Staged]] = [[] for _ in self._heads]
+        for item in batch:
+            for rank in self._holders(item.piece):
+                by_rank[rank].append(item)
+        self._order(by_rank, 0)
+        own = _of_own(by_rank[0])
+        copied, scattered = self._own.scatter(own) if own else (None, None)
+        return self._copies(copied), self._copies(scattered)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.sock.close()
+        self._own.close()
+
+    def _holders(self, piece: Slice) -> list[int]:
+        """The ranks that hold heads of the slice."""
+        start, stop = piece.head_start, piece.head_start + piece.head_count
+        return [rank for rank, (first, last) in enumerate(self._heads) if first < stop and start < last]
+
+    def _order(self, by_rank: Sequence[Sequence[Staged]], layers_ready: int) -> None:
+        for i, batch in enumerate(by_rank[1:]):
+            if self._copied[i] == self._ordered[i]:
+                self._heard[i] = time.monotonic()
+            self._ordered[i] += len(batch)
+            self._channels[i].send(*(self._copy(item, layers_ready) for item in batch))
+
+    def _copy(self, item: Staged, layers_ready: int) -> Copy:
+        piece, size = item.piece, self._block_size
+        first, start = divmod(piece.token_start, size)
+        blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
+        return Copy(
+            item.slot, piece.layer, piece.head_start, piece.head_count, start, piece.token_count, blocks,
+            layers_ready,
+        )  # fmt: skip
+
+    def _copies(self, own: Event | None) -> _Copies:
+        return _Copies(own, tuple(self._ordered))
+
+
+def _of_own(batch: Sequence[Staged]) -> list[Staged]:
+    return [Staged(item.piece, item.slot, item.table.own) for item in batch]
+
+
+class RankCopier:
+    """A rank from 1 on: does the copies that rank 0 orders, in a thread for each direction.
+
+    The threads end when rank 0 closes its channels. If one dies, it closes its channel, which rank 0 sees."""
+
+    def __init__(self, kv: PagedKV, sending: ArenaEnd, receiving: ArenaEnd) -> None:
+        self._layers_ready = 0
+        # By the count of layers that are ready with it. Older ones have passed: few steps are under way.
+        self._events: dict[int, Event] = {}
+        self._keep = 16 * len(kv.layers)
+        self._gathers = device.open_pool(kv, sending.arena)
+        scatters = device.open_pool(kv, receiving.arena)
+        for end, pool, is_gather in ((sending, self._gathers, True), (receiving, scatters, False)):
+            args = (Channel(end.channel, Copy), pool, is_gather)
+            threading.Thread(target=self._serve, args=args, name="kv copies", daemon=True).start()
+
+    def layer_done(self, layer: int) -> None:
+        """A layer of a step that hands over KV is written when the current stream gets here."""
+        count = self._layers_ready + 1
+        self._events[count] = self._gathers.record()
+        self._events.pop(count - self._keep, None)
+        self._layers_ready = count
+
+    def _serve(self, channel: Channel, pool: Pool, is_gather: bool) -> None:
+        orders: deque[Copy] = deque()
+        under_way: deque[tuple[Event, int]] = deque()  # with the number of copies
+        with channel.sock:
+            pool.enter_thread()
+            while True:
+                wait([channel.fileno()], EVENT_POLL if orders or under_way else None)
+                try:
+                    orders += channel.receive()
+                    while batch := self._ready(orders, pool.gather_most):
+                        staged = [_staged(pool, order) for order in batch]
+                        if is_gather:
+                            events = [self._events.get(order.layers_ready) for order in batch]
+                            done = pool.gather(staged, [event for event in events if event is not None])
+                        else:
+                            done = pool.scatter(staged)[1]
+                        under_way.append((done, len(batch)))
+                    while under_way and pool.passed(under_way[0][0]):
+                        channel.send(Copied(under_way.popleft()[1]))
+                except ChannelClosed:
+                    return
+
+    def _ready(self, orders: deque[Copy], most: int) -> list[Copy]:
+        """Takes the next orders, as far as their layers are written."""
+        batch: list[Copy] = []
+        while orders and len(batch) < most and orders[0].layers_ready <= self._layers_ready:
+            batch.append(orders.popleft())
+        return batch
+
+
+def _staged(pool: Pool, order: Copy) -> Staged:
+    piece = Slice(order.layer, order.head_start, order.head_count, order.token_start, order.token_count)
+    return Staged(piece, order.slot, pool.table(order.block_ids, order.token_start + order.token_count))

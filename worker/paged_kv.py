@@ -1,0 +1,29 @@
+"""The KV cache of an engine, or of another rank, as KV transfer sees it."""
+
+from collections.abc import Callable
+
+from engine import Engine
+from engine.execution.rank import Follower
+from kv_transfer import KVLayout, PagedKV
+
+
+def paged_kv(engine: Engine | Follower, layers_ready: Callable[[], int] = lambda: 0) -> PagedKV:
+    """Returns the KV cache for a KV sender, a KV receiver or a `RankCopier`.
+
+    A sender of several ranks needs `layers_ready`, as in `PagedKV`.
+    """
+    ranks, device = engine.ranks, str(engine.kv_cache[0].device)
+    return PagedKV(
+        engine.kv_cache, engine.block_size, kv_layout(engine), device, ranks.rank, ranks.size, layers_ready
+    )
+
+
+def kv_layout(engine: Engine | Follower) -> KVLayout:
+    """Returns the layout of the KV on the wire, with the KV heads of all ranks.
+
+    It requires that all layers cache alike.
+    """
+    layer = engine.cache_spec[0]
+    assert all(other == layer for other in engine.cache_spec), "the wire has one layout for all layers"
+    dtype = str(layer.dtype).removeprefix("torch.")
+    return KVLayout(len(engine.cache_spec), engine.model_config.num_kv_heads, layer.head_dim, dtype)
