@@ -125,6 +125,35 @@ async def test_the_worker_fails_when_a_rank_hangs(tmp_path: Path) -> None:
         assert "decode 0 engine gave no sign of life" in worker.log.read_text()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fails", ["prefill", "decode"])
+async def test_a_rank_that_fails_during_a_handover_ends_only_its_worker(
+    tmp_path: Path, fails: str, how: signal.Signals
+) -> None:
+    deadlines = {"engine": 3.0, "hold": 3.0, "peer": 3.0}
+    settings = {
+        role: {"role": role, "engine": SHORT_STEPS, "deadlines": deadlines} for role in ("prefill", "decode")
+    }
+    with side_by_side(tmp_path, settings) as started:
+        workers = {role: worker.wait_ready() for role, worker in started.items()}
+        failing = workers.pop(fails)
+        [other] = workers.values()
+        others = failing.tree()[1:]
+        async with paired(started["prefill"], started["decode"]) as pair:
+            _, decode_id = await pair.submit(request(PROMPT, sampling()))
+            await pair.decode.reserved(decode_id)
+            while (await pair.prefill.stub.GetStatus(pb.StatusRequest())).transfers_open == 0:
+                pass
+            failing.child("rank 1").send_signal(how)
+            assert await asyncio.to_thread(failing.popen.wait, 30) == 1
+            if fails == "prefill":
+                assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
+                await pair.decode.cancel(decode_id)
+            await assert_whole(other)
+        assert_nothing_left(failing, others)
+
+
 async def fails(worker: WorkerProcess, how: signal.Signals) -> None:
     """Sends the signal to rank 1 during a step. The worker must end, and blame the requests of the step."""
     others = worker.tree()[1:]
