@@ -20,6 +20,26 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixtures of experts of a model: MLPs, of which a router chooses a few for each token."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that compute a token."""
+    intermediate_size: int
+    """Of one expert."""
+    normalized: bool
+    """The weights of the chosen experts are scaled to a sum of 1."""
+    layers: tuple[int, ...]
+    """The layers with experts. The others are dense."""
+
+    def read_by(self, tokens: int) -> float:
+        """The expected number of experts that a step of `tokens` tokens reads in a layer, if each token
+        chooses all experts with the same probability."""
+        return self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything that a model class and the planning of memory need to know about a model."""
 
@@ -48,6 +68,8 @@ class ModelConfig:
     """The window, if it is shorter than the model's context. `max_model_len` then ends at the window, within
     which attention is plain attention. Not in the repr, which fingerprints contain: workers of the version
     before must have equal fingerprints."""
+    experts: ExpertsConfig | None = field(default=None, repr=False)
+    """None: a dense model. Not in the repr either; `engine.loader` adds it to the fingerprint."""
 
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""
@@ -78,7 +100,22 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of parameters in the matrices, which are nearly all."""
+        return round(self._parameters(self.experts.num_experts if self.experts else 0))
+
+    def parameters_read(self, tokens: int) -> float:
+        """As `num_parameters`, but only with the experts that a step of `tokens` tokens is expected to read.
+        With one token: the *active* parameters."""
+        return self._parameters(self.experts.read_by(tokens) if self.experts else 0)
+
+    def _parameters(self, experts: float) -> float:
+        """Number of parameters with this many experts in each layer that has experts."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * (attention + mlp) + embeddings
+        dense, sparse = self.num_layers, 0.0
+        if self.experts is not None:
+            dense -= len(self.experts.layers)
+            router = self.hidden_size * self.experts.num_experts
+            mlps = 3 * self.hidden_size * self.experts.intermediate_size * experts
+            sparse = len(self.experts.layers) * (router + mlps)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * attention + dense * mlp + sparse + embeddings

@@ -52,9 +52,10 @@ class SizingOptions:
     input: Annotated[int, opt("Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))] = 2000
     output: Annotated[int, opt("Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))] = 150
     slo: Annotated[str, opt("Targets for the 99th percentile, in ms.", "TTFT_AND_TTIT")] = "ttft=1000,ttit=50"
-    model: Annotated[str, opt("llama-3.1-8b, a Hugging Face directory, or a name on the hub.", "MODEL")] = (
-        "llama-3.1-8b"
-    )
+    model: Annotated[
+        str,
+        opt("llama-3.1-8b, qwen3-30b-a3b, a Hugging Face directory, or a name on the hub.", "MODEL"),
+    ] = "llama-3.1-8b"
     gpu: Annotated[Literal["h200"], opt("GPU whose measured speeds are used.", "GPU")] = "h200"
     measured: Annotated[
         Path | None,

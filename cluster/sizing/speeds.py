@@ -2,7 +2,8 @@
 
 The measured times are scaled to other models:
 
-- matrix products: by the number of their parameters
+- matrix products: by the number of their parameters. Of a mixture of experts, a step reads the experts that
+  its tokens are expected to choose, and computes with the active parameters
 - prefill attention: by layers × heads × head size
 - decode attention: by the bytes of KV that it reads
 
@@ -86,7 +87,8 @@ class Speeds:
 
     def __init__(self, gpu: Gpu, model: ModelConfig) -> None:
         self._gpu = gpu
-        self._gemms = gemm_parameters(model) / gemm_parameters(REFERENCE)
+        self._model = model
+        self._active = self._read(1)
         self._attention = _attention_width(model) / _attention_width(REFERENCE)
         self.kv_bytes_per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16))
         self.weight_bytes = model.num_parameters * ELEMENT_BYTES
@@ -98,17 +100,18 @@ class Speeds:
     def prefill(self, uncached: int, cached: int = 0) -> float:
         """Seconds to compute one prompt. Implements `simulator.worker.Speed`."""
         pairs = uncached * (cached + uncached / 2)
-        least = self._weights_read  # even for a short prompt, a step reads all weights
-        return max(least, self._linear * uncached * self._gemms) + self._quadratic * pairs * self._attention
+        least = self._products(1) * self._read(uncached)  # even a short prompt reads the weights
+        return max(least, self._linear * uncached * self._active) + self._quadratic * pairs * self._attention
 
     def step(self, batch: int, positions: float) -> float:
         """Seconds of a decode step of `batch` requests that have `positions` tokens in total."""
-        read = positions * self.kv_bytes_per_token / self._gpu.kv_bytes_per_s
-        return self._products(max(1, batch)) * self._gemms + read
+        batch, reading = max(1, batch), self._products(1)
+        products = reading * self._read(batch) + (self._products(batch) - reading) * self._active
+        return products + positions * self.kv_bytes_per_token / self._gpu.kv_bytes_per_s
 
-    @property
-    def _weights_read(self) -> float:
-        return self._products(1) * self._gemms
+    def _read(self, tokens: int) -> float:
+        """The parameters that a step of `tokens` tokens reads, divided by those of the reference model."""
+        return gemm_parameters(self._model, tokens) / gemm_parameters(REFERENCE, tokens)
 
     def _products(self, batch: int) -> float:
         """Seconds of the matrix products of the reference model: a step without its reading of KV.
@@ -136,9 +139,13 @@ class Speeds:
         return room
 
 
-def gemm_parameters(model: ModelConfig) -> int:
-    """The parameters in matrix products. Excludes the input embedding: a step reads one row per token."""
-    return model.num_parameters - (0 if model.tie_embeddings else model.vocab_size * model.hidden_size)
+def gemm_parameters(model: ModelConfig, tokens: int) -> float:
+    """The parameters in the matrix products of a step of `tokens` tokens.
+
+    Excludes the input embedding: a step reads one row per token.
+    """
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    return model.parameters_read(tokens) - embedding
 
 
 def _attention_width(model: ModelConfig) -> int:

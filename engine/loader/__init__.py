@@ -64,7 +64,8 @@ def load_model(
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
-    return model, hashlib.sha256(f"{identity} {weights.finish()}".encode()).hexdigest()[:32]
+    shape = f"{identity} {identity.experts}" if identity.experts else f"{identity}"
+    return model, hashlib.sha256(f"{shape} {weights.finish()}".encode()).hexdigest()[:32]
 
 
 def _locate(config: EngineConfig) -> Path:

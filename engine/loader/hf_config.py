@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from engine.model_config import ModelConfig, RopeScaling
+from engine.model_config import ExpertsConfig, ModelConfig, RopeScaling
 from engine.models import model_class
 
 
@@ -66,9 +66,32 @@ def model_config_from_hf(
         eos_ids=tuple(eos_ids),
         dtype=config.get("dtype") or config.get("torch_dtype"),
         sliding_window=window,
+        experts=_experts(config, integer, source) if architecture == "Qwen3MoeForCausalLM" else None,
     )
     shape.check(source)
     return shape
+
+
+def _experts(
+    config: Mapping[str, Any], integer: Callable[[str, int | None], int], source: str
+) -> ExpertsConfig:
+    # transformers 5 writes another name for the number of experts than older versions.
+    num_experts = integer("num_local_experts" if "num_local_experts" in config else "num_experts", None)
+    num_chosen = integer("num_experts_per_tok", None)
+    if num_chosen > num_experts:
+        raise ValueError(f"{source}: num_experts_per_tok {num_chosen} of {num_experts} experts")
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise ValueError(f"{source}: mlp_only_layers must be a list of layers, not {dense!r}")
+    step = integer("decoder_sparse_step", 1)
+    layers = range(step - 1, integer("num_hidden_layers", None), step)
+    return ExpertsConfig(
+        num_experts,
+        num_chosen,
+        integer("moe_intermediate_size", None),
+        normalized=bool(config.get("norm_topk_prob", False)),
+        layers=tuple(layer for layer in layers if layer not in dense),
+    )
 
 
 def _not_supported(config: Mapping[str, Any], rope: Any) -> Iterator[str]:

@@ -12,12 +12,14 @@ from engine.models.cache_spec import AttentionCache
 from engine.models.llama import Llama
 from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
+from engine.models.qwen3_moe import Qwen3Moe
 
 MODELS: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels import HeadNorm
 from engine.layers.mlp import GatedMLP
+from engine.layers.moe import MoE
 from engine.layers.norm import RMSNorm
 from engine.layers.ranks import whole
 from engine.layers.rotary import Rotary
@@ -46,12 +47,19 @@ class LlamaAttention:
 
 
 class LlamaLayer:
-    def __init__(self, config: ModelConfig, weights: Weights, name: str, attention: LlamaAttention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        name: str,
+        attention: LlamaAttention,
+        mlp: GatedMLP | MoE,
+    ) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(weights, f"{name}.input_layernorm", size, eps)
         self.attention = attention
         self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
-        self.mlp = GatedMLP(config, weights, f"{name}.mlp")
+        self.mlp = mlp
 
     def __call__(
         self, layer: int, residual: Tensor, delta: Tensor | None, rotary: Tensor, attend: Attend
@@ -70,12 +78,23 @@ class Llama:
         """The cache of each layer."""
         return (AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype),) * config.num_layers
 
+    @staticmethod
+    def mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE:
+        """The feed-forward part of a layer."""
+        return GatedMLP(config, weights, f"model.layers.{layer}.mlp")
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.embedding = Embedding(config, weights)
         self.rotary = Rotary(config, weights)
         self.layers = [
-            LlamaLayer(config, weights, name, self.attention(config, weights, f"{name}.self_attn"))
-            for name in (f"model.layers.{i}" for i in range(config.num_layers))
+            LlamaLayer(
+                config,
+                weights,
+                f"model.layers.{i}",
+                self.attention(config, weights, f"model.layers.{i}.self_attn"),
+                self.mlp(config, weights, i),
+            )
+            for i in range(config.num_layers)
         ]
         self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
         self.head = OutputProjection(config, weights, self.embedding)

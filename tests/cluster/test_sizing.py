@@ -40,6 +40,18 @@ def test_a_model_of_twice_the_layers_takes_nearly_twice_as_long() -> None:
     assert double.kv_bytes_per_token == 2 * SPEEDS.kv_bytes_per_token == 2 * 131_072
 
 
+def test_a_mixture_of_experts_reads_only_the_experts_that_its_tokens_choose() -> None:
+    model = shape("qwen3-30b-a3b")
+    assert model.num_parameters == pytest.approx(30.5e9, rel=0.01)
+    assert model.parameters_read(1) == pytest.approx(3.35e9, rel=0.01), "the active parameters"
+    assert model.parameters_read(1000) == pytest.approx(model.num_parameters)
+    mixture = Speeds(H200, model)
+    assert mixture.weight_bytes == 2 * model.num_parameters
+    assert mixture.step(1, 0) < 0.5 * SPEEDS.step(1, 0)
+    assert mixture.step(64, 0) > 2 * SPEEDS.step(64, 0), "64 requests read nearly all experts"
+    assert mixture.prefill(8000) < SPEEDS.prefill(8000), "a long prompt is bound by products"
+
+
 def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     found = answer(SPEEDS, LOAD)
     again = prefill(SPEEDS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)

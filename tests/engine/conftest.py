@@ -86,12 +86,16 @@ TINY: dict[str, Any] = {
 """Weights this large make the logits of a random model differ enough for greedy decoding to be stable."""
 
 
+TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
+
 def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     """Writes a tiny random model in Hugging Face format and returns transformers' own instance of it."""
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**TINY, **changes})
+    experts = TINY_EXPERTS if kind.endswith("Moe") else {}
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **experts, **changes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         # transformers initialises these with zeros and ones, which would prove nothing.

@@ -181,7 +181,7 @@ def test_a_model_is_checked_without_reading_a_weight(
         check_model(EngineConfig(model=str(tmp_path)))
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
 def test_a_whole_model_passes_its_check(
     kind: str, tmp_path: Path, save_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +299,54 @@ def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(tiny_path: 
             read = partial(model_config_from_hf, {**config, **change}, {}, "a/config.json")
             refused += is_refused(read, "a/config.json")
     assert refused > 100
+
+
+@pytest.fixture(scope="module")
+def experts_path(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[..., Any]) -> Path:
+    directory = tmp_path_factory.mktemp("experts")
+    save_tiny(directory, "Qwen3Moe")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_local_experts": 0}, r"config\.json: num_local_experts must be a positive integer, not 0"),
+        ({"moe_intermediate_size": None}, r"moe_intermediate_size must be a positive integer, not None"),
+        ({"num_experts_per_tok": 9}, r"config\.json: num_experts_per_tok 9 of 8 experts"),
+        ({"mlp_only_layers": [1.5]}, r"config\.json: mlp_only_layers must be a list of layers, not \[1\.5\]"),
+        ({"mlp_only_layers": [1]}, r"layers\.1\.mlp\.gate_proj\.weight is missing"),
+        ({"decoder_sparse_step": 2}, r"layers\.0\.mlp\.gate_proj\.weight is missing"),
+        ({"num_local_experts": 7}, r"mlp\.gate\.weight is \[8, 64\], .* should be \[7, 64\]"),
+        ({"moe_intermediate_size": 25}, r"experts\.0\.gate_proj\.weight is \[24, 64\], .* be \[25, 64\]"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(
+    experts_path: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    copy = shutil.copytree(experts_path, tmp_path / "copy")
+    edit_json(copy / "config.json", **change)
+    with pytest.raises(ValueError, match=message):
+        check_model(EngineConfig(str(copy)))
+
+
+def test_configurations_of_transformers_4_name_experts_differently(experts_path: Path) -> None:
+    config = json.loads((experts_path / "config.json").read_text())
+    older = {key: value for key, value in config.items() if key != "num_local_experts"} | {"num_experts": 8}
+    assert model_config_from_hf(older, {}, "older") == model_config_from_hf(config, {}, "newer")
+
+
+def test_the_fingerprint_covers_how_experts_are_weighted(experts_path: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(experts_path, tmp_path / "copy")
+    edit_json(copy / "config.json", norm_topk_prob=True)
+    assert load(copy).model_fingerprint != load(experts_path).model_fingerprint
+
+
+def test_dummy_experts_differ(experts_path: Path) -> None:
+    moe = load(experts_path, load_format="dummy")._runner.model.layers[0].mlp
+    assert moe.gate_up.shape == (8, 2 * 24, 64)
+    assert moe.down.shape == (8, 64, 24)
+    assert len({float(weight.sum()) for weight in (*moe.gate_up, *moe.down)}) == 16
 
 
 def is_refused(read: Callable[[], Any], source: str) -> bool:

@@ -33,6 +33,12 @@ KINDS = [
     pytest.param("Mistral", {"sliding_window": None, "head_dim": 32}, id="mistral"),
     pytest.param("Qwen2", {}, id="qwen2"),
     pytest.param("Qwen3", {"head_dim": 32}, id="qwen3"),
+    pytest.param("Qwen3Moe", {"head_dim": 32, "norm_topk_prob": True}, id="qwen3-moe"),
+    pytest.param(
+        "Qwen3Moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+        id="qwen3-moe-in-one-layer",
+    ),
 ]
 
 
@@ -41,6 +47,8 @@ def test_greedy_tokens_equal_transformers(
     kind: str, changes: dict[str, Any], tmp_path: Path, save_tiny: Any, run: Any, request_of: Any
 ) -> None:
     reference = save_tiny(tmp_path, kind, **changes)
+    reference.save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
     rng = random.Random(7)
     prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 2, 5, 16, 17, 90)]
     engine = build_engine(

@@ -38,6 +38,7 @@ FAMILIES = [
     pytest.param("Mistral", {"sliding_window": None, "head_dim": 32}, (2,), id="mistral"),
     pytest.param("Qwen2", {}, (2, 4), id="qwen2"),
     pytest.param("Qwen3", {"head_dim": 32}, (2, 4), id="qwen3"),
+    pytest.param("Qwen3Moe", {}, (2,), id="qwen3-moe"),
 ]
 """With the sizes of the group: 4 ranks share 2 KV heads. No size divides the 199 tokens."""
 

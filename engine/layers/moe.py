@@ -1,0 +1,32 @@
+"""The feed-forward part of a layer with a mixture of experts (Shazeer 2017)."""
+
+from torch import Tensor
+
+from engine.kernels.experts import mix, route
+from engine.layers.ranks import whole
+from engine.layers.weights import Weights
+from engine.model_config import ExpertsConfig, ModelConfig
+
+
+class MoE:
+    """The weighted sum of the outputs of the experts that a router chooses for each token. An expert is a
+    `GatedMLP`. A rank has some of the inner columns of every expert; all ranks make the same choice."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, weights: Weights, name: str) -> None:
+        hidden, inner = whole(config.hidden_size), weights.ranks.part(experts.intermediate_size)
+        names = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
+        self.router = weights.linear([f"{name}.gate"], [whole(experts.num_experts)], hidden)
+        self.gate_up = weights.stack(
+            [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")],
+            [(inner, hidden)] * (2 * len(names)),
+        ).unflatten(0, (len(names), -1))  # [experts, 2 * inner, hidden_size]
+        self.down = weights.stack(
+            [f"{name}.down_proj.weight" for name in names], [(hidden, inner)] * len(names)
+        ).unflatten(0, (len(names), -1))  # [experts, hidden_size, inner]
+        self.num_chosen = experts.num_chosen
+        self.normalized = experts.normalized
+        self.all_reduce = weights.ranks.all_reduce
+
+    def __call__(self, x: Tensor) -> Tensor:
+        routing = route(self.router(x), self.num_chosen, normalized=self.normalized)
+        return self.all_reduce(mix(x, routing, self.gate_up, self.down))
