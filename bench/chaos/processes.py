@@ -14,12 +14,14 @@ _PIDFD_GETFD = 438  # the same number on every architecture
 
 
 def tree(service: int) -> dict[str, int]:
-    """The running processes of a worker by kind. `service` is the pid of its service process."""
+    """The running processes of a worker by kind, such as "engine" or "rank 1". `service` is the pid of its
+    service process."""
     found = {}
     for pid in (service, *_children(service)):
         title = _title(pid)
         if title.startswith("baton: "):
-            found[title.split()[-1] if pid != service else "service"] = pid
+            # "baton: prefill 0 engine"
+            found[" ".join(title.split()[3:]) if pid != service else "service"] = pid
     return found
 
 
