@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,29 +26,36 @@ BLOCKS = 40
 
 def until_passed(pool: Pool, event: Event) -> None:
     deadline = time.monotonic() + 20
-    while not pool.passed(event):
+    while event is not None and not pool.passed(event):
         assert time.monotonic() < deadline, "copies never end"
         time.sleep(0.0002)
+
+
+def mapped(end: ArenaEnd) -> ArenaEnd:
+    """With a mapping of its own, as in another process: a GPU pins each once."""
+    arena = end.arena
+    return replace(end, arena=Arena(os.dup(arena.fd), arena.num_slots, arena.slot_bytes))
 
 
 class Group:
     """The ranks of one engine. Those from 1 on are threads here."""
 
-    def __init__(self, size: int, block_size: int, arena: Arena, layers: list[torch.Tensor]) -> None:
+    def __init__(
+        self, size: int, block_size: int, arena: Arena, layers: list[torch.Tensor], device: str
+    ) -> None:
         """`layers`: the cache with all heads."""
         self.layers_ready = 0
         heads = [heads_of(LAYOUT, rank, size) for rank in range(size)]
         self.caches = [[x[..., first:last, :].contiguous() for x in layers] for first, last in heads]
         kv = [
-            PagedKV(cache, block_size, LAYOUT, "cpu", rank, size, lambda: self.layers_ready)
+            PagedKV(cache, block_size, LAYOUT, device, rank, size, lambda: self.layers_ready)
             for rank, cache in enumerate(self.caches)
         ]
-        ends = [ArenaEnd(channel_pair()[0], arena).of_ranks(size) for _ in range(2)]
-        self.gathers, self.scatters = (open_ranks(kv[0], end) for end, _ in ends)
-        self.others = ends[0][1]
-        self.copiers = [
-            RankCopier(kv[rank], ends[0][1][rank - 1], ends[1][1][rank - 1]) for rank in range(1, size)
-        ]
+        sending, receiving = (ArenaEnd(channel_pair()[0], arena).of_ranks(size) for _ in range(2))
+        self.gathers, self.scatters = (open_ranks(kv[0], mapped(end)) for end, _ in (sending, receiving))
+        self.others = sending[1]
+        ends = zip(kv[1:], sending[1], receiving[1], strict=True)
+        self.copiers = [RankCopier(cache, mapped(out), mapped(into)) for cache, out, into in ends]
 
     def close(self) -> None:
         self.gathers.close()
@@ -54,25 +63,28 @@ class Group:
 
 
 @contextmanager
-def groups(*sizes: tuple[int, int]) -> Iterator[list[Group]]:
+def groups(*sizes: tuple[int, int], device: str = "cpu") -> Iterator[list[Group]]:
     """Groups of so many ranks with blocks of so many positions, which share an arena."""
     arena = Arena.create(64, 4096)
-    made = [
-        Group(size, block, arena, [torch.randn(2, BLOCKS, block, 4, 8) for _ in range(LAYOUT.num_layers)])
-        for size, block in sizes
-    ]
+    made = []
+    for size, block in sizes:
+        layers = [torch.randn(2, BLOCKS, block, 4, 8, device=device) for _ in range(LAYOUT.num_layers)]
+        made.append(Group(size, block, arena, layers, device))
+    if device == "cuda":
+        torch.cuda.synchronize()  # copies run on streams of their own
     yield made
     for group in made:
         group.close()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("sender", [1, 2, 4, 8])
 @pytest.mark.parametrize("receiver", [1, 2, 4, 8])
-def test_from_group_to_group(sender: int, receiver: int) -> None:
+def test_from_group_to_group(sender: int, receiver: int, device: str) -> None:
     """Bit for bit, for heads that one rank or several ranks hold, and for different block sizes."""
     n, start = 250, 37
     here, there = (random.sample(range(BLOCKS), -(-n // block)) for block in (16, 32))
-    with groups((sender, 16), (receiver, 32)) as (source, target):
+    with groups((sender, 16), (receiver, 32), device=device) as (source, target):
         tables = source.gathers.table(here, n), target.scatters.table(there, n)
         heads = sorted({heads_of(LAYOUT, rank, sender) for rank in range(sender)})
         pieces = [p for layer in range(2) for h in heads for p in cut(LAYOUT, layer, (start, n), h, 4096)]
@@ -80,13 +92,11 @@ def test_from_group_to_group(sender: int, receiver: int) -> None:
         gathered = source.gathers.gather(
             [Staged(p, slot, tables[0]) for p, slot in zip(pieces, slots, strict=True)]
         )
-        if sender > 1:
-            until_passed(source.gathers, gathered)
+        until_passed(source.gathers, gathered)
         scattered = target.scatters.scatter(
             [Staged(p, slot, tables[1]) for p, slot in zip(pieces, slots, strict=True)]
         )
-        if receiver > 1:
-            until_passed(target.scatters, scattered[1])
+        until_passed(target.scatters, scattered[1])
         rows = [
             torch.tensor([table[p // block] * block + p % block for p in range(start, n)])
             for table, block in ((here, 16), (there, 32))
