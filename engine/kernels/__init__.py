@@ -3,6 +3,7 @@
     once a step    plan(metadata)                     where to read and write, prepared for all layers
     each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
+                   or, with experts: add_rms_norm → [router's product] → mix_experts
     at its end     greedy, or draw with or without thresholds: from logits to tokens
 
 `TorchKernels` is plain torch: it defines each operation, and runs on a CPU. `TritonKernels` runs on CUDA and
@@ -46,6 +47,16 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[rows, 2 * size] → [rows, size]: silu(first half) times second half (SwiGLU, Shazeer 2020)."""
+        ...
+
+    def mix_experts(
+        self, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, num_chosen: int, *, normalized: bool
+    ) -> Tensor:
+        """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
+
+        x [tokens, size]. Each token has the `num_chosen` most probable experts by logits [tokens, experts].
+        Their weights are the probabilities; if `normalized`, scaled to a sum of 1. gate_up [experts,
+        2 * inner, size], down [experts, size, inner]. Returns [tokens, size]."""
         ...
 
     def rope_and_write(

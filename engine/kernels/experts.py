@@ -1,4 +1,4 @@
-"""Mixture of experts in plain torch.
+"""Mixture of experts in plain torch: it defines the result, and runs on a CPU.
 
 route: logits of the router ─▶ experts and weights of each token
 mix:   sort the tokens by expert ─▶ the products of each expert that has tokens ─▶ sum by token

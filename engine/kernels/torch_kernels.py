@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.kernels import SMALLEST_TEMPERATURE, HeadNorm
 from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
+from engine.kernels.experts import mix, route
 
 
 class TorchKernels:
@@ -17,6 +18,11 @@ class TorchKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def mix_experts(
+        self, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, num_chosen: int, *, normalized: bool
+    ) -> Tensor:
+        return mix(x, route(logits, num_chosen, normalized=normalized), gate_up, down)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor

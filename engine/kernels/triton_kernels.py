@@ -8,7 +8,9 @@ from torch import Tensor
 from engine.kernels import HeadNorm, norm, rope, sampling, silu
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
+from engine.kernels.grouped_linear import grouped_linear
 from engine.kernels.prefill_attention import Tiles, prefill_attention
+from engine.kernels.shuffle import shuffle
 from engine.kernels.thresholds import thresholds
 from engine.kernels.tiles import SHORT, shape_for, tile_work
 
@@ -42,6 +44,13 @@ class TritonKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu.silu_mul(gate_up)
+
+    def mix_experts(
+        self, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, num_chosen: int, *, normalized: bool
+    ) -> Tensor:
+        shuffled = shuffle(logits, num_chosen, normalized=normalized)
+        inner = silu.silu_mul(grouped_linear(x, gate_up, shuffled))
+        return grouped_linear(inner, down, shuffled, scatter_add=True).to(x.dtype)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor

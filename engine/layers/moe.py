@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from engine.kernels.experts import mix, route
 from engine.layers.ranks import whole
 from engine.layers.weights import Weights
 from engine.model_config import ExpertsConfig, ModelConfig
@@ -25,8 +24,11 @@ class MoE:
         ).unflatten(0, (len(names), -1))  # [experts, hidden_size, inner]
         self.num_chosen = experts.num_chosen
         self.normalized = experts.normalized
+        self.kernels = weights.kernels
         self.all_reduce = weights.ranks.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = route(self.router(x), self.num_chosen, normalized=self.normalized)
-        return self.all_reduce(mix(x, routing, self.gate_up, self.down))
+        mixed = self.kernels.mix_experts(
+            x, self.router(x), self.gate_up, self.down, self.num_chosen, normalized=self.normalized
+        )
+        return self.all_reduce(mixed)

@@ -86,6 +86,15 @@ def main() -> None:
     step(torch.bfloat16, 9, 3, 64, 128, norm=False)  # SmolLM2 135M
     step(torch.bfloat16, 8, 4, 256, 128, norm=True)  # the largest head
 
+    print("-- experts")
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens in (8, 1024):
+            kernels = TritonKernels(torch.device("cpu"), 128)
+            x, logits = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 16, dtype=dtype)
+            gate_up = torch.zeros(16, 2 * 768, 2048, dtype=dtype)
+            down = torch.zeros(16, 2048, 768, dtype=dtype)
+            kernels.mix_experts(x, logits, gate_up, down, 8, normalized=True)
+
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)
     whole = torch.zeros(4, dtype=torch.int32)

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from engine import EngineConfig, build_engine
 from engine.kernels import AttentionMetadata, HeadNorm, Kernels
+from engine.kernels.experts import route
 from engine.kernels.torch_kernels import TorchKernels
+from tests.device import REFUSED_ON_CUDA
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
@@ -117,6 +119,79 @@ def test_linear_of_few_rows_does_not_depend_on_timing() -> None:
     linear = SkinnyLinear(weight, None, 132)
     close(linear(x), F.linear(x.cpu().double(), weight.cpu().double()))
     assert all(torch.equal(linear(x), linear(x)) for _ in range(200))
+
+
+# Mixture of experts
+
+LEANINGS = {
+    "even": torch.zeros(6),
+    "one-takes-all": torch.tensor([0.0, 0.0, 20.0, 0.0, 0.0, 0.0]),
+    "two-are-empty": torch.tensor([-20.0, 0.0, 0.0, 0.0, 0.0, -20.0]),
+}
+
+
+def expert_logits(tokens: int, leaning: Tensor) -> Tensor:
+    """Logits of the router for 6 experts: random, with a leaning towards some."""
+    return normal(tokens, 6, seed=3) + leaning
+
+
+@pytest.mark.parametrize("leaning", LEANINGS)
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (5, 2), (300, 4)])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_shuffle(kernel_device: str, leaning: str, tokens: int, chosen: int, normalized: bool) -> None:
+    """Each pair is in the list of its expert, once. 300 tokens take several programs."""
+    from engine.kernels.shuffle import shuffle
+
+    logits = expert_logits(tokens, LEANINGS[leaning])
+    expected = route(logits, chosen, normalized=normalized)
+    weights, counts, pairs = (
+        x.cpu() for x in shuffle(logits.to(kernel_device), chosen, normalized=normalized)
+    )
+    torch.testing.assert_close(weights, expected.weights)
+    assert counts.tolist() == expected.experts.flatten().bincount(minlength=6).tolist()
+    for expert, (count, found) in enumerate(zip(counts.tolist(), pairs, strict=True)):
+        of_expert = (expected.experts.flatten() == expert).nonzero().flatten()
+        assert sorted(found[:count].tolist()) == of_expert.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_shuffle_chooses_an_expert_for_any_logits(kernel_device: str) -> None:
+    """The rows that pad a graph may have any logits. Of equal logits, the first are chosen."""
+    from engine.kernels.shuffle import shuffle
+
+    logits = torch.tensor([[torch.nan] * 6, [torch.inf] * 6, [1.0] * 6, [-torch.inf] * 6])
+    counts = shuffle(logits.to(kernel_device), 2, normalized=True).counts
+    assert counts.tolist() == [4, 4, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("leaning", LEANINGS)
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "size", "inner"),
+    [(1, 1, 64, 32), (3, 3, 72, 24), (50, 4, 136, 24)],
+)
+def test_mix_experts(
+    triton_kernels: Kernels,
+    kernel_device: str,
+    dtype: torch.dtype,
+    leaning: str,
+    tokens: int,
+    chosen: int,
+    size: int,
+    inner: int,
+) -> None:
+    """Both tilings, tiles that are partly empty in each dimension, and experts without a token."""
+    x, gate_up, down = (
+        normal(*shape, seed=i).to(dtype)
+        for i, shape in enumerate([(tokens, size), (6, 2 * inner, size), (6, size, inner)])
+    )
+    gate_up /= size**0.5
+    logits = expert_logits(tokens, LEANINGS[leaning])
+    expected = TorchKernels().mix_experts(
+        x.double(), logits, gate_up.double(), down.double(), chosen, normalized=True
+    )
+    x, logits, gate_up, down = (tensor.to(kernel_device) for tensor in (x, logits, gate_up, down))
+    close(triton_kernels.mix_experts(x, logits, gate_up, down, chosen, normalized=True), expected)
 
 
 # Attention
@@ -405,7 +480,12 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         TritonKernels(torch.device(kernel_device), 24)
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("Qwen3", 2), pytest.param("Qwen3Moe", 1, marks=REFUSED_ON_CUDA)]
+)
 def test_an_engine_on_these_kernels(
+    kind: str,
+    layers: int,
     triton_kernels: Kernels,
     kernel_device: str,
     tmp_path: Path,
@@ -415,7 +495,7 @@ def test_an_engine_on_these_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine with these kernels gives the tokens of an engine with torch kernels."""
-    save_tiny(tmp_path, "Qwen3", num_hidden_layers=2, head_dim=16)
+    save_tiny(tmp_path, kind, num_hidden_layers=layers, head_dim=16)
     requests = [request_of(i, range(3 + i, 8 + i), max_tokens=3, ignore_eos=True) for i in range(2)]
 
     def tokens(device: str) -> list[list[int]]:

@@ -1,0 +1,103 @@
+"""Index shuffling of a mixture of experts: routes tokens, and lists the pairs that each expert computes.
+
+A *pair* is a token with one of its experts: pair = token · chosen + choice. A program chooses the experts of
+a few tokens (softmax, then top-k) and appends each pair to the list of its expert. Each list has room for all
+tokens, since all may choose the same expert. So a list begins at a fixed place, and one kernel is enough.
+(MetaShuffling, Meta 2025, computes offsets instead.)
+
+The order within a list depends on timing. It changes only which row of a tile a pair has.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels import overlap
+from engine.kernels.overlap import inputs_ready
+
+BLOCK = 1024  # logits of a program
+LOWEST = tl.constexpr(-1)  # below the bits of every probability
+
+
+class Shuffled(NamedTuple):
+    """The pairs of a step, by expert."""
+
+    weights: Tensor  # [tokens, chosen] float32: of each pair
+    counts: Tensor  # [experts] int32: pairs of each expert
+    pairs: Tensor  # [experts, tokens] int32: of each expert, the first counts[expert] are defined
+
+
+def shuffle(logits: Tensor, num_chosen: int, *, normalized: bool) -> Shuffled:
+    """Routes as `engine.kernels.experts.route` does, by logits [tokens, experts] with dense rows. Of equally
+    probable experts, the first is chosen."""
+    assert logits.is_contiguous(), "the kernel assumes dense rows"
+    (tokens, experts), device = logits.shape, logits.device
+    weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=device)
+    counts = torch.zeros(experts, dtype=torch.int32, device=device)
+    pairs = torch.empty(experts, tokens, dtype=torch.int32, device=device)
+    columns = triton.next_power_of_2(experts)
+    rows = max(1, BLOCK // columns)
+    _shuffle[(triton.cdiv(tokens, rows),)](
+        logits,
+        weights,
+        counts,
+        pairs,
+        tokens,
+        experts,
+        ROWS=rows,
+        COLUMNS=columns,
+        CHOSEN=num_chosen,
+        CHOICES=triton.next_power_of_2(num_chosen),
+        NORMALIZED=normalized,
+        num_warps=4,
+        **overlap.options(),
+    )
+    return Shuffled(weights, counts, pairs)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _shuffle(
+    logits,
+    weights,
+    counts,
+    pairs,
+    tokens,
+    experts,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOICES: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    inputs_ready(OVERLAP)
+    token, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    real = token < tokens
+    inside = real[:, None] & (expert < experts)[None, :]
+    at = token.to(tl.int64)[:, None] * experts + expert[None, :]
+    x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
+    x = tl.where(real[:, None], x, 0.0)  # a row of −∞ would give NaN
+    exp = tl.exp(x - tl.max(x, axis=1)[:, None])
+    probs = exp / tl.sum(exp, axis=1)[:, None]
+    # Positive floats have the order of their bits. Padding rows may have NaN, which counts as 0, so that
+    # every choice is an expert. The lower bits choose the first of equal columns.
+    bits = tl.where(probs >= 0, probs, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    keys = tl.where((expert < experts)[None, :], bits * COLUMNS + (COLUMNS - 1 - expert)[None, :], LOWEST)
+    choice = tl.arange(0, CHOICES)
+    best = tl.zeros([ROWS, CHOICES], tl.int64)
+    for i in tl.static_range(CHOSEN):
+        highest = tl.max(keys, axis=1)[:, None]
+        keys = tl.where(keys == highest, LOWEST, keys)
+        best = tl.where((choice == i)[None, :], highest, best)
+    weight = (best // COLUMNS).to(tl.int32).to(tl.float32, bitcast=True)
+    if NORMALIZED:
+        weight /= tl.sum(weight, axis=1)[:, None]
+    is_pair = real[:, None] & (choice < CHOSEN)[None, :]
+    pair = token[:, None] * CHOSEN + choice[None, :]
+    tl.store(weights + pair, weight, mask=is_pair)
+    chosen = COLUMNS - 1 - best % COLUMNS
+    place = tl.atomic_add(counts + chosen, 1, mask=is_pair, sem="relaxed")
+    tl.store(pairs + chosen * tokens + place, pair, mask=is_pair)
