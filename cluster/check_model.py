@@ -61,8 +61,9 @@ def _faults(location: str, load_format: str, tensor_parallel_size: int) -> list[
 
         engine = EngineConfig(model=location, load_format=load_format)
         check_model(engine)
-        what = "ranks"
-        check_model(replace(engine, tensor_parallel_size=tensor_parallel_size))
+        if tensor_parallel_size > 1:
+            what = "ranks"
+            check_model(replace(engine, tensor_parallel_size=tensor_parallel_size))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
