@@ -77,16 +77,21 @@ def otlp() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="session")
+def shallow_model(shallow_model_path: Path) -> list[str]:
+    """Flags of a worker: the shallow model under the name of the embedded one, which routers ask for."""
+    return ["--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME]
+
+
+@pytest.fixture(scope="session")
 def broken(
-    tmp_path_factory: pytest.TempPathFactory, otlp: Receiver, shallow_model_path: Path
+    tmp_path_factory: pytest.TempPathFactory, otlp: Receiver, shallow_model: list[str]
 ) -> Iterator[Broken]:
     """The one that tests do break: two workers of each role, each started again however it ends."""
     watched = ("--otlp-endpoint", otlp.endpoint, "--log-format", "json", "--log-level", "debug")
-    model = ("--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME)
     # What is broken here is the way of KV from prefill to decode: decode workers do not go without.
     with LocalCluster(
         tmp_path_factory.mktemp("broken"),
-        worker_flags=[*FLAGS, *watched, *model],
+        worker_flags=[*FLAGS, *watched, *shallow_model],
         router_flags=["--no-overflow", *watched],
     ) as cluster:
         yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG], at_once=12)))

@@ -21,7 +21,6 @@ import pytest
 from bench.chaos.cluster import LocalCluster, free_port, leaks_when_idle
 from bench.chaos.processes import resident_bytes
 from bench.chaos.streams import Case, Stream, cases, new_session, read
-from cluster.model import EMBEDDED_NAME
 from tests.shallow import LAYERS
 
 from .attack import BLOWS, Target
@@ -39,7 +38,7 @@ gets memory when it is first used."""
 
 @pytest.fixture(scope="module")
 def attacked(
-    tmp_path_factory: pytest.TempPathFactory, shallow_model_path: Path
+    tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]
 ) -> Iterator[tuple[LocalCluster, int]]:
     """A cluster that asks for keys, and its gRPC port."""
     directory = tmp_path_factory.mktemp("attacked")
@@ -48,9 +47,8 @@ def attacked(
         f'[served]\nkey = "{KEY}"\n[attacker]\nkey = "{ATTACKER}"\nmax-requests = 16\nsalt = "another"\n'
     )
     flags = ("--api-key-file", str(keys), "--grpc-port", str(port))
-    model = ("--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME)
     with LocalCluster(
-        directory, prefill=1, decode=1, worker_flags=[*FLAGS, *model], router_flags=flags, key=KEY
+        directory, prefill=1, decode=1, worker_flags=[*FLAGS, *shallow_model], router_flags=flags, key=KEY
     ) as cluster:
         yield cluster, port
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.cluster import LocalCluster
-from cluster.model import EMBEDDED_NAME
 
 from .recovery import FLAGS, MIXED, Broken, each_has
 
@@ -20,11 +19,10 @@ ROUNDS = [("rank 1", "rank 2"), ("rank 2", "engine"), ("engine", "rank 1")]
 
 
 async def test_each_rank_is_killed_in_mid_stream(
-    broken: Broken, tmp_path: Path, shallow_model_path: Path
+    broken: Broken, tmp_path: Path, shallow_model: list[str]
 ) -> None:
     """Greedy and seeded requests, some with a grammar; prompts of several chunks."""
-    model = ("--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME)
-    flags = [*FLAGS, *model, "--tensor-parallel-size", "3"]
+    flags = [*FLAGS, *shallow_model, "--tensor-parallel-size", "3"]
     with LocalCluster(
         tmp_path, prefill=1, decode=1, worker_flags=flags, router_flags=["--no-overflow"]
     ) as cluster:
