@@ -1,4 +1,4 @@
-"""The GPUs of this machine, without torch, whose import takes seconds."""
+"""The GPUs of this machine. Does not import torch, which takes seconds."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Worker:
     # ------------------------------------------------------------ requests
 
     def reserve(self, request: Request) -> None:
-        """Takes a request whose KV comes later (`join`)."""
+        """Reserves a place for a request. Its KV comes later (`join`)."""
         self.reserved += 1
         self._positions += request.prompt + request.answer
 
@@ -170,7 +170,7 @@ class Worker:
         self._wake()
 
     def decode(self, request: Request) -> None:
-        """Goes on with a request whose prompt it computed."""
+        """Decodes a request, after this worker has computed its prompt."""
         self._positions += request.prompt + request.answer
         self._joining.append(request)
 

@@ -108,7 +108,7 @@ def _grouped_linear(
     tile = tl.program_id(0)
     of_expert = tl.arange(0, EXPERTS)
     tiles = (tl.load(counts + of_expert, mask=of_expert < experts, other=0) + BLOCK_M - 1) // BLOCK_M
-    before = tl.cumsum(tiles, axis=0) <= tile  # experts whose tiles all come before this one
+    before = tl.cumsum(tiles, axis=0) <= tile  # experts with all their tiles before this one
     expert = tl.sum(before.to(tl.int32), axis=0)
     if expert < experts:
         first = (tile - tl.sum(tl.where(before, tiles, 0), axis=0)) * BLOCK_M
