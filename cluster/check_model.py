@@ -26,16 +26,22 @@ class Fault:
     message: str
 
 
-def faults(found: ResolvedModel, *, load_format: str = "auto", tensor_parallel_size: int = 1) -> list[Fault]:
+def faults(
+    found: ResolvedModel,
+    *,
+    load_format: str = "auto",
+    quantization: str = "auto",
+    tensor_parallel_size: int = 1,
+) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
     A name on the hub is not checked, and weights are not checked without torch. The files of the embedded
     model are not checked, because `model.resolve` has verified its digest.
     """
-    verified = found.name == EMBEDDED_NAME and tensor_parallel_size == 1
+    verified = found.name == EMBEDDED_NAME and tensor_parallel_size == 1 and quantization == "auto"
     if verified or not Path(found.location).exists():
         return []
-    arguments = (found.location, load_format, str(tensor_parallel_size))
+    arguments = (found.location, load_format, quantization, str(tensor_parallel_size))
     command = [sys.executable, "-m", "cluster.check_model", *arguments]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
@@ -44,13 +50,19 @@ def faults(found: ResolvedModel, *, load_format: str = "auto", tensor_parallel_s
     return [Fault(**fault) for fault in json.loads(child.stdout)]
 
 
-def check_files(found: ResolvedModel, load_format: str, tensor_parallel_size: int) -> None:
+def check_files(found: ResolvedModel, load_format: str, quantization: str, tensor_parallel_size: int) -> None:
     """Raises ValueError for a model that `baton serve` cannot serve."""
-    for fault in faults(found, load_format=load_format, tensor_parallel_size=tensor_parallel_size):
-        raise ValueError(fault.message if fault.what == "ranks" else f"--model: {fault.message}")
+    for fault in faults(
+        found,
+        load_format=load_format,
+        quantization=quantization,
+        tensor_parallel_size=tensor_parallel_size,
+    ):
+        own = fault.message.startswith("--")
+        raise ValueError(fault.message if own else f"--model: {fault.message}")
 
 
-def _faults(location: str, load_format: str, tensor_parallel_size: int) -> list[Fault]:
+def _faults(location: str, load_format: str, quantization: str, tensor_parallel_size: int) -> list[Fault]:
     from router.text.tokenizer import load_tokenizer
 
     found: list[Fault] = []
@@ -59,7 +71,7 @@ def _faults(location: str, load_format: str, tensor_parallel_size: int) -> list[
         from engine.api.config import EngineConfig
         from engine.loader import check_model
 
-        engine = EngineConfig(model=location, load_format=load_format)
+        engine = EngineConfig(model=location, load_format=load_format, quantization=quantization)
         check_model(engine)
         if tensor_parallel_size > 1:
             what = "ranks"
@@ -77,6 +89,6 @@ def _faults(location: str, load_format: str, tensor_parallel_size: int) -> list[
 
 
 if __name__ == "__main__":
-    location, load_format, tensor_parallel_size = sys.argv[1:]
-    found = _faults(location, load_format, int(tensor_parallel_size))
+    location, load_format, quantization, tensor_parallel_size = sys.argv[1:]
+    found = _faults(location, load_format, quantization, int(tensor_parallel_size))
     print(json.dumps([asdict(fault) for fault in found]))

@@ -6,7 +6,6 @@ Baton refuses them by name, because a user who copies a vLLM command line must l
 from __future__ import annotations
 
 _LORA = "Merge the adapter into the weights and pass the merged model with --model."
-_WEIGHTS = "Baton does not quantize weights; pass a model in bfloat16, float16 or GGUF with --model."
 _PARALLEL = "Scale with --prefill and --decode instead."
 
 REFUSED: dict[str, tuple[bool, str]] = {
@@ -14,7 +13,6 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "lora_modules": (True, _LORA),
     "max_loras": (True, _LORA),
     "max_lora_rank": (True, _LORA),
-    "quantization": (True, _WEIGHTS),
     "kv_cache_dtype": (True, "KV has the type of the activations; choose it with --dtype."),
     "trust_remote_code": (False, "Baton never runs code from a model repository; use a supported model."),
     "pipeline_parallel_size": (True, _PARALLEL),

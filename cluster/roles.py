@@ -44,6 +44,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 device=device,
                 dtype=given.engine.dtype,
                 load_format=given.engine.load_format,
+                quantization=given.engine.quantization,
                 block_size=given.engine.block_size,
                 num_blocks=given.engine.num_blocks,
                 gpu_memory_utilization=given.engine.gpu_memory_utilization,

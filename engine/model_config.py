@@ -1,6 +1,8 @@
 """The shape of a model, the same for all formats of checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class ModelConfig:
     before must have equal fingerprints."""
     experts: ExpertsConfig | None = field(default=None, repr=False)
     """None: a dense model. Not in the repr either; `engine.loader` adds it to the fingerprint."""
+    quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    """`quantization_config` of the checkpoint. None: its matrices are plain. Not in the repr: the format that
+    `engine.loader.formats` chooses is in the fingerprint."""
 
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""
@@ -107,10 +112,19 @@ class ModelConfig:
         With one token: the *active* parameters."""
         return self._parameters(self.experts.read_by(tokens) if self.experts else 0)
 
+    @property
+    def embedding_parameters(self) -> int:
+        """Number of parameters of the input embedding and the output projection."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+
+    def weight_bytes(self, embedding: float, matrix: float) -> int:
+        """Bytes of all weights, from the bytes of one parameter of the embeddings and of the matrices."""
+        matrices = self.num_parameters - self.embedding_parameters
+        return round(self.embedding_parameters * embedding + matrices * matrix)
+
     def _parameters(self, experts: float) -> float:
         """Number of parameters with this many experts in each layer that has experts."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         dense, sparse = self.num_layers, 0.0
         if self.experts is not None:
             dense -= len(self.experts.layers)
@@ -118,4 +132,4 @@ class ModelConfig:
             mlps = 3 * self.hidden_size * self.experts.intermediate_size * experts
             sparse = len(self.experts.layers) * (router + mlps)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * attention + dense * mlp + sparse + embeddings
+        return self.num_layers * attention + dense * mlp + sparse + self.embedding_parameters

@@ -66,6 +66,10 @@ class EngineOptions:
     load_format: Annotated[
         Literal["auto", "dummy"], opt("auto, or dummy for random weights (benchmarks).", "FORMAT")
     ] = "auto"  # fmt: skip
+    quantization: Annotated[
+        str,
+        opt("Format of the matrices: auto (the checkpoint's own), or one to quantize to on load.", "NAME"),
+    ] = "auto"
     tensor_parallel_size: Annotated[int, opt("GPUs of one worker.", "N", check=between(1))] = 1
     optimize: Annotated[
         Optimize,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from cluster.options import SizingOptions
 from cluster.sizing.answer import Answer, Load, answer
 from cluster.sizing.speeds import GPUS, Speeds, measured, shape
+from engine.api.config import EngineConfig
+from engine.loader import choose_format
 
 
 def run(sizing: SizingOptions) -> int:
@@ -29,7 +32,10 @@ def run(sizing: SizingOptions) -> int:
         sizing.max_num_seqs,
         sizing.gpu_memory_utilization,
     )
-    show(answer(Speeds(gpu, shape(sizing.model)), load), gpu.source)
+    model = shape(sizing.model)
+    weight_format = choose_format(EngineConfig(sizing.model), model, torch.device("cuda"))
+    speeds = Speeds(gpu, model, weight_format.bytes_per_parameter(torch.bfloat16))
+    show(answer(speeds, load), gpu.source)
     return 0
 
 

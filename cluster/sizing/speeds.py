@@ -85,13 +85,15 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
 class Speeds:
     """The speeds of one worker with one GPU and one model."""
 
-    def __init__(self, gpu: Gpu, model: ModelConfig) -> None:
+    def __init__(self, gpu: Gpu, model: ModelConfig, matrix_bytes: float = ELEMENT_BYTES) -> None:
+        """`matrix_bytes`: of one parameter of a matrix, which depends on the format of the weights."""
         self._gpu = gpu
         self._model = model
-        self._active = self._read(1)
+        self._matrix_bytes = matrix_bytes
+        self._active = gemm_parameters(model, 1) / gemm_parameters(REFERENCE, 1)
         self._attention = _attention_width(model) / _attention_width(REFERENCE)
         self.kv_bytes_per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16))
-        self.weight_bytes = model.num_parameters * ELEMENT_BYTES
+        self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, self._matrix_bytes)
         # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
         (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
         self._quadratic = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))
@@ -110,8 +112,9 @@ class Speeds:
         return products + positions * self.kv_bytes_per_token / self._gpu.kv_bytes_per_s
 
     def _read(self, tokens: int) -> float:
-        """The parameters that a step of `tokens` tokens reads, divided by those of the reference model."""
-        return gemm_parameters(self._model, tokens) / gemm_parameters(REFERENCE, tokens)
+        """Bytes of weights that a step of `tokens` tokens reads, as a multiple of the reference model's."""
+        parameters = gemm_parameters(self._model, tokens) / gemm_parameters(REFERENCE, tokens)
+        return parameters * self._matrix_bytes / ELEMENT_BYTES
 
     def _products(self, batch: int) -> float:
         """Seconds of the matrix products of the reference model: a step without its reading of KV.

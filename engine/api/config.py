@@ -19,6 +19,8 @@ class EngineConfig:
     device: str = "cpu"
     load_format: str = "auto"
     """`dummy`: random weights that depend on `seed`. Only the model's configuration is read."""
+    quantization: str = "auto"
+    """Format of the matrices: a name in `engine.loader.formats`. `auto`: the checkpoint's own."""
     block_size: int | None = None
     """Positions per KV block. None: 128 on CUDA, 16 on a CPU."""
     num_blocks: int | None = None

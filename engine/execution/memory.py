@@ -13,6 +13,7 @@ import torch
 from engine.api.config import EngineConfig
 from engine.execution.host_memory import host_memory
 from engine.layers.ranks import Ranks
+from engine.layers.weights import WeightFormat
 from engine.model_config import ModelConfig
 from engine.models import cache_bytes_per_token, cache_spec
 from engine.models.cache_spec import AttentionCache
@@ -77,7 +78,11 @@ class PoolSize:
 
 
 def choose_limits(
-    config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
+    config: EngineConfig,
+    model: ModelConfig,
+    weight_format: WeightFormat,
+    device: torch.device,
+    ranks: Ranks,
 ) -> CacheLimits:
     """The limits for this model, equal on all ranks. Raises `ValueError` naming the flag that does not fit.
 
@@ -98,7 +103,8 @@ def choose_limits(
     if wanted == model.sliding_window:
         log.warning("requests can have %d tokens: the model's sliding window ends the context there", wanted)
     cache = cache_spec(model.of_rank(ranks.size), dtype)
-    most, weights = CPU_POOL_BYTES // ranks.size, model.num_parameters * dtype.itemsize
+    most = CPU_POOL_BYTES // ranks.size
+    weights = model.weight_bytes(dtype.itemsize, weight_format.bytes_per_parameter(dtype))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         check_weights_fit(config, weights // ranks.size, free, total)
@@ -108,6 +114,10 @@ def choose_limits(
             f"--model {config.model}: its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory "
             "are available; free some, or choose a smaller model or --dtype"
         )
+    log.info(
+        "weights: %s, %s, %s; KV: %s, %d bytes a token",
+        weight_format.name, dtype, gib(weights // ranks.size), dtype, cache_bytes_per_token(cache),
+    )  # fmt: skip
     capacity = config.num_blocks * block_size if config.num_blocks else most // cache_bytes_per_token(cache)
     return CacheLimits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity), cache)
 

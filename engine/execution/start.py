@@ -19,7 +19,7 @@ from engine.execution.rehearsal import Rehearsal, measure_steps, warm_up
 from engine.execution.runner import ModelRunner
 from engine.kernels import kernels_for
 from engine.layers.ranks import Ranks
-from engine.loader import load_model, open_checkpoint
+from engine.loader import choose_format, load_model, open_checkpoint
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import AttentionCache
 
@@ -50,10 +50,11 @@ def start_rank(
         torch.set_num_threads(max(1, (config.num_threads or torch.get_num_threads()) // ranks.size))
     on_gpu = device.type == "cuda"
     checkpoint = open_checkpoint(config, device)
-    limits = choose_limits(config, checkpoint.config, device, ranks)
+    weight_format = choose_format(config, checkpoint.config, device)
+    limits = choose_limits(config, checkpoint.config, weight_format, device, ranks)
     with memory_for("the weights", "choose a smaller --model"):
         model, fingerprint = load_model(
-            checkpoint, limits.max_model_len, limits.dtype, device, progress, ranks
+            checkpoint, limits.max_model_len, limits.dtype, device, progress, weight_format, ranks
         )
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     runner = ModelRunner(

@@ -1,7 +1,6 @@
-"""Matrix products with a weight, one `LinearMethod` for each format of weights."""
+"""Matrix products with a weight in the model's dtype."""
 
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -24,32 +23,32 @@ class PlainLinear:
         self.bias = bias
         self.skinny = _skinny(weight, bias) if weight.is_cuda else None
 
-    @classmethod
-    def load(
-        cls,
-        weights: Weights,
-        names: Sequence[str],
-        rows: Sequence[Part],
-        columns: Part,
-        *,
-        bias: bool = False,
-    ) -> Self:
-        weight = weights.stack(
-            [f"{name}.weight" for name in names],
-            [(part, columns) for part in rows],
-            scratch=_packs(weights.dtype, weights.device),
-        )
-        if not bias:
-            return cls(weight)
-        added = weights.stack([f"{name}.bias" for name in names], [(part,) for part in rows])
-        return cls(weight, None if columns.start else added)
-
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         if self.skinny is not None and len(x) <= MAX_SKINNY_ROWS:
             return self.skinny(x)
         return F.linear(x, self.weight, self.bias)
+
+
+class PlainFormat:
+    """The `WeightFormat` of matrices in the model's dtype."""
+
+    name = "plain"
+    identity = ""
+
+    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
+        return dtype.itemsize
+
+    def linear(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
+    ) -> PlainLinear:
+        weight = weights.stack(
+            [f"{name}.weight" for name in names],
+            [(part, columns) for part in rows],
+            scratch=_packs(weights.dtype, weights.device),
+        )
+        return PlainLinear(weight, weights.bias(names, rows, columns) if bias else None)
 
 
 def _packs(dtype: torch.dtype, device: torch.device) -> bool:

@@ -8,7 +8,7 @@ more time than the copy.
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,24 +53,38 @@ class Checkpoint(Protocol):
 
 
 class LinearMethod(Protocol):
-    """y = x Wᵀ + b, for x [rows, in] and W [out, in] in one format: how W is read, kept and multiplied."""
-
-    @classmethod
-    def load(
-        cls,
-        weights: "Weights",
-        names: Sequence[str],
-        rows: Sequence[Part],
-        columns: Part,
-        *,
-        bias: bool = False,
-    ) -> Self:
-        """Loads several projections of the same input as one: weight i has rows[i] × columns, and all rows
-        are stacked. With a part of the columns, the result is a term of a sum over ranks; the first rank's
-        term has the bias. Raises `ValueError` naming file and tensor."""
-        ...
+    """y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class WeightFormat(Protocol):
+    """How the matrices of a model are read, kept and multiplied. One object serves all matrices of a model.
+
+    `engine.loader.formats` chooses it. Embeddings and norms are not its concern."""
+
+    @property
+    def name(self) -> str:
+        """For logs and errors, such as "int4 in groups of 128"."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """All that the format changes about results: a part of the model's fingerprint. Empty: nothing."""
+        ...
+
+    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
+        """Memory for one parameter of a matrix, scales included. `dtype` is the model's."""
+        ...
+
+    def linear(
+        self, weights: "Weights", names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
+    ) -> LinearMethod:
+        """Loads several projections of the same input as one: weight i has rows[i] × columns, and all rows
+        are stacked. With a part of the columns, the result is a term of a sum over ranks; the first rank's
+        term has the bias. Tensors come from `weights.stack` and `weights.stored`, and may be on the device
+        "meta". Raises `ValueError` naming file and tensor, also if the parts cut a group or block."""
+        ...
 
 
 class Weights:
@@ -82,15 +96,14 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[str, float], None],
-        linear_method: type[LinearMethod],
+        weight_format: WeightFormat,
         ranks: Ranks,
     ) -> None:
-        """`linear_method`: the format of the checkpoint's matrices."""
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
         self.kernels = kernels_for(device, checkpoint.config.head_dim)
-        self._linear_method = linear_method
+        self._format = weight_format
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
         self._progress = progress
@@ -101,8 +114,14 @@ class Weights:
     def linear(
         self, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool = False
     ) -> LinearMethod:
-        """A product with the weights `names`; see `LinearMethod.load`."""
-        return self._linear_method.load(self, names, rows, columns, bias=bias)
+        """A product with the weights `names`; see `WeightFormat.linear`."""
+        return self._format.linear(self, names, rows, columns, bias=bias)
+
+    def bias(self, names: Sequence[str], rows: Sequence[Part], columns: Part) -> Tensor | None:
+        """The stacked biases of `names`, which the first rank alone adds if ranks have parts of the columns.
+        None: another rank adds them."""
+        added = self.stack([f"{name}.bias" for name in names], [(part,) for part in rows])
+        return None if columns.start else added
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The whole tensor `name`, which must have this shape. Raises `ValueError` naming file and tensor."""
@@ -127,6 +146,21 @@ class Weights:
             self._read(name, dimensions, to)
         return stacked
 
+    def stored(self, name: str, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+        """These parts of a tensor as the checkpoint stores it, on the device. Raises `ValueError` naming file
+        and tensor if its shape is not that of the parts, or if it is not of `dtype`."""
+        self._check(name, tuple(part.size for part in parts))
+        tensor = self._checkpoint.read(name, parts)
+        if tensor.dtype is not dtype:
+            raise ValueError(
+                f"{self._checkpoint.file_of(name)}: tensor {name} is of {tensor.dtype}, not of {dtype}"
+            )
+        placed = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        if dtype.is_floating_point:
+            self._extremes[name] = torch.stack(placed.float().aminmax())
+        self._note(name, parts, tensor)
+        return placed
+
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises `ValueError`, before memory is allocated, if the tensor is missing or has another shape."""
         if self._names and name not in self._names:
@@ -149,6 +183,10 @@ class Weights:
             )
         to.copy_(tensor)
         self._extremes[name] = torch.stack(to.aminmax())
+        self._note(name, parts, tensor)
+
+    def _note(self, name: str, parts: Sequence[Part], tensor: Tensor) -> None:
+        """Keeps the digest of a tensor, of which `tensor` is these parts."""
         shape = tuple(part.size for part in parts)
         if tensor.shape != shape:  # the fingerprint of a part is that of the whole
             rows = -(-FINGERPRINT_SAMPLE // math.prod(shape[1:]))
@@ -190,14 +228,19 @@ class Weights:
 class DeclaredWeights(Weights):
     """Checks what the headers of the files say about the tensors; reads no weight and allocates no memory."""
 
-    def __init__(self, checkpoint: Checkpoint, linear_method: type[LinearMethod]) -> None:
+    def __init__(self, checkpoint: Checkpoint, weight_format: WeightFormat) -> None:
         cpu = torch.device("cpu")
-        super().__init__(checkpoint, torch.float32, cpu, lambda *_: None, linear_method, Ranks())
+        super().__init__(checkpoint, torch.float32, cpu, lambda *_: None, weight_format, Ranks())
         self.device = torch.device("meta")
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         super().take(name, shape)
         return torch.ones(()).expand(shape)  # layers compute with the values of small tensors
+
+    def stored(self, name: str, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+        self._check(name, tuple(part.size for part in parts))
+        self._taken[name] = ""
+        return torch.empty([part.length for part in parts], dtype=dtype, device=self.device)
 
     def _read(self, name: str, parts: Sequence[Part], to: Tensor) -> None:
         self._taken[name] = ""

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 from engine.api.config import EngineConfig
-from engine.layers.linear import PlainLinear
 from engine.layers.ranks import Ranks
-from engine.layers.weights import Checkpoint, DeclaredWeights, Weights
+from engine.layers.weights import Checkpoint, DeclaredWeights, WeightFormat, Weights
 from engine.loader.dummy import DummyCheckpoint
+from engine.loader.formats import choose_format
 from engine.loader.gguf_file import GGUFCheckpoint
 from engine.loader.hf import HFCheckpoint, read_config
 from engine.models import model_class
 from engine.models.llama import Llama
 
-__all__ = ["check_model", "load_model", "open_checkpoint"]
+__all__ = ["check_model", "choose_format", "load_model", "open_checkpoint"]
 
 
 def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
@@ -43,7 +43,8 @@ def check_model(engine: EngineConfig) -> None:
     tensor_parallel_size that does not fit the heads."""
     checkpoint = open_checkpoint(engine, torch.device("cpu"))
     checkpoint.config.of_rank(engine.tensor_parallel_size)
-    weights = DeclaredWeights(checkpoint, PlainLinear)
+    weight_format = choose_format(engine, checkpoint.config, torch.device(engine.device))
+    weights = DeclaredWeights(checkpoint, weight_format)
     config = replace(checkpoint.config, max_model_len=1)  # tables grow with the context
     model_class(config.architecture, checkpoint.source)(config, weights)
     weights.check_all_taken()
@@ -55,17 +56,20 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, float], None],
+    weight_format: WeightFormat,
     ranks: Ranks,
 ) -> tuple[Llama, str]:
     """Returns this rank's part of the model, and the model's fingerprint. Fingerprints are equal if
-    configuration and weights are equal, in any format of files and with any number of ranks. They do not
-    cover dtype and limits: these may differ between the two ends of a transfer, or are checked elsewhere."""
-    weights = Weights(checkpoint, dtype, device, progress, PlainLinear, ranks)
+    configuration, weights and their format in memory are equal, in any format of files and with any number of
+    ranks. They do not cover dtype and limits: these may differ between the two ends of a transfer, or are
+    checked elsewhere."""
+    weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks)
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
     shape = f"{identity} {identity.experts}" if identity.experts else f"{identity}"
-    return model, hashlib.sha256(f"{shape} {weights.finish()}".encode()).hexdigest()[:32]
+    parts = [shape, weights.finish(), *filter(None, [weight_format.identity])]
+    return model, hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
 
 
 def _locate(config: EngineConfig) -> Path:

@@ -67,6 +67,7 @@ def model_config_from_hf(
         dtype=config.get("dtype") or config.get("torch_dtype"),
         sliding_window=window,
         experts=_experts(config, integer, source) if architecture == "Qwen3MoeForCausalLM" else None,
+        quantization=config.get("quantization_config"),
     )
     shape.check(source)
     return shape
@@ -95,8 +96,8 @@ def _experts(
 
 
 def _not_supported(config: Mapping[str, Any], rope: Any) -> Iterator[str]:
-    if config.get("quantization_config") is not None:
-        yield "quantization_config (a quantized checkpoint)"
+    if not isinstance(config.get("quantization_config", {}), Mapping | None):
+        yield f"quantization_config {config['quantization_config']!r}"
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {config['hidden_act']!r}"
     if config.get("mlp_bias"):

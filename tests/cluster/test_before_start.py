@@ -71,7 +71,7 @@ def test_an_unusable_model_is_refused_before_the_start(
     assert result.exit_code == 2
     assert "architecture NewForCausalLM is not supported" in result.output
     monkeypatch.setattr(
-        check_model, "faults", lambda found, **_: check_model._faults(found.location, "auto", 1)
+        check_model, "faults", lambda found, **_: check_model._faults(found.location, "auto", "auto", 1)
     )
     found = list(the_model(DoctorOptions(model=str(tmp_path))))
     assert [(f.check, f.level) for f in found] == [("model", "bad"), ("tokenizer", "bad")]
@@ -97,8 +97,18 @@ def test_a_group_that_does_not_fit_the_model_is_refused_before_the_start(
     assert (found.check, found.level) == ("model", "good")
 
 
+def test_an_unknown_format_of_weights_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
+    monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
+    flags = ["--device", "cpu", "--quantization", "bitnet"]
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *flags])
+    assert result.exit_code == 2
+    assert "--quantization 'bitnet': choose one of auto" in " ".join(result.output.replace("│", " ").split())
+
+
 def in_this_process(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
     """What `check_model.faults` starts, without the time to import torch again."""
-    location, load_format, size = command[-3:]
-    found = [asdict(fault) for fault in check_model._faults(location, load_format, int(size))]
+    location, load_format, quantization, size = command[-4:]
+    faults = check_model._faults(location, load_format, quantization, int(size))
+    found = [asdict(fault) for fault in faults]
     return subprocess.CompletedProcess(command, 0, json.dumps(found))

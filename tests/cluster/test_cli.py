@@ -164,7 +164,6 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--prefill", "-1"], {}, ["--prefill", "-1", "1:4"]),
         (["--decode", "0"], {}, ["--decode", "1:4"]),
         (["--enable-lora"], {}, ["--enable-lora", "merge", "--model"]),
-        (["--quantization", "awq"], {}, ["--quantization", "--model"]),
         (["--trust-remote-code"], {}, ["--trust-remote-code", "never runs code"]),
         (["--config", "/nowhere.toml"], {}, ["--config", "/nowhere.toml"]),
         (["--chat-template", "/nowhere.jinja"], {}, ["--chat-template", "/nowhere.jinja"]),
@@ -188,7 +187,7 @@ def test_errors_name_the_flag(
         ("prot = 8000", ["prot", "did you mean 'port'"]),
         ("[serve]\ndevise = 'cpu'", ["[serve] 'devise'", "device"]),
         ("port = 'many'", ["--port", "integer"]),
-        ("quantization = 'awq'", ["--quantization"]),
+        ("speculative_config = 'eagle'", ["--speculative-config"]),
     ],
 )
 def test_errors_in_the_file_name_the_field(

@@ -258,7 +258,11 @@ def test_weights_that_are_not_finite_or_of_an_unsupported_type_are_refused(
             r"config\.json: intermediate_size must be a positive integer, not None",
         ),
         ({"num_key_value_heads": 3}, r"4 heads of 16 on 3 KV heads is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config .* is not supported"),
+        (
+            {"quantization_config": {"quant_method": "bitnet"}},
+            r"quantization_config: the format 'bitnet' is not supported \(",
+        ),
+        ({"quantization_config": "int4"}, r"config\.json: quantization_config 'int4' is not supported"),
         ({"mlp_bias": True}, r"mlp_bias is not supported"),
         ({"architectures": None}, r"architecture \(none named\) is not supported"),
     ],

@@ -20,6 +20,7 @@ from engine.execution.memory import (
     size_pool,
 )
 from engine.execution.rehearsal import Rehearsal, warm_up
+from engine.layers.linear import PlainFormat
 from engine.layers.ranks import Ranks
 from engine.loader.hf import read_config
 from engine.model_config import ModelConfig
@@ -118,7 +119,7 @@ def test_experts_are_refused_on_cuda(
     model = read_config(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match=r"experts \(Qwen3MoeForCausalLM\) run on CPUs only; use"):
-        choose_limits(config, model, torch.device("cuda"), Ranks())
+        choose_limits(config, model, PlainFormat(), torch.device("cuda"), Ranks())
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("Qwen3", {}), ("Qwen3Moe", {"mlp_only_layers": [1]})])

@@ -1,0 +1,45 @@
+"""Chooses the format of a model's matrices: from the checkpoint, `--quantization` and the device."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from engine.api.config import EngineConfig
+from engine.layers.linear import PlainFormat
+from engine.layers.weights import WeightFormat
+from engine.model_config import ModelConfig
+
+STORED: dict[str, Callable[[Mapping[str, Any], str, torch.device], WeightFormat]] = {}
+"""Formats of quantized checkpoints, by the `quant_method` of their `quantization_config`. A function gets
+this configuration, the checkpoint's source and the device. It raises `ValueError` naming the source for
+settings that are not supported, and for a device that cannot use the format."""
+
+ON_LOAD: dict[str, Callable[[torch.device], WeightFormat]] = {}
+"""Formats to which plain matrices are quantized when they are loaded, by `--quantization`."""
+
+
+def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device) -> WeightFormat:
+    """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
+    supported, with the list of those that are."""
+    wanted, settings = engine.quantization, model.quantization
+    if wanted != "auto" and wanted not in STORED and wanted not in ON_LOAD:
+        names = sorted({"auto", *STORED, *ON_LOAD})
+        raise ValueError(f"--quantization {wanted!r}: choose one of {', '.join(names)}")
+    if settings is None:
+        if wanted == "auto":
+            return PlainFormat()
+        if wanted not in ON_LOAD:
+            raise ValueError(f"--quantization {wanted}: {engine.model} has plain weights; leave the flag out")
+        return ON_LOAD[wanted](device)
+    method = settings.get("quant_method")
+    if method not in STORED:
+        raise ValueError(
+            f"{engine.model}: quantization_config: the format {method!r} is not supported "
+            f"({', '.join(STORED) or 'none'} are)"
+        )
+    if wanted not in ("auto", method):
+        raise ValueError(f"--quantization {wanted}: the weights of {engine.model} are in the format {method}")
+    if engine.load_format == "dummy":
+        raise ValueError(f"--load-format dummy: {engine.model} has weights in the format {method}; use auto")
+    return STORED[method](settings, engine.model, device)
