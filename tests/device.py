@@ -2,10 +2,7 @@
 
 import os
 
-import pytest
-
 DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
-REFUSED_ON_CUDA = pytest.mark.skipif(DEVICE != "cpu", reason="mixtures of experts are refused on CUDA")
 
 
 def environment(role: str) -> dict[str, str]:

@@ -89,11 +89,6 @@ def choose_limits(
     `device` is that of this rank."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: no CUDA device here; use --device cpu")
-    if device.type == "cuda" and model.experts:  # no GPU has run the kernels of experts yet
-        raise ValueError(
-            f"--model {config.model}: mixtures of experts ({model.architecture}) run on CPUs only; use "
-            "--device cpu, or choose a dense model"
-        )
     dtype = choose_dtype(config, model, device)
     block_size = config.block_size or (128 if device.type == "cuda" else 16)
     wanted = config.max_model_len or model.max_model_len

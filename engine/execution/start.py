@@ -83,6 +83,8 @@ def start_rank(
             )
         if on_gpu and config.cuda_graphs:
             runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
+        if model.expert_load is not None:
+            model.expert_load.clear()
     return Started(
         runner,
         replace(model_config, max_model_len=pool.max_model_len),

@@ -50,13 +50,22 @@ class Kernels(Protocol):
         ...
 
     def mix_experts(
-        self, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, num_chosen: int, *, normalized: bool
+        self,
+        x: Tensor,
+        logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        counts: Tensor,
+        num_chosen: int,
+        *,
+        normalized: bool,
     ) -> Tensor:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
         x [tokens, size]. Each token has the `num_chosen` most probable experts by logits [tokens, experts].
         Their weights are the probabilities; if `normalized`, scaled to a sum of 1. gate_up [experts,
-        2 * inner, size], down [experts, size, inner]. Returns [tokens, size]."""
+        2 * inner, size], down [experts, size, inner]. counts [experts] int32 must be zero, and becomes the
+        number of tokens of each expert. Returns [tokens, size]."""
         ...
 
     def rope_and_write(

@@ -28,14 +28,12 @@ def route(logits: Tensor, num_chosen: int, *, normalized: bool) -> Routing:
     return Routing(experts, weights)
 
 
-def mix(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> Tensor:
+def mix(x: Tensor, routing: Routing, counts: Sequence[int], gate_up: Tensor, down: Tensor) -> Tensor:
     """The weighted sum of down(silu(gate(x)) * up(x)) over the experts of each row of x [tokens, size].
 
-    gate_up [experts, 2 * inner, size] and down [experts, size, inner]. A token's terms are added in the order
-    of `routing`, which other tokens do not change."""
-    chosen = routing.experts.flatten()
-    order = chosen.argsort(stable=True)  # (token, choice) pairs, sorted by expert
-    counts = chosen.bincount(minlength=len(gate_up)).tolist()
+    `counts` has the number of tokens of each expert. gate_up [experts, 2 * inner, size] and down [experts,
+    size, inner]. A token's terms are added in the order of `routing`, which other tokens do not change."""
+    order = routing.experts.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
     gate, up = _products(x[order // routing.experts.shape[1]], gate_up, counts).chunk(2, dim=-1)
     sorted_out = _products(F.silu(gate).mul_(up), down, counts)
     out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)

@@ -30,13 +30,12 @@ class Shuffled(NamedTuple):
     pairs: Tensor  # [experts, tokens] int32: of each expert, the first counts[expert] are defined
 
 
-def shuffle(logits: Tensor, num_chosen: int, *, normalized: bool) -> Shuffled:
+def shuffle(logits: Tensor, counts: Tensor, num_chosen: int, *, normalized: bool) -> Shuffled:
     """Routes as `engine.kernels.experts.route` does, by logits [tokens, experts] with dense rows. Of equally
-    probable experts, the first is chosen."""
+    probable experts, the first is chosen. `counts` must be zero, and becomes that of the result."""
     assert logits.is_contiguous(), "the kernel assumes dense rows"
     (tokens, experts), device = logits.shape, logits.device
     weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=device)
-    counts = torch.zeros(experts, dtype=torch.int32, device=device)
     pairs = torch.empty(experts, tokens, dtype=torch.int32, device=device)
     columns = triton.next_power_of_2(experts)
     rows = max(1, BLOCK // columns)

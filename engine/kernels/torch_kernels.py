@@ -20,9 +20,19 @@ class TorchKernels:
         return F.silu(gate).mul_(up)
 
     def mix_experts(
-        self, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, num_chosen: int, *, normalized: bool
+        self,
+        x: Tensor,
+        logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        counts: Tensor,
+        num_chosen: int,
+        *,
+        normalized: bool,
     ) -> Tensor:
-        return mix(x, route(logits, num_chosen, normalized=normalized), gate_up, down)
+        routing = route(logits, num_chosen, normalized=normalized)
+        counts += routing.experts.flatten().bincount(minlength=len(counts))
+        return mix(x, routing, counts.tolist(), gate_up, down)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor

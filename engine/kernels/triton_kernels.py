@@ -46,9 +46,17 @@ class TritonKernels:
         return silu.silu_mul(gate_up)
 
     def mix_experts(
-        self, x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, num_chosen: int, *, normalized: bool
+        self,
+        x: Tensor,
+        logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        counts: Tensor,
+        num_chosen: int,
+        *,
+        normalized: bool,
     ) -> Tensor:
-        shuffled = shuffle(logits, num_chosen, normalized=normalized)
+        shuffled = shuffle(logits, counts, num_chosen, normalized=normalized)
         inner = silu.silu_mul(grouped_linear(x, gate_up, shuffled))
         return grouped_linear(inner, down, shuffled, scatter_add=True).to(x.dtype)
 

@@ -22,6 +22,8 @@ class MoE:
         self.down = weights.stack(
             [f"{name}.down_proj.weight" for name in names], [(hidden, inner)] * len(names)
         ).unflatten(0, (len(names), -1))  # [experts, hidden_size, inner]
+        assert weights.expert_load is not None, "the model has experts"
+        self.counts = weights.expert_load.next_layer()
         self.num_chosen = experts.num_chosen
         self.normalized = experts.normalized
         self.kernels = weights.kernels
@@ -29,6 +31,12 @@ class MoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         mixed = self.kernels.mix_experts(
-            x, self.router(x), self.gate_up, self.down, self.num_chosen, normalized=self.normalized
+            x,
+            self.router(x),
+            self.gate_up,
+            self.down,
+            self.counts,
+            self.num_chosen,
+            normalized=self.normalized,
         )
         return self.all_reduce(mixed)

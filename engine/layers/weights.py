@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import kernels_for
+from engine.layers.expert_load import ExpertLoad
 from engine.layers.ranks import Part, Ranks, whole
 from engine.model_config import ModelConfig
 
@@ -103,6 +104,9 @@ class Weights:
         self.device = device
         self.ranks = ranks
         self.kernels = kernels_for(device, checkpoint.config.head_dim)
+        experts = checkpoint.config.experts
+        self.expert_load = ExpertLoad(experts, device) if experts else None
+        """None: a dense model."""
         self._format = weight_format
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())

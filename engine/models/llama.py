@@ -84,6 +84,7 @@ class Llama:
         return GatedMLP(config, weights, f"model.layers.{layer}.mlp")
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.expert_load = weights.expert_load
         self.embedding = Embedding(config, weights)
         self.rotary = Rotary(config, weights)
         self.layers = [

@@ -93,7 +93,8 @@ def main() -> None:
             x, logits = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 16, dtype=dtype)
             gate_up = torch.zeros(16, 2 * 768, 2048, dtype=dtype)
             down = torch.zeros(16, 2048, 768, dtype=dtype)
-            kernels.mix_experts(x, logits, gate_up, down, 8, normalized=True)
+            counts = torch.zeros(16, dtype=torch.int32)
+            kernels.mix_experts(x, logits, gate_up, down, counts, 8, normalized=True)
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)

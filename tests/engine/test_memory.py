@@ -15,12 +15,10 @@ from engine.execution.memory import (
     MemoryUse,
     PoolSize,
     check_weights_fit,
-    choose_limits,
     memory_for,
     size_pool,
 )
 from engine.execution.rehearsal import Rehearsal, warm_up
-from engine.layers.linear import PlainFormat
 from engine.layers.ranks import Ranks
 from engine.loader.hf import read_config
 from engine.model_config import ModelConfig
@@ -109,17 +107,6 @@ def test_weights_that_cannot_fit_the_machine_are_refused(
         ValueError, match=r"its weights take 0\.00 GiB in torch\.float32, and 0\.00 GiB of mem"
     ):
         build_engine(config)
-
-
-def test_experts_are_refused_on_cuda(
-    tmp_path: Path, save_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_tiny(tmp_path, "Qwen3Moe")
-    config = EngineConfig(str(tmp_path), device="cuda")
-    model = read_config(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=r"experts \(Qwen3MoeForCausalLM\) run on CPUs only; use"):
-        choose_limits(config, model, PlainFormat(), torch.device("cuda"), Ranks())
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("Qwen3", {}), ("Qwen3Moe", {"mlp_only_layers": [1]})])

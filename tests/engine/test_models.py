@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, build_engine
-from tests.device import DEVICE, REFUSED_ON_CUDA
+from tests.device import DEVICE
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -33,12 +33,11 @@ KINDS = [
     pytest.param("Mistral", {"sliding_window": None, "head_dim": 32}, id="mistral"),
     pytest.param("Qwen2", {}, id="qwen2"),
     pytest.param("Qwen3", {"head_dim": 32}, id="qwen3"),
-    pytest.param("Qwen3Moe", {"head_dim": 32, "norm_topk_prob": True}, id="qwen3-moe", marks=REFUSED_ON_CUDA),
+    pytest.param("Qwen3Moe", {"head_dim": 32, "norm_topk_prob": True}, id="qwen3-moe"),
     pytest.param(
         "Qwen3Moe",
         {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
         id="qwen3-moe-in-one-layer",
-        marks=REFUSED_ON_CUDA,
     ),
 ]
 
