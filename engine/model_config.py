@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 
@@ -21,6 +22,17 @@ class RopeScaling:
     original_context: int = 8192
 
 
+class Scoring(Enum):
+    """The weights of the experts that a router chooses for a token: those with the largest logits."""
+
+    SOFTMAX = "softmax"
+    """The probability of each expert, by a softmax over all experts. It multiplies the expert's output."""
+    NORMALIZED_SOFTMAX = "normalized softmax"
+    """The same, scaled to a sum of 1."""
+    SIGMOID_ON_INPUT = "sigmoid on input"
+    """The sigmoid of the expert's logit. It multiplies the expert's input (Llama 4)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """The mixtures of experts of a model: MLPs, of which a router chooses a few for each token."""
@@ -30,8 +42,7 @@ class ExpertsConfig:
     """Experts that compute a token."""
     intermediate_size: int
     """Of one expert."""
-    normalized: bool
-    """The weights of the chosen experts are scaled to a sum of 1."""
+    scoring: Scoring
     layers: tuple[int, ...]
     """The layers with experts. The others are dense."""
 

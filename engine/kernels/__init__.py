@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention import AttentionMetadata
+from engine.model_config import Scoring
 
 __all__ = ["SMALLEST_TEMPERATURE", "AttentionMetadata", "HeadNorm", "Kernels", "kernels_for"]
 
@@ -57,15 +58,14 @@ class Kernels(Protocol):
         down: Tensor,
         counts: Tensor,
         num_chosen: int,
-        *,
-        normalized: bool,
+        scoring: Scoring,
     ) -> Tensor:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
-        x [tokens, size]. Each token has the `num_chosen` most probable experts by logits [tokens, experts].
-        Their weights are the probabilities; if `normalized`, scaled to a sum of 1. gate_up [experts,
-        2 * inner, size], down [experts, size, inner]. counts [experts] int32 must be zero, and becomes the
-        number of tokens of each expert. Returns [tokens, size]."""
+        x [tokens, size]. Each token has the `num_chosen` experts with the largest logits [tokens, experts];
+        `scoring` defines their weights. gate_up [experts, 2 * inner, size], down [experts, size, inner].
+        counts [experts] int32 must be zero, and becomes the number of tokens of each expert. Returns [tokens,
+        size]."""
         ...
 
     def rope_and_write(

@@ -11,21 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.model_config import Scoring
+
 
 class Routing(NamedTuple):
     """The experts of each token."""
 
     experts: Tensor  # [tokens, chosen] int64
     weights: Tensor  # [tokens, chosen] float32
+    on_input: bool  # the weights multiply the inputs of the experts, not their outputs
 
 
-def route(logits: Tensor, num_chosen: int, *, normalized: bool) -> Routing:
-    """Chooses the most probable experts by logits [tokens, experts]. Their weights are the probabilities; if
-    `normalized`, scaled to a sum of 1."""
+def route(logits: Tensor, num_chosen: int, scoring: Scoring) -> Routing:
+    """Chooses the experts with the largest logits [tokens, experts], and weights them by `scoring`."""
+    if scoring is Scoring.SIGMOID_ON_INPUT:
+        highest, experts = logits.topk(num_chosen, dim=-1)
+        return Routing(experts, highest.float().sigmoid(), on_input=True)
     weights, experts = logits.softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
-    if normalized:
+    if scoring is Scoring.NORMALIZED_SOFTMAX:
         weights /= weights.sum(dim=-1, keepdim=True)
-    return Routing(experts, weights)
+    return Routing(experts, weights, on_input=False)
 
 
 def mix(x: Tensor, routing: Routing, counts: Sequence[int], gate_up: Tensor, down: Tensor) -> Tensor:
@@ -34,11 +39,14 @@ def mix(x: Tensor, routing: Routing, counts: Sequence[int], gate_up: Tensor, dow
     `counts` has the number of tokens of each expert. gate_up [experts, 2 * inner, size] and down [experts,
     size, inner]. A token's terms are added in the order of `routing`, which other tokens do not change."""
     order = routing.experts.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
-    gate, up = _products(x[order // routing.experts.shape[1]], gate_up, counts).chunk(2, dim=-1)
+    weights, inputs = routing.weights.to(x.dtype), x[order // routing.experts.shape[1]]
+    if routing.on_input:
+        inputs *= weights.flatten()[order, None]
+        weights = torch.ones_like(weights)
+    gate, up = _products(inputs, gate_up, counts).chunk(2, dim=-1)
     sorted_out = _products(F.silu(gate).mul_(up), down, counts)
     out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
-    weights = routing.weights.to(x.dtype)[:, None]  # [tokens, 1, chosen]
-    return torch.bmm(weights, out.unflatten(0, routing.experts.shape)).squeeze(1)
+    return torch.bmm(weights[:, None], out.unflatten(0, routing.experts.shape)).squeeze(1)
 
 
 def _products(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:

@@ -1,7 +1,8 @@
 """The products of all experts in one launch: row p of the result is x[row of p] · W[expert of p]ᵀ.
 
     gather        x has a row for each token: the pairs of a token read the same row
-    scatter-add   the result has a row for each token: each pair adds its row, times its weight
+    weighted      each row of the result is multiplied by the weight of its pair
+    scatter-add   the result has a row for each token: each pair adds its row
 
 A program computes a tile: BLOCK_M pairs of one expert by BLOCK_N rows of that expert's W. It finds its expert
 from the counts, which only the device knows. The grid has as many programs as any counts can need, so that a
@@ -44,16 +45,19 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
     return MANY if pairs >= MANY_FROM * experts else FEW
 
 
-def grouped_linear(x: Tensor, weight: Tensor, shuffled: Shuffled, *, scatter_add: bool = False) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, shuffled: Shuffled, *, weighted: bool, scatter_add: bool = False
+) -> Tensor:
     """The products for weight [experts, out, in].
 
-    x [tokens, in] or [pairs, in]. Returns [pairs, out] in the dtype of x; with `scatter_add`, the weighted
-    sum of each token's rows, [tokens, out] float32."""
+    x [tokens, in] or [pairs, in]. Returns [pairs, out] in the dtype of x; with `scatter_add`, the sum of each
+    token's rows, [tokens, out], in float32 if there are several."""
     assert x.is_contiguous(), "the kernel assumes dense rows"
     assert weight.is_contiguous(), "the kernel assumes dense rows"
     (tokens, chosen), (experts, size, inner) = shuffled.weights.shape, weight.shape
     pairs = tokens * chosen
     shape = tiling(pairs, experts, x.dtype)
+    scatter_add = scatter_add and chosen > 1  # else a pair is a token
     if scatter_add:
         out = torch.zeros(tokens, size, dtype=torch.float32, device=x.device)
     else:
@@ -71,6 +75,7 @@ def grouped_linear(x: Tensor, weight: Tensor, shuffled: Shuffled, *, scatter_add
         inner,
         CHOSEN=chosen,
         GATHER=len(x) == tokens,
+        WEIGHTED=weighted,
         SCATTER_ADD=scatter_add,
         EXPERTS=triton.next_power_of_2(experts),
         BLOCK_M=shape.block_m,
@@ -97,6 +102,7 @@ def _grouped_linear(
     inner,
     CHOSEN: tl.constexpr,
     GATHER: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     SCATTER_ADD: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -129,8 +135,9 @@ def _grouped_linear(
             b = tl.load(w_at + start, mask=used[None, :] & inside[:, None], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
         mask = real[:, None] & used[None, :]
-        if SCATTER_ADD:
+        if WEIGHTED:
             acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
+        if SCATTER_ADD:
             to = out + (pair // CHOSEN)[:, None] * size + column[None, :]
             tl.atomic_add(to, acc, mask=mask, sem="relaxed")
         else:

@@ -1,9 +1,9 @@
 """Index shuffling of a mixture of experts: routes tokens, and lists the pairs that each expert computes.
 
 A *pair* is a token with one of its experts: pair = token · chosen + choice. A program chooses the experts of
-a few tokens (softmax, then top-k) and appends each pair to the list of its expert. Each list has room for all
-tokens, since all may choose the same expert. So a list begins at a fixed place, and one kernel is enough.
-(MetaShuffling, Meta 2025, computes offsets instead.)
+a few tokens, those with the largest logits, and appends each pair to the list of its expert. Each list has
+room for all tokens, since all may choose the same expert. So a list begins at a fixed place, and one kernel
+is enough. (MetaShuffling, Meta 2025, computes offsets instead.)
 
 The order within a list depends on timing. It changes only which row of a tile a pair has.
 """
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from engine.kernels import overlap
 from engine.kernels.overlap import inputs_ready
+from engine.model_config import Scoring
 
 BLOCK = 1024  # logits of a program
-LOWEST = tl.constexpr(-1)  # below the bits of every probability
+LOWEST = tl.constexpr(-(1 << 62))  # below the key of every logit
 
 
 class Shuffled(NamedTuple):
@@ -30,9 +31,9 @@ class Shuffled(NamedTuple):
     pairs: Tensor  # [experts, tokens] int32: of each expert, the first counts[expert] are defined
 
 
-def shuffle(logits: Tensor, counts: Tensor, num_chosen: int, *, normalized: bool) -> Shuffled:
-    """Routes as `engine.kernels.experts.route` does, by logits [tokens, experts] with dense rows. Of equally
-    probable experts, the first is chosen. `counts` must be zero, and becomes that of the result."""
+def shuffle(logits: Tensor, counts: Tensor, num_chosen: int, scoring: Scoring) -> Shuffled:
+    """Routes as `engine.kernels.experts.route` does, by logits [tokens, experts] with dense rows. Of equal
+    logits, the first is chosen. `counts` must be zero, and becomes that of the result."""
     assert logits.is_contiguous(), "the kernel assumes dense rows"
     (tokens, experts), device = logits.shape, logits.device
     weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=device)
@@ -50,7 +51,8 @@ def shuffle(logits: Tensor, counts: Tensor, num_chosen: int, *, normalized: bool
         COLUMNS=columns,
         CHOSEN=num_chosen,
         CHOICES=triton.next_power_of_2(num_chosen),
-        NORMALIZED=normalized,
+        SIGMOID=scoring is Scoring.SIGMOID_ON_INPUT,
+        NORMALIZED=scoring is Scoring.NORMALIZED_SOFTMAX,
         num_warps=4,
         **overlap.options(),
     )
@@ -69,6 +71,7 @@ def _shuffle(
     COLUMNS: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOICES: tl.constexpr,
+    SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -79,24 +82,35 @@ def _shuffle(
     at = token.to(tl.int64)[:, None] * experts + expert[None, :]
     x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
     x = tl.where(real[:, None], x, 0.0)  # a row of −∞ would give NaN
-    exp = tl.exp(x - tl.max(x, axis=1)[:, None])
-    probs = exp / tl.sum(exp, axis=1)[:, None]
-    # Positive floats have the order of their bits. Padding rows may have NaN, which counts as 0, so that
-    # every choice is an expert. The lower bits choose the first of equal columns.
-    bits = tl.where(probs >= 0, probs, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
-    keys = tl.where((expert < experts)[None, :], bits * COLUMNS + (COLUMNS - 1 - expert)[None, :], LOWEST)
+    x = tl.where(x == x, x, -float("inf"))  # padding rows may have NaN; each choice must be an expert
+    # The lower bits of a key choose the first of equal logits.
+    keys = _ordered(x.to(tl.int32, bitcast=True)).to(tl.int64) * COLUMNS + (COLUMNS - 1 - expert)[None, :]
+    keys = tl.where((expert < experts)[None, :], keys, LOWEST)
     choice = tl.arange(0, CHOICES)
     best = tl.zeros([ROWS, CHOICES], tl.int64)
     for i in tl.static_range(CHOSEN):
         highest = tl.max(keys, axis=1)[:, None]
         keys = tl.where(keys == highest, LOWEST, keys)
         best = tl.where((choice == i)[None, :], highest, best)
-    weight = (best // COLUMNS).to(tl.int32).to(tl.float32, bitcast=True)
-    if NORMALIZED:
-        weight /= tl.sum(weight, axis=1)[:, None]
-    is_pair = real[:, None] & (choice < CHOSEN)[None, :]
+    used = (choice < CHOSEN)[None, :]
+    lower = best & (COLUMNS - 1)
+    logit = _ordered(((best - lower) // COLUMNS).to(tl.int32)).to(tl.float32, bitcast=True)
+    if SIGMOID:
+        weight = tl.sigmoid(logit)
+    else:
+        highest = tl.max(x, axis=1)[:, None]
+        weight = tl.exp(logit - highest)
+        among = tl.where(used, weight, 0.0) if NORMALIZED else tl.exp(x - highest)
+        weight /= tl.sum(among, axis=1)[:, None]
+    is_pair = real[:, None] & used
     pair = token[:, None] * CHOSEN + choice[None, :]
     tl.store(weights + pair, weight, mask=is_pair)
-    chosen = COLUMNS - 1 - best % COLUMNS
+    chosen = COLUMNS - 1 - lower
     place = tl.atomic_add(counts + chosen, 1, mask=is_pair, sem="relaxed")
     tl.store(pairs + chosen * tokens + place, pair, mask=is_pair)
+
+
+@triton.jit
+def _ordered(bits):
+    """int32 numbers in the order of the floats that have these bits. Its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

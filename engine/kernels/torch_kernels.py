@@ -7,6 +7,7 @@ from torch import Tensor
 from engine.kernels import SMALLEST_TEMPERATURE, HeadNorm
 from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
 from engine.kernels.experts import mix, route
+from engine.model_config import Scoring
 
 
 class TorchKernels:
@@ -27,10 +28,9 @@ class TorchKernels:
         down: Tensor,
         counts: Tensor,
         num_chosen: int,
-        *,
-        normalized: bool,
+        scoring: Scoring,
     ) -> Tensor:
-        routing = route(logits, num_chosen, normalized=normalized)
+        routing = route(logits, num_chosen, scoring)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
         return mix(x, routing, counts.tolist(), gate_up, down)
 

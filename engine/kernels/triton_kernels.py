@@ -13,6 +13,7 @@ from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.shuffle import shuffle
 from engine.kernels.thresholds import thresholds
 from engine.kernels.tiles import SHORT, shape_for, tile_work
+from engine.model_config import Scoring
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 INTERPRETED_MULTIPROCESSORS = 4
@@ -53,12 +54,13 @@ class TritonKernels:
         down: Tensor,
         counts: Tensor,
         num_chosen: int,
-        *,
-        normalized: bool,
+        scoring: Scoring,
     ) -> Tensor:
-        shuffled = shuffle(logits, counts, num_chosen, normalized=normalized)
-        inner = silu.silu_mul(grouped_linear(x, gate_up, shuffled))
-        return grouped_linear(inner, down, shuffled, scatter_add=True).to(x.dtype)
+        shuffled = shuffle(logits, counts, num_chosen, scoring)
+        on_input = scoring is Scoring.SIGMOID_ON_INPUT
+        inner = silu.silu_mul(grouped_linear(x, gate_up, shuffled, weighted=on_input))
+        out = grouped_linear(inner, down, shuffled, weighted=not on_input, scatter_add=True)
+        return out.to(x.dtype)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor

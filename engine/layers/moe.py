@@ -25,7 +25,7 @@ class MoE:
         assert weights.expert_load is not None, "the model has experts"
         self.counts = weights.expert_load.next_layer()
         self.num_chosen = experts.num_chosen
-        self.normalized = experts.normalized
+        self.scoring = experts.scoring
         self.kernels = weights.kernels
         self.all_reduce = weights.ranks.all_reduce
 
@@ -37,6 +37,6 @@ class MoE:
             self.down,
             self.counts,
             self.num_chosen,
-            normalized=self.normalized,
+            self.scoring,
         )
         return self.all_reduce(mixed)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from engine.model_config import ExpertsConfig, ModelConfig, RopeScaling
+from engine.model_config import ExpertsConfig, ModelConfig, RopeScaling, Scoring
 from engine.models import model_class
 
 
@@ -90,7 +90,7 @@ def _experts(
         num_experts,
         num_chosen,
         integer("moe_intermediate_size", None),
-        normalized=bool(config.get("norm_topk_prob", False)),
+        Scoring.NORMALIZED_SOFTMAX if config.get("norm_topk_prob") else Scoring.SOFTMAX,
         layers=tuple(layer for layer in layers if layer not in dense),
     )
 

@@ -44,6 +44,7 @@ def main() -> None:
     from engine.kernels.skinny_linear import SkinnyLinear
     from engine.kernels.thresholds import thresholds
     from engine.kernels.triton_kernels import TritonKernels
+    from engine.model_config import Scoring
     from kv_transfer import copy_kernels
 
     def step(
@@ -93,8 +94,9 @@ def main() -> None:
             x, logits = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 16, dtype=dtype)
             gate_up = torch.zeros(16, 2 * 768, 2048, dtype=dtype)
             down = torch.zeros(16, 2048, 768, dtype=dtype)
-            counts = torch.zeros(16, dtype=torch.int32)
-            kernels.mix_experts(x, logits, gate_up, down, counts, 8, normalized=True)
+            for chosen, scoring in ((8, Scoring.NORMALIZED_SOFTMAX), (1, Scoring.SIGMOID_ON_INPUT)):
+                counts = torch.zeros(16, dtype=torch.int32)
+                kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring)
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)

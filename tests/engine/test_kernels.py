@@ -22,6 +22,7 @@ from engine import EngineConfig, build_engine
 from engine.kernels import AttentionMetadata, HeadNorm, Kernels
 from engine.kernels.experts import route
 from engine.kernels.torch_kernels import TorchKernels
+from engine.model_config import Scoring
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
@@ -127,6 +128,8 @@ LEANINGS = {
     "one-takes-all": torch.tensor([0.0, 0.0, 20.0, 0.0, 0.0, 0.0]),
     "two-are-empty": torch.tensor([-20.0, 0.0, 0.0, 0.0, 0.0, -20.0]),
 }
+SATURATED = torch.full((6,), 40.0)
+"""The sigmoids of all logits are 1 in float32."""
 
 
 def expert_logits(tokens: int, leaning: Tensor) -> Tensor:
@@ -134,18 +137,17 @@ def expert_logits(tokens: int, leaning: Tensor) -> Tensor:
     return normal(tokens, 6, seed=3) + leaning
 
 
-@pytest.mark.parametrize("leaning", LEANINGS)
+@pytest.mark.parametrize("leaning", [*LEANINGS.values(), SATURATED], ids=[*LEANINGS, "saturated"])
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (5, 2), (300, 4)])
-@pytest.mark.parametrize("normalized", [False, True])
-def test_shuffle(kernel_device: str, leaning: str, tokens: int, chosen: int, normalized: bool) -> None:
+@pytest.mark.parametrize("scoring", Scoring)
+def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, scoring: Scoring) -> None:
     """Each pair is in the list of its expert, once. 300 tokens take several programs."""
     from engine.kernels.shuffle import shuffle
 
-    logits = expert_logits(tokens, LEANINGS[leaning])
-    expected = route(logits, chosen, normalized=normalized)
+    logits = expert_logits(tokens, leaning)
+    expected = route(logits, chosen, scoring)
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    shuffled = shuffle(logits.to(kernel_device), counts, chosen, normalized=normalized)
-    weights, counts, pairs = (x.cpu() for x in shuffled)
+    weights, counts, pairs = (x.cpu() for x in shuffle(logits.to(kernel_device), counts, chosen, scoring))
     torch.testing.assert_close(weights, expected.weights)
     assert counts.tolist() == expected.experts.flatten().bincount(minlength=6).tolist()
     for expert, (count, found) in enumerate(zip(counts.tolist(), pairs, strict=True)):
@@ -160,15 +162,20 @@ def test_shuffle_chooses_an_expert_for_any_logits(kernel_device: str) -> None:
 
     logits = torch.tensor([[torch.nan] * 6, [torch.inf] * 6, [1.0] * 6, [-torch.inf] * 6])
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    shuffle(logits.to(kernel_device), counts, 2, normalized=True)
+    shuffle(logits.to(kernel_device), counts, 2, Scoring.NORMALIZED_SOFTMAX)
     assert counts.tolist() == [4, 4, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("leaning", LEANINGS)
 @pytest.mark.parametrize(
-    ("tokens", "chosen", "size", "inner"),
-    [(1, 1, 64, 32), (3, 3, 72, 24), (50, 4, 136, 24)],
+    ("tokens", "chosen", "size", "inner", "scoring"),
+    [
+        (1, 1, 64, 32, Scoring.SOFTMAX),
+        (3, 3, 72, 24, Scoring.NORMALIZED_SOFTMAX),
+        (50, 4, 136, 24, Scoring.NORMALIZED_SOFTMAX),
+        (50, 1, 136, 24, Scoring.SIGMOID_ON_INPUT),
+    ],
 )
 def test_mix_experts(
     triton_kernels: Kernels,
@@ -179,6 +186,7 @@ def test_mix_experts(
     chosen: int,
     size: int,
     inner: int,
+    scoring: Scoring,
 ) -> None:
     """Both tilings, tiles that are partly empty in each dimension, and experts without a token."""
     x, gate_up, down = (
@@ -189,11 +197,11 @@ def test_mix_experts(
     logits = expert_logits(tokens, LEANINGS[leaning])
     expected_counts = torch.zeros(6, dtype=torch.int32)
     expected = TorchKernels().mix_experts(
-        x.double(), logits, gate_up.double(), down.double(), expected_counts, chosen, normalized=True
+        x.double(), logits, gate_up.double(), down.double(), expected_counts, chosen, scoring
     )
     x, logits, gate_up, down = (tensor.to(kernel_device) for tensor in (x, logits, gate_up, down))
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    close(triton_kernels.mix_experts(x, logits, gate_up, down, counts, chosen, normalized=True), expected)
+    close(triton_kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring), expected)
     assert counts.tolist() == expected_counts.tolist()
 
 
