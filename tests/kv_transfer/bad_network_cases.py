@@ -77,7 +77,7 @@ def test_every_request_ends_right(network: tuple[Any, BadNetwork], rounds: int) 
             bad.hits = 0
     pair.assert_whole()
     pair.until(lambda: (len(pair.prefill.free), len(pair.decode.free)) == (64, 64), "every block to be free")
-    assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
+    assert not any(layer.any() for layer in pair.decode.ranks.tensors), "a late byte landed in a free block"
 
 
 @pytest.mark.timeout(1800)
@@ -110,7 +110,7 @@ def test_what_decode_says_is_lost_or_wrong(network: tuple[Any, BadNetwork], roun
     assert stats.checksum_failures.keys() == {"header", "control"}, "what was bent is seen as that"
     pair.assert_whole()
     pair.until(lambda: (len(pair.prefill.free), len(pair.decode.free)) == (64, 64), "every block to be free")
-    assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
+    assert not any(layer.any() for layer in pair.decode.ranks.tensors), "a late byte landed in a free block"
 
 
 @pytest.mark.parametrize("network", [{"deadlines": LONGER}], indirect=True, ids=["patient"])

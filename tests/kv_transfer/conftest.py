@@ -16,6 +16,8 @@ import torch
 import kv_transfer as kv
 from tests.device import DEVICE
 
+from .ranks import Ranks, as_bytes
+
 LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")  # 256 B a position and layer
 SLOT_BYTES = 4096  # 16 positions
 SECRET = b"a cluster secret for tests"
@@ -38,13 +40,13 @@ class Worker:
     def __init__(
         self, role: Any, *, blocks: int, block_size: int, slots: int = 16, secret: bytes = SECRET,
         incarnation: int | None = None, layout: kv.KVLayout = LAYOUT, slot_bytes: int = SLOT_BYTES,
-        **config: Any,
+        ranks: int = 1, device: str = DEVICE, **config: Any,
     ) -> None:  # fmt: skip
         self.block_size = block_size
         self.layout = layout
         self.incarnation = incarnation or random.getrandbits(64)
-        self.sending, sending = kv.ArenaEnd.pair(slots, slot_bytes)
-        self.receiving, receiving = kv.ArenaEnd.pair(slots, slot_bytes)
+        ours, sending = kv.ArenaEnd.pair(slots, slot_bytes)
+        ours_too, receiving = kv.ArenaEnd.pair(slots, slot_bytes)
         self.heartbeat = kv.Heartbeat.create()
         self.service, service = kv.channel_pair()
         # On every machine the same; tests of what it changes say otherwise.
@@ -61,17 +63,27 @@ class Worker:
         receiving.channel.close()
         service.close()
         shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
-        self.pool = [torch.zeros(shape, device=DEVICE) for _ in range(layout.num_layers)]
+        dtype = getattr(torch, layout.dtype)
+        layers = [
+            self.filled(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(layout.num_layers)
+        ]
+        self.ranks = Ranks(layers, block_size, layout, ranks, ours, ours_too)
         self.free = list(range(blocks))
         random.shuffle(self.free)
 
-    @property
-    def transport(self) -> kv.Transport:
-        return kv.ArenaTransport(self.sending, self.receiving, NO_TRACE)
+    def filled(self, layer: torch.Tensor) -> torch.Tensor:
+        """A layer of the cache at the start."""
+        return layer
 
     @property
-    def paged_kv(self) -> kv.PagedKV:
-        return kv.PagedKV(self.pool, self.block_size, self.layout, DEVICE)
+    def transport(self) -> kv.Transport:
+        return kv.ArenaTransport(self.ranks.sending, self.ranks.receiving, NO_TRACE)
+
+    @property
+    def pool(self) -> list[torch.Tensor]:
+        """The layers of a worker with one rank."""
+        [layers] = self.ranks.caches
+        return layers
 
     @functools.cached_property
     def port(self) -> int:
@@ -105,16 +117,16 @@ class Worker:
         return [self.free.pop() for _ in range(-(-num_tokens // self.block_size))]
 
     def rows(self, blocks: list[int], layer: int, start: int, stop: int) -> torch.Tensor:
-        """[2, stop − start, heads, head_dim] of these positions."""
+        """[2, stop − start, heads, head_dim] of these positions, on the CPU."""
         index = [
             blocks[p // self.block_size] * self.block_size + p % self.block_size for p in range(start, stop)
         ]
-        return self.pool[layer].flatten(1, 2)[:, index]
+        return self.ranks.rows(layer, index)
 
     def stop(self) -> None:
         self.service.close()
         self.process.wait(10)
-        for end in (self.sending, self.receiving):
+        for end in (self.ranks.sending, self.ranks.receiving):
             end.channel.close()
             end.arena.close()
         self.heartbeat.close()
@@ -123,11 +135,12 @@ class Worker:
 class Prefill(Worker):
     def __init__(self, blocks: int = 64, block_size: int = 16, **config: Any) -> None:
         super().__init__("prefill", blocks=blocks, block_size=block_size, **config)
-        for layer in self.pool:
-            layer.normal_()
-        self.sender = self.transport.sender(self.paged_kv)
+        self.sender = self.transport.sender(self.ranks.kv)
         self.released: dict[bytes, str] = {}
         self.held: dict[bytes, list[int]] = {}
+
+    def filled(self, layer: torch.Tensor) -> torch.Tensor:
+        return layer.normal_()
 
     def open(self, num_tokens: int, prefill_id: bytes | None = None) -> bytes:
         prefill_id = prefill_id or os.urandom(16)
@@ -156,7 +169,7 @@ class Prefill(Worker):
 class Decode(Worker):
     def __init__(self, blocks: int = 64, block_size: int = 16, **config: Any) -> None:
         super().__init__("decode", blocks=blocks, block_size=block_size, **config)
-        self.receiver = self.transport.receiver(self.paged_kv)
+        self.receiver = self.transport.receiver(self.ranks.kv)
         self.reserved: dict[bytes, list[int]] = {}
         self.events: dict[bytes, Any] = {}  # decode id → the one event that ended it
 
@@ -180,7 +193,7 @@ class Decode(Worker):
     def release(self, decode_id: bytes) -> None:
         """Give its blocks back, wiped: late bytes would show."""
         blocks = self.reserved.pop(decode_id)
-        for layer in self.pool:
+        for layer in self.ranks.tensors:
             layer[:, blocks] = 0
         self.free += blocks
 
@@ -213,10 +226,10 @@ class Pair:
 
     def assert_same(self, prefill_blocks: list[int], decode_id: bytes, start: int, stop: int) -> None:
         """Bit for bit the same KV at both sides."""
-        for layer in range(LAYOUT.num_layers):
+        for layer in range(self.prefill.layout.num_layers):
             there = self.prefill.rows(prefill_blocks, layer, start, stop)
             here = self.decode.rows(self.decode.reserved[decode_id], layer, start, stop)
-            assert torch.equal(there, here), f"layer {layer} differs"
+            assert torch.equal(as_bytes(there), as_bytes(here)), f"layer {layer} differs"
 
     def assert_whole(self) -> None:
         """Nothing is open and every slot is home, in all four processes."""
@@ -291,8 +304,7 @@ class BareDecode(Worker):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__("decode", blocks=4, block_size=16, **config)
-        self.pool = [t.to(getattr(torch, self.layout.dtype)) for t in self.pool]
-        self.receiver = self.transport.receiver(self.paged_kv)
+        self.receiver = self.transport.receiver(self.ranks.kv)
 
     def failure(self, source: Prefill, **other: Any) -> str:
         """Why a fetch from that prefill worker fails."""

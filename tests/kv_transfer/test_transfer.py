@@ -16,6 +16,8 @@ import kv_transfer as kv
 
 from .conftest import until
 
+GROUPS = pytest.mark.parametrize("ranks", [(1, 1), (2, 4)], ids=["one rank", "2 to 4 ranks"])
+"""Ranks of the prefill worker and of the decode worker. 4 ranks share 2 KV heads."""
 FAST = kv.TransferDeadlines(fetch_wait=0.5, hold=0.6, progress=2.0, unreachable=0.6, tombstone=30.0)
 
 
@@ -149,9 +151,13 @@ def test_a_receiver_that_does_not_read_keeps_nobody_waiting(
     b.assert_whole()
 
 
-def test_a_new_fetch_supersedes(make_prefill: Any, make_decode: Any, pair_of: Any) -> None:
+@GROUPS
+def test_a_new_fetch_supersedes(
+    make_prefill: Any, make_decode: Any, pair_of: Any, ranks: tuple[int, int]
+) -> None:
     """A second decode worker takes over in mid-transfer, without a second prefill."""
-    prefill, first, second = make_prefill(), make_decode(name="decode 0"), make_decode(name="decode 1")
+    prefill, first = make_prefill(ranks=ranks[0]), make_decode(name="decode 0", ranks=ranks[1])
+    second = make_decode(name="decode 1")
     a, b = pair_of(prefill, first), pair_of(prefill, second)
     prefill_id = prefill.open(200)
     prefill.sender.ready(prefill_id, None, 0, 100)
@@ -168,9 +174,12 @@ def test_a_new_fetch_supersedes(make_prefill: Any, make_decode: Any, pair_of: An
     b.assert_whole()
 
 
-def test_decode_killed_before_its_ack(make_prefill: Any, make_decode: Any, pair_of: Any) -> None:
-    prefill, second = make_prefill(), make_decode(name="decode 1")
-    first = make_decode(name="decode 0")
+@GROUPS
+def test_decode_killed_before_its_ack(
+    make_prefill: Any, make_decode: Any, pair_of: Any, ranks: tuple[int, int]
+) -> None:
+    prefill, second = make_prefill(ranks=ranks[0]), make_decode(name="decode 1")
+    first = make_decode(name="decode 0", ranks=ranks[1])
     a, b = pair_of(prefill, first), pair_of(prefill, second)
     prefill_id = prefill.open(64)
     first.fetch(prefill, prefill_id, 64)
@@ -249,12 +258,16 @@ def test_asking_for_positions_that_are_not_there(make_pair: Any) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("lane_processes", [0, 3])
+@pytest.mark.parametrize(("lane_processes", "ranks"), [(0, (1, 1)), (3, (1, 1)), (0, (2, 4)), (0, (4, 2))])
 @pytest.mark.parametrize("count", [80, pytest.param(1_000, marks=pytest.mark.long)])
-def test_cancel_at_random_moments(make_pair: Any, count: int, lane_processes: int) -> None:
+def test_cancel_at_random_moments(
+    make_pair: Any, count: int, lane_processes: int, ranks: tuple[int, int]
+) -> None:
     """Many fetches are cancelled, at either side, and their blocks re-used at once: no late byte lands."""
     settings = {"slots": 8, "lane_processes": lane_processes}
-    pair = make_pair({"blocks": 128, **settings}, {"blocks": 48, **settings})
+    pair = make_pair(
+        {"blocks": 128, "ranks": ranks[0], **settings}, {"blocks": 48, "ranks": ranks[1], **settings}
+    )
     rng = random.Random(3)
     running: dict[bytes, tuple[bytes, int, list[int]]] = {}
     cancel_at: dict[bytes, float] = {}
@@ -297,24 +310,27 @@ def test_cancel_at_random_moments(make_pair: Any, count: int, lane_processes: in
         pair.decode.release(decode_id)
     pair.assert_whole()
     assert (len(pair.prefill.free), len(pair.decode.free)) == (128, 48)
-    assert not any(layer.any() for layer in pair.decode.pool), "a late byte landed in a free block"
+    assert not any(layer.any() for layer in pair.decode.ranks.tensors), "a late byte landed in a free block"
     kinds = Counter(type(e) for e in pair.decode.events.values())
     assert kinds[kv.Injected] > 20, kinds
     assert kinds[kv.FetchFailed] + kinds[kv.Closed] > 5, kinds
 
 
-def test_fetch_again_under_the_same_decode_id(make_pair: Any) -> None:
+@GROUPS
+def test_fetch_again_under_the_same_decode_id(make_pair: Any, ranks: tuple[int, int]) -> None:
     """Retarget: the reservation stays, the KV comes from another prefill; the first fetch reports nothing."""
-    pair = make_pair()
+    pair = make_pair({"ranks": ranks[0]}, {"ranks": ranks[1]})
     stuck, other = pair.prefill.open(40), pair.prefill.hold(40, token=5)
     blocks = pair.prefill.held[other]
+    pair.prefill.sender.ready(stuck, None, 0, 30)
     decode_id = pair.decode.fetch(pair.prefill, stuck, 40)
-    pair.until(lambda: pair.prefill.sender.has_fetch(stuck), "the first FETCH")
+    pair.until(lambda: pair.decode.stats().frames_received >= 3, "KV of the first FETCH")
     pair.decode.receiver.fetch(
         decode_id, prefill_id=other, kv_address=pair.prefill.address, incarnation=pair.prefill.incarnation,
         attempt=0, block_ids=pair.decode.reserved[decode_id], num_tokens=40,
     )  # fmt: skip
     assert pair.event(decode_id).first_token.token_id == 5
     pair.assert_same(blocks, decode_id, 0, 40)
+    pair.until(lambda: not pair.prefill.sender.has_fetch(stuck), "the end of the first transfer")
     pair.prefill.sender.close(stuck, "cancelled")
     pair.assert_whole()

@@ -1,0 +1,85 @@
+"""The KV cache of an engine with several ranks. The ranks from 1 on copy in threads here, not processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from kv_transfer.arena import Arena, ArenaEnd
+from kv_transfer.layout import KVLayout, Range, heads_of
+from kv_transfer.ranks import RankCopier
+from kv_transfer.transport import PagedKV
+
+
+class Ranks:
+    """Owns the caches of all ranks. `sending` and `receiving` are the ends of rank 0."""
+
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        block_size: int,
+        layout: KVLayout,
+        size: int,
+        sending: ArenaEnd,
+        receiving: ArenaEnd,
+    ) -> None:
+        """`layers`: the cache with all heads, [2, blocks, block_size, heads, head_dim] each. It is copied."""
+        device = str(layers[0].device)
+        self._layout = layout
+        self._layers_ready = 0
+        self.heads: list[Range] = [heads_of(layout, rank, size) for rank in range(size)]
+        self.caches = [[x[..., first:last, :].contiguous() for x in layers] for first, last in self.heads]
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()  # copies run on streams of their own
+        kv = [
+            PagedKV(cache, block_size, layout, device, rank, size, lambda: self._layers_ready)
+            for rank, cache in enumerate(self.caches)
+        ]
+        self.kv = kv[0]
+        self.sending, out = sending.of_ranks(size)
+        self.receiving, into = receiving.of_ranks(size)
+        self.others = out  # the ends of the ranks from 1 on, for KV that they send
+        self.copiers = [
+            RankCopier(cache, mapped(sends), mapped(receives))
+            for cache, sends, receives in zip(kv[1:], out, into, strict=True)
+        ]
+
+    def layer_done(self, layer: int) -> None:
+        """All ranks have written a layer. Rank 0 is first."""
+        self.layer_done_on_rank_0()
+        for copier in self.copiers:
+            copier.layer_done(layer)
+
+    def layer_done_on_rank_0(self) -> None:
+        self._layers_ready += 1
+
+    def rows(self, layer: int, rows: Sequence[int]) -> torch.Tensor:
+        """[2, rows, heads, head_dim] of a layer, on the CPU.
+
+        Asserts that ranks with the same heads hold the same bytes.
+        """
+        parts: dict[Range, torch.Tensor] = {}
+        for heads, cache in zip(self.heads, self.caches, strict=True):
+            part = cache[layer].flatten(1, 2)[:, rows].cpu()
+            same = torch.equal(as_bytes(parts.setdefault(heads, part)), as_bytes(part))
+            assert same, f"two ranks hold different bytes of heads {heads}"
+        return torch.cat([parts[heads] for heads in sorted(parts)], dim=2)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All layers of all ranks."""
+        return [layer for cache in self.caches for layer in cache]
+
+
+def mapped(end: ArenaEnd) -> ArenaEnd:
+    """With a mapping of its own, as in another process: a GPU pins each once."""
+    arena = end.arena
+    return replace(end, arena=Arena(os.dup(arena.fd), arena.num_slots, arena.slot_bytes))
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Bytes, because a NaN is not equal to itself."""
+    return x.contiguous().view(torch.uint8)
