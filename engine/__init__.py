@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.api.config import EngineConfig
 from engine.api.request import (
+    CachedBlock,
     CacheObserver,
     EngineRequest,
     EngineStats,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CacheObserver",
+    "CachedBlock",
     "Engine",
     "EngineConfig",
     "EngineRequest",

@@ -51,6 +51,7 @@ def build_engine(
         Grammars(started.source, model.vocab_size, model.eos_ids),
         model,
         started.model_fingerprint,
+        started.content_root,
         started.source,
         started.cache_spec,
         started.num_blocks,

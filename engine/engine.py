@@ -62,6 +62,7 @@ class Engine:
         grammars: Grammars,
         model_config: ModelConfig,
         model_fingerprint: str,
+        content_root: bytes,
         source: str,
         cache_spec: Sequence[AttentionCache],
         num_blocks: int,
@@ -74,9 +75,10 @@ class Engine:
         computing: Callable[[Collection[bytes]], None],
     ) -> None:
         """`tick` and `computing` as in `build_engine`. The runner's cache is open, with `num_blocks`.
-        `source`: the checkpoint's file or directory."""
+        `content_root`: as in `Started`. `source`: the checkpoint's file or directory."""
         self.model_config = model_config
         self.model_fingerprint = model_fingerprint
+        self.content_root = content_root
         self.source = source
         self.cache_spec = cache_spec
         self.block_size = runner.block_size
@@ -94,7 +96,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
-            prefix_cache_root=model_fingerprint.encode() if config.enable_prefix_caching else None,
+            content_root=content_root if config.enable_prefix_caching else None,
             cache_observer=cache_observer,
         )
         self._meters = Meters(*largest)

@@ -10,8 +10,8 @@ Life of a call:
    Health/Check and the question for the id need no signature.
 
 With `TlsFiles` both sides also show certificates of the cluster. `create_public_server` makes a server for
-clients, which have no secret. `rpc.chunk_hash` and `rpc.vocabulary` are hashes that routers and workers
-compare. `rpc.logs` defines the log lines of every process, and `rpc.tracing` exports traces over OTLP.
+clients, which have no secret. `rpc.vocabulary` is a fingerprint that routers and workers compare. `rpc.logs`
+defines the log lines of every process, and `rpc.tracing` exports traces over OTLP.
 
 `make proto` generates the stubs `*_pb2*` from proto/. They are checked in.
 """
@@ -28,14 +28,12 @@ from grpc.aio import Channel
 
 from rpc.auth import load_secret
 from rpc.channel import check_health, connect, create_public_server, create_server
-from rpc.chunk_hash import CHUNK_TOKENS, chunk_hashes
 from rpc.health import HealthServicer
 from rpc.ports import cannot_listen, try_port, url_host
 from rpc.tls import TlsFiles, add_port
 from rpc.vocabulary import vocabulary_fingerprint
 
 __all__ = [
-    "CHUNK_TOKENS",
     "Channel",
     "HealthServicer",
     "RpcError",
@@ -43,7 +41,6 @@ __all__ = [
     "add_port",
     "cannot_listen",
     "check_health",
-    "chunk_hashes",
     "connect",
     "create_public_server",
     "create_server",

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from content import CHUNK_TOKENS
 from router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
-from rpc import CHUNK_TOKENS
 from simulator.trace import Session, Trace, Turn, hit_tokens
 from simulator.worker import Queued, SimWorker, Speed
 

@@ -6,7 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from itertools import takewhile
 
-from rpc import CHUNK_TOKENS
+from content import CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

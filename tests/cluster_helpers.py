@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 import rpc
+from content import prompt_hints
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 from tests.device import DEVICE, environment
@@ -275,6 +276,11 @@ class WorkerStream:
         """The attempt's next message, which must be Reserved."""
         message = (await self.next(decode_id)).message
         assert isinstance(message, pb.Reserved), message
+
+    async def hints(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The chunks of a prompt, as the worker reports them."""
+        described = await self.stub.Describe(pb.DescribeRequest())
+        return prompt_hints(prompt_ids, described.content_root, b"")
 
     async def next_status(self) -> pb.WorkerStatus:
         """What the worker says of itself about once a second."""

@@ -14,10 +14,10 @@ Let b be the block size and c the number of leading chunks of a prompt that rout
 The engine uses the full blocks of these tokens that end before the last position of the prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from engine import EngineRequest
-from rpc import CHUNK_TOKENS, chunk_hashes
+from content import hint
+from engine import CachedBlock
 from worker.messages import CacheChanged
 
 
@@ -25,32 +25,22 @@ class CachedChunks:
     """The engine's `CacheObserver`. Collects changes until `take`, which the loop calls once per step."""
 
     def __init__(self) -> None:
-        self.block_size = 0  # set when the engine has been built
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
-        self._blocks: dict[
-            int, int
-        ] = {}  # chunk → number of cached blocks, with different hashes, that end it
+        self._blocks: dict[int, int] = {}  # chunk → number of cached blocks in which it ends
         self._changes: dict[int, bool] = {}  # chunk → whether it is cached now
 
-    def cached(
-        self, request: EngineRequest, token_ids: Sequence[int], blocks: Sequence[tuple[int, bytes]]
-    ) -> None:
-        ends = [(index * self.block_size, (index + 1) * self.block_size) for index, _ in blocks]
-        last = ends[-1][1] // CHUNK_TOKENS * CHUNK_TOKENS
-        if last <= ends[0][0]:
-            return
-        hashes = chunk_hashes(token_ids[:last], salt=request.cache_salt)
-        for (start, stop), (_, block_hash) in zip(ends, blocks, strict=True):
-            chunks = hashes[start // CHUNK_TOKENS : stop // CHUNK_TOKENS]
+    def cached(self, blocks: Iterable[CachedBlock]) -> None:
+        for block in blocks:
+            chunks = [hint(name) for name in block.chunks]
             if chunks:
-                self._chunks_of[block_hash] = chunks
+                self._chunks_of[block.name] = chunks
             for chunk in chunks:
                 self._blocks[chunk] = self._blocks.get(chunk, 0) + 1
                 if self._blocks[chunk] == 1:
                     self._changes[chunk] = True
 
-    def evicted(self, block_hash: bytes) -> None:
-        for chunk in self._chunks_of.pop(block_hash, ()):
+    def evicted(self, name: bytes) -> None:
+        for chunk in self._chunks_of.pop(name, ()):
             self._blocks[chunk] -= 1
             if not self._blocks[chunk]:
                 del self._blocks[chunk]

@@ -114,7 +114,7 @@ class Parts:
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
         """Builds the engine. Raises ValueError if the user's configuration is wrong."""
         config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
-        engine = build_engine(
+        return build_engine(
             config,
             files=self.config.ranks,
             kv_sink=kv_sink,
@@ -123,8 +123,6 @@ class Parts:
             computing=self.heartbeat.set_step,
             progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
         )
-        self.cached_chunks.block_size = engine.block_size
-        return engine
 
 
 def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequence[Role]]]) -> int:
@@ -269,6 +267,7 @@ def _ready(engine: Engine) -> messages.EngineReady:
     model = engine.model_config
     return messages.EngineReady(
         model_fingerprint=engine.model_fingerprint,
+        content_root=engine.content_root,
         layout=kv_layout(engine),
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,

@@ -119,6 +119,7 @@ class EngineReady(_Message):
     """The properties of the loaded engine, for Describe and for the start of the transfer process."""
 
     model_fingerprint: str
+    content_root: bytes
     layout: KVLayout
     vocab_size: int
     max_model_len: int

@@ -345,6 +345,7 @@ class Service:
             incarnation=self._incarnation,
             model=config.engine.model,
             model_fingerprint=engine.model_fingerprint,
+            content_root=engine.content_root,
             layout_fingerprint=engine.layout.fingerprint,
             kv_address=kv_address,
             block_size=engine.block_size,

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from bench.load.traffic.datasets import MOONCAKE_BLOCK, read_trace
-from rpc import CHUNK_TOKENS
+from content import CHUNK_TOKENS
 from simulator.trace import Session, Trace, Turn
 
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 8, 512

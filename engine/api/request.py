@@ -1,7 +1,7 @@
 """Requests, outputs and statistics of an engine, and the interfaces through which it reports its KV."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -151,21 +151,26 @@ class EngineStats:
     only if a prompt would otherwise be late."""
 
 
+class CachedBlock(NamedTuple):
+    """A full block in the prefix cache."""
+
+    name: bytes
+    """Of all tokens up to its end (`content`)."""
+    chunks: Sequence[bytes]
+    """The names of the 64-token chunks that end in it."""
+
+
 class CacheObserver(Protocol):
     """Sees what enters and leaves the prefix cache. Owned by the caller.
 
     The engine calls it within `step` and within every call that allocates blocks. It must not block and must
     not call the engine."""
 
-    def cached(
-        self, request: EngineRequest, token_ids: Sequence[int], blocks: Sequence[tuple[int, bytes]]
-    ) -> None:
-        """Full blocks of a request entered the cache. Each is (index, hash): the block holds the positions
-        from index × block size on, and the hash identifies it from now on. `token_ids` has the request's
-        tokens up to the end of these blocks, and may have more."""
+    def cached(self, blocks: Iterable[CachedBlock]) -> None:
+        """These blocks of a request entered the cache."""
 
-    def evicted(self, block_hash: bytes) -> None:
-        """The block with this hash left the cache."""
+    def evicted(self, name: bytes) -> None:
+        """The block with this name left the cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,35 +6,14 @@ A block is always in exactly one of four states:
       ▲                    │ release                            └────────release──────────────▶ │
       └────────────────────┴──────────────────────────── allocate (evicts the least recently used)
 
-A cached block is full and immutable. It is found by the hash of all tokens up to its end (vLLM's hash chain),
-so requests share a prefix block by block. "Free" includes the unreferenced cached blocks, since `allocate`
+A cached block is full and immutable. It is found by the name of all tokens up to its end (`content`), so
+requests share a prefix block by block. "Free" includes the unreferenced cached blocks, since `allocate`
 can evict them at once.
 """
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from hashlib import blake2b
 from itertools import chain
-
-
-def extend_hash_chain(
-    chain: list[bytes], token_ids: Sequence[int], count: int, block_size: int, root: bytes
-) -> None:
-    """Extends `chain` in place to the hashes of all full blocks within the first `count` of `token_ids`.
-
-    The hash is cryptographic: a collision would give a request the KV of other tokens. `root` stands for
-    everything else that KV depends on: the model and a salt.
-    """
-    for index in range(len(chain), count // block_size):
-        tokens = array("I", token_ids[index * block_size : (index + 1) * block_size])
-        parent = chain[-1] if chain else root
-        chain.append(blake2b(tokens.tobytes(), key=parent[:64], digest_size=16).digest())
-
-
-def salted_root(root: bytes, salt: bytes) -> bytes:
-    """The root for requests with this salt. Chains of different salts have no hash in common."""
-    return blake2b(salt, key=root[:64], digest_size=32).digest() if salt else root
 
 
 def _ignore(_: bytes) -> None:
@@ -42,7 +21,7 @@ def _ignore(_: bytes) -> None:
 
 
 class BlockPool:
-    """Owns all blocks that no request owns. `on_evicted` is called with the hash of each block that leaves
+    """Owns all blocks that no request owns. `on_evicted` is called with the name of each block that leaves
     the cache."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -52,8 +31,8 @@ class BlockPool:
         self._private: set[int] = set()
         self._references: dict[int, int] = {}  # cached block → number of requests that hold it
         self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached, held by no request; LRU first
-        self._block_of: dict[bytes, int] = {}  # hash → cached block
-        self._hash_of: dict[int, bytes] = {}  # cached block → hash
+        self._block_of: dict[bytes, int] = {}  # name → cached block
+        self._name_of: dict[int, bytes] = {}  # cached block → name
 
     @property
     def free(self) -> int:
@@ -63,26 +42,26 @@ class BlockPool:
     @property
     def cached(self) -> int:
         """Number of cached blocks, referenced or not."""
-        return len(self._hash_of)
+        return len(self._name_of)
 
     def allocate(self, count: int) -> list[int]:
         """Returns `count` private blocks with undefined content. Evicts cached blocks where needed."""
         assert count <= self.free, f"{count} blocks wanted, {self.free} free"
         while len(self._free) < count:
             evicted, _ = self._unreferenced.popitem(last=False)
-            evicted_hash = self._hash_of.pop(evicted)
-            del self._block_of[evicted_hash]
-            self.on_evicted(evicted_hash)
+            evicted_name = self._name_of.pop(evicted)
+            del self._block_of[evicted_name]
+            self.on_evicted(evicted_name)
             self._free.append(evicted)
         blocks = [self._free.pop() for _ in range(count)]
         self._private.update(blocks)
         return blocks
 
-    def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """The cached blocks of the longest known prefix of a hash chain. Takes no reference."""
+    def lookup(self, names: Sequence[bytes]) -> list[int]:
+        """The cached blocks of the longest known prefix among these. Takes no reference."""
         blocks = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
+        for name in names:
+            block = self._block_of.get(name)
             if block is None:
                 break
             blocks.append(block)
@@ -109,18 +88,18 @@ class BlockPool:
                 del self._unreferenced[block]
             self._references[block] = self._references.get(block, 0) + 1
 
-    def publish(self, block: int, block_hash: bytes) -> bool:
+    def publish(self, block: int, name: bytes) -> bool:
         """Moves a private block to the cache; its request keeps a reference. The block must be full and its
         KV verified.
 
         False: a block with the same content is cached already, and this one stays private.
         """
-        if block not in self._private or block_hash in self._block_of:
+        if block not in self._private or name in self._block_of:
             return False
         self._private.remove(block)
         self._references[block] = 1
-        self._block_of[block_hash] = block
-        self._hash_of[block] = block_hash
+        self._block_of[name] = block
+        self._name_of[block] = name
         return True
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -137,12 +116,12 @@ class BlockPool:
                 self._unreferenced[block] = None
 
     def assert_consistent(self) -> None:
-        """Asserts that every block is in exactly one state, and that the hash maps mirror each other."""
+        """Asserts that every block is in exactly one state, and that the name maps mirror each other."""
         states = [*self._free, *self._private, *self._references, *self._unreferenced]
         assert sorted(states) == list(range(self.num_blocks)), "a block was lost or has two owners"
         assert all(count > 0 for count in self._references.values())
-        assert self._hash_of == {block: block_hash for block_hash, block in self._block_of.items()}
-        assert self._hash_of.keys() == self._references.keys() | self._unreferenced.keys()
+        assert self._name_of == {block: name for name, block in self._block_of.items()}
+        assert self._name_of.keys() == self._references.keys() | self._unreferenced.keys()
 
     def assert_whole(self) -> None:
         """Asserts that no request holds a block."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.api.request import EngineRequest, Logprobs
+from engine.core.prefix_names import PrefixNames
 
 
 class Grammar(Protocol):
@@ -90,8 +91,8 @@ class LiveRequest:
     """KV of positions [0, num_computed) is in the cache, or a launched step writes it."""
     num_cached: int = 0
     """How many of these positions came from the prefix cache."""
-    block_hashes: list[bytes] = field(default_factory=list)
-    """Hash chain over the full blocks of `token_ids`; empty without a prefix cache."""
+    names: PrefixNames | None = None
+    """Of the full blocks of `token_ids`. None until they are needed, and without a prefix cache."""
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
     arrived: float = field(default_factory=time.monotonic)

@@ -39,9 +39,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.api.request import CacheObserver, EngineRequest
-from engine.core.block_pool import BlockPool, extend_hash_chain, salted_root
+from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import MIXED_STEPS, without_padding
 from engine.core.live_request import LiveRequest, Phase
+from engine.core.prefix_names import PrefixNames
 
 
 class Chunk(NamedTuple):
@@ -83,18 +84,18 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         mixed_rows: Sequence[int] = (),
-        prefix_cache_root: bytes | None = None,
+        content_root: bytes | None = None,
         cache_observer: CacheObserver | None = None,
     ) -> None:
         """`mixed_rows`: tokens of a step with decodes and prompts that waste nothing, in ascending order.
-        `prefix_cache_root`: root of the prefix cache's hash chains. None: no prefix cache."""
+        `content_root`: root of the names in the prefix cache. None: no prefix cache."""
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._mixed_rows = mixed_rows
-        self.prefix_cache_root = prefix_cache_root
+        self._content_root = content_root
         self._cache_observer = cache_observer
         if cache_observer is not None:
             pool.on_evicted = cache_observer.evicted
@@ -313,16 +314,15 @@ class Scheduler:
         """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
         from this KV were finite, so other requests may share it."""
         full = computed // self.block_size
-        if self.prefix_cache_root is not None and full > live.num_published:
-            self._hash_blocks(live, self.prefix_cache_root)
+        if full > live.num_published and (names := self._names(live)) is not None:
             entered = [
-                (index, live.block_hashes[index])
+                index
                 for index in range(live.num_published, full)
-                if self.pool.publish(live.blocks[index], live.block_hashes[index])
+                if self.pool.publish(live.blocks[index], names.blocks[index])
             ]
             live.num_published = full
             if entered and self._cache_observer is not None:
-                self._cache_observer.cached(live.request, live.token_ids, entered)
+                self._cache_observer.cached(names.cached(entered))
 
     def _grows(self, live: LiveRequest) -> bool:
         """Whether the request needs one more block for its next token."""
@@ -388,22 +388,26 @@ class Scheduler:
         live.num_published = len(hits)
         live.phase = Phase.RUNNING
         insort(self.running, live, key=lambda r: r.order)
-        if self.prefix_cache_root is not None:
+        if self._content_root is not None:
             self.prefix_queries += len(live.token_ids)
             self.prefix_hits += live.num_cached
 
     def _prefix_hits(self, live: LiveRequest) -> list[int]:
         """Cached blocks that the request begins with. Its last position is always computed, for its logits,
         so the block of that position is not among them."""
-        if self.prefix_cache_root is None:
+        if (names := self._names(live)) is None:
             return []
         usable = (len(live.token_ids) - 1) // self.block_size
-        self._hash_blocks(live, self.prefix_cache_root)
-        return self.pool.lookup(live.block_hashes[:usable])
+        return self.pool.lookup(names.blocks[:usable])
 
-    def _hash_blocks(self, live: LiveRequest, root: bytes) -> None:
-        root = salted_root(root, live.request.cache_salt)
-        extend_hash_chain(live.block_hashes, live.token_ids, live.num_known, self.block_size, root)
+    def _names(self, live: LiveRequest) -> PrefixNames | None:
+        """The names of all full blocks whose tokens are known. None: there is no prefix cache."""
+        if self._content_root is None:
+            return None
+        if live.names is None:
+            live.names = PrefixNames(self._content_root, live.request.cache_salt, self.block_size)
+        live.names.extend(live.token_ids, live.num_known)
+        return live.names
 
     def prompts(self) -> Iterator[tuple[int, float]]:
         """Of each prompt that is not computed, about in order: the tokens that are left, and its due time."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from content import content_root
 from engine.api.config import EngineConfig
 from engine.execution.graphs import LARGEST
 from engine.execution.memory import MemoryUse, choose_limits, memory_for, size_pool
@@ -32,6 +33,8 @@ class Started:
     model_config: ModelConfig
     """The shape of the whole model. `max_model_len` is what the KV cache allows."""
     model_fingerprint: str
+    content_root: bytes
+    """Of all that KV depends on beside the tokens and their salt (`content`)."""
     source: str
     """The checkpoint's file or directory."""
     cache_spec: Sequence[AttentionCache]
@@ -89,6 +92,7 @@ def start_rank(
         runner,
         replace(model_config, max_model_len=pool.max_model_len),
         fingerprint,
+        content_root(fingerprint, str(limits.dtype), str(limits.cache[0].dtype)),
         checkpoint.source,
         limits.cache,
         pool.num_blocks,

@@ -6,11 +6,11 @@ from typing import Any
 
 import xxhash
 
+from content import prompt_hints
 from router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions
 from router.api.structured import Structure
 from router.errors import ContextLengthExceeded, InvalidRequest
 from router.job import Job
-from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -38,11 +38,14 @@ def make_jobs(
     context: Context,
     vocab_size: int,
     session: str | None,
+    content_root: bytes,
     cache_salt: bytes,
     tenant: bytes,
     structure: Structure | None,
 ) -> list[Job]:
-    """Returns `n` jobs for each prompt, in the order of the choices. Raises InvalidRequest."""
+    """Returns `n` jobs for each prompt, in the order of the choices. Raises InvalidRequest.
+
+    `content_root` is that of the workers."""
     session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size)
     sampling["structured_output"] = structure and structure.message
@@ -57,7 +60,7 @@ def make_jobs(
         if body.min_tokens > max_tokens:
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
-        chunks = chunk_hashes(prompt_ids, salt=cache_salt)
+        chunks = prompt_hints(prompt_ids, content_root, cache_salt)
         key = _session_key(session, prompt_ids, chunks, cache_salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         for i in range(body.n):

@@ -130,6 +130,7 @@ class Frontend:
                 context=self._served.context,
                 vocab_size=self._services.tokenizer.vocab_size,
                 session=session,
+                content_root=self._services.pool.content_root,
                 cache_salt=entry.key.cache_salt,
                 tenant=entry.key.tenant,
                 structure=structure,

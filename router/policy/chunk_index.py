@@ -1,13 +1,14 @@
-"""An index from chunk hash to the workers that have the chunk in their prefix cache.
+"""An index from chunk to the workers that have the chunk in their prefix cache.
 
-A chunk is 64 tokens (`rpc.chunk_hash`). A worker counts as having a chunk after it reports it. It also counts
-while a prompt with the chunk, which this router sent, waits for its first token: the next request with the
-same prefix may come before the report. When the attempt ends, only the report counts.
+A chunk is 64 tokens, known by the first 64 bits of its name (`content`). A worker counts as having a chunk
+after it reports it. It also counts while a prompt with the chunk, which this router sent, waits for its first
+token: the next request with the same prefix may come before the report. When the attempt ends, only the
+report counts.
 """
 
 from collections.abc import Iterable, Sequence
 
-from rpc import CHUNK_TOKENS
+from content import CHUNK_TOKENS
 
 MAX_LEVELS = 8
 

@@ -16,7 +16,7 @@ class PrefillRequest:
     tokens: int
     """Positions that need KV, including cached ones."""
     chunks: Sequence[int] = ()
-    """Hashes of the prompt's full 64-token chunks (`rpc.chunk_hashes`). Output tokens may have none."""
+    """Hints of the prompt's full 64-token chunks (`content`). Output tokens may have none."""
     arrival: int = 0
     """Number of requests before it."""
 

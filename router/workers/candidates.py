@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from content import CHUNK_TOKENS
 from router.policy import (
     DecodeCaches,
     DecodeLoad,
@@ -20,7 +21,6 @@ from router.policy import (
 )
 from router.workers.connection import WorkerConnection
 from router.workers.refusal import Refused
-from rpc import CHUNK_TOKENS
 from rpc import worker_pb2 as pb
 
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ class WorkerPool:
         self._candidates = Candidates(policy)
         self._max_positions: int | None = None
         self._sliding_window = False
+        self._content_root = b""
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every connection."""
@@ -142,6 +144,11 @@ class WorkerPool:
     def sliding_window(self) -> bool:
         """Whether `max_positions` is the model's sliding window."""
         return self._sliding_window
+
+    @property
+    def content_root(self) -> bytes:
+        """The root of the names of the workers' KV. Empty while no worker is known."""
+        return self._content_root
 
     def can_ever_hold(self, tokens: int) -> bool:
         """Whether an idle decode worker has blocks for so many positions."""
@@ -254,6 +261,9 @@ class WorkerPool:
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._max_positions = min(sizes, default=None)
         self._sliding_window = any(d.sliding_window == self._max_positions for d in described)
+        roots = Counter(d.content_root for d in described if d.num_blocks)
+        # Of two formats in one cluster, requests find the cached prefixes of the larger part.
+        self._content_root = max(roots, key=lambda root: (roots[root], root), default=b"")
         # Before `_apply_breakers`, which calls `on_capacity`.
         self._budgets = [c.description.max_num_batched_tokens for c in self.ready(pb.POOL_PREFILL)]
         self._window_until = 0.0

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,
@@ -98,7 +97,8 @@ async def test_fetched_kv_is_cached_and_reported(workers: Workers) -> None:
         second = [*turn, *answer, 1, 2, 3]
         computed = [*turn, *answer[:-1]]
         reported: set[int] = set()
-        while not reported.issuperset(chunk_hashes(computed)):
+        cached = await pair.decode.hints(computed)
+        while not reported.issuperset(cached):
             reported.update((await asyncio.wait_for(pair.decode.caches.get(), 30)).added)
         params = sampling(max_tokens=5, ignore_eos=True)
         here = await submit_here(pair.decode, request(second, params))

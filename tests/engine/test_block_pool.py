@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from engine.core.block_pool import BlockPool, extend_hash_chain
+from engine.core.block_pool import BlockPool
 
 NUM_BLOCKS = 12
 
@@ -17,7 +17,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.holders: dict[int, list[int]] = {}  # request → blocks
-        self.content: dict[int, bytes] = {}  # block → hash of its latest content
+        self.content: dict[int, bytes] = {}  # block → name of its latest content
         self.requests = 0
 
     tables = Bundle("tables")
@@ -82,8 +82,8 @@ def test_evicts_the_least_recently_used_and_the_end_of_a_prefix_before_its_begin
     old, new = [b"old0", b"old1"], [b"new0", b"new1"]
     for chain in (old, new):
         blocks = pool.allocate(2)
-        for block, block_hash in zip(blocks, chain, strict=True):
-            pool.publish(block, block_hash)
+        for block, name in zip(blocks, chain, strict=True):
+            pool.publish(block, name)
         pool.release(blocks)
     pool.allocate(1)
     assert len(pool.lookup(old)) == 1
@@ -91,19 +91,3 @@ def test_evicts_the_least_recently_used_and_the_end_of_a_prefix_before_its_begin
     pool.allocate(2)
     assert pool.lookup(old) == []
     assert len(pool.lookup(new)) == 1
-
-
-def test_a_hash_covers_everything_before_it() -> None:
-    def chain(tokens: list[int], root: bytes = b"") -> list[bytes]:
-        result: list[bytes] = []
-        extend_hash_chain(result, tokens, len(tokens), 2, root)
-        return result
-
-    one = chain([1, 2, 3, 4, 5])
-    assert len(one) == 2, "only full blocks have a hash"
-    assert one == chain([1, 2, 3, 4])
-    assert chain([9, 2, 3, 4])[1] != one[1]
-    assert chain([1, 2, 3, 4], b"other model")[0] != one[0]
-    grown = one[:1]
-    extend_hash_chain(grown, [1, 2, 3, 4], 4, 2, b"")
-    assert grown == one

@@ -31,7 +31,7 @@ def make(
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         mixed_rows=mixed_rows,
-        prefix_cache_root=b"root" if prefix_cache else None,
+        content_root=b"root" if prefix_cache else None,
     )
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from content import prompt_hints
 from router.text.tokenizer import ModelTokenizer
 from router.workers.cache_sequence import CacheAction, CacheSequence
-from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 from tests.router.conftest import Cluster, make_cluster
 from worker.cache_feed import MAX_CHUNKS, CacheFeed
@@ -104,10 +104,10 @@ async def test_requests_go_to_the_worker_that_reported_their_prefix(caching: Clu
     prompt = list(range(3, 503))
     home = await went_to(caching, prompt, "a")
     other = (home + 1) % 3
-    caching.prefills[other].change_cache(chunk_hashes(prompt))
+    caching.prefills[other].change_cache(prompt_hints(prompt, b"", b""))
     await caching.until(lambda: reported(caching)[other] == 7)
     assert await went_to(caching, prompt, "a") == other
-    caching.prefills[other].change_cache([], chunk_hashes(prompt))
+    caching.prefills[other].change_cache([], prompt_hints(prompt, b"", b""))
     await caching.until(lambda: reported(caching)[other] == 0)
     assert await went_to(caching, prompt, "a") == home
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from content import prompt_hints
 from router.policy import (
     DecodeCaches,
     DecodeLoad,
@@ -22,7 +23,6 @@ from router.policy import (
 )
 from router.policy.chunk_index import ChunkIndex
 from router.text.tokenizer import ModelTokenizer
-from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster
@@ -252,7 +252,7 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
                 real(loads, row, work, now),
             ),
         )
-        holder.change_cache(chunk_hashes(prompt))
+        holder.change_cache(prompt_hints(prompt, b"", b""))
         await cluster.until(lambda: len(index) == 1000 // 64)
         for turn in range(1, 5):
             await cluster.complete(prompt=prompt)
@@ -260,7 +260,7 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
             assert not decodes(holder)[-1].HasField("source")
             assert sent == [1000 - 15 * 64] * turn, "the uncached part"
         assert await counted(cluster, "cached") == 4
-        holder.change_cache([], chunk_hashes(prompt))
+        holder.change_cache([], prompt_hints(prompt, b"", b""))
         await cluster.until(lambda: not len(index))
         await cluster.complete(prompt=prompt)
         assert await counted(cluster, "cached") == 4

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from content import CHUNK_TOKENS
 from router.policy import PrefillLoads, PrefillRequest, PrefillSnapshot, PrefillWork
 from router.policy.chunk_index import ChunkIndex
-from rpc import CHUNK_TOKENS
 
 SPEED = 1000.0
 

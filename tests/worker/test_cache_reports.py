@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from rpc import chunk_hashes
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import WorkerStream, attached, request, sampling, start_worker, tiny_model
 
@@ -38,17 +37,17 @@ async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_ask
     async with attached(worker) as stream, attached(worker) as other:
         assert await asyncio.wait_for(stream.caches.get(), 10) == pb.CacheEvents(reset=True)
         events, _ = await compute(stream, first)
-        assert (events.sequence, [*events.added], [*events.evicted]) == (1, chunk_hashes(first), [])
+        assert (events.sequence, [*events.added], [*events.evicted]) == (1, await stream.hints(first), [])
         assert await compute(stream, first) == (pb.CacheEvents(), 192)
         events, _ = await compute(stream, second)  # needs 38 of 40 blocks, which evicts the first prompt
         assert events.sequence == 2
-        assert {*events.added} == {*chunk_hashes(second)}
-        assert {*events.evicted} == {*chunk_hashes(first)}
+        assert {*events.added} == {*await stream.hints(second)}
+        assert {*events.evicted} == {*await stream.hints(first)}
         await other.send(cache_resync=pb.CacheResync())
         async with asyncio.timeout(10):
             received = [await other.caches.get() for _ in range(4)]
         assert [(e.sequence, e.reset) for e in received] == [(0, True), (1, False), (2, False), (2, True)]
-        assert {*received[-1].added} == {*chunk_hashes(second)}
+        assert {*received[-1].added} == {*await stream.hints(second)}
     async with attached(worker) as late:
         snapshot = await asyncio.wait_for(late.caches.get(), 10)
-        assert (snapshot.sequence, {*snapshot.added}) == (2, {*chunk_hashes(second)})
+        assert (snapshot.sequence, {*snapshot.added}) == (2, {*await late.hints(second)})

@@ -4,11 +4,18 @@ import random
 
 import pytest
 
+from content import CHUNK_TOKENS, prompt_hints
 from engine.api.request import EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Scheduler
-from rpc import CHUNK_TOKENS, chunk_hashes
 from worker.cached_chunks import CachedChunks
+
+ROOT = b"root"
+
+
+def hints(prompt: list[int], salt: bytes = b"") -> list[int]:
+    """The chunks of a prompt, as routers know them."""
+    return prompt_hints(prompt, ROOT, salt)
 
 
 class Worker:
@@ -16,13 +23,12 @@ class Worker:
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.observer = CachedChunks()
-        self.observer.block_size = block_size
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size=block_size,
             max_num_seqs=8,
             max_num_batched_tokens=4096,
-            prefix_cache_root=b"root",
+            content_root=ROOT,
             cache_observer=self.observer,
         )
         self.known: set[int] = set()
@@ -56,7 +62,7 @@ class Worker:
 
     def estimate(self, prompt: list[int]) -> int:
         """Returns the number of leading chunks of `prompt` that the router sees as cached."""
-        found = [chunk in self.known for chunk in chunk_hashes(prompt)]
+        found = [chunk in self.known for chunk in hints(prompt)]
         return (*found, False).index(False)
 
 
@@ -83,7 +89,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 def test_a_chunk_counts_while_the_full_block_with_its_last_token_is_cached(block_size, prompt, chunks):
     worker = Worker(block_size, 64)
     worker.prefill(text(prompt))
-    assert worker.known == {*chunk_hashes(text(prompt))[:chunks]}
+    assert worker.known == {*hints(text(prompt))[:chunks]}
 
 
 def test_a_chunk_that_two_different_blocks_share_stays_until_both_are_evicted():
@@ -93,16 +99,16 @@ def test_a_chunk_that_two_different_blocks_share_stays_until_both_are_evicted():
     worker.prefill(other)
     assert len(worker.known) == 3
     worker.prefill(text(2 * 128, 3))  # evicts one of the two
-    assert chunk_hashes(one)[0] in worker.known
+    assert hints(one)[0] in worker.known
     worker.prefill(text(3 * 128, 4))
-    assert chunk_hashes(one)[0] not in worker.known
+    assert hints(one)[0] not in worker.known
 
 
 def test_chunks_with_different_salts_differ():
     worker = Worker(16, 64)
     for salt in (b"", b"a", b"b"):
         assert worker.prefill(text(200), salt=salt) == [0]
-        assert worker.known >= {*chunk_hashes(text(200), salt=salt)}
+        assert worker.known >= {*hints(text(200), salt)}
     assert len(worker.known) == 9
 
 

@@ -46,6 +46,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
         ),
         messages.EngineReady(
             "model",
+            b"root",
             KVLayout(2, 4, 8, "float32"),
             100,
             64,

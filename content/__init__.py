@@ -1,0 +1,76 @@
+"""Names KV by its content: two names are equal only if the KV is.
+
+A prompt is cut into chunks of 64 tokens. The name of a chunk stands for all tokens up to its end, and for
+everything else that their KV depends on:
+
+    root ─▶ root of the tenant's salt ─▶ name of chunk 0 ─▶ name of chunk 1 ─▶ …
+
+Each arrow is blake2b, keyed by what is left of it. So a name depends on no block size, no rank and no worker.
+Prefix caches and KV transfers compare whole names. Routers index the first 64 bits of a name as a hint.
+
+The values are part of the protocol: workers and routers of different releases compare them. The package
+imports nothing.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+CHUNK_TOKENS = 64
+NAME_BYTES = 16
+
+
+def content_root(model_fingerprint: str, weight_format: str, kv_dtype: str) -> bytes:
+    """The root of all names of a worker. Workers with equal roots compute equal KV for equal tokens."""
+    parts = "".join(f"{len(part)}:{part}" for part in (model_fingerprint, weight_format, kv_dtype))
+    return blake2b(parts.encode(), digest_size=32).digest()
+
+
+def salted(root: bytes, salt: bytes) -> bytes:
+    """The root for requests with this salt. Names of different salts have nothing in common."""
+    return blake2b(salt, key=root, digest_size=32).digest()
+
+
+def extend_names(names: list[bytes], token_ids: Sequence[int], count: int, root: bytes) -> None:
+    """Extends `names`, those of the first chunks, to all full chunks within the first `count` tokens.
+
+    `root` is salted."""
+    start, stop = len(names) * CHUNK_TOKENS, count // CHUNK_TOKENS * CHUNK_TOKENS
+    if start >= stop:
+        return
+    data, step = _words(token_ids[start:stop]), CHUNK_TOKENS * 4
+    name = names[-1] if names else root
+    for at in range(0, len(data), step):
+        name = blake2b(data[at : at + step], key=name, digest_size=NAME_BYTES).digest()
+        names.append(name)
+
+
+def name_of_prefix(names: Sequence[bytes], token_ids: Sequence[int], length: int, root: bytes) -> bytes:
+    """The name of the first `length` tokens. `names` are those of the full chunks among them, or more."""
+    chunks, tail = divmod(length, CHUNK_TOKENS)
+    name = names[chunks - 1] if chunks else root
+    if not tail:
+        return name
+    return blake2b(_words(token_ids[length - tail : length]), key=name, digest_size=NAME_BYTES).digest()
+
+
+def hint(name: bytes) -> int:
+    """What routers know of a name: its first 64 bits."""
+    return int.from_bytes(name[:8], "little")
+
+
+def prompt_hints(token_ids: Sequence[int], root: bytes, salt: bytes) -> list[int]:
+    """The hints of all full chunks of a prompt."""
+    names: list[bytes] = []
+    extend_names(names, token_ids, len(token_ids), salted(root, salt))
+    return [hint(name) for name in names]
+
+
+def _words(token_ids: Sequence[int]) -> memoryview:
+    """The tokens as little-endian u32."""
+    words = array("I", token_ids)
+    assert words.itemsize == 4
+    if sys.byteorder == "big":
+        words.byteswap()
+    return memoryview(words).cast("B")

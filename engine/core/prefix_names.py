@@ -1,0 +1,36 @@
+"""The names of one request's blocks and chunks, which its prefix cache and KV transfers use. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from content import CHUNK_TOKENS, extend_names, name_of_prefix, salted
+from engine.api.request import CachedBlock
+
+
+class PrefixNames:
+    """Names of the beginning of a request. They grow with the request, and no token is hashed again.
+
+    Attributes:
+        blocks: of each full block, the name of all tokens up to its end.
+        chunks: of each full chunk (`content`).
+    """
+
+    def __init__(self, root: bytes, salt: bytes, block_size: int) -> None:
+        self.blocks: list[bytes] = []
+        self.chunks: list[bytes] = []
+        self._root = salted(root, salt)
+        self._block_size = block_size
+
+    def extend(self, token_ids: Sequence[int], count: int) -> None:
+        """Names all full blocks and chunks within the first `count` tokens."""
+        if count < (len(self.blocks) + 1) * self._block_size:
+            return
+        extend_names(self.chunks, token_ids, count, self._root)
+        for index in range(len(self.blocks) + 1, count // self._block_size + 1):
+            end = index * self._block_size
+            self.blocks.append(name_of_prefix(self.chunks, token_ids, end, self._root))
+
+    def cached(self, indices: Sequence[int]) -> Iterator[CachedBlock]:
+        """These blocks, with the chunks that end in them."""
+        for index in indices:
+            start, stop = (end * self._block_size // CHUNK_TOKENS for end in (index, index + 1))
+            yield CachedBlock(self.blocks[index], self.chunks[start:stop])
