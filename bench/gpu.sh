@@ -3,7 +3,7 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine kv overlap disagg flip ranks (default: all, in this order; the last three where there are two GPUs),
+# STEP: tests kernels engine moe kv overlap disagg flip ranks (default: all, in this order; the last three where there are two GPUs),
 # overlap_8000, sweep. DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has
 # the first and decode the second. A step that fails does not stop the others; the exit status says how many did.
 set -uo pipefail
@@ -18,7 +18,7 @@ while (($#)); do
     esac
 done
 if ! ((${#steps[@]})); then
-    steps=(tests kernels engine kv overlap)
+    steps=(tests kernels engine moe kv overlap)
     (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip ranks)
 fi
 mkdir -p "$out"
@@ -37,6 +37,7 @@ tests() {
 kernels() { python3 -m bench.kernels --device cuda --json "$out/kernels.json"; }
 sweep() { python3 -m bench.kernels --device cuda --sweep --json "$out/sweep.json"; }
 engine() { python3 -m bench.engine --device cuda --json "$out/engine.json"; }
+moe() { python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }
 kv() { python3 -m bench.kv --json "$out/kv.json"; }
 overlap() {
     local growth=()

@@ -1,4 +1,5 @@
-"""`python -m bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]`."""
+"""`python -m bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]
+[--model-shape NAME]`."""
 
 from __future__ import annotations
 
@@ -7,16 +8,22 @@ import sys
 import bench.contract as contract
 from bench.contract import Report
 
+DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"
+
 
 def main() -> int:
     p = contract.parser("One engine: against transformers on a CPU, against the floor of the card on a GPU.")
     p.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N",
                    help="compare an engine over N devices with the same on one")  # fmt: skip
+    p.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE,
+                   help="what runs on one GPU (default: %(default)s)")  # fmt: skip
     args = p.parse_args()
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)
     if args.tensor_parallel_size > 1:
         from bench.engine.on_ranks import measure
+    elif args.device == "cuda" and args.model_shape == MOE:
+        from bench.engine.on_moe import measure
     elif args.device == "cuda":
         from bench.engine.on_cuda import measure
     else:

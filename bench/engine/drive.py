@@ -46,17 +46,21 @@ def prefill_seconds(engine: Any, prompts: Sequence[Sequence[int]]) -> float:
     return time.perf_counter() - began
 
 
+def fill(engine: Any, batch: int, prompt_tokens: int, output_tokens: int, **sampling: Any) -> None:
+    """Steps until `batch` new requests decode."""
+    for number in range(batch):
+        engine.add(greedy(prompt(prompt_tokens, 1000 * batch + number), output_tokens, **sampling))
+    while engine.stats().tokens_waiting:
+        engine.step()
+
+
 def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sampling: Any) -> list[float]:
     """Seconds of each of `steps` steps in which `batch` requests decode with about `context` tokens each.
 
     Measured from step to step, as a client sees it. Steps while the batch fills or empties do not count.
     """
     margin = 8
-    for number in range(batch):
-        ids = prompt(context - steps // 2, 1000 * batch + number)
-        engine.add(greedy(ids, steps + 2 * margin, **sampling))
-    while engine.stats().tokens_waiting:
-        engine.step()
+    fill(engine, batch, context - steps // 2, steps + 2 * margin, **sampling)
     gaps: list[float] = []
     last = time.perf_counter()
     for number in range(margin + steps):

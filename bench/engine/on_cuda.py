@@ -46,14 +46,14 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as directory:
-        engine = _engine(Path(directory), 256, 16384)  # a prefill is one chunk if it fits
+        engine = dummy_engine(MODEL, Path(directory), 256, 16384)  # a prefill is one chunk if it fits
         _prefills(engine, report, prefill_floor, rounds=3 if args.short else 9)
         _decodes(engine, report, decode_floor, steps=32 if args.short else 128)
         for (running, chunk), must in THROUGHPUT_MUST.items():
             del engine
             gc.collect()
             torch.cuda.empty_cache()
-            engine = _engine(Path(directory), running, chunk)
+            engine = dummy_engine(MODEL, Path(directory), running, chunk)
             rate = _throughput(engine, requests=running * (2 if args.short else 6))
             name, most = f"engine.throughput.b{running}", throughput_floor[running, chunk]
             report.add(Row(name, rate, "tokens/s", goal=must, better="higher"))
@@ -62,10 +62,11 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             )
 
 
-def _engine(directory: Path, running: int, chunk: int) -> Engine:
+def dummy_engine(model: str, directory: Path, running: int, chunk: int) -> Engine:
+    """An engine with random weights in the shape `model` and no limit on the chunks of prompts."""
     return build_engine(
         EngineConfig(
-            str(write_shape(MODEL, directory)),
+            str(write_shape(model, directory)),
             dtype="bfloat16",
             device="cuda",
             load_format="dummy",
