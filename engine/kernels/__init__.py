@@ -4,6 +4,7 @@
     each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
                    or, with experts: add_rms_norm → [router's product] → mix_experts
+    with FP8       add_rms_norm_quantized, silu_mul_quantized and quantize, before fp8_linear
     at its end     greedy, or draw with or without thresholds: from logits to tokens
 
 `TorchKernels` is plain torch: it defines each operation, and runs on a CPU. `TritonKernels` runs on CUDA and
@@ -14,8 +15,9 @@ same grid for all values in the tensors, read lengths on the device, and never w
 in static tensors, and give padding rows context 0 and slot −1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +25,32 @@ from torch import Tensor
 from engine.kernels.attention import AttentionMetadata
 from engine.model_config import Scoring
 
-__all__ = ["SMALLEST_TEMPERATURE", "AttentionMetadata", "HeadNorm", "Kernels", "kernels_for"]
+__all__ = [
+    "FP8",
+    "FP8_GROUP",
+    "SMALLEST_TEMPERATURE",
+    "AttentionMetadata",
+    "HeadNorm",
+    "Kernels",
+    "Quantized",
+    "kernels_for",
+]
 
 
 SMALLEST_TEMPERATURE = 1e-5
 """Lower temperatures above 0 count as this one, since logits / temperature might overflow."""
+
+
+FP8 = torch.float8_e4m3fn
+FP8_GROUP = 128
+"""Columns of activations, and rows and columns of weights, that share a scale where scales have groups."""
+
+
+class Quantized(NamedTuple):
+    """Activations in FP8: they stand for values times scales."""
+
+    values: Tensor  # [rows, size] FP8
+    scales: Tensor  # [rows, 1] float32, or grouped: [rows, size / FP8_GROUP rounded up]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +71,28 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[rows, 2 * size] → [rows, size]: silu(first half) times second half (SwiGLU, Shazeer 2020)."""
+        ...
+
+    def add_rms_norm_quantized(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
+    ) -> Quantized:
+        """As `add_rms_norm`, but quantises the result."""
+        ...
+
+    def silu_mul_quantized(self, gate_up: Tensor, *, grouped: bool) -> Quantized:
+        """As `silu_mul`, but quantises the result."""
+        ...
+
+    def quantize(self, x: Tensor, *, grouped: bool) -> Quantized:
+        """x [rows, size] in FP8. The largest value of a row, or group, becomes the largest FP8 number."""
+        ...
+
+    def fp8_linear(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Callable[[Quantized], Tensor]:
+        """The product x Wᵀ + b for x [rows, in] quantised, W [out, in] FP8 and b [out]. Returns [rows, out]
+        of `dtype`. scales [groups, out] float32: those of W, each for a row of W and a group of its columns.
+        x has as many groups. All calls are in one stream."""
         ...
 
     def mix_experts(

@@ -5,7 +5,7 @@
 
 Two kernels would read the residual stream twice; one reads it once. One program per row, which stays in
 registers. The mean is computed in float32 from the sum as rounded to the residual's dtype, since the next
-layer sees the rounded sum.
+layer sees the rounded sum. The result can be quantised before it is stored.
 """
 
 import torch
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
+from engine.kernels import Quantized, overlap
+from engine.kernels.fp8 import empty_quantized, group_columns, store_quantized
 from engine.kernels.overlap import inputs_ready
 
 MAX_WARPS = 4
@@ -21,12 +22,35 @@ ELEMENTS_PER_WARP = 512  # 16 per thread: two or four 16-byte loads
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(residual)
+    _launch(residual, delta, weight, eps, out, None, grouped=False)
+    return out
+
+
+def add_rms_norm_quantized(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
+) -> Quantized:
+    rows, size = residual.shape
+    out = empty_quantized(rows, size, residual.device, grouped=grouped)
+    _launch(residual, delta, weight, eps, *out, grouped=grouped)
+    return out
+
+
+def _launch(
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    scales: Tensor | None,
+    *,
+    grouped: bool,
+) -> None:
     rows, size = residual.shape
     assert residual.is_contiguous(), "the kernel assumes dense rows"
     assert delta is None or (delta.shape == residual.shape and delta.is_contiguous()), (
         "the kernel adds element by element"
     )
-    out = torch.empty_like(residual)
     block = triton.next_power_of_2(size)
     warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
     _add_rms_norm[(rows,)](
@@ -34,24 +58,36 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         residual if delta is None else delta,
         weight,
         out,
+        scales,
         size,
         eps,
         BLOCK=block,
+        GROUP=group_columns(block, grouped=grouped),
         ADD=delta is not None,
         num_warps=warps,
         **overlap.options(),
     )
-    return out
 
 
 @triton.jit
 def _add_rms_norm(
-    residual, delta, weight, out, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr
+    residual,
+    delta,
+    weight,
+    out,
+    scales,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    at = tl.program_id(0).to(tl.int64) * size + columns
+    row = tl.program_id(0).to(tl.int64)
+    at = row * size + columns
     x = tl.load(residual + at, mask=inside, other=0.0)
     if ADD:
         x = (x.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
@@ -59,4 +95,7 @@ def _add_rms_norm(
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     y = x * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+    if scales is None:
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+    else:
+        store_quantized(y, out, scales, row, 0, size, GROUP)

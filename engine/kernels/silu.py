@@ -3,35 +3,61 @@
     out = silu(gate) · up,   silu(x) = x / (1 + exp(−x))
 
 gate and up are the halves of a row, as the fused gate-up product writes them. Computed in float32 and rounded
-once.
+once. The result can be quantised before it is stored.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
+from engine.kernels import Quantized, overlap
+from engine.kernels.fp8 import ELEMENTS_PER_WARP, MAX_WARPS, empty_quantized, group_columns, store_quantized
 from engine.kernels.overlap import inputs_ready
 
-BLOCK = 1024  # elements of a program
+BLOCK = 1024  # columns of a program
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     rows, both = gate_up.shape
-    assert gate_up.is_contiguous(), "the kernel assumes dense rows"
     out = gate_up.new_empty(rows, both // 2)
-    _silu_mul[(rows, triton.cdiv(both // 2, BLOCK))](
-        gate_up, out, both // 2, BLOCK=BLOCK, num_warps=4, **overlap.options()
-    )
+    _launch(gate_up, out, None, BLOCK, BLOCK)
     return out
 
 
+def silu_mul_quantized(gate_up: Tensor, *, grouped: bool) -> Quantized:
+    rows, both = gate_up.shape
+    out = empty_quantized(rows, both // 2, gate_up.device, grouped=grouped)
+    # A scale of the whole row needs the whole row in one program.
+    block = BLOCK if grouped else triton.next_power_of_2(both // 2)
+    _launch(gate_up, *out, block, group_columns(block, grouped=grouped))
+    return out
+
+
+def _launch(gate_up: Tensor, out: Tensor, scales: Tensor | None, block: int, group: int) -> None:
+    assert gate_up.is_contiguous(), "the kernel assumes dense rows"
+    rows, size = out.shape
+    _silu_mul[(rows, triton.cdiv(size, block))](
+        gate_up,
+        out,
+        scales,
+        size,
+        BLOCK=block,
+        GROUP=group,
+        num_warps=min(MAX_WARPS, max(4, block // ELEMENTS_PER_WARP)),
+        **overlap.options(),
+    )
+
+
 @triton.jit
-def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_mul(gate_up, out, scales, size, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr):
     inputs_ready(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    columns = first + tl.arange(0, BLOCK)
     inside = columns < size
     gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    y = gate * tl.sigmoid(gate) * up
+    if scales is None:
+        tl.store(out + row * size + columns, y.to(out.dtype.element_ty), mask=inside)
+    else:
+        store_quantized(y, out, scales, row, first, size, GROUP)

@@ -1,10 +1,12 @@
 """Each operation in plain torch: it defines the result, and runs on a CPU."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import SMALLEST_TEMPERATURE, HeadNorm
+from engine.kernels import FP8, FP8_GROUP, SMALLEST_TEMPERATURE, HeadNorm, Quantized
 from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
 from engine.kernels.experts import mix, route
 from engine.model_config import Scoring
@@ -19,6 +21,28 @@ class TorchKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def add_rms_norm_quantized(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
+    ) -> Quantized:
+        return self.quantize(self.add_rms_norm(residual, delta, weight, eps), grouped=grouped)
+
+    def silu_mul_quantized(self, gate_up: Tensor, *, grouped: bool) -> Quantized:
+        return self.quantize(self.silu_mul(gate_up), grouped=grouped)
+
+    def quantize(self, x: Tensor, *, grouped: bool) -> Quantized:
+        size = x.shape[1]
+        width = FP8_GROUP if grouped else size
+        groups = F.pad(x.float(), (0, -size % width)).unflatten(1, (-1, width))
+        scales = groups.abs().amax(dim=2).clamp_min(2.0**-100) / torch.finfo(FP8).max
+        return Quantized((groups / scales[:, :, None]).flatten(1)[:, :size].to(FP8), scales)
+
+    def fp8_linear(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Callable[[Quantized], Tensor]:
+        exact = _spread(weight, scales.T)
+        added = None if bias is None else bias.float()
+        return lambda x: F.linear(_spread(*x), exact, added).to(dtype)
 
     def mix_experts(
         self,
@@ -112,6 +136,12 @@ def exponentials(keys: Tensor, count: int) -> Tensor:
     uniform = x.float().add_(0.5).mul_(2.0**-32)  # in (-½, ½), and finest around 0
     uniform.sub_(uniform.floor())
     return uniform.neg_().log1p_().neg_()
+
+
+def _spread(values: Tensor, scales: Tensor) -> Tensor:
+    """values [rows, size] times scales [rows, groups], in float32."""
+    width = values.shape[1] if scales.shape[1] == 1 else FP8_GROUP
+    return values.float() * scales.repeat_interleave(width, dim=1)[:, : values.shape[1]]
 
 
 def _rotated(x: Tensor, rotary: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """The kernels of a CUDA device, behind the interface of `engine.kernels`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.kernels import HeadNorm, norm, rope, sampling, silu
+from engine.kernels import HeadNorm, Quantized, fp8, norm, rope, sampling, silu
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
+from engine.kernels.fp8_linear import Fp8Linear
 from engine.kernels.grouped_linear import grouped_linear
 from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.shuffle import shuffle
@@ -45,6 +47,22 @@ class TritonKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu.silu_mul(gate_up)
+
+    def add_rms_norm_quantized(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
+    ) -> Quantized:
+        return norm.add_rms_norm_quantized(residual, delta, weight, eps, grouped=grouped)
+
+    def silu_mul_quantized(self, gate_up: Tensor, *, grouped: bool) -> Quantized:
+        return silu.silu_mul_quantized(gate_up, grouped=grouped)
+
+    def quantize(self, x: Tensor, *, grouped: bool) -> Quantized:
+        return fp8.quantize(x, grouped=grouped)
+
+    def fp8_linear(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Callable[[Quantized], Tensor]:
+        return Fp8Linear(weight, scales, bias, dtype, self._multiprocessors)
 
     def mix_experts(
         self,

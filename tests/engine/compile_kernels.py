@@ -40,7 +40,8 @@ def main() -> None:
     triton.runtime.driver.set_active(NoDriver())
     JITFunction.__getitem__ = compile_instead
 
-    from engine.kernels import AttentionMetadata, HeadNorm, sampling
+    from engine.kernels import FP8, AttentionMetadata, HeadNorm, sampling
+    from engine.kernels.fp8_linear import Fp8Linear
     from engine.kernels.skinny_linear import SkinnyLinear
     from engine.kernels.thresholds import thresholds
     from engine.kernels.triton_kernels import TritonKernels
@@ -76,6 +77,13 @@ def main() -> None:
             for tokens in (1, 20, 64):
                 for size in (hidden, 16 * hidden):
                     SkinnyLinear(torch.zeros(size, hidden, dtype=dtype), None, 132)(x[:tokens])
+            for grouped in (False, True):
+                kernels.add_rms_norm_quantized(x, x, x[0], 1e-5, grouped=grouped)
+                kernels.silu_mul_quantized(torch.zeros(rows, 2 * 14336, dtype=dtype), grouped=grouped)
+                scales = torch.zeros(-(-hidden // 128) if grouped else 1, 4 * hidden)
+                linear = Fp8Linear(torch.zeros(4 * hidden, hidden, dtype=FP8), scales, None, dtype, 132)
+                for tokens in (1, 20, 64, *([rows] if grouped else [])):
+                    linear(kernels.quantize(x[:tokens], grouped=grouped))
         table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
         for into_pool in (False, True):
             copy_kernels.launch(table, kv, 3, kv_heads, into_pool=into_pool)

@@ -1,0 +1,71 @@
+"""Quantises rows of activations to FP8 (e4m3), with a scale for each row or for each group of its columns.
+
+    scale  = max |x| / 448          over the row, or over the group
+    values = x / scale              rounded to the nearest FP8 number
+
+A scale depends on its row alone, so the other rows of a step do not change the result. If a row has an
+infinite number or NaN, its values have NaN, and so has every product with it. Other rows stay as they are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels import FP8, FP8_GROUP, Quantized, overlap
+from engine.kernels.overlap import inputs_ready
+
+LARGEST = tl.constexpr(448.0)  # the largest FP8 number
+LEAST = tl.constexpr(2.0**-100)  # counts as the largest value of a row of zeros, so that its scale is not 0
+
+ELEMENTS_PER_WARP = 512
+MAX_WARPS = 16
+
+
+def empty_quantized(rows: int, size: int, device: torch.device, *, grouped: bool) -> Quantized:
+    groups = triton.cdiv(size, FP8_GROUP) if grouped else 1
+    values = torch.empty(rows, size, dtype=FP8, device=device)
+    return Quantized(values, torch.empty(rows, groups, dtype=torch.float32, device=device))
+
+
+def group_columns(block: int, *, grouped: bool) -> int:
+    """Columns that share a scale, for programs that handle `block` columns."""
+    return min(block, FP8_GROUP) if grouped else block
+
+
+def quantize(x: Tensor, *, grouped: bool) -> Quantized:
+    """x [rows, size], dense rows."""
+    assert x.is_contiguous(), "the kernel assumes dense rows"
+    rows, size = x.shape
+    out = empty_quantized(rows, size, x.device, grouped=grouped)
+    block = triton.next_power_of_2(size)
+    _quantize[(rows,)](
+        x,
+        *out,
+        size,
+        BLOCK=block,
+        GROUP=group_columns(block, grouped=grouped),
+        num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
+        **overlap.options(),
+    )
+    return out
+
+
+@triton.jit
+def _quantize(x, values, scales, size, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr):
+    inputs_ready(OVERLAP)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    y = tl.load(x + row * size + columns, mask=columns < size, other=0.0).to(tl.float32)
+    store_quantized(y, values, scales, row, 0, size, GROUP)
+
+
+@triton.jit
+def store_quantized(y, values, scales, row, first, size, GROUP: tl.constexpr):
+    """Quantises and stores y, float32: the columns of a row from `first` on, and zeros after its end."""
+    groups = tl.reshape(y, (y.shape[0] // GROUP, GROUP))
+    scale = tl.maximum(tl.max(tl.abs(groups), axis=1), LEAST) / LARGEST
+    quotients = tl.reshape(groups / scale[:, None], (y.shape[0],)).to(values.dtype.element_ty)
+    column = first + tl.arange(0, y.shape[0])
+    tl.store(values + row * size + column, quotients, mask=column < size)
+    group = first // GROUP + tl.arange(0, y.shape[0] // GROUP)
+    tl.store(scales + row * tl.cdiv(size, GROUP) + group, scale, mask=group * GROUP < size)

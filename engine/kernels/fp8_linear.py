@@ -1,0 +1,172 @@
+"""y = x Wᵀ + b with x and W in FP8: y[m, n] = b[n] + Σ x[m, k] W[n, k], times the scales of x and W.
+
+With one scale for each row of x and of W, the scales apply to the sum: few rows of x take the kernel below,
+as in decode steps, and many rows take cuBLAS. With a scale for each group of 128 columns, the kernel
+multiplies the product of each group, in float32, for any number of rows. Both multiply the same FP8 numbers,
+so the number of rows changes only the order of the sum.
+
+A program handles a tile of y, and one of SPLITS parts of the columns. As in `skinny_linear`, the rows of W
+are the large side of the tensor core product (yᵀ = W xᵀ).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine.kernels import FP8_GROUP, Quantized, overlap
+from engine.kernels.overlap import inputs_ready
+from engine.kernels.split_k import add_parts
+
+MAX_FEW_ROWS = 64
+BLOCK_N = 64
+WIDE, NARROW = 512, 256
+"""Columns at a time: where a program has a multiprocessor for itself, and where two share one."""
+PROGRAMS_EACH = 1  # of a multiprocessor, that splitting the columns aims at
+MAX_SPLITS = 8
+MAX_STAGES = 8
+SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
+
+
+class Tiling(NamedTuple):
+    block_m: int  # rows of x
+    block_n: int  # rows of W
+    block_k: int  # columns
+    splits: int  # parts of the columns
+    warps: int
+    stages: int  # tiles loaded ahead
+
+
+MANY = Tiling(128, 128, FP8_GROUP, 1, 8, 4)
+"""For more than MAX_FEW_ROWS."""
+
+
+def tiling(rows: int, inner: int, size: int, multiprocessors: int, *, grouped: bool) -> Tiling:
+    """The tiling for x [rows, inner] and W [size, inner]."""
+    if rows > MAX_FEW_ROWS:
+        return MANY
+    padded = max(16, triton.next_power_of_2(rows))
+    tiles = triton.cdiv(size, BLOCK_N)
+    shared = tiles > multiprocessors  # by two programs
+    columns = FP8_GROUP if grouped else NARROW if shared or padded == MAX_FEW_ROWS else WIDE
+    room = SHARED_BYTES // 2 if shared else SHARED_BYTES
+    stages = min(MAX_STAGES, room // (columns * (BLOCK_N + padded)))
+    splits = min(PROGRAMS_EACH * multiprocessors // tiles, triton.cdiv(inner, columns), MAX_SPLITS)
+    return Tiling(padded, BLOCK_N, columns, max(1, splits), 4, stages)
+
+
+class Fp8Linear:
+    """A linear product with FP8 weights. Its calls must be in one stream."""
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, multiprocessors: int
+    ) -> None:
+        """weight [out, in] FP8, scales [groups, out] float32, bias [out]. None is copied. dtype: of y."""
+        assert weight.shape[1] % 16 == 0, "the copy engine needs rows of a multiple of 16 bytes"
+        self._weight, self._scales, self._bias, self._dtype = weight, scales, bias, dtype
+        self._multiprocessors = multiprocessors
+        tiles = triton.cdiv(len(weight), BLOCK_N)
+        self._finished = torch.zeros(tiles, dtype=torch.int32, device=weight.device)  # 0 between calls
+
+    def __call__(self, x: Quantized) -> Tensor:
+        """x [rows, in]. Returns [rows, out]."""
+        if len(x.values) <= MAX_FEW_ROWS or len(self._scales) > 1:
+            return self.triton(x)
+        return torch._scaled_mm(
+            x.values,
+            self._weight.T,
+            x.scales,
+            self._scales,
+            self._bias,
+            out_dtype=self._dtype,
+            use_fast_accum=True,
+        )
+
+    def triton(self, x: Quantized) -> Tensor:
+        """The product by the kernel alone."""
+        (rows, inner), size, grouped = x.values.shape, len(self._weight), len(self._scales) > 1
+        shape = tiling(rows, inner, size, self._multiprocessors, grouped=grouped)
+        tiles = triton.cdiv(size, shape.block_n)
+        out = torch.empty(rows, size, dtype=self._dtype, device=x.values.device)
+        parts = out
+        if shape.splits > 1:
+            parts = torch.empty(
+                shape.splits, tiles, shape.block_n, shape.block_m, dtype=torch.float32, device=out.device
+            )
+        _fp8_linear[(triton.cdiv(rows, shape.block_m), tiles, shape.splits)](
+            TensorDescriptor.from_tensor(x.values, [shape.block_m, shape.block_k]),
+            x.scales,
+            TensorDescriptor.from_tensor(self._weight, [shape.block_n, shape.block_k]),
+            self._scales,
+            self._bias,
+            parts,
+            self._finished,
+            out,
+            rows,
+            size,
+            inner,
+            BLOCK_M=shape.block_m,
+            BLOCK_N=shape.block_n,
+            BLOCK_K=shape.block_k,
+            GROUPED=grouped,
+            SPLITS=shape.splits,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+            **overlap.options(),
+        )
+        return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fp8_linear(
+    x_tiles,
+    x_scales,
+    weight_tiles,
+    weight_scales,
+    bias,
+    parts,
+    finished,
+    out,
+    rows,
+    size,
+    inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    inputs_ready(OVERLAP)
+    # Programs of the same rows of W are neighbours, so that W is read once.
+    first_row = tl.program_id(0) * BLOCK_M
+    tile, split = tl.program_id(1), tl.program_id(2)
+    row, column = first_row + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < rows, column < size
+    steps = tl.cdiv(inner, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in tl.range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
+        w = weight_tiles.load([tile * BLOCK_N, step * BLOCK_K])  # past the end: zeros
+        x = x_tiles.load([first_row, step * BLOCK_K])
+        if GROUPED:
+            of_w = tl.load(weight_scales + step * size + column, mask=is_column, other=0.0)
+            of_x = tl.load(x_scales + row * steps + step, mask=is_row, other=0.0)
+            acc += tl.dot(w, tl.trans(x)) * (of_w[:, None] * of_x[None, :])
+        else:
+            acc = tl.dot(w, tl.trans(x), acc)
+    is_last = True
+    if SPLITS > 1:
+        acc, is_last = add_parts(acc, parts, finished, tile, tl.num_programs(1), split, SPLITS)
+    if is_last:
+        if not GROUPED:
+            of_w = tl.load(weight_scales + column, mask=is_column, other=0.0)
+            of_x = tl.load(x_scales + row, mask=is_row, other=0.0)
+            acc *= of_w[:, None] * of_x[None, :]
+        if bias is not None:
+            acc += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        y = tl.trans(acc).to(out.dtype.element_ty)
+        to = out + row[:, None].to(tl.int64) * size + column[None, :]
+        tl.store(to, y, mask=is_row[:, None] & is_column[None, :])

@@ -1,0 +1,174 @@
+"""FP8 kernels against the torch kernels that define them: compiled on a GPU, else in Triton's interpreter."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import FP8, Kernels, Quantized
+from engine.kernels.torch_kernels import TorchKernels
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
+CLOSE = {F32: 2e-5, F16: 1e-3, BF16: 8e-3}
+"""Largest error of a product, relative to its size, if both sides multiply the same FP8 numbers."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_casts(kernel_device: str) -> Iterator[None]:
+    """Triton's interpreter rounds to FP8 wrongly, and reads its NaN as 480."""
+    if kernel_device != "cpu":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    convert: Any = interpreter._convert_float
+
+    def exact(values: np.ndarray, of: Any, to: Any, rounding: Any) -> np.ndarray:
+        if str(to) == "fp8e4nv":
+            limited = torch.from_numpy(values.copy()).float().clamp(-448, 448)  # as the hardware does
+            return limited.to(FP8).view(torch.uint8).numpy()
+        if str(of) == "fp8e4nv":
+            exactly = (
+                torch.from_numpy(values.copy()).view(FP8).to(getattr(torch, f"float{to.primitive_bitwidth}"))
+            )
+            return exactly.numpy().view(f"uint{to.primitive_bitwidth}")
+        return convert(values, of, to, rounding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", exact)
+        yield
+
+
+@pytest.fixture(scope="module")
+def triton_kernels(kernel_device: str) -> Kernels:
+    from engine.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels(torch.device(kernel_device), 64)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours: Tensor, reference: Tensor) -> None:
+    assert ours.isfinite().all()
+    error = (ours.cpu().double() - reference.double()).norm() / reference.double().norm()
+    assert error <= CLOSE[ours.dtype], f"relative error {float(error):.2e}"
+
+
+def same(ours: Quantized, reference: Quantized) -> None:
+    """Scales that differ by a rounding error may move a value that is between two FP8 numbers to the other
+    one. Few are that close."""
+    torch.testing.assert_close(ours.scales.cpu(), reference.scales, rtol=4e-3, atol=0.0)
+    values, expected = ours.values.cpu().float(), reference.values.float()
+    torch.testing.assert_close(values, expected, rtol=0.13, atol=2**-9)
+    assert (values != expected).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 200), (2, 4096)])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_quantized_results(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, rows: int, size: int, grouped: bool
+) -> None:
+    """Rows of different sizes, one of them zeros. The norm adds to the residual, as without FP8."""
+    x = (normal(rows, size) * 100 ** torch.arange(rows)[:, None]).to(dtype)
+    x[-1] *= rows == 1
+    put = lambda tensor: tensor.to(kernel_device, copy=True)  # noqa: E731
+    expected = TorchKernels().quantize(x, grouped=grouped)
+    assert expected.scales.shape == (rows, -(-size // 128) if grouped else 1)
+    same(triton_kernels.quantize(put(x), grouped=grouped), expected)
+
+    gate_up = torch.cat((normal(rows, size, seed=1).to(dtype), x), dim=1)
+    exact = TorchKernels().quantize(TorchKernels().silu_mul(gate_up.float()), grouped=grouped)
+    same(triton_kernels.silu_mul_quantized(put(gate_up), grouped=grouped), exact)
+
+    delta, weight, residual = normal(rows, size, seed=2).to(dtype), normal(size, seed=3).to(dtype), put(x)
+    ours = triton_kernels.add_rms_norm_quantized(residual, put(delta), put(weight), 1e-5, grouped=grouped)
+    x.add_(delta)
+    exact = TorchKernels().add_rms_norm(x.float(), None, weight.float(), 1e-5)
+    same(ours, TorchKernels().quantize(exact, grouped=grouped))
+    assert torch.equal(residual.cpu(), x)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_row_that_is_not_finite_spoils_no_other(
+    triton_kernels: Kernels, kernel_device: str, grouped: bool
+) -> None:
+    x = normal(4, 256).to(kernel_device)
+    expected = triton_kernels.quantize(x.clone(), grouped=grouped)
+    linear = fp8_linear(triton_kernels, kernel_device, 256, 64, grouped)
+    product = linear(expected)
+    x[1, 3], x[2, 200] = torch.inf, torch.nan
+    spoilt = triton_kernels.quantize(x, grouped=grouped)
+    assert torch.equal(spoilt.scales[[0, 3]], expected.scales[[0, 3]])
+    spoilt_product = linear(spoilt)
+    assert torch.equal(spoilt_product[[0, 3]], product[[0, 3]])
+    assert not spoilt_product[[1, 2]].isfinite().any()
+
+
+def fp8_linear(
+    kernels: Kernels, device: str, inner: int, size: int, grouped: bool, *, dtype: torch.dtype = F32
+) -> Any:
+    weight, scales = random_weight(inner, size, grouped)
+    return kernels.fp8_linear(weight.to(device), scales.to(device), None, dtype)
+
+
+def random_weight(inner: int, size: int, grouped: bool) -> tuple[Tensor, Tensor]:
+    groups = -(-inner // 128) if grouped else 1
+    return (100 * normal(size, inner, seed=5)).to(FP8), (0.01 + normal(groups, size, seed=6).abs()) / 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(
+    ("rows", "inner", "size", "multiprocessors"),
+    [(1, 512, 128, 2), (3, 1008, 200, 16), (20, 528, 64, 4), (64, 512, 300, 12), (130, 256, 200, 4)],
+)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_linear(
+    kernel_device: str,
+    dtype: torch.dtype,
+    rows: int,
+    inner: int,
+    size: int,
+    multiprocessors: int,
+    bias: bool,
+    grouped: bool,
+) -> None:
+    """With tiles that W does not fill, with one part and with several. The counters are 0 afterwards."""
+    from engine.kernels.fp8_linear import Fp8Linear
+
+    weight, scales = random_weight(inner, size, grouped)
+    b = normal(size, seed=2) if bias else None
+    x = TorchKernels().quantize(normal(rows, inner), grouped=grouped)
+    expected = TorchKernels().fp8_linear(weight, scales, b, F32)(x)
+    added = None if b is None else b.to(kernel_device, dtype)
+    linear = Fp8Linear(weight.to(kernel_device), scales.to(kernel_device), added, dtype, multiprocessors)
+    put_x = Quantized(*(tensor.to(kernel_device) for tensor in x))
+    first, second = (linear.triton(put_x) for _ in range(2))
+    close(first, expected)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_cublas_and_the_kernel_multiply_the_same_numbers(bias: bool) -> None:
+    """A token does not depend on the number of rows by more than the order of a sum."""
+    from engine.kernels.fp8_linear import Fp8Linear
+
+    weight, scales = (tensor.cuda() for tensor in random_weight(14336, 4096, False))
+    x = TorchKernels().quantize(normal(80, 14336), grouped=False)
+    b = normal(4096).to(BF16).cuda() if bias else None
+    linear = Fp8Linear(weight, scales, b, BF16, 132)
+    many = linear(Quantized(*(tensor.cuda() for tensor in x)))
+    few = linear(Quantized(*(tensor[:64].cuda() for tensor in x)))
+    close(few, many[:64].cpu())
+    expected = TorchKernels().fp8_linear(weight.cpu(), scales.cpu(), None if b is None else b.cpu(), F32)(x)
+    close(many, expected)
+    few_x = Quantized(*(tensor[:64].cuda() for tensor in x))
+    assert all(torch.equal(linear(few_x), few) for _ in range(200)), "timing changes nothing"
