@@ -87,5 +87,7 @@ def _plain(message: Message) -> dict[str, Any]:
             value = str(value) if known is None else known.name.lower()
         elif described.name == "incarnation":
             value = f"{value:016x}"  # too large for a number in JavaScript
+        elif isinstance(value, bytes):
+            value = value.hex()
         plain[described.name] = value
     return plain
