@@ -34,7 +34,10 @@ tests() {
     BATON_TEST_DEVICE=cuda python3 -m pytest -m 'not long' \
         tests/engine tests/kv_transfer tests/decode_worker/test_tokens.py
 }
-kernels() { python3 -m bench.kernels --device cuda --json "$out/kernels.json"; }
+kernels() {
+    python3 -m bench.kernels --device cuda --json "$out/kernels.json"
+    python3 -m bench.kernels --device cuda --model-shape qwen3-30b-a3b --json "$out/moe_kernels.json"
+}
 sweep() { python3 -m bench.kernels --device cuda --sweep --json "$out/sweep.json"; }
 engine() { python3 -m bench.engine --device cuda --json "$out/engine.json"; }
 moe() { python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }

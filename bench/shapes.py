@@ -14,6 +14,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from bench.load.target.tokenization import WORDS
 from cluster.sizing.models import MODELS
 
+DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"
+"""What benches of one GPU measure by default, and what they measure of mixtures of experts."""
+
 SHAPES: dict[str, dict[str, Any]] = MODELS | {
     "llama-3.1-70b": MODELS["llama-3.1-8b"]
     | {

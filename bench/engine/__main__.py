@@ -7,8 +7,7 @@ import sys
 
 import bench.contract as contract
 from bench.contract import Report
-
-DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"
+from bench.shapes import DENSE, MOE
 
 
 def main() -> int:

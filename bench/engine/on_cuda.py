@@ -20,10 +20,9 @@ import bench.contract as contract
 from bench.contract import Report, Row
 from bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
 from bench.engine.floor import Floor, Shape
-from bench.shapes import SHAPES, write_shape
+from bench.shapes import DENSE, SHAPES, write_shape
 from engine import Engine, EngineConfig, build_engine
 
-MODEL = "llama-3.1-8b"
 CONTEXT = 1064
 DECODE_MUST_MS = {1: 4.5, 8: 4.8, 32: 5.8, 64: 6.9, 128: 9.8, 256: 16.8}  # by batch
 PREFILL_MUST_MS = {(1, 2000): 49.8, (1, 8000): 212.0, (4, 2000): 194.0, (16, 2000): 752.0}
@@ -46,14 +45,14 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as directory:
-        engine = dummy_engine(MODEL, Path(directory), 256, 16384)  # a prefill is one chunk if it fits
+        engine = dummy_engine(DENSE, Path(directory), 256, 16384)  # a prefill is one chunk if it fits
         _prefills(engine, report, prefill_floor, rounds=3 if args.short else 9)
         _decodes(engine, report, decode_floor, steps=32 if args.short else 128)
         for (running, chunk), must in THROUGHPUT_MUST.items():
             del engine
             gc.collect()
             torch.cuda.empty_cache()
-            engine = dummy_engine(MODEL, Path(directory), running, chunk)
+            engine = dummy_engine(DENSE, Path(directory), running, chunk)
             rate = _throughput(engine, requests=running * (2 if args.short else 6))
             name, most = f"engine.throughput.b{running}", throughput_floor[running, chunk]
             report.add(Row(name, rate, "tokens/s", goal=must, better="higher"))
@@ -147,7 +146,7 @@ def _throughput_floor(floor: Floor, running: int, budget: int) -> float:
 
 
 def _shape() -> Shape:
-    c = SHAPES[MODEL]
+    c = SHAPES[DENSE]
     heads = c["num_attention_heads"]
     return Shape(
         layers=c["num_hidden_layers"], hidden=c["hidden_size"], heads=heads,

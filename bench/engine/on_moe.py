@@ -19,9 +19,9 @@ import bench.contract as contract
 from bench.contract import Report, Row
 from bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
 from bench.engine.on_cuda import CONTEXT, GEMM_FLOPS, HBM_BYTES_PER_S, dummy_engine
+from bench.shapes import MOE
 from engine import Engine
 
-MODEL = "qwen3-30b-a3b"
 DECODE_MS = {
     1: (4.0, 3.0),
     8: (8.9, 7.5),
@@ -38,7 +38,7 @@ COUNTED = 32
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        engine = dummy_engine(MODEL, Path(directory), 256, 16384)  # a prefill is one chunk if it fits
+        engine = dummy_engine(MOE, Path(directory), 256, 16384)  # a prefill is one chunk if it fits
         for (sequences, tokens), bounds in PREFILL_MS.items():
             _prefill(engine, report, sequences, tokens, bounds, rounds=3 if args.short else 9)
         for batch, bounds in DECODE_MS.items():

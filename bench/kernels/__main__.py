@@ -7,28 +7,35 @@ import torch
 from bench import kernels
 from bench.contract import Report, parser
 from bench.kernels.cases import Cases, Shape
-from bench.kernels.measure import choices, graph_seconds, measure, sweep
+from bench.kernels.measure import choices, graph_seconds, limits, measure, moe_choices, sweep
+from bench.kernels.moe import MoeCases, MoeShape
+from bench.shapes import DENSE, MOE
 from engine.kernels import kernels_for
 
 
 def main() -> int:
     arguments = parser(kernels.__doc__ or "", devices=("cuda",))
-    arguments.add_argument(
-        "--sweep", action="store_true", help="time the attention kernels by their constants"
-    )
+    arguments.add_argument("--sweep", action="store_true", help="time some kernels by their constants")
+    arguments.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE, help="default: %(default)s")
     args = arguments.parse_args()
     device = torch.device("cuda")
-    shape = Shape(batches=(1, 64), prompts=(2000,)) if args.short else Shape()
-    cases = Cases(shape, kernels_for(device, shape.head_dim), device)
-    report = Report(
-        "kernels", {"shape": "llama-3.1-8b", "dtype": "bfloat16", "block_size": shape.block_size}, args.json
-    )
+    parameters = {"shape": args.model_shape, "dtype": "bfloat16"}
+    if args.model_shape == MOE:
+        cases = MoeCases(MoeShape(tokens=(1, 64, 2000)) if args.short else MoeShape(), device)
+        swept = moe_choices(cases)
+    else:
+        shape = Shape(batches=(1, 64), prompts=(2000,)) if args.short else Shape()
+        cases = Cases(shape, kernels_for(device, shape.head_dim), device)
+        swept = choices(cases)
+        parameters["block_size"] = shape.block_size
+    report = Report("kernels", parameters, args.json)
     with torch.inference_mode():
+        plain = limits(device, graph_seconds)
         if args.sweep:
-            report.rows += sweep(cases, graph_seconds, choices(cases))
+            report.rows += sweep(graph_seconds, plain, swept)
         else:
             for make in cases:
-                report.rows += measure(make, graph_seconds)
+                report.rows += measure(make, graph_seconds, plain)
     report.finish()
     return 0
 

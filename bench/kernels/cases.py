@@ -47,6 +47,7 @@ class Case:
     ours: Callable[[], object]
     torch: Callable[[], object] | None = None
     torch_is: str = ""
+    repeats: int = 1  # of the kernel in one call
 
     @property
     def arithmetic(self) -> bool:

@@ -6,18 +6,31 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.contract import Row, interleaved, paired_ratio
-from bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S, Cases, Make
+from bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S, Cases, Make, nbytes
+
+if TYPE_CHECKING:
+    from bench.kernels.moe import MoeCases  # imports kernels
 
 BEYOND_CACHE = 256 << 20  # least bytes of all input sets of a case together
 MAX_SETS = 32
 PAIRS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What plain work reaches on this device."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
 
 Seconds = Callable[[Sequence[Callable[[], object]]], Callable[[], float]]
 """Prepares calls. Returns a function that runs all of them once and returns their seconds."""
@@ -47,7 +60,22 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     return once
 
 
-def measure(make: Make, seconds: Seconds) -> list[Row]:
+def limits(device: torch.device, seconds: Seconds) -> Limits:
+    """Measures a copy of 1 GiB, and a product of bfloat16 matrices by cuBLAS."""
+    one, other = torch.randn(2, 8192, 8192, device=device).bfloat16()
+    into = torch.empty(8, 8192, 8192, dtype=torch.bfloat16, device=device)
+    source = torch.randn(into.shape, device=device).bfloat16()
+
+    def rate(work: float, call: Callable[[], object]) -> float:
+        once = seconds([call])
+        return work / statistics.median(once() for _ in range(PAIRS))
+
+    return Limits(
+        rate(2 * nbytes(source), lambda: into.copy_(source)), rate(2 * 8192**3, lambda: one @ other)
+    )
+
+
+def measure(make: Make, seconds: Seconds, plain: Limits) -> list[Row]:
     case = make()
     sets = [case, *(make() for _ in range(min(MAX_SETS, BEYOND_CACHE // max(1, case.bytes))))]
     ours, theirs = seconds([case.ours for case in sets]), None
@@ -55,23 +83,22 @@ def measure(make: Make, seconds: Seconds) -> list[Row]:
         theirs = seconds([case.torch for case in sets if case.torch])
     times, their_times = interleaved(ours, theirs or ours, PAIRS)
     each = statistics.median(times) / len(sets)
-    work, limit, unit, scale = case.bytes, BYTES_PER_S, "GB/s", 1e9
+    work, limit, reached, unit, scale = case.bytes, BYTES_PER_S, plain.bytes_per_s, "GB/s", 1e9
     if case.arithmetic:
-        work, limit, unit, scale = case.flops, FLOPS_PER_S, "TFLOP/s", 1e12
+        work, limit, reached, unit, scale = case.flops, FLOPS_PER_S, plain.flops_per_s, "TFLOP/s", 1e12
     row = Row(f"kernels.{case.name}", work / each / scale, unit)
     if theirs:
         ratio, spread = paired_ratio(their_times, times)
         row = replace(row, ratio=ratio, ratio_to=f"speed of {case.torch_is}", spread=spread)
     return [
         row,
-        Row(f"kernels.{case.name}.time", each * 1e6, "µs"),
+        Row(f"kernels.{case.name}.time", each / case.repeats * 1e6, "µs"),
         Row(f"kernels.{case.name}.of_limit", work / each / limit, f"of {limit / scale:g} {unit}"),
+        Row(f"kernels.{case.name}.of_plain", work / each / reached, f"of {reached / scale:.4g} {unit}"),
     ]
 
 
-def sweep(
-    cases: Cases, seconds: Seconds, choices: Sequence[tuple[ModuleType, dict[str, list[Any]], Make]]
-) -> list[Row]:
+def sweep(seconds: Seconds, plain: Limits, choices: Choices) -> list[Row]:
     rows = []
     for module, constants, make in choices:
         before = {name: getattr(module, name) for name in constants}
@@ -81,7 +108,7 @@ def sweep(
                 setattr(module, name, value)
             label = " ".join(f"{name}={value}" for name, value in chosen.items())
             try:
-                time = measure(make, seconds)[1]
+                time = measure(make, seconds, plain)[1]
             except Exception as error:  # noqa: BLE001 - a choice may not fit the device
                 print(f"{module.__name__} {label}: {type(error).__name__}", file=sys.stderr)
             else:
@@ -91,7 +118,42 @@ def sweep(
     return sorted(rows, key=lambda row: (row.name.split(" ")[0], row.value))
 
 
-def choices(cases: Cases) -> list[tuple[ModuleType, dict[str, list[Any]], Make]]:
+Choices = Sequence[tuple[ModuleType, dict[str, list[Any]], Make]]
+"""Constants of a module, the values to try, and the case to time them by."""
+
+
+def moe_choices(cases: MoeCases) -> Choices:
+    from engine.kernels import grouped_linear
+    from engine.kernels.grouped_linear import Tiling
+
+    few = [
+        Tiling(16, 64, 128, 4, 4),
+        Tiling(16, 64, 256, 4, 3),
+        Tiling(16, 128, 64, 4, 5),
+        Tiling(16, 128, 128, 4, 3),
+        Tiling(16, 32, 256, 4, 4),
+        Tiling(32, 64, 128, 4, 4),
+    ]
+    many = [
+        Tiling(64, 128, 64, 4, 3),
+        Tiling(64, 256, 64, 8, 3),
+        Tiling(128, 128, 64, 8, 3),
+        Tiling(128, 256, 64, 8, 3),
+        Tiling(128, 256, 64, 8, 4),
+    ]
+    most = [tokens for tokens in cases.shape.tokens if tokens >= 2000] or cases.shape.tokens[-1:]
+    products = (cases.gate_up, cases.down)
+    return [
+        (grouped_linear, {"FEW": few}, partial(product, tokens, loop=False))
+        for product, tokens in itertools.product(products, cases.shape.tokens)
+        if tokens not in most
+    ] + [
+        (grouped_linear, {"MANY": many}, partial(product, tokens, loop=False))
+        for product, tokens in itertools.product(products, most)
+    ]
+
+
+def choices(cases: Cases) -> Choices:
     from engine.kernels import decode_attention, prefill_attention, thresholds, tiles
     from engine.kernels.tiles import Shape as Tile
 

@@ -13,6 +13,8 @@ TINY = Shape(
     batches=(1, 2), context=3, prompts=(17, 70),
 )  # fmt: skip
 
+PLAIN = bench.Limits(1e6, 1e6)
+
 
 def one_second_each(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     for call in calls:
@@ -30,8 +32,8 @@ def cases(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Cases:
 
 
 def test_every_case_runs_and_makes_rows(cases: Cases) -> None:
-    rows = {row.name: row for make in cases for row in bench.measure(make, one_second_each)}
-    assert len(rows) % 3 == 0
+    rows = {row.name: row for make in cases for row in bench.measure(make, one_second_each, PLAIN)}
+    assert len(rows) % 4 == 0
     for name in (
         "add_rms_norm.t1",
         "silu_mul.t17",
@@ -50,7 +52,36 @@ def test_every_case_runs_and_makes_rows(cases: Cases) -> None:
         assert rows[f"kernels.{name}.time"].value == 1e6, "a second, in µs"
     # 4 rows of 64 elements of 2 bytes: residual in and out, delta, result
     assert rows["kernels.add_rms_norm.t1"].value == pytest.approx(4 * 64 * 2 / 1e9)
+    assert rows["kernels.add_rms_norm.t1.of_plain"].value == pytest.approx(4 * 64 * 2 / 1e6)
     assert rows["kernels.gather.t17"].ratio == 1.0
+
+
+def test_every_case_of_a_mixture_runs(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.kernels import moe
+
+    monkeypatch.setattr(bench, "BEYOND_CACHE", 0)
+    monkeypatch.setattr(moe, "LAYERS", 2)
+    shape = moe.MoeShape(
+        experts=6, chosen=2, hidden=32, inner=16, tokens=(1, 9), groups=((3, 2),), group_out=24, group_in=16,
+        shuffles=((5, 4),), dtype=torch.float16,
+    )  # fmt: skip
+    cases = moe.MoeCases(shape, torch.device(kernel_device))
+    rows = {row.name: row for make in cases for row in bench.measure(make, one_second_each, PLAIN)}
+    assert {name for name in rows if name.endswith(".time")} == {
+        f"kernels.{name}.time"
+        for name in (
+            "shuffle.t5.e4.top1", "shuffle.t1.e6.top2", "shuffle.t9.e6.top2", "grouped.g3x2",
+            "grouped.g3x2.loop", *(f"moe_{part}.t{tokens}{loop}" for part in ("gate_up", "down")
+                                   for tokens in (1, 9) for loop in ("", ".loop")),
+        )
+    }  # fmt: skip
+    assert rows["kernels.shuffle.t5.e4.top1.time"].value == 0.5e6, "of one of two layers"
+    read = 2 * (6 * 16 + 3 * 24 * 16 + 6 * 24)
+    assert rows["kernels.grouped.g3x2"].value == pytest.approx(read / 1e9)
+    one_token = 2 * (32 + 2 * 32 * 32 + 2 * 32)  # in, the weights of two experts, out
+    assert rows["kernels.moe_gate_up.t1"].value == pytest.approx(one_token / 1e9)
+    tried = [(module, name) for module, values, _ in bench.moe_choices(cases) for name in values]
+    assert all(hasattr(module, name) for module, name in tried)
 
 
 def test_a_sweep_tries_every_choice_and_restores_the_constants(cases: Cases) -> None:
@@ -58,7 +89,7 @@ def test_a_sweep_tries_every_choice_and_restores_the_constants(cases: Cases) -> 
 
     stages = decode_attention.STAGES
     found = bench.sweep(
-        cases, one_second_each, [(decode_attention, {"STAGES": [1, 2, 7]}, lambda: cases.decode("b1", [3]))]
+        one_second_each, PLAIN, [(decode_attention, {"STAGES": [1, 2, 7]}, lambda: cases.decode("b1", [3]))]
     )
     assert [row.name for row in found] == [f"kernels.decode_attention.b1 STAGES={n}" for n in (1, 2, 7)]
     assert stages == decode_attention.STAGES
