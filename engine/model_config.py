@@ -34,6 +34,17 @@ class Scoring(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Limits the keys that a query sees.
+
+    A sliding window: those of the last `length` positions, its own included. Chunked: the positions are cut
+    into chunks of `length`, and a query sees the keys of its own chunk up to its own position."""
+
+    length: int
+    chunked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """The mixtures of experts of a model: MLPs, of which a router chooses a few for each token."""
 
@@ -77,10 +88,9 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     dtype: str | None
     """Data type in the checkpoint's configuration. None: it names none."""
-    sliding_window: int | None = field(default=None, repr=False)
-    """The window, if it is shorter than the model's context. `max_model_len` then ends at the window, within
-    which attention is plain attention. Not in the repr, which fingerprints contain: workers of the version
-    before must have equal fingerprints."""
+    spans: tuple[Span | None, ...] = field(default=(), repr=False)
+    """The span of each layer (None: all keys up to the query's own). Empty: no layer has a span. Not in the
+    repr, which fingerprints contain: workers of the version before must have equal fingerprints."""
     experts: ExpertsConfig | None = field(default=None, repr=False)
     """None: a dense model. Not in the repr either; `engine.loader` adds it to the fingerprint."""
     quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)

@@ -274,5 +274,4 @@ def _ready(engine: Engine) -> messages.EngineReady:
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.source)),
-        sliding_window=model.max_model_len if model.max_model_len == model.sliding_window else 0,
     )

@@ -126,7 +126,6 @@ class EngineReady(_Message):
     block_size: int
     num_blocks: int
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
-    sliding_window: int  # max_model_len if the model's window is what limits it, else 0
 
 
 class Tokens(_Message):

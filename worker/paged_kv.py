@@ -1,6 +1,7 @@
 """The KV cache of an engine, or of another rank, as KV transfer sees it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine import Engine
 from engine.execution.rank import Follower
@@ -21,9 +22,9 @@ def paged_kv(engine: Engine | Follower, layers_ready: Callable[[], int] = lambda
 def kv_layout(engine: Engine | Follower) -> KVLayout:
     """Returns the layout of the KV on the wire, with the KV heads of all ranks.
 
-    It requires that all layers cache alike.
+    It requires that all layers cache alike. Their spans may differ: all tokens are sent.
     """
-    layer = engine.cache_spec[0]
-    assert all(other == layer for other in engine.cache_spec), "the wire has one layout for all layers"
+    layer, *others = (replace(layer, span=None) for layer in engine.cache_spec)
+    assert all(other == layer for other in others), "the wire has one layout for all layers"
     dtype = str(layer.dtype).removeprefix("torch.")
     return KVLayout(len(engine.cache_spec), engine.model_config.num_kv_heads, layer.head_dim, dtype)

@@ -351,7 +351,6 @@ class Service:
             block_size=engine.block_size,
             num_blocks=engine.num_blocks,
             max_model_len=engine.max_model_len,
-            sliding_window=engine.sliding_window,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
             dtype=engine.layout.dtype,

@@ -93,10 +93,7 @@ def choose_limits(
     block_size = config.block_size or (128 if device.type == "cuda" else 16)
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
-        window = ", its sliding window" if model.sliding_window else ""
-        raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}{window}")
-    if wanted == model.sliding_window:
-        log.warning("requests can have %d tokens: the model's sliding window ends the context there", wanted)
+        raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}")
     cache = cache_spec(model.of_rank(ranks.size), dtype)
     most = CPU_POOL_BYTES // ranks.size
     weights = model.weight_bytes(dtype.itemsize, weight_format.bytes_per_parameter(dtype))

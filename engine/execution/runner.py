@@ -204,13 +204,19 @@ class ModelRunner:
     ) -> Tensor:
         """Writes the KV of all tokens. Returns the hidden state of each, [tokens, hidden_size]."""
         kernels = self._kernels
-        plan = kernels.plan(attention, self._config.num_heads, self._config.num_kv_heads, self._dtype)
+        heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
+        plans = {
+            span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
+            for span in {layer.span for layer in self._cache}
+        }
 
-        def attend(layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None) -> Tensor:
+        def attend(
+            layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None
+        ) -> Tensor:
             kv = self.kv_cache[layer]
             q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, k, v, kv, plan)
+            return kernels.attention(q, k, v, kv, plans[self._cache[layer].span], sinks)
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)

@@ -1,6 +1,6 @@
 """What a layer computes between its matrix products, on any device.
 
-    once a step    plan(metadata)                     where to read and write, prepared for all layers
+    once a step    plan(metadata, span)               where to read and write, for all layers with this span
     each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
                    or, with experts: add_rms_norm → [router's product] → mix_experts
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention import AttentionMetadata
-from engine.model_config import Scoring
+from engine.model_config import Scoring, Span
 
 __all__ = [
     "FP8",
@@ -124,14 +124,24 @@ class Kernels(Protocol):
         new memory. The rest of qkv is undefined afterwards."""
         ...
 
-    def plan(self, metadata: AttentionMetadata, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> Any:
-        """The plan that `attention` needs, the same for all layers of a step."""
+    def plan(
+        self,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        span: Span | None = None,
+    ) -> Any:
+        """The plan that `attention` needs, the same for all layers of a step that have this span."""
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: Any) -> Tensor:
-        """Every query attends to the positions of its request up to its own. q, k and v are as
-        `rope_and_write` returns them, and kv holds this step's keys and values. Returns [tokens, num_heads,
-        head_dim]."""
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: Any, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Every query attends to the positions of its request up to its own, from the first in the plan's
+        span. q, k and v are as `rope_and_write` returns them, and kv holds this step's keys and values. sinks
+        [num_heads]: logits that take part in the softmax of each head, without a value. Returns [tokens,
+        num_heads, head_dim]."""
         ...
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,10 @@
 KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. Position p of a request is in
 slot block_table[p // block_size] * block_size + p % block_size of the same tensor seen as [2, slots, …].
 Slots outside a request's context are never multiplied, not even by zero: they may hold NaN.
+
+A layer may have a span (`engine.model_config.Span`), which hides the first keys of a request: kernels skip
+whole blocks or tiles of them. A layer may have a *sink* for each head (Xiao 2023): a logit that takes part in
+the softmax like a key, but has no value.
 """
 
 from collections.abc import Sequence
@@ -10,8 +14,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from engine.model_config import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,96 +44,129 @@ class DecodeGroup:
 
     rows: slice
     blocks: Tensor  # [requests * blocks] int32, padded with any block
-    padding: Tensor  # [padded positions] int64: indices of padding among the gathered positions
+    hidden: Tensor  # [hidden positions] int64: indices among the gathered positions
     mask: Tensor  # [requests, 1, 1, length], 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """A chunk of one request. Its queries, `rows`, are at positions [context - len(rows), context)."""
+class PrefillGroup:
+    """Queries of one request, at successive positions."""
 
     rows: slice
-    blocks: Tensor  # [blocks] int32, of positions [0, context)
-    context: int
-    mask: Tensor | None  # [queries, context], 0 or -inf; None: the chunk starts the sequence
+    blocks: Tensor  # [blocks] int32
+    length: int  # positions in these blocks, up to that of the last query
+    mask: (
+        Tensor | None
+    )  # [queries, length], 0 or -inf; None: the queries start the sequence and see all of it
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """The plan for `paged_attention`, the same for all layers of a step."""
+    """The plan for `paged_attention`, the same for all layers of a step that have the same span."""
 
     decodes: Sequence[DecodeGroup]
-    prefills: Sequence[PrefillSpan]
+    prefills: Sequence[PrefillGroup]
 
 
-def plan_attention(metadata: AttentionMetadata, dtype: torch.dtype) -> TorchPlan:
+def first_seen(positions: Tensor, span: Span | None) -> Tensor:
+    """The first position that the query at each of these positions sees."""
+    if span is None:
+        return torch.zeros_like(positions)
+    if span.chunked:
+        return positions // span.length * span.length
+    return (positions + 1 - span.length).clamp_min(0)
+
+
+def plan_attention(metadata: AttentionMetadata, span: Span | None, dtype: torch.dtype) -> TorchPlan:
     block_size, tables = metadata.block_size, metadata.block_tables
-    contexts = metadata.contexts.tolist()
-
-    def padded_length(request: int) -> int:
-        """Number of blocks, rounded up to a power of two. So padding is at most half of a group."""
-        return 1 << (-(-contexts[request] // block_size) - 1).bit_length()
+    contexts = metadata.contexts[: metadata.num_decodes, None].long()
+    first = first_seen(contexts - 1, span)
+    first_block = first // block_size
+    counts = (-(-contexts // block_size) - first_block).flatten().tolist()  # blocks of each request
 
     decodes = []
-    for _, members in groupby(range(metadata.num_decodes), key=padded_length):
+    # Grouped by a count that is rounded up to a power of two. So padding is at most half of a group.
+    for _, members in groupby(range(metadata.num_decodes), key=lambda i: (counts[i] - 1).bit_length()):
         group = list(members)
         rows = slice(group[0], group[-1] + 1)
-        width = max(-(-contexts[request] // block_size) for request in group)
-        padded = torch.arange(width * block_size) >= metadata.contexts[rows, None]
+        width = max(counts[request] for request in group)
+        blocks = first_block[rows] + torch.arange(width)
+        positions = first_block[rows] * block_size + torch.arange(width * block_size)
+        hidden = (positions < first[rows]) | (positions >= contexts[rows])
         decodes.append(
             DecodeGroup(
                 rows=rows,
-                blocks=tables[rows, :width].flatten(),
-                padding=padded.flatten().nonzero()[:, 0],
-                mask=_minus_infinity(padded, dtype)[:, None, None],
+                blocks=tables[rows].gather(1, blocks.clamp_max(tables.shape[1] - 1)).flatten(),
+                hidden=hidden.flatten().nonzero()[:, 0],
+                mask=_minus_infinity(hidden, dtype)[:, None, None],
             )
         )
 
     prefills = []
     row = metadata.num_decodes
     for request, (start, stop) in enumerate(metadata.prefills, metadata.num_decodes):
-        mask = None
-        if start:
-            mask = _minus_infinity(torch.arange(stop) > torch.arange(start, stop)[:, None], dtype)
-        blocks = tables[request, : -(-stop // block_size)]
-        prefills.append(PrefillSpan(slice(row, row := row + stop - start), blocks, stop, mask))
+        # Few queries at a time, so that most of the keys in a group's blocks are seen.
+        most = span.length if span else stop - start
+        for begin in range(start, stop, most):
+            end = min(begin + most, stop)
+            prefills.append(_prefill_group(tables[request], range(begin, end), block_size, row, span, dtype))
+            row += end - begin
     return TorchPlan(decodes, prefills)
+
+
+def _prefill_group(
+    table: Tensor, queries: range, block_size: int, row: int, span: Span | None, dtype: torch.dtype
+) -> PrefillGroup:
+    at = torch.arange(queries.start, queries.stop)[:, None]
+    first = first_seen(at, span)
+    first_block = int(first[0]) // block_size
+    mask = None
+    if queries.start or first[-1]:
+        keys = torch.arange(first_block * block_size, queries.stop)
+        mask = _minus_infinity((keys < first) | (keys > at), dtype)
+    blocks = table[first_block : -(-queries.stop // block_size)]
+    rows = slice(row, row + len(queries))
+    return PrefillGroup(rows, blocks, queries.stop - first_block * block_size, mask)
 
 
 def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf"))
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: TorchPlan) -> Tensor:
-    """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request up to its own.
-    The layer's cache `kv` holds all of them already. Returns [tokens, num_heads, head_dim]."""
+def paged_attention(q: Tensor, kv: Tensor, plan: TorchPlan, sinks: Tensor | None) -> Tensor:
+    """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request that it sees.
+    The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. Returns
+    [tokens, num_heads, head_dim]."""
     out = torch.empty(q.shape, dtype=q.dtype)
     for group in plan.decodes:
-        out[group.rows] = _decode(q[group.rows], kv, group)
-    for span in plan.prefills:
-        out[span.rows] = _prefill(q[span.rows], kv, span)
+        out[group.rows] = _decode(q[group.rows], kv, group, sinks)
+    for group in plan.prefills:
+        out[group.rows] = _prefill(q[group.rows], kv, group, sinks)
     return out
 
 
-def _decode(q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
+def _decode(q: Tensor, kv: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
     requests, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[3]
-    keys, values = _gather(kv, group.blocks, group.padding).unflatten(1, (requests, -1)).transpose(2, 3)
+    gathered = kv.index_select(1, group.blocks).flatten(1, 2).index_fill_(1, group.hidden, 0)
+    keys, values = gathered.unflatten(1, (requests, -1)).transpose(2, 3)
     # The query heads that share a KV head become several queries of one head.
     grouped = q.unflatten(1, (num_kv_heads, -1))
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
-    return out.reshape(requests, num_heads, head_dim)
+    of_query = None if sinks is None else sinks.view(num_kv_heads, -1)
+    return _attend(grouped, keys, values, group.mask, of_query).reshape(requests, num_heads, head_dim)
 
 
-def _prefill(q: Tensor, kv: Tensor, span: PrefillSpan) -> Tensor:
-    keys, values = kv.index_select(1, span.blocks).flatten(1, 2)[:, : span.context].transpose(1, 2)
-    causal = span.mask is None
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], span.mask, is_causal=causal, enable_gqa=True
-    )
-    return out[0].transpose(0, 1)
+def _prefill(q: Tensor, kv: Tensor, group: PrefillGroup, sinks: Tensor | None) -> Tensor:
+    keys, values = kv.index_select(1, group.blocks).flatten(1, 2)[:, : group.length].transpose(1, 2)
+    of_query = None if sinks is None else sinks[:, None]
+    return _attend(q.transpose(0, 1)[None], keys[None], values[None], group.mask, of_query)[0].transpose(0, 1)
 
 
-def _gather(kv: Tensor, blocks: Tensor, padding: Tensor) -> Tensor:
-    """[2, blocks * block_size, num_kv_heads, head_dim], zero where padded."""
-    return kv.index_select(1, blocks).flatten(1, 2).index_fill_(1, padding, 0)
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """q [batch, heads, queries, head_dim]; sinks like [heads, queries]. Without a mask, it is causal."""
+    # What `scaled_dot_product_attention` calls on a CPU, and the logarithm of the softmax's sum as well.
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, logsumexp = flash(q, k, v, is_causal=mask is None, attn_mask=mask)
+    if sinks is not None:  # the sum grows by exp(sink)
+        out *= torch.sigmoid(logsumexp - sinks)[..., None]
+    return out

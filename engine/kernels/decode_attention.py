@@ -1,6 +1,8 @@
 """Attention of one query per request over the paged cache, split along the context.
 
-    out = Σ softmax(q · k(j) / sqrt(head_dim)) v(j),   0 ≤ j < context
+    out = Σ softmax(q · k(j) / sqrt(head_dim)) v(j),   first ≤ j < context
+
+`first` is 0, or the first position in the layer's span.
 
 Only the query heads of one group share keys (GQA packing). So the time goes into reading the cache once. The
 whole GPU reads it, also if contexts are few or of unequal length (Flash-Decoding, Dao 2023):
@@ -8,7 +10,7 @@ whole GPU reads it, also if contexts are few or of unequal length (Flash-Decodin
 1. `_partition`, once per step: cuts the contexts of the batch into at most `pieces` pieces of equal length.
    It takes the shortest length that allows this. A long context gets many pieces, a short one only one.
 2. `_split`, one program per (piece, KV head): attention over the keys of the piece alone, and the logarithm
-   to base 2 of its softmax sum, lse(i).
+   to base 2 of its softmax sum, lse(i). The first piece of a request has the sink in its sum.
 3. `_combine`, one program per (request, query head): out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max).
    A request of one piece has its result already.
 
@@ -24,13 +26,22 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import overlap
-from engine.kernels.online_softmax import LOG2_E, any_tile, attend, cache_tiles, whole_tile
+from engine.kernels.online_softmax import (
+    LOG2_E,
+    any_tile,
+    attend,
+    cache_tiles,
+    first_seen,
+    span_options,
+    whole_tile,
+)
 from engine.kernels.overlap import inputs_ready
+from engine.model_config import Span
 
 # Measured on an H200 (`python -m bench.kernels --sweep`).
 FEW_REQUESTS, FEW_PIECES_PER_SM = 32, 4
 PIECES_PER_SM = 8  # programs of `_split` for each multiprocessor, if there is enough work
-BLOCK_N = 32  # keys of a tile; the length of a piece is a multiple of it
+BLOCK_N = 32  # keys of a tile; pieces are cut at multiples of it
 BYTES_PER_WARP = 256  # of a key
 STAGES = 5
 ROWS = 16  # fewest rows of a tensor core product; a group of query heads is padded to them
@@ -41,14 +52,14 @@ COMBINE_PIECES = 32  # pieces that `_combine` takes at once
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The work of each program in one decode step, the same for all layers."""
+    """The work of each program in one decode step, the same for all layers with the same span."""
 
     work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; equal: no work
     first: Tensor  # [requests + 1] int32: request i has the pieces [first[i], first[i + 1])
 
 
-def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int) -> Pieces:
-    """Cuts contexts [requests] int32 into pieces."""
+def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int, span: Span | None = None) -> Pieces:
+    """Cuts contexts [requests] int32 into pieces, from the first position in the span on."""
     requests = len(contexts)
     per_sm = FEW_PIECES_PER_SM if requests <= FEW_REQUESTS else PIECES_PER_SM
     pieces = requests + -(-per_sm * multiprocessors // num_kv_heads)
@@ -62,14 +73,23 @@ def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int) -> Piec
         BLOCK_N=BLOCK_N,
         REQUESTS=max(16, triton.next_power_of_2(requests)),
         PIECES=PARTITION_PIECES,
+        **span_options(span),
         num_warps=4,
     )
     return result
 
 
-def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, pieces: Pieces, out: Tensor) -> None:
+def decode_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    pieces: Pieces,
+    out: Tensor,
+    span: Span | None,
+    sinks: Tensor | None,
+) -> None:
     """Writes out. q and out [requests, num_heads, head_dim] have dense heads; block_tables [requests, blocks]
-    int32."""
+    int32; `span` is that of `pieces`; sinks [num_heads]."""
     requests, num_heads, head_dim = q.shape
     _, num_blocks, block_size, num_kv_heads, _ = kv.shape
     group = num_heads // num_kv_heads
@@ -87,7 +107,8 @@ def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, pieces: Pieces
         partial,
         lse,
         out,
-        head_dim**-0.5 * LOG2_E,
+        q if sinks is None else sinks,
+        head_dim**-0.5 * LOG2_E.value,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
@@ -99,6 +120,8 @@ def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, pieces: Pieces
         ROWS=max(ROWS, triton.next_power_of_2(group)),
         BLOCK_N=BLOCK_N,
         WHOLE=whole,
+        SPAN=span is not None,
+        SINKS=sinks is not None,
         num_warps=max(1, head_dim * kv.itemsize // BYTES_PER_WARP),
         num_stages=STAGES,
         **overlap.options(),
@@ -127,10 +150,12 @@ def _partition(
     BLOCK_N: tl.constexpr,
     REQUESTS: tl.constexpr,
     PIECES: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     requests_of = tl.arange(0, REQUESTS)
     context = tl.load(contexts + requests_of, mask=requests_of < requests, other=0)
-    tiles = (context + BLOCK_N - 1) // BLOCK_N
+    tiles = (context + BLOCK_N - 1) // BLOCK_N - first_seen(context - 1, SPAN, CHUNKED) // BLOCK_N
     # Bisection for the shortest length, in tiles, that gives at most `pieces` pieces.
     low = 1
     high = tl.maximum(tl.max(tiles, axis=0), 1)
@@ -149,8 +174,10 @@ def _partition(
     before = tl.sum(tl.where(past, count[None, :], 0), axis=1)
     taken = request < REQUESTS
     last = tl.load(contexts + request, mask=taken & (request < requests), other=0)
-    start = tl.minimum((own - before) * high * BLOCK_N, last)
+    seen = first_seen(last - 1, SPAN, CHUNKED)
+    start = seen // BLOCK_N * BLOCK_N + (own - before) * high * BLOCK_N
     stop = tl.minimum(start + high * BLOCK_N, last)
+    start = tl.minimum(tl.maximum(start, seen), last)
     inside = own < pieces
     tl.store(work + own * 3, request, mask=inside)
     tl.store(work + own * 3 + 1, start, mask=inside)
@@ -171,6 +198,7 @@ def _split(
     partial,
     lse,
     out,
+    sinks,
     scale,
     q_stride,
     out_stride,
@@ -183,6 +211,8 @@ def _split(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr,
+    SPAN: tl.constexpr,
+    SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
@@ -199,12 +229,26 @@ def _split(
     heads = kv_head * GROUP + rows_of_q
     in_row = heads[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(q + request * q_stride + in_row, mask=used[:, None], other=0.0)
-    alone = tl.load(first + request + 1) - tl.load(first + request) == 1
+    first_piece = tl.load(first + request)
+    alone = tl.load(first + request + 1) - first_piece == 1
 
     table = block_tables + request * table_stride
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
+        m = tl.where(piece == first_piece, sink, m)
+        total = tl.where(piece == first_piece, 1.0, total)
+    if SPAN:
+        unaligned = begin % BLOCK_N
+        if unaligned != 0:
+            k, v, inside = any_tile(
+                kv, table, begin - unaligned, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
+            )
+            seen = inside & (tl.arange(0, BLOCK_N) >= unaligned)
+            m, total, acc = attend(queries, k, v, seen[None, :], m, total, acc, scale, True)
+            begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
     last = begin + (stop - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, last, BLOCK_N):
         if WHOLE:

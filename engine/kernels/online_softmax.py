@@ -3,7 +3,7 @@
 For each row (a query) a kernel keeps, over all tiles so far: the largest score m, the sum `total` of
 exp(score − m), and the sum `acc` of values weighted by exp(score − m). If a tile has a larger m, the earlier
 sums are scaled down (Milakov & Gimelshein 2018). Scores are multiplied by log₂ e, since exp2 is one
-instruction.
+instruction. A sink is where a kernel starts: its logit is the first m, and the first `total` is 1.
 
 A tile within one block of the cache is a rectangle in memory, [positions, head_dim] of one head. Hopper's
 copy engine fetches it by itself (`whole_tile`). Otherwise each row is looked up (`any_tile`).
@@ -13,12 +13,16 @@ remove. Products of float32 take three passes of the tensor cores (TF32 and its 
 alone has 10 bits of mantissa.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-LOG2_E = 1.4426950408889634
+from engine.model_config import Span
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def cache_tiles(kv: Tensor, block_n: int) -> TensorDescriptor:
@@ -27,6 +31,22 @@ def cache_tiles(kv: Tensor, block_n: int) -> TensorDescriptor:
     _, num_blocks, block_size, kv_heads, head_dim = kv.shape
     rows = kv.view(2 * num_blocks * block_size, kv_heads * head_dim)
     return TensorDescriptor.from_tensor(rows, [block_n, head_dim])
+
+
+def span_options(span: Span | None) -> dict[str, Any]:
+    """The arguments of kernels that call `first_seen`."""
+    return {"SPAN": span.length if span else 0, "CHUNKED": span.chunked if span else False}
+
+
+@triton.jit
+def first_seen(position, SPAN: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first position that a query at this position sees. SPAN 0: the layer has no span."""
+    first = position * 0
+    if CHUNKED:
+        first = tl.maximum(position, 0) // SPAN * SPAN
+    elif SPAN:
+        first = tl.maximum(position + 1 - SPAN, 0)
+    return first
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """Attention of prefill chunks over the paged cache: to earlier positions, and to the chunk itself.
 
-A query of position p attends to the positions 0 … p of its request:
+A query of position p attends to the positions first(p) … p of its request:
 
-    out(p) = Σ softmax(q(p) · k(j) / sqrt(head_dim)) v(j),   j ≤ p
+    out(p) = Σ softmax(q(p) · k(j) / sqrt(head_dim)) v(j),   first(p) ≤ j ≤ p
 
-computed in one pass over the keys, tile by tile (FlashAttention, Dao 2022/2023; `online_softmax`).
+first(p) is 0, or the first position in the layer's span. The softmax may have a sink in its sum. One pass
+over the keys computes it, tile by tile (FlashAttention, Dao 2022/2023; `online_softmax`).
 
 *GQA packing*: the query heads of one KV head see the same keys. So the rows of a tile are BLOCK_M pairs
 (token, head of the group), and each key is loaded once for all.
@@ -12,6 +13,7 @@ computed in one pass over the keys, tile by tile (FlashAttention, Dao 2022/2023;
 program, longest work first, so that the last wave is short.
 *Causal*: keys that the first token of a tile may see need no mask. The few keys after them are masked, in
 smaller tiles.
+*Span*: tiles of keys that no token sees are skipped. Those that only the last tokens do not see are masked.
 """
 
 from dataclasses import dataclass
@@ -21,12 +23,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.online_softmax import LOG2_E, any_tile, attend, cache_tiles, whole_tile
+from engine.kernels.online_softmax import (
+    LOG2_E,
+    any_tile,
+    attend,
+    cache_tiles,
+    first_seen,
+    span_options,
+    whole_tile,
+)
 from engine.kernels.tiles import SHORT, Shape
+from engine.model_config import Span
 
 # Measured on an H200 (`python -m bench.kernels --sweep`).
 STAGES = 5
 MASKED_N = 32  # keys of a tile that the causal mask cuts
+LEAST = tl.constexpr(-1e30)  # not −inf, which would give NaN where a query sees no key of its first tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +49,17 @@ class Tiles:
     shape: Shape
 
 
-def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tiles, out: Tensor) -> None:
+def prefill_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    tiles: Tiles,
+    out: Tensor,
+    span: Span | None,
+    sinks: Tensor | None,
+) -> None:
     """Writes the rows of the chunks in `tiles` to out. q and out [rows, num_heads, head_dim] have dense
-    heads; block_tables [requests, blocks] int32."""
+    heads; block_tables [requests, blocks] int32; sinks [num_heads]."""
     _, num_heads, head_dim = q.shape
     _, num_blocks, block_size, num_kv_heads, _ = kv.shape
     (block_m, block_n, warps), stages = tiles.shape, STAGES
@@ -53,7 +73,8 @@ def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tiles,
         block_tables,
         tiles.work,
         out,
-        head_dim**-0.5 * LOG2_E,
+        q if sinks is None else sinks,
+        head_dim**-0.5 * LOG2_E.value,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
@@ -66,6 +87,8 @@ def prefill_attention(q: Tensor, kv: Tensor, block_tables: Tensor, tiles: Tiles,
         BLOCK_N=block_n,
         MASKED_N=MASKED_N,
         WHOLE=whole,
+        SINKS=sinks is not None,
+        **span_options(span),
         num_warps=warps,
         num_stages=stages,
     )
@@ -79,6 +102,7 @@ def _prefill(
     block_tables,
     tiles,
     out,
+    sinks,
     scale,
     q_stride,
     out_stride,
@@ -92,6 +116,9 @@ def _prefill(
     BLOCK_N: tl.constexpr,
     MASKED_N: tl.constexpr,
     WHOLE: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     tile = tiles + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
@@ -107,17 +134,32 @@ def _prefill(
     token = packed // GROUP
     dims = tl.arange(0, HEAD_DIM)
     used = (token < tokens)[:, None]
-    in_row = ((kv_head * GROUP + packed % GROUP) * HEAD_DIM)[:, None] + dims[None, :]
+    head = kv_head * GROUP + packed % GROUP
+    in_row = (head * HEAD_DIM)[:, None] + dims[None, :]
     row_of = (row + token)[:, None]
     queries = tl.load(q + row_of * q_stride + in_row, mask=used, other=0.0)
 
-    whole = (first + 1) // BLOCK_N * BLOCK_N  # every query sees all keys before this position
-    query_positions = first + token
+    whole = (first + 1) // BLOCK_N * BLOCK_N  # the causal mask hides no key before this position
+    query_positions = tl.minimum(first + token, stop - 1)
+    first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
+    begin = 0
     table = block_tables + request * table_stride
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    m = tl.full([BLOCK_M], LEAST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for start in tl.range(0, whole, BLOCK_N):
+    if SINKS:
+        m = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += 1.0
+    if SPAN:
+        skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
+        begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
+        for start in tl.range(skipped, begin, BLOCK_N):
+            k, v, _ = any_tile(
+                kv, table, start, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
+            )
+            seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
+            m, total, acc = attend(queries, k, v, seen, m, total, acc, scale, True)
+    for start in tl.range(begin, whole, BLOCK_N):
         if WHOLE:
             k, v = whole_tile(cache, table, start, slots, kv_head, BLOCK_SIZE, HEAD_DIM)
         else:
@@ -131,6 +173,8 @@ def _prefill(
         )
         positions = start + tl.arange(0, MASKED_N)
         seen = (positions[None, :] <= query_positions[:, None]) & inside[None, :]
+        if SPAN:
+            seen &= positions[None, :] >= first_keys
         m, total, acc = attend(queries, k, v, seen, m, total, acc, scale, True)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + row_of * out_stride + in_row, result, mask=used)

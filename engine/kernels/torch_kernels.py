@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.kernels import FP8, FP8_GROUP, SMALLEST_TEMPERATURE, HeadNorm, Quantized
 from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
 from engine.kernels.experts import mix, route
-from engine.model_config import Scoring
+from engine.model_config import Scoring, Span
 
 
 class TorchKernels:
@@ -73,12 +73,19 @@ class TorchKernels:
         return q, k, v
 
     def plan(
-        self, metadata: AttentionMetadata, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+        self,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        span: Span | None = None,
     ) -> TorchPlan:
-        return plan_attention(metadata, dtype)
+        return plan_attention(metadata, span, dtype)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TorchPlan) -> Tensor:
-        return paged_attention(q, kv, plan)
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TorchPlan, sinks: Tensor | None = None
+    ) -> Tensor:
+        return paged_attention(q, kv, plan, sinks)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return logits.argmax(dim=-1), logits.isfinite().all(dim=-1)

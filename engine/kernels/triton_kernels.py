@@ -15,7 +15,7 @@ from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.shuffle import shuffle
 from engine.kernels.thresholds import thresholds
 from engine.kernels.tiles import SHORT, shape_for, tile_work
-from engine.model_config import Scoring
+from engine.model_config import Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 INTERPRETED_MULTIPROCESSORS = 4
@@ -28,6 +28,7 @@ class TritonPlan:
     block_tables: Tensor  # [requests, blocks] int32
     pieces: Pieces | None  # None: no decodes
     tiles: Tiles | None  # None: no chunks
+    span: Span | None
 
 
 class TritonKernels:
@@ -89,12 +90,17 @@ class TritonKernels:
         return q, k, v
 
     def plan(
-        self, metadata: AttentionMetadata, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+        self,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        span: Span | None = None,
     ) -> TritonPlan:
         decodes, device = metadata.num_decodes, metadata.contexts.device
         pieces = None
         if decodes:
-            pieces = partition(metadata.contexts[:decodes], num_kv_heads, self._multiprocessors)
+            pieces = partition(metadata.contexts[:decodes], num_kv_heads, self._multiprocessors, span)
         tiles = None
         if metadata.tiles is not None:
             tiles = Tiles(metadata.tiles, SHORT)
@@ -102,15 +108,17 @@ class TritonKernels:
             shape = shape_for(metadata.prefills)
             work = tile_work(metadata.prefills, decodes, shape.tokens(num_heads // num_kv_heads))
             tiles = Tiles(torch.from_numpy(work).to(device, non_blocking=True), shape)
-        return TritonPlan(decodes, metadata.block_tables, pieces, tiles)
+        return TritonPlan(decodes, metadata.block_tables, pieces, tiles, span)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TritonPlan) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TritonPlan, sinks: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.pieces is not None:
             decodes = slice(plan.num_decodes)
-            decode_attention(q[decodes], kv, plan.block_tables, plan.pieces, out[decodes])
+            decode_attention(q[decodes], kv, plan.block_tables, plan.pieces, out[decodes], plan.span, sinks)
         if plan.tiles is not None:
-            prefill_attention(q, kv, plan.block_tables, plan.tiles, out)
+            prefill_attention(q, kv, plan.block_tables, plan.tiles, out, plan.span, sinks)
         return out
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,8 @@ def load_model(
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
-    shape = f"{identity} {identity.experts}" if identity.experts else f"{identity}"
+    # A dense model has the fingerprint that it has in the version before, which knew no experts and no spans.
+    shape = f"{identity} {identity.experts} {identity.spans}" if identity.experts else f"{identity}"
     parts = [shape, weights.finish(), *filter(None, [weight_format.identity])]
     return model, hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
 

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from engine.model_config import ExpertsConfig, ModelConfig, RopeScaling, Scoring
+from engine.model_config import ExpertsConfig, ModelConfig, RopeScaling, Scoring, Span
 from engine.models import model_class
+
+COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def model_config_from_hf(
@@ -40,10 +42,6 @@ def model_config_from_hf(
     num_heads = integer("num_attention_heads")
     hidden_size = integer("hidden_size")
     context = integer("max_position_embeddings", 2048)
-    window = None
-    has_window = config.get("sliding_window") and config.get("use_sliding_window", True)
-    if has_window and integer("sliding_window") < context:
-        context = window = integer("sliding_window")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int for token in eos_ids):
@@ -65,12 +63,41 @@ def model_config_from_hf(
         attention_bias=bool(config.get("attention_bias", False)),
         eos_ids=tuple(eos_ids),
         dtype=config.get("dtype") or config.get("torch_dtype"),
-        sliding_window=window,
+        spans=_spans(config, integer, architecture, context, source),
         experts=_experts(config, integer, source) if architecture == "Qwen3MoeForCausalLM" else None,
         quantization=config.get("quantization_config"),
     )
     shape.check(source)
     return shape
+
+
+def _spans(
+    config: Mapping[str, Any],
+    integer: Callable[..., int],
+    architecture: str,
+    context: int,
+    source: str,
+) -> tuple[Span | None, ...]:
+    """The span of each layer. Empty if none is shorter than the model's context."""
+    layers = integer("num_hidden_layers")
+    window, chunk = None, None
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        window = Span(integer("sliding_window"))
+    if config.get("attention_chunk_size"):
+        chunk = Span(integer("attention_chunk_size"), chunked=True)
+    kinds = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
+    types = config.get("layer_types")
+    if types is None:
+        # Older Qwen2 and Qwen3 checkpoints say how many layers come before those with a window.
+        plain = min(layers, integer("max_window_layers", 28)) if architecture in COUNTS_PLAIN_LAYERS else 0
+        types = ["full_attention"] * plain + ["sliding_attention"] * (layers - plain)
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"{source}: layer_types must name the type of each of the {layers} layers")
+    for kind in types:
+        if kind not in kinds:
+            raise ValueError(f"{source}: layer type {kind!r} is not supported ({', '.join(kinds)} are)")
+    spans = tuple(kinds[kind] for kind in types)
+    return spans if any(span and span.length < context for span in spans) else ()
 
 
 def _experts(

@@ -4,15 +4,21 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.model_config import Span
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCache:
-    """An attention layer: one K and one V vector for each token and KV head."""
+    """An attention layer: one K and one V vector for each token and KV head.
+
+    The cache keeps all tokens of a request, also those before the span of its next query."""
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     """Type of the cache. The weights may have another."""
+    span: Span | None = None
+    """The keys that a query sees. None: all up to its own."""
 
     @property
     def bytes_per_token(self) -> int:

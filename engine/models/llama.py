@@ -17,9 +17,10 @@ from engine.layers.weights import Weights
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import AttentionCache
 
-Attend = Callable[[int, Tensor, Tensor, HeadNorm | None], Tensor]
-"""(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads) → output of attention
-[tokens, num_heads, head_dim]. Rotates qkv, writes KV to the layer's cache, and attends to the cache."""
+Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None], Tensor]
+"""(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads, sinks) → output of
+attention [tokens, num_heads, head_dim]. Rotates qkv, writes KV to the layer's cache, and attends to the
+cache, within the span of the layer's `AttentionCache`."""
 
 
 class LlamaAttention:
@@ -40,10 +41,12 @@ class LlamaAttention:
         self.out = weights.linear([f"{name}.o_proj"], [hidden], q_rows, bias=config.attention_bias)
         self.all_reduce = weights.ranks.all_reduce
         self.head_norm: HeadNorm | None = None
+        self.sinks: Tensor | None = None  # [num_heads]
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        return self.all_reduce(self.out(attend(layer, qkv, rotary, self.head_norm).flatten(1)))
+        out = attend(layer, qkv, rotary, self.head_norm, self.sinks)
+        return self.all_reduce(self.out(out.flatten(1)))
 
 
 class LlamaLayer:
@@ -76,7 +79,8 @@ class Llama:
     @staticmethod
     def cache_spec(config: ModelConfig, kv_dtype: torch.dtype) -> tuple[AttentionCache, ...]:
         """The cache of each layer."""
-        return (AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype),) * config.num_layers
+        spans = config.spans or (None,) * config.num_layers
+        return tuple(AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype, span) for span in spans)
 
     @staticmethod
     def mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE:

@@ -1,7 +1,6 @@
 """Makes jobs of a validated request: token ids and sampling parameters for each choice."""
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -18,24 +17,11 @@ SESSION_CHUNKS = 4
 _SEED_MASK = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """The context length of a model, as its workers serve it."""
-
-    positions: int
-    """Tokens of prompt and output together."""
-    sliding_window: bool = False
-    """The limit is the sliding window of the model."""
-
-    def __str__(self) -> str:
-        return f"{self.positions}, the model's sliding window" if self.sliding_window else f"{self.positions}"
-
-
 def make_jobs(
     body: ChatOptions | CompletionOptions,
     prompts: list[list[int]],
     *,
-    context: Context,
+    context: int,
     vocab_size: int,
     session: str | None,
     content_root: bytes,
@@ -69,16 +55,16 @@ def make_jobs(
     return jobs
 
 
-def output_room(prompt_tokens: int, field: str, context: Context) -> int:
+def output_room(prompt_tokens: int, field: str, context: int) -> int:
     """Returns how many tokens fit after the prompt. Raises ContextLengthExceeded when none does."""
-    room = context.positions - prompt_tokens
+    room = context - prompt_tokens
     if room < 1:
         text = f"{field}: {prompt_tokens} tokens leave no room for output in a context of {context}"
         raise ContextLengthExceeded(text, param=field)
     return room
 
 
-def _max_tokens(body: ChatOptions | CompletionOptions, prompt_tokens: int, context: Context) -> int:
+def _max_tokens(body: ChatOptions | CompletionOptions, prompt_tokens: int, context: int) -> int:
     room = output_room(prompt_tokens, body.prompt_field, context)
     wanted = body.max_tokens_wanted
     if wanted is None:

@@ -14,7 +14,7 @@ from router.admission.account import Account
 from router.admission.keys import ANY_CLIENT, KeyRing
 from router.admission.queue import Entry
 from router.api.bodies import ChatOptions, CompletionOptions
-from router.api.jobs import Context, make_jobs
+from router.api.jobs import make_jobs
 from router.api.structured import Structure
 from router.config import RouterConfig
 from router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
@@ -78,7 +78,7 @@ class Frontend:
 
     @property
     def _served(self) -> Served:
-        return Served(self._model_name, Context(self.capacity, self._services.pool.sliding_window))
+        return Served(self._model_name, self.capacity)
 
     @contextmanager
     def admit(self, account: Account, size: int) -> Iterator[Entry]:

@@ -18,7 +18,7 @@ from router.api.bodies import (
     parse,
 )
 from router.api.grpc_body import parse_message
-from router.api.jobs import Context, output_room
+from router.api.jobs import output_room
 from router.api.messages import Message
 from router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from router.text.tokenizer import ModelTokenizer
@@ -29,10 +29,11 @@ Kind = Literal["chat", "completion", "message", "tokenize", "detokenize"]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model that a router serves, and its context."""
+    """The model that a router serves, and its context length."""
 
     model_name: str
-    context: Context
+    context: int
+    """Tokens of prompt and output together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def prepare(
 def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:
     _check_model(body, served)
     field = body.prompt_field
-    if len(body.messages) > served.context.positions:
+    if len(body.messages) > served.context:
         text = f"{field}: {len(body.messages)} messages do not fit into a context of {served.context}"
         raise ContextLengthExceeded(text, param=field)
     text = _rendered(tokenizer, body, body.messages)
@@ -107,7 +108,7 @@ def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> 
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
     tokens = tokenizer.encode(text, add_special_tokens=special)
-    response = {"count": len(tokens), "max_model_len": served.context.positions, "tokens": tokens}
+    response = {"count": len(tokens), "max_model_len": served.context, "tokens": tokens}
     return msgspec.json.encode(response)
 
 
@@ -161,7 +162,7 @@ def _encoded(
 ) -> list[int]:
     """Returns the token ids of a prompt. Raises ContextLengthExceeded when it leaves no room for output."""
     # Without this check, a text of any length would be tokenized before it is refused.
-    if len(text) > served.context.positions * tokenizer.longest_token:
+    if len(text) > served.context * tokenizer.longest_token:
         reason = f"{field}: {len(text)} characters do not fit into a context of {served.context}"
         raise ContextLengthExceeded(reason, param=field)
     token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)

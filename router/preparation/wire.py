@@ -1,6 +1,6 @@
 """The messages between a router and the children that prepare bodies.
 
-A request is a line of JSON, [kind, model name, positions, sliding window], then the client's bytes. A reply
+A request is a line of JSON, [kind, model name, context length], then the client's bytes. A reply
 is MessagePack.
 """
 
@@ -11,7 +11,6 @@ from array import array
 import msgspec
 
 from router.api.bodies import ChatOptions, CompletionOptions
-from router.api.jobs import Context
 from router.errors import ApiError, InvalidRequest, all_errors
 from router.preparation.prepare import Kind, Prepared, Served
 from rpc.logs import stack_without_text
@@ -51,15 +50,13 @@ _decode = msgspec.msgpack.Decoder(_Prepared | _Response | _Error | _Crash).decod
 
 
 def request_head(kind: Kind, served: Served) -> bytes:
-    context = served.context
-    head = [kind, served.model_name, context.positions, context.sliding_window]
-    return json.dumps(head).encode() + b"\n"
+    return json.dumps([kind, served.model_name, served.context]).encode() + b"\n"
 
 
 def read_request(request: bytes) -> tuple[Kind, Served, bytes]:
     head, _, raw = request.partition(b"\n")
-    kind, model_name, positions, sliding_window = json.loads(head)
-    return kind, Served(model_name, Context(positions, sliding_window)), raw
+    kind, model_name, context = json.loads(head)
+    return kind, Served(model_name, context), raw
 
 
 def encode_prepared(prepared: Prepared | bytes) -> bytes:

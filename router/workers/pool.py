@@ -86,7 +86,6 @@ class WorkerPool:
         self._retired: set[WorkerConnection] = set()  # no longer listed, with open attempts
         self._candidates = Candidates(policy)
         self._max_positions: int | None = None
-        self._sliding_window = False
         self._content_root = b""
 
     async def run(self) -> None:
@@ -139,11 +138,6 @@ class WorkerPool:
     def max_positions(self) -> int | None:
         """Positions that one request may have on any worker; None while no worker is known."""
         return self._max_positions
-
-    @property
-    def sliding_window(self) -> bool:
-        """Whether `max_positions` is the model's sliding window."""
-        return self._sliding_window
 
     @property
     def content_root(self) -> bytes:
@@ -260,7 +254,6 @@ class WorkerPool:
         described = [c.description for c in self._connections.values() if c.state is not WorkerState.REFUSED]
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._max_positions = min(sizes, default=None)
-        self._sliding_window = any(d.sliding_window == self._max_positions for d in described)
         roots = Counter(d.content_root for d in described if d.num_blocks)
         # Of two formats in one cluster, requests find the cached prefixes of the larger part.
         self._content_root = max(roots, key=lambda root: (roots[root], root), default=b"")

@@ -45,11 +45,18 @@ def main() -> None:
     from engine.kernels.skinny_linear import SkinnyLinear
     from engine.kernels.thresholds import thresholds
     from engine.kernels.triton_kernels import TritonKernels
-    from engine.model_config import Scoring
+    from engine.model_config import Scoring, Span
     from kv_transfer import copy_kernels
 
     def step(
-        dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int, *, norm: bool
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        *,
+        norm: bool,
+        span: Span | None = None,
     ) -> None:
         print(f"-- {dtype}, {heads} heads on {kv_heads}, {head_dim} each, block {block_size}")
         kernels = TritonKernels(torch.device("cpu"), head_dim)
@@ -72,7 +79,8 @@ def main() -> None:
         head_norm = HeadNorm(torch.zeros(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if norm else None
         qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
         q, k, v = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
-        kernels.attention(q, k, v, kv, kernels.plan(metadata, heads, kv_heads, dtype))
+        sinks = None if span is None else x[0, :heads]
+        kernels.attention(q, k, v, kv, kernels.plan(metadata, heads, kv_heads, dtype, span), sinks)
         if dtype is not torch.float32:
             for tokens in (1, 20, 64):
                 for size in (hidden, 16 * hidden):
@@ -94,6 +102,8 @@ def main() -> None:
     step(torch.float32, 32, 8, 128, 128, norm=False)  # the most shared memory
     step(torch.bfloat16, 9, 3, 64, 128, norm=False)  # SmolLM2 135M
     step(torch.bfloat16, 8, 4, 256, 128, norm=True)  # the largest head
+    step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128))  # gpt-oss
+    step(torch.bfloat16, 40, 8, 128, 128, norm=False, span=Span(8192, chunked=True))  # Llama 4
 
     print("-- experts")
     for dtype in (torch.bfloat16, torch.float32):

@@ -12,15 +12,31 @@ from engine.core.scheduler import Chunk
 from engine.core.step_builder import build_step
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.torch_kernels import TorchKernels
+from engine.model_config import Span
 from engine.step import Step
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 VOCABULARY = 1000
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("span", "with_sinks"),
+    [
+        (None, False),
+        (None, True),
+        (Span(1), False),
+        (Span(16), True),
+        (Span(50), False),
+        (Span(8, chunked=True), False),
+        (Span(24, chunked=True), True),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_equals_plain_attention_and_never_reads_foreign_slots(seed: int, block_size: int) -> None:
+def test_equals_plain_attention_and_never_reads_foreign_slots(
+    seed: int, block_size: int, span: Span | None, with_sinks: bool
+) -> None:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     # (start, stop): decodes short and long, whole prefills, and later chunks of prefills.
@@ -29,7 +45,8 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(seed: int, block_s
     num_blocks = sum(-(-stop // block_size) for _, stop in spans) + 5
     free = list(range(num_blocks))
     rng.shuffle(free)
-    # What a request must not see is NaN: other requests' blocks, and positions after its own.
+    # What a request must not see is NaN: other requests' blocks, blocks before its span, and positions after
+    # its own.
     cache = torch.full((2, num_blocks, block_size, KV_HEADS, DIM), torch.nan)
     chunks, sequences = [], []
     for start, stop in spans:
@@ -38,7 +55,8 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(seed: int, block_s
         keys_values = torch.randn(2, stop, KV_HEADS, DIM, generator=generator)
         for position in range(start):
             block, offset = live.blocks[position // block_size], position % block_size
-            cache[:, block, offset] = keys_values[:, position]
+            if position >= first_key(start, span) // block_size * block_size:
+                cache[:, block, offset] = keys_values[:, position]
         chunks.append(Chunk(live, start, stop))
         sequences.append((keys_values, torch.randn(stop - start, HEADS, DIM, generator=generator)))
 
@@ -52,15 +70,23 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(seed: int, block_s
     kernels, no_turn = TorchKernels(), torch.stack((torch.ones(len(q), DIM), torch.zeros(len(q), DIM)), dim=1)
     qkv = torch.cat((q, k, v), dim=1)
     q, k, v = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
-    plan = kernels.plan(metadata, HEADS, KV_HEADS, torch.float32)
-    out = kernels.attention(q, k, v, cache, plan)
+    sinks = torch.randn(HEADS, generator=generator) if with_sinks else None
+    plan = kernels.plan(metadata, HEADS, KV_HEADS, torch.float32, span)
+    out = kernels.attention(q, k, v, cache, plan, sinks)
 
     for i, rows in enumerate(rows_of_chunks):
         keys_values, queries = sequences[i]
-        torch.testing.assert_close(out[rows], plain(queries, keys_values, chunks[i].start))
+        torch.testing.assert_close(out[rows], plain(queries, keys_values, chunks[i].start, span, sinks))
         assert step.positions[rows].tolist() == list(range(chunks[i].start, chunks[i].stop))
     written = torch.isfinite(cache).all(dim=(0, 3, 4)).sum()
-    assert int(written) == sum(stop for _, stop in spans), "each position is in exactly one slot"
+    hidden = sum(first_key(start, span) // block_size * block_size for start, _ in spans)
+    assert int(written) == sum(stop for _, stop in spans) - hidden, "each position is in exactly one slot"
+
+
+def first_key(query: int, span: Span | None) -> int:
+    if span is None:
+        return 0
+    return query // span.length * span.length if span.chunked else max(0, query - span.length + 1)
 
 
 def rows_of(step: Step, sampled: list[LiveRequest], chunks: list[Chunk]) -> list[slice]:
@@ -69,11 +95,19 @@ def rows_of(step: Step, sampled: list[LiveRequest], chunks: list[Chunk]) -> list
     return [slice(ends[id(c.live)] - (c.stop - c.start), ends[id(c.live)]) for c in chunks]
 
 
-def plain(q: torch.Tensor, keys_values: torch.Tensor, start: int) -> torch.Tensor:
+def plain(
+    q: torch.Tensor, keys_values: torch.Tensor, start: int, span: Span | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
     k, v = keys_values.repeat_interleave(HEADS // KV_HEADS, dim=2)
     scores = torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5
-    visible = torch.arange(k.shape[0]) <= torch.arange(start, start + q.shape[0])[:, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    visible = torch.zeros(len(q), len(k), dtype=torch.bool)
+    for i, query in enumerate(range(start, start + len(q))):
+        visible[i, first_key(query, span) : query + 1] = True
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is None:
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    with_sink = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    return torch.einsum("hqk,khd->qhd", with_sink.softmax(-1)[..., :-1], v)
 
 
 def test_only_tokens_that_complete_their_request_are_sampled() -> None:

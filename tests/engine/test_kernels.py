@@ -20,9 +20,10 @@ from torch import Tensor
 
 from engine import EngineConfig, build_engine
 from engine.kernels import AttentionMetadata, HeadNorm, Kernels
+from engine.kernels.attention import first_seen
 from engine.kernels.experts import route
 from engine.kernels.torch_kernels import TorchKernels
-from engine.model_config import Scoring
+from engine.model_config import Scoring, Span
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
@@ -208,9 +209,12 @@ def test_mix_experts(
 # Attention
 
 
+LARGEST_TILE = 128  # keys that a kernel loads at once
+
+
 class Step:
     """A random step: requests with cached KV, and the QKV product of the step's tokens. What no request may
-    see is NaN: unused blocks, and positions after a request's own."""
+    see is NaN: unused blocks, positions after a request's own, and tiles before its span."""
 
     def __init__(
         self,
@@ -220,8 +224,11 @@ class Step:
         block_size: int = 16,
         dtype: torch.dtype = F32,
         seed: int = 0,
+        span: Span | None = None,
+        with_sinks: bool = False,
     ) -> None:
-        self.heads, self.dtype = heads, dtype
+        self.heads, self.dtype, self.span = heads, dtype, span
+        self.sinks = normal(heads[0], seed=seed + 97).to(dtype) if with_sinks else None
         decodes = [span for span in spans if span[1] - span[0] == 1]
         self.spans = decodes + [span for span in spans if span not in decodes]
         width = max(-(-stop // block_size) for _, stop in spans)
@@ -245,7 +252,8 @@ class Step:
         self.kv = torch.full((2, num_blocks, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
         for i, (s, (start, _)) in enumerate(zip(slots, self.spans, strict=True)):
             cached = normal(2, start, heads[1], head_dim, seed=seed + i).to(dtype)
-            self.kv.flatten(1, 2)[:, s[:start]] = cached
+            hidden = int(first_seen(torch.tensor(start), span)) // LARGEST_TILE * LARGEST_TILE
+            self.kv.flatten(1, 2)[:, s[hidden:start]] = cached[:, hidden:]
         self.qkv = normal(tokens, all_heads, head_dim, seed=seed + 99).to(dtype)
         angles = normal(tokens, head_dim // 2, seed=seed + 98)
         cos, sin = angles.cos(), angles.sin()
@@ -271,8 +279,9 @@ class Step:
         if norm is not None:
             norm = HeadNorm(put(norm.scale), norm.eps)
         q, k, v = kernels.rope_and_write(put(self.qkv), rotary, norm, kv, metadata.slots)
-        plan = kernels.plan(metadata, *self.heads, kv.dtype)
-        return kernels.attention(q, k, v, kv, plan), kv, q
+        plan = kernels.plan(metadata, *self.heads, kv.dtype, self.span)
+        sinks = None if self.sinks is None else put(self.sinks)
+        return kernels.attention(q, k, v, kv, plan, sinks), kv, q
 
     def check(self, kernels: Kernels, device: str, norm: HeadNorm | None = None) -> None:
         out, kv, q = self.run(kernels, device, norm)
@@ -352,6 +361,28 @@ def test_chunks_longer_than_a_tile(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("span", "with_sinks"),
+    [(None, True), (Span(5), False), (Span(128), True), (Span(24, chunked=True), True), (Span(160), False)],
+    ids=repr,
+)
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_a_layer_with_a_span_or_sinks(
+    triton_kernels: Kernels,
+    kernel_device: str,
+    dtype: torch.dtype,
+    span: Span | None,
+    with_sinks: bool,
+    block_size: int,
+) -> None:
+    """Decodes of one piece and of several. Spans that end in a tile of keys, within a chunk of queries and
+    before it."""
+    spans = [(0, 1), (31, 32), (335, 336), (400, 401), (0, 70), (30, 33), (300, 340)]
+    step = Step(spans, (4, 2), 64, block_size, dtype, span=span, with_sinks=with_sinks)
+    step.check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_program_that_rotates_several_tokens(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
@@ -386,27 +417,32 @@ def test_any_batch(
     [[1], [64], [13 * 64], [65, 0, 0], [0], [1, 5000, 64, 200], [1000] * 20, [0, 3000, 0, 1]],
     ids=lambda contexts: f"{len(contexts)}x{max(contexts)}",
 )
-def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int]) -> None:
+@pytest.mark.parametrize("span", [None, Span(100), Span(300, chunked=True)], ids=repr)
+def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int], span: Span | None) -> None:
     from engine.kernels.decode_attention import BLOCK_N, FEW_PIECES_PER_SM, partition
 
     multiprocessors, kv_heads = 3, 2
     pieces = partition(
-        torch.tensor(contexts, dtype=torch.int32, device=kernel_device), kv_heads, multiprocessors
+        torch.tensor(contexts, dtype=torch.int32, device=kernel_device), kv_heads, multiprocessors, span
     )
+    seen = first_seen(torch.tensor(contexts) - 1, span).clamp_min(0).tolist()
     work, first = pieces.work.tolist(), pieces.first.tolist()
     assert len(work) == len(contexts) + FEW_PIECES_PER_SM * multiprocessors // kv_heads
     longest = max(stop - start for _, start, stop in work)
     for i, context in enumerate(contexts):
         own = work[first[i] : first[i + 1]]
         assert [request for request, _, _ in own] == [i] * len(own)
-        ends = [0, *(stop for _, _, stop in own)]
+        ends = [seen[i], *(stop for _, _, stop in own)] if context else [0]
         assert [start for _, start, _ in own] == ends[:-1]
         assert ends[-1] == context
-        assert all(start % BLOCK_N == 0 and start < stop for _, start, stop in own)
+        assert all(start < stop for _, start, stop in own)
+        assert all(start % BLOCK_N == 0 for _, start, _ in own[1:])
     assert all(start == stop for _, start, stop in work[first[-1] :]), "the rest does nothing"
     if longest > BLOCK_N:
         shorter = -(-longest // BLOCK_N) * BLOCK_N - BLOCK_N
-        assert sum(-(-context // shorter) for context in contexts) > len(work), "no shorter length makes do"
+        tiles = (-(-stop // BLOCK_N) - start // BLOCK_N for start, stop in zip(seen, contexts, strict=True))
+        needed = sum(-(-count * BLOCK_N // shorter) for count in tiles)
+        assert needed > len(work), "no shorter length makes do"
 
 
 def test_combining_more_pieces_than_fit_one_pass(
@@ -547,4 +583,4 @@ def test_all_kernels_compile_for_an_h200(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("_prefill") == ran.stdout.count("_split") == 6
+    assert ran.stdout.count("_prefill") == ran.stdout.count("_split") == 8

@@ -1,5 +1,6 @@
 """Every architecture against transformers: logits, and greedy tokens through the paged, chunked engine."""
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 from engine import EngineConfig, build_engine
+from engine.loader.hf import read_config
+from engine.loader.hf_config import model_config_from_hf
+from engine.model_config import Span
 from tests.device import DEVICE
 
 LLAMA3_ROPE = {
@@ -19,6 +23,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 
 KINDS = [
     pytest.param("Llama", {}, id="llama-gqa"),
@@ -31,7 +37,9 @@ KINDS = [
         id="llama-linear-rope",
     ),
     pytest.param("Mistral", {"sliding_window": None, "head_dim": 32}, id="mistral"),
+    pytest.param("Mistral", {"sliding_window": 20}, id="mistral-window"),
     pytest.param("Qwen2", {}, id="qwen2"),
+    pytest.param("Qwen2", QWEN2_WINDOWS, id="qwen2-windows"),
     pytest.param("Qwen3", {"head_dim": 32}, id="qwen3"),
     pytest.param("Qwen3Moe", {"head_dim": 32, "norm_topk_prob": True}, id="qwen3-moe"),
     pytest.param(
@@ -88,20 +96,46 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[tuple[int, torch.T
     return result
 
 
-def test_sliding_window_bounds_the_context(
-    tmp_path: Path, save_tiny: Callable[..., Any], caplog: pytest.LogCaptureFixture
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
+    for window, spans in ((64, (Span(64),) * 3), (256, ())):
+        save_tiny(tmp_path, "Mistral", sliding_window=window)
+        model = read_config(tmp_path)
+        assert (model.max_model_len, model.spans) == (256, spans)
+        assert "Span" not in repr(model), "fingerprints of older workers would differ"
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, [False, True, True]),
+        ({"layer_types": None}, [False, True, True]),
+        ({"layer_types": None, "max_window_layers": 2}, [False, False, True]),
+        ({"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, [True, False, False]),
+        ({"use_sliding_window": False}, []),
+    ],
+)
+def test_layers_with_a_window(
+    tmp_path: Path, save_tiny: Callable[..., Any], changes: dict[str, Any], windows: list[bool]
 ) -> None:
-    save_tiny(tmp_path, "Mistral", sliding_window=64)
-    model = build_engine(EngineConfig(model=str(tmp_path))).model_config
-    assert (model.max_model_len, model.sliding_window) == (64, 64)
-    assert "sliding_window" not in repr(model), "fingerprints of older workers would differ"
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == ["requests can have 64 tokens: the model's sliding window ends the context there"]
-    with pytest.raises(ValueError, match="--max-model-len 65: the model's context is 64, its sliding window"):
-        build_engine(EngineConfig(model=str(tmp_path), max_model_len=65))
-    caplog.clear()
-    build_engine(EngineConfig(model=str(tmp_path), max_model_len=63))
-    assert not caplog.records, "the window is not what ends the context"
+    """Older versions of transformers write no layer_types."""
+    save_tiny(tmp_path, "Qwen2", **QWEN2_WINDOWS)
+    config = json.loads((tmp_path / "config.json").read_text())
+    spans = model_config_from_hf({**config, **changes}, {}, "").spans
+    assert [span == Span(20) for span in spans] == windows
+
+
+def test_unsupported_layers_are_refused(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
+    save_tiny(tmp_path, "Qwen2")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for types, message in (
+        (
+            ["full_attention", "linear_attention", "full_attention"],
+            "layer type 'linear_attention' is not supp",
+        ),
+        (["full_attention"], "layer_types must name the type of each of the 3 layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model_config_from_hf({**config, "layer_types": types}, {}, "")
 
 
 def test_unsupported_models_are_refused(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:

@@ -441,17 +441,14 @@ async def test_a_body_must_have_the_type_json(cluster: Cluster):
                 assert response.status == 200
 
 
-async def test_the_error_of_a_long_prompt_names_the_sliding_window(cluster: Cluster) -> None:
+async def test_the_error_of_a_long_prompt_names_the_context(cluster: Cluster) -> None:
     pool = cluster.router.services.pool
     for connection in pool.connections:
-        connection.description.max_model_len = connection.description.sliding_window = 100
+        connection.description.max_model_len = 100
         pool.availability_changed(connection)
     for body, told in (
-        (
-            {"prompt": [5] * 100},
-            "100 tokens leave no room for output in a context of 100, the model's sliding window",
-        ),
-        ({"prompt": [5], "max_tokens": 100}, "exceed the context of 100, the model's sliding window"),
+        ({"prompt": [5] * 100}, "100 tokens leave no room for output in a context of 100"),
+        ({"prompt": [5], "max_tokens": 100}, "exceed the context of 100"),
     ):
         status, result = await cluster.post("/v1/completions", **body)
         assert status == 400

@@ -21,7 +21,6 @@ from router.active_request import ActiveRequests
 from router.admission.account import Account
 from router.admission.keys import ANY_CLIENT, ApiKey
 from router.api.bodies import ChatBody, ChatOptions, CompletionBody
-from router.api.jobs import Context
 from router.endpoints.grpc_server import SERVICE
 from router.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from router.preparation.child import reply_to
@@ -34,7 +33,7 @@ from rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import Cluster, make_cluster
 
-SERVED = Served("fake", Context(8192))
+SERVED = Served("fake", 8192)
 CHAT = {"messages": [{"role": "user", "content": "Hi 🙂"}]}
 FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
 SAMPLED = {

@@ -53,7 +53,6 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
             16,
             32,
             vocabulary_fingerprint="v",
-            sliding_window=0,
         ),
     ],
 )
