@@ -1,7 +1,10 @@
 """The feed-forward part of a dense layer."""
 
+from typing import Any
+
 from torch import Tensor
 
+from engine.layers.fp8_linear import fp8_groups
 from engine.layers.ranks import whole
 from engine.layers.weights import Weights
 from engine.model_config import ModelConfig
@@ -15,7 +18,14 @@ class GatedMLP:
         self.gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
         self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
         self.kernels = weights.kernels
+        self.grouped = fp8_groups(self.down)
         self.all_reduce = weights.ranks.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.all_reduce(self.down(self.kernels.silu_mul(self.gate_up(x))))
+        return self.all_reduce(self.down(self._inner(self.gate_up(x))))
+
+    def _inner(self, gate_up: Tensor) -> Any:
+        """What the down product takes: a tensor, or `Quantized`."""
+        if self.grouped is None:
+            return self.kernels.silu_mul(gate_up)
+        return self.kernels.silu_mul_quantized(gate_up, grouped=self.grouped)

@@ -1,7 +1,10 @@
 """RMSNorm with the addition to the residual stream that comes before it."""
 
+from typing import Any
+
 from torch import Tensor
 
+from engine.layers.fp8_linear import fp8_groups
 from engine.layers.weights import Weights
 
 
@@ -16,3 +19,20 @@ class RMSNorm:
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
         """Adds delta to residual, in place, and returns the norm of that."""
         return self.kernels.add_rms_norm(residual, delta, self.weight, self.eps)
+
+
+class InputNorm:
+    """An `RMSNorm` before a product. If the product takes FP8, the norm quantises its result."""
+
+    def __init__(self, norm: RMSNorm, product: object) -> None:
+        self.norm = norm
+        self.grouped = fp8_groups(product)
+
+    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Any:
+        """As `RMSNorm`. Returns what the product takes: a tensor, or `Quantized`."""
+        norm = self.norm
+        if self.grouped is None:
+            return norm(residual, delta)
+        return norm.kernels.add_rms_norm_quantized(
+            residual, delta, norm.weight, norm.eps, grouped=self.grouped
+        )

@@ -150,20 +150,40 @@ class Weights:
             self._read(name, dimensions, to)
         return stacked
 
-    def stored(self, name: str, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-        """These parts of a tensor as the checkpoint stores it, on the device. Raises `ValueError` naming file
-        and tensor if its shape is not that of the parts, or if it is not of `dtype`."""
-        self._check(name, tuple(part.size for part in parts))
+    @property
+    def source(self) -> str:
+        """File or directory of the checkpoint, for error messages."""
+        return self._checkpoint.source
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """What the file says about a tensor that it has. None: any."""
+        return self._checkpoint.shape(name)
+
+    def stored(self, name: str, parts: Sequence[Part] | None, *dtypes: torch.dtype) -> Tensor:
+        """These parts of a tensor as the checkpoint stores it, on the device. None: the whole, of any shape.
+        Raises `ValueError` naming file and tensor if its shape is not that of the parts, or its dtype none of
+        `dtypes`."""
+        parts = self._parts(name, parts)
         tensor = self._checkpoint.read(name, parts)
-        if tensor.dtype is not dtype:
+        if tensor.dtype not in dtypes:
             raise ValueError(
-                f"{self._checkpoint.file_of(name)}: tensor {name} is of {tensor.dtype}, not of {dtype}"
+                f"{self._checkpoint.file_of(name)}: tensor {name} is of {tensor.dtype}, not of "
+                f"{' or '.join(map(str, dtypes))}"
             )
         placed = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
-        if dtype.is_floating_point:
+        if tensor.is_floating_point():
             self._extremes[name] = torch.stack(placed.float().aminmax())
         self._note(name, parts, tensor)
         return placed
+
+    def _parts(self, name: str, parts: Sequence[Part] | None) -> Sequence[Part]:
+        if parts is None:
+            return [whole(size) for size in self._checkpoint.shape(name) or ()]
+        self._check(name, tuple(part.size for part in parts))
+        return parts
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises `ValueError`, before memory is allocated, if the tensor is missing or has another shape."""
@@ -241,10 +261,10 @@ class DeclaredWeights(Weights):
         super().take(name, shape)
         return torch.ones(()).expand(shape)  # layers compute with the values of small tensors
 
-    def stored(self, name: str, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-        self._check(name, tuple(part.size for part in parts))
+    def stored(self, name: str, parts: Sequence[Part] | None, *dtypes: torch.dtype) -> Tensor:
+        parts = self._parts(name, parts)
         self._taken[name] = ""
-        return torch.empty([part.length for part in parts], dtype=dtype, device=self.device)
+        return torch.empty([part.length for part in parts], dtype=dtypes[0], device=self.device)
 
     def _read(self, name: str, parts: Sequence[Part], to: Tensor) -> None:
         self._taken[name] = ""

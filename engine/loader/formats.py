@@ -8,14 +8,31 @@ import torch
 from engine.api.config import EngineConfig
 from engine.layers.linear import PlainFormat
 from engine.layers.weights import WeightFormat
+from engine.loader import fp8_formats
 from engine.model_config import ModelConfig
 
-STORED: dict[str, Callable[[Mapping[str, Any], str, torch.device], WeightFormat]] = {}
+FromSettings = Callable[[Mapping[str, Any], str, torch.device], WeightFormat]
+
+COMPRESSED: dict[str, FromSettings] = {"float-quantized": fp8_formats.compressed_float}
+"""Formats of compressed-tensors checkpoints, by their `format`."""
+
+
+def _compressed(settings: Mapping[str, Any], source: str, device: torch.device) -> WeightFormat:
+    name = settings.get("format")
+    if name not in COMPRESSED:
+        raise ValueError(
+            f"{source}: quantization_config: the format {name!r} of compressed-tensors is not supported "
+            f"({', '.join(COMPRESSED)} are)"
+        )
+    return COMPRESSED[name](settings, source, device)
+
+
+STORED: dict[str, FromSettings] = {"compressed-tensors": _compressed, "fp8": fp8_formats.fp8}
 """Formats of quantized checkpoints, by the `quant_method` of their `quantization_config`. A function gets
 this configuration, the checkpoint's source and the device. It raises `ValueError` naming the source for
 settings that are not supported, and for a device that cannot use the format."""
 
-ON_LOAD: dict[str, Callable[[torch.device], WeightFormat]] = {}
+ON_LOAD: dict[str, Callable[[torch.device], WeightFormat]] = {"fp8": fp8_formats.fp8_on_load}
 """Formats to which plain matrices are quantized when they are loaded, by `--quantization`."""
 
 

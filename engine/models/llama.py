@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.kernels import HeadNorm
 from engine.layers.mlp import GatedMLP
 from engine.layers.moe import MoE
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import InputNorm, RMSNorm
 from engine.layers.ranks import whole
 from engine.layers.rotary import Rotary
 from engine.layers.vocabulary import Embedding, OutputProjection
@@ -59,9 +59,11 @@ class LlamaLayer:
         mlp: GatedMLP | MoE,
     ) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(weights, f"{name}.input_layernorm", size, eps)
+        self.attention_norm = InputNorm(RMSNorm(weights, f"{name}.input_layernorm", size, eps), attention.qkv)
         self.attention = attention
-        self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
+        self.mlp_norm = InputNorm(
+            RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps), mlp.gate_up
+        )
         self.mlp = mlp
 
     def __call__(

@@ -1,4 +1,5 @@
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 
 from engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, build_engine
 from engine.execution.moments import moment
+from engine.execution.rank import Follower
+from engine.execution.rank_files import RankFiles
 from tests.device import DEVICE
 
 torch.set_num_threads(1)
@@ -184,3 +187,36 @@ def spelled_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
+
+
+def follow(config: EngineConfig, rank: int, files: RankFiles) -> None:
+    Follower(config, rank, files).run(lambda step: lambda layer: None)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Engine]]:
+    """Makes engines with several ranks, and ends them after the test."""
+    groups: list[tuple[Engine, list[threading.Thread], RankFiles]] = []
+
+    def make(path: Path, size: int, **config: Any) -> Engine:
+        settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, **config}
+        settings = {"model": str(path), "tensor_parallel_size": size, **settings}
+        files = RankFiles.create(size) if size > 1 else None
+        threads = [
+            threading.Thread(target=follow, args=(EngineConfig(**settings), rank, files))
+            for rank in range(1, size)
+        ]
+        for thread in threads:
+            thread.start()
+        engine = build_engine(EngineConfig(**settings), files=files)
+        if files is not None:
+            groups.append((engine, threads, files))
+        return engine
+
+    yield make
+    for engine, threads, files in groups:
+        engine.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive(), "a rank has not stopped"
+        files.close()

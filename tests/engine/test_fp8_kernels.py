@@ -1,6 +1,7 @@
 """FP8 kernels against the torch kernels that define them: compiled on a GPU, else in Triton's interpreter."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine import EngineConfig, build_engine
 from engine.kernels import FP8, Kernels, Quantized
 from engine.kernels.torch_kernels import TorchKernels
+from tests.engine.test_fp8 import SIZES, save_quantized
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
@@ -172,3 +175,41 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(bias: bool) -> None:
     close(many, expected)
     few_x = Quantized(*(tensor[:64].cuda() for tensor in x))
     assert all(torch.equal(linear(few_x), few) for _ in range(200)), "timing changes nothing"
+
+
+@pytest.mark.parametrize("kind", ["on-load", "blocks"])
+def test_an_engine_on_these_kernels(
+    kind: str,
+    triton_kernels: Kernels,
+    kernel_device: str,
+    tmp_path: Path,
+    save_tiny: Any,
+    run: Any,
+    request_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine with these kernels gives the tokens of an engine with torch kernels that quantise, too."""
+    if kind == "on-load":
+        save_tiny(tmp_path, "Llama", num_hidden_layers=1)
+    else:
+        save_quantized(tmp_path, save_tiny, kind, **SIZES, num_key_value_heads=1)
+    monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
+    requests = [request_of(i, range(3 + i, 8 + i), max_tokens=3, ignore_eos=True) for i in range(2)]
+
+    def tokens(device: str) -> list[list[int]]:
+        config = EngineConfig(
+            str(tmp_path),
+            dtype="float32" if device == "cpu" else "bfloat16",
+            quantization="fp8" if kind == "on-load" else "auto",
+            device=device,
+            num_blocks=8,
+            block_size=4,
+            max_num_batched_tokens=6,
+            max_num_seqs=2,
+        )
+        return [result.tokens for result in run(build_engine(config), requests).values()]
+
+    expected = tokens("cpu")
+    for module in ("engine.execution.start", "engine.layers.weights"):
+        monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim: triton_kernels)
+    assert tokens(kernel_device) == expected

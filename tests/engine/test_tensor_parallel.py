@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, build_engine
+from engine import Engine, EngineConfig
 from engine.execution import host_ranks
 from engine.execution.commands import SLOTS, Commands, Sample
 from engine.execution.host_ranks import HostRanks
-from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
 from engine.loader import check_model
 from engine.step import Draws, Step, Variant, arrange
@@ -41,39 +40,6 @@ FAMILIES = [
     pytest.param("Qwen3Moe", {}, (2,), id="qwen3-moe"),
 ]
 """With the sizes of the group: 4 ranks share 2 KV heads. No size divides the 199 tokens."""
-
-
-def follow(config: EngineConfig, rank: int, files: RankFiles) -> None:
-    Follower(config, rank, files).run(lambda step: lambda layer: None)
-
-
-@pytest.fixture
-def ranks() -> Iterator[Callable[..., Engine]]:
-    """Makes engines with several ranks, and ends them after the test."""
-    groups: list[tuple[Engine, list[threading.Thread], RankFiles]] = []
-
-    def make(path: Path, size: int, **config: Any) -> Engine:
-        settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, **config}
-        settings = {"model": str(path), "tensor_parallel_size": size, **settings}
-        files = RankFiles.create(size) if size > 1 else None
-        threads = [
-            threading.Thread(target=follow, args=(EngineConfig(**settings), rank, files))
-            for rank in range(1, size)
-        ]
-        for thread in threads:
-            thread.start()
-        engine = build_engine(EngineConfig(**settings), files=files)
-        if files is not None:
-            groups.append((engine, threads, files))
-        return engine
-
-    yield make
-    for engine, threads, files in groups:
-        engine.close()
-        for thread in threads:
-            thread.join(10)
-            assert not thread.is_alive(), "a rank has not stopped"
-        files.close()
 
 
 @pytest.mark.parametrize(("kind", "changes", "sizes"), FAMILIES)

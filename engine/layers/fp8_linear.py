@@ -1,0 +1,160 @@
+"""Matrix products with FP8 weights (e4m3), from quantised checkpoints or quantised on load.
+
+The numbers of a checkpoint stay as they are. Its scales may be one for each tensor, for each row (*channel*),
+or for each block of 128 × 128. Here a scale belongs to a row of W, and to all columns or a group of 128:
+[groups, out] float32. So projections of one input can be stacked, and ranks can cut W at any row.
+
+    GPUs from Hopper on    W8A8: activations are quantised, too, with the same groups. Norm and activation
+                           function quantise their result (`fp8_groups`), other inputs are quantised alone.
+    other devices          the weights times their scales, in the model's dtype, once, at load
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels import FP8, FP8_GROUP, Quantized
+from engine.layers.linear import PlainFormat, PlainLinear
+from engine.layers.ranks import Part, whole
+from engine.layers.weights import LinearMethod, Weights
+
+LARGEST = torch.finfo(FP8).max
+LEAST = 2.0**-100
+"""Counts as the largest value of a row of zeros, so that its scale is not 0."""
+
+ALIGNED = 16
+"""What the products need of both dimensions of W."""
+
+KEPT_PLAIN = ("lm_head", "gate", "router")
+"""Products that matter most for their size: quantising on load leaves them in the model's dtype."""
+
+
+class Scaled(NamedTuple):
+    """Rows of W."""
+
+    values: Tensor  # [rows, columns] FP8
+    scales: Tensor  # [groups, rows] float32: one group, or one for each FP8_GROUP columns
+
+
+class Fp8Linear:
+    """A product of quantised activations with FP8 weights."""
+
+    def __init__(self, weight: Scaled, bias: Tensor | None, weights: Weights) -> None:
+        self.grouped = len(weight.scales) > 1
+        self._kernels = weights.kernels
+        self._product = weights.kernels.fp8_linear(*weight, bias, weights.dtype)
+
+    def __call__(self, x: Tensor | Quantized) -> Tensor:
+        if isinstance(x, Tensor):
+            x = self._kernels.quantize(x, grouped=self.grouped)
+        return self._product(x)
+
+
+def fp8_groups(product: object) -> bool | None:
+    """Whether the product takes activations in FP8 with a scale for each group, or for each row. None: it
+    takes them in the model's dtype."""
+    return product.grouped if isinstance(product, Fp8Linear) else None
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """The `WeightFormat` of FP8 matrices."""
+
+    name: str
+    read: Callable[[Weights, str, Part, Part], Scaled | None]
+    """Reads rows × columns of a projection. None: it is not quantised."""
+    quantizes_activations: bool
+    identity = "fp8"
+
+    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
+        return 1 + 4 / FP8_GROUP if self.quantizes_activations else dtype.itemsize
+
+    def linear(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
+    ) -> LinearMethod:
+        read = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
+        parts = [part for part in read if part is not None]
+        if not parts:
+            return PlainFormat().linear(weights, names, rows, columns, bias=bias)
+        if len(parts) < len(names):
+            raise ValueError(f"{weights.source}: of {', '.join(names)} only some are in FP8")
+        values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+        weight = Scaled(values, torch.cat([part.scales for part in parts], dim=1).contiguous())
+        added = weights.bias(names, rows, columns) if bias else None
+        if not self.quantizes_activations:
+            return PlainLinear(spread(weight).to(weights.dtype), added)
+        if weights.device.type == "cuda" and weights.dtype is not torch.bfloat16:
+            raise ValueError(f"{weights.source}: products in FP8 give bfloat16 only; use --dtype bfloat16")
+        if any(size % ALIGNED for size in values.shape):
+            raise ValueError(
+                f"{weights.source}: {names[0]} is {list(values.shape)} on this rank, products in FP8 need "
+                f"multiples of {ALIGNED}; change --tensor-parallel-size"
+            )
+        return Fp8Linear(weight, added, weights)
+
+
+def spread(weight: Scaled) -> Tensor:
+    """values · scales [rows, columns] float32."""
+    columns = weight.values.shape[1]
+    width = columns if len(weight.scales) == 1 else FP8_GROUP
+    return weight.values.float() * weight.scales.T.repeat_interleave(width, dim=1)[:, :columns]
+
+
+def read_rows(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:
+    """From a checkpoint with `weight_scale`: one for the tensor, or [out, 1] for its rows.
+
+    A static `input_scale` is not used: the scale of each row of activations is at least as exact."""
+    if not weights.has(f"{name}.weight_scale"):
+        return None
+    if weights.has(f"{name}.input_scale"):
+        weights.stored(f"{name}.input_scale", None, torch.float32, torch.bfloat16)
+    values = weights.stored(f"{name}.weight", (rows, columns), FP8)
+    each = weights.shape(f"{name}.weight_scale") == (rows.size, 1)
+    scales = weights.stored(
+        f"{name}.weight_scale", (rows, whole(1)) if each else None, torch.float32, torch.bfloat16
+    )
+    if not each and scales.numel() != 1:
+        raise ValueError(
+            f"{weights.source}: {name}.weight_scale is {list(scales.shape)}; "
+            f"one value or [{rows.size}, 1] are supported"
+        )
+    return Scaled(values, scales.float().view(1, -1).expand(1, rows.length))
+
+
+def block_reader(suffix: str) -> Callable[[Weights, str, Part, Part], Scaled | None]:
+    """From a checkpoint with a scale for each block of 128 × 128, `suffix`: [out / 128, in / 128], rounded
+    up."""
+
+    def blocks(part: Part) -> Part:
+        return Part(part.start // FP8_GROUP, -(-part.stop // FP8_GROUP), -(-part.size // FP8_GROUP))
+
+    def read(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:
+        if not weights.has(f"{name}.{suffix}"):
+            return None
+        if columns.start % FP8_GROUP:
+            raise ValueError(
+                f"{weights.source}: --tensor-parallel-size cuts the blocks of {name}, which have scales: "
+                f"a rank's columns begin at {columns.start}, no multiple of {FP8_GROUP}"
+            )
+        values = weights.stored(f"{name}.weight", (rows, columns), FP8)
+        scales = weights.stored(
+            f"{name}.{suffix}", (blocks(rows), blocks(columns)), torch.float32, torch.bfloat16
+        )
+        first = rows.start % FP8_GROUP
+        by_row = scales.float().T.repeat_interleave(FP8_GROUP, dim=1)
+        return Scaled(values, by_row[:, first : first + rows.length])
+
+    return read
+
+
+def quantize_on_load(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:
+    """From a plain checkpoint. The scale of a row is that of the whole row, also if a rank has a part."""
+    if name.rpartition(".")[2] in KEPT_PLAIN:
+        return None
+    exact = weights.stack([f"{name}.weight"], [(rows, whole(columns.size))], scratch=True).float()
+    scales = exact.abs().amax(dim=1).clamp_min(LEAST) / LARGEST
+    exact = exact[:, columns.indices] / scales[:, None]
+    return Scaled(exact.to(FP8), scales[None])

@@ -1,0 +1,66 @@
+"""Which `Fp8Format` a `quantization_config` means."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from engine.kernels import FP8_GROUP
+from engine.layers.fp8_linear import Fp8Format, block_reader, quantize_on_load, read_rows
+
+
+def fp8_on_load(device: torch.device) -> Fp8Format:
+    return Fp8Format(
+        _name("fp8 by row, quantised on load", device), quantize_on_load, quantizes_activations(device)
+    )
+
+
+def fp8(settings: Mapping[str, Any], source: str, device: torch.device) -> Fp8Format:
+    """`quant_method` fp8: scales of blocks (DeepSeek-V3, Qwen3-FP8), or of tensors or rows."""
+    blocks = settings.get("weight_block_size")
+    if settings.get("fmt", "e4m3") != "e4m3":
+        raise ValueError(f"{source}: quantization_config: fmt {settings['fmt']!r} is not supported (e4m3 is)")
+    return _stored(None if blocks is None else "weight_scale_inv", blocks, source, device)
+
+
+def compressed_float(settings: Mapping[str, Any], source: str, device: torch.device) -> Fp8Format:
+    """`quant_method` compressed-tensors, `format` float-quantized."""
+    groups = list((settings.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups]
+    for kept in weights:
+        if (kept.get("num_bits"), kept.get("type"), kept.get("symmetric", True)) != (8, "float", True):
+            raise ValueError(f"{source}: quantization_config: weights {kept} are not supported (FP8 is)")
+    strategies = {kept.get("strategy") for kept in weights}
+    if len(strategies) != 1 or not strategies <= {"tensor", "channel", "block"}:
+        raise ValueError(
+            f"{source}: quantization_config: strategies {sorted(map(str, strategies))} are not supported "
+            "(one of tensor, channel and block is)"
+        )
+    if strategies != {"block"}:
+        return _stored(None, None, source, device)
+    return _stored("weight_scale", weights[0].get("block_structure"), source, device)
+
+
+def quantizes_activations(device: torch.device) -> bool:
+    """Whether the device multiplies FP8 numbers: Hopper GPUs and later ones."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+
+
+def _stored(block_scales: str | None, block: Any, source: str, device: torch.device) -> Fp8Format:
+    native = quantizes_activations(device)
+    if block_scales is None:
+        return Fp8Format(_name("fp8 by row or tensor", device), read_rows, native)
+    if block != [FP8_GROUP, FP8_GROUP]:
+        raise ValueError(
+            f"{source}: quantization_config: blocks of {block} are not supported ([{FP8_GROUP}, {FP8_GROUP}] "
+            "are)"
+        )
+    return Fp8Format(_name("fp8 in blocks of 128 × 128", device), block_reader(block_scales), native)
+
+
+def _name(stored: str, device: torch.device) -> str:
+    return stored if quantizes_activations(device) else f"{stored}, dequantised at load on this device"

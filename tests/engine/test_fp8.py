@@ -1,0 +1,242 @@
+"""FP8 weights: checkpoints of each kind, quantising on load, ranks, and what cannot be used."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine import Engine, EngineConfig, build_engine
+from engine.kernels import FP8
+from engine.layers.ranks import Part, whole
+from engine.layers.weights import DeclaredWeights
+from engine.loader import check_model, choose_format, open_checkpoint
+from tests.engine.test_models import greedy
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_hidden_layers": 2}
+"""Several blocks of 128 × 128. Two ranks would cut a block of the 384 columns in the MLP."""
+RANKED = {**SIZES, "intermediate_size": 512}
+
+Scales = Callable[[Tensor], Tensor]
+
+
+def of_tensor(weight: Tensor) -> Tensor:
+    return (weight.abs().max() / 448).reshape(1)
+
+
+def of_rows(weight: Tensor) -> Tensor:
+    return weight.abs().amax(dim=1, keepdim=True) / 448
+
+
+def of_blocks(weight: Tensor) -> Tensor:
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128))
+    return padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).abs().amax(dim=(1, 3)) / 448
+
+
+def spread(scales: Tensor, shape: torch.Size) -> Tensor:
+    """The scale of each element."""
+    if scales.numel() == 1 or scales.shape[1] == 1:
+        return scales.expand(shape)
+    return scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+
+
+def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": strategy,
+                    "symmetric": True,
+                    **weights,
+                },
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+BLOCKS = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+KINDS: dict[str, tuple[dict[str, Any], Scales, str, torch.dtype]] = {
+    "static": (
+        {"quant_method": "fp8", "activation_scheme": "static"}, of_tensor, "weight_scale", torch.float32,
+    ),
+    "blocks": ({"quant_method": "fp8", **BLOCKS}, of_blocks, "weight_scale_inv", torch.float32),
+    "compressed-tensor": (compressed("tensor"), of_tensor, "weight_scale", torch.bfloat16),
+    "compressed-channel": (compressed("channel"), of_rows, "weight_scale", torch.bfloat16),
+    "compressed-block": (
+        compressed("block", block_structure=[128, 128]), of_blocks, "weight_scale", torch.float32,
+    ),
+}  # fmt: skip
+"""By name: quantization_config, scales of a weight, the name of these in the checkpoint, and their dtype."""
+
+
+def save_quantized(directory: Path, save_tiny: Any, kind: str, model: str = "Llama", **changes: Any) -> Any:
+    """Writes a tiny checkpoint. Returns transformers' model with the values that its weights stand for."""
+    settings, scales_of, suffix, dtype = KINDS[kind]
+    reference = save_tiny(directory, model, **changes)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    exact = {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        scales = scales_of(weight).to(dtype)
+        each = spread(scales.float(), weight.shape)
+        tensors[name] = (weight / each).clamp(-448, 448).to(FP8)
+        exact[name] = tensors[name].float() * each
+        stem = name.removesuffix("weight")
+        tensors[stem + suffix] = scales
+        if settings.get("activation_scheme") == "static":
+            tensors[stem + "input_scale"] = torch.ones(1)
+    save_file(tensors, path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    reference.load_state_dict(exact, strict=False)
+    return reference
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 5, 17, 60)]
+
+
+def tokens(engine: Engine, run: Any, request_of: Any, prompts: list[list[int]]) -> list[list[int]]:
+    requests = [request_of(i, prompt, max_tokens=10, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    results = run(engine, requests)
+    engine.assert_whole()
+    return [results[request.id].tokens for request in requests]
+
+
+def engine_of(path: Path, **config: Any) -> Engine:
+    settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, **config}
+    return build_engine(EngineConfig(str(path), **settings))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_dequantised_model(
+    kind: str, tmp_path: Path, save_tiny: Any, run: Any, request_of: Any, prompts: list[list[int]]
+) -> None:
+    """In transformers. Biases and norms stay as they are."""
+    model = {"blocks": "Qwen2", "static": "Qwen3"}.get(kind, "Llama")
+    reference = save_quantized(tmp_path, save_tiny, kind, model, **SIZES)
+    check_model(EngineConfig(str(tmp_path)))
+    expected = [[token for token, _ in greedy(reference, prompt, 10)] for prompt in prompts]
+    assert tokens(engine_of(tmp_path), run, request_of, prompts) == expected
+
+
+def test_quantising_on_load(
+    tmp_path: Path, save_tiny: Any, run: Any, request_of: Any, prompts: list[list[int]]
+) -> None:
+    """By row. The output projection stays as it is."""
+    reference = save_tiny(tmp_path, "Llama")
+    plain = engine_of(tmp_path)
+    exact = {
+        name: (weight / of_rows(weight)).to(FP8).float() * of_rows(weight)
+        for name, weight in reference.state_dict().items()
+        if name.endswith("_proj.weight")
+    }
+    reference.load_state_dict(exact, strict=False)
+    expected = [[token for token, _ in greedy(reference, prompt, 10)] for prompt in prompts]
+    engine = engine_of(tmp_path, quantization="fp8")
+    assert tokens(engine, run, request_of, prompts) == expected
+    assert engine.model_fingerprint != plain.model_fingerprint
+
+
+@pytest.mark.parametrize("kind", ["static", "blocks", "compressed-channel", "on-load"])
+def test_two_ranks_compute_the_tokens_of_one(
+    kind: str,
+    tmp_path: Path,
+    save_tiny: Any,
+    ranks: Callable[..., Engine],
+    run: Any,
+    request_of: Any,
+    prompts: list[list[int]],
+) -> None:
+    config = {"quantization": "auto"}
+    if kind == "on-load":
+        save_tiny(tmp_path, "Llama")
+        config = {"quantization": "fp8"}
+    else:
+        save_quantized(tmp_path, save_tiny, kind, "Qwen2", **RANKED)
+    one, two = (ranks(tmp_path, size, **config) for size in (1, 2))
+    assert two.model_fingerprint == one.model_fingerprint
+    assert tokens(two, run, request_of, prompts) == tokens(one, run, request_of, prompts)
+
+
+@pytest.fixture
+def quantized_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU computes as a GPU does."""
+    monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
+
+
+@pytest.mark.usefixtures("quantized_activations")
+def test_values_that_are_not_finite_fail_one_request_only(
+    tiny_path: Path, run: Any, request_of: Any, prompts: list[list[int]]
+) -> None:
+    """The others get the tokens that they get alone."""
+    bias = {197: -1e6, 198: -1e6}
+    requests = [request_of(i, prompt, max_tokens=6, logit_bias=bias) for i, prompt in enumerate(prompts)]
+    victims = [request_of(100 + i, [5, 197 + i, 7], max_tokens=6) for i in range(2)]
+    engine = engine_of(tiny_path, quantization="fp8")
+    embedding = engine._runner.model.embedding
+    embedding.weight = embedding.weight.clone()
+    embedding.weight[197], embedding.weight[198] = torch.nan, torch.inf
+    results = run(engine, [requests[0], victims[0], requests[1], victims[1], *requests[2:]])
+    engine.assert_whole()
+    for victim in victims:
+        assert results[victim.id].failed == "the model's logits are not finite numbers"
+    alone = engine_of(tiny_path, quantization="fp8")
+    for request in requests:
+        assert results[request.id].failed is None
+        assert results[request.id].tokens == run(alone, [request])[request.id].tokens
+
+
+UNSUPPORTED = [
+    pytest.param({"quant_method": "fp8", **BLOCKS, "weight_block_size": [64, 64]}, r"blocks of \[64, 64\]"),
+    pytest.param({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt 'e5m2' is not supported \(e4m3 is\)"),
+    pytest.param(compressed("group"), r"strategies \['group'\] are not supported"),
+    pytest.param(compressed("channel", num_bits=4), r"weights .*'num_bits': 4.* are not supported"),
+    pytest.param({"quant_method": "compressed-tensors", "format": "dense"}, r"the format 'dense' of compr"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNSUPPORTED)
+def test_unsupported_settings_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path, save_tiny: Any
+) -> None:
+    save_quantized(tmp_path, save_tiny, "static")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(ValueError, match=message):
+        check_model(EngineConfig(str(tmp_path)))
+
+
+def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path, save_tiny: Any) -> None:
+    save_quantized(tmp_path, save_tiny, "blocks", **SIZES)
+    config = EngineConfig(str(tmp_path))
+    checkpoint = open_checkpoint(config, torch.device("cpu"))
+    weight_format = choose_format(config, checkpoint.config, torch.device("cpu"))
+    weights, name = DeclaredWeights(checkpoint, weight_format), "model.layers.0.mlp.down_proj"
+    with pytest.raises(ValueError, match=f"cuts the blocks of {name}, .* columns begin at 192"):
+        weights.linear([name], [whole(256)], Part(192, 384, 384))
+
+
+def test_a_checkpoint_without_its_scales_is_refused(tmp_path: Path, save_tiny: Any) -> None:
+    save_quantized(tmp_path, save_tiny, "static")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"of .*layers.1.self_attn.k_proj.* only some are in FP8"):
+        check_model(EngineConfig(str(tmp_path)))
