@@ -3,8 +3,8 @@
 The life of a request:
 
 1. A router submits it. The engine reserves blocks for the prompt and the first token, or the worker answers
-   *no room*.
-2. The KV receiver fetches the KV and injects it layer by layer as it arrives.
+   *no room*. The prefix cache may have the first blocks already.
+2. The KV receiver fetches the rest of the KV and injects it layer by layer as it arrives.
 3. When the KV is complete and verified, the request joins the running batch, and the worker repeats prefill's
    first token.
 4. The request gets one token per step until it finishes.

@@ -21,10 +21,11 @@ class AttemptPhase(Enum):
 class Attempt:
     prompt_tokens: int
     output_tokens: int  # number of tokens emitted before this attempt
-    block_ids: Sequence[int]
     source: Source | None  # None: the prompt is prefilled on this worker
     deadline: float  # time.monotonic(), before which the KV must arrive
     phase: AttemptPhase = AttemptPhase.FETCHING
+    block_ids: Sequence[int] = ()  # of a reservation
+    cached: int = 0  # positions from the start on, with their KV in the prefix cache already
     joined_at: float = 0.0  # time.monotonic() at which the request joined the batch with its prompt computed
     first_token_at: float | None = None  # when COMMIT named the first token; None after the second token
     tokens: int = 0  # number of tokens that this worker sampled

@@ -90,22 +90,26 @@ class DecodeRole:
         if source is not None and source.incarnation == self._incarnation:
             self._take(message, source.prefill_id)
             return
-        prefill_locally = message.source is None
-        block_ids = self.engine.start(request) if prefill_locally else self.engine.reserve(request)
-        if block_ids is None:
+        attempt = Attempt(
+            prompt_tokens=len(request.prompt_ids),
+            output_tokens=len(request.output_ids),
+            source=source,
+            deadline=time.monotonic() + message.work.timeout,
+        )
+        if source is None:
+            room = self.engine.start(request)
+            attempt.phase = AttemptPhase.RUNNING
+        elif reservation := self.engine.reserve(request):
+            room = True
+            attempt.block_ids, attempt.cached = reservation
+        else:
+            room = False
+        if not room:
             self._attempts.fail(decode_id, Code.NO_ROOM, self._no_room())
             return
         self._attempts.reserved(decode_id)
-        self._table[decode_id] = Attempt(
-            prompt_tokens=len(request.prompt_ids),
-            output_tokens=len(request.output_ids),
-            block_ids=block_ids,
-            source=message.source,
-            deadline=time.monotonic() + message.work.timeout,
-        )
-        if prefill_locally:
-            self._table[decode_id].phase = AttemptPhase.RUNNING
-        else:
+        self._table[decode_id] = attempt
+        if source is not None:
             self._fetch(decode_id)
 
     def _take(self, message: messages.Decode, prefill_id: bytes) -> None:
@@ -125,7 +129,6 @@ class DecodeRole:
         self._table[request.id] = Attempt(
             prompt_tokens=len(request.prompt_ids),
             output_tokens=len(request.output_ids),
-            block_ids=(),
             source=message.source,
             deadline=time.monotonic() + message.work.timeout,
             phase=AttemptPhase.TAKING,
@@ -173,7 +176,7 @@ class DecodeRole:
         return f"{self.engine.blocks_free} of {self.engine.num_blocks} blocks are free"
 
     def _fetch(self, decode_id: bytes) -> None:
-        """Starts a fetch, which replaces an earlier fetch of the same attempt."""
+        """Starts a fetch of what the prefix cache lacks. It replaces an earlier fetch of the same attempt."""
         attempt = self._table[decode_id]
         source = attempt.source
         assert source is not None
@@ -186,6 +189,7 @@ class DecodeRole:
             attempt=source.attempt,
             block_ids=attempt.block_ids,
             num_tokens=attempt.prompt_tokens + attempt.output_tokens,
+            start=attempt.cached,
         )
 
     # ------------------------------------------------------------ ends

@@ -35,6 +35,7 @@ from engine.api.request import (
     MixedStep,
     Output,
     PrefillChunk,
+    Reservation,
     StepResult,
     check_request,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "MixedStep",
     "Output",
     "PrefillChunk",
+    "Reservation",
     "SamplingParams",
     "StepResult",
     "StructuredOutput",

@@ -21,6 +21,7 @@ from engine.api.request import (
     Logprobs,
     Output,
     PrefillChunk,
+    Reservation,
     StepResult,
 )
 from engine.core.block_pool import BlockPool
@@ -260,14 +261,14 @@ class Engine:
         the engine has its id."""
         self._prepare(self._scheduler.add(request, handover=handover))
 
-    def reserve(self, request: EngineRequest) -> Sequence[int] | None:
-        """Reserves blocks for prompt + output + 1 positions; the caller writes the KV of all but the last one
-        into `kv_cache`. Returns the block table, or None if there is no room now."""
+    def reserve(self, request: EngineRequest) -> Reservation | None:
+        """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
+        into `kv_cache`, if the prefix cache does not have it. Returns None if there is no room now."""
         live = self._scheduler.reserve(request)
         if live is None:
             return None
         self._prepare(live)
-        return tuple(live.blocks)
+        return Reservation(tuple(live.blocks), live.num_cached)
 
     def start(self, request: EngineRequest) -> Sequence[int] | None:
         """Gives a request its blocks at once, prefills it here, and then decodes it. Returns the block table,
@@ -298,7 +299,8 @@ class Engine:
         self._scheduler.join(live)
         self._joined = True
         live.token_ids.append(token)
-        return self._emit(live, len(live.token_ids) - 1, logprobs)
+        # The prefill said how much of the prompt it found in its cache.
+        return self._emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
 
     def resume(self, prefill_id: bytes, request_id: bytes) -> Output | None:
         """Starts decoding a held request here, under the id `request_id`, which must be new in the engine.

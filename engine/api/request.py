@@ -106,6 +106,16 @@ class StepResult:
     """Device time of the step that landed in this call. 0: no step landed."""
 
 
+class Reservation(NamedTuple):
+    """The blocks of a request with KV from another worker."""
+
+    block_ids: Sequence[int]
+    """Its block table."""
+    num_cached: int
+    """Positions [0, num_cached) have their KV already. Other requests may read these blocks, so nothing may
+    write them. It is a multiple of the block size."""
+
+
 class MixedStep(NamedTuple):
     """A step that both decodes and computes prompt tokens, as expected from recent ones."""
 

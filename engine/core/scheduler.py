@@ -121,7 +121,8 @@ class Scheduler:
 
     def add(self, request: EngineRequest, *, handover: bool) -> LiveRequest:
         """Queues a request for prefill."""
-        live = self._register(request, Phase.WAITING)
+        live = self._new(request, Phase.WAITING)
+        self._register(live)
         live.handover = handover
         insort(self.waiting, live, key=lambda r: r.order)
         return live
@@ -129,21 +130,23 @@ class Scheduler:
     def reserve(self, request: EngineRequest) -> LiveRequest | None:
         """Gives a request blocks for KV that comes from another worker, and for one more token. None: no
         room."""
-        need = self._blocks_for(len(request.prompt_ids) + len(request.output_ids) + 1)
-        if not self._has_room_beside_queue(need):
+        live = self._new(request, Phase.RESERVED)
+        hits = self._prefix_hits(live)
+        own = self._blocks_for(len(live.token_ids) + 1) - len(hits)
+        if not self._has_room_beside_queue(own + self.pool.unreferenced(hits)):
             return None
-        live = self._register(request, Phase.RESERVED)
+        self._register(live)
         live.hand_back = True
-        live.blocks.extend(self.pool.allocate(need))
+        self._take_blocks(live, hits, own)
         self.reserved.add(live)
         return live
 
     def start(self, request: EngineRequest) -> LiveRequest | None:
         """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
-        live = self._register(request, Phase.WAITING)
+        live = self._new(request, Phase.WAITING)
         if not self._has_room_beside_queue(self._need(live)):
-            del self.requests[live.id]
             return None
+        self._register(live)
         live.hand_back = True
         self._begin(live)
         return live
@@ -187,15 +190,18 @@ class Scheduler:
         insort(self.running, live, key=lambda r: r.order)
         return True
 
-    def _register(self, request: EngineRequest, phase: Phase) -> LiveRequest:
-        assert request.id not in self.requests, "ids are unique"
+    def _new(self, request: EngineRequest, phase: Phase) -> LiveRequest:
         self._arrivals += 1
-        live = self.requests[request.id] = LiveRequest(request, phase, self._arrivals)
+        return LiveRequest(request, phase, self._arrivals)
+
+    def _register(self, live: LiveRequest) -> None:
+        assert live.id not in self.requests, "ids are unique"
+        self.requests[live.id] = live
         # A tenant without requests under way has no claim for the time before.
         self._tags = {tenant: tag for tenant, tag in self._tags.items() if tag > self._clock}
-        live.tag = self._tags.get(request.tenant, self._clock) + live.num_left
-        self._tags[request.tenant] = live.tag
-        return live
+        tenant = live.request.tenant
+        live.tag = self._tags.get(tenant, self._clock) + live.num_left
+        self._tags[tenant] = live.tag
 
     # The step
 
@@ -381,23 +387,28 @@ class Scheduler:
     def _begin(self, live: LiveRequest) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch."""
         hits = self._prefix_hits(live)
-        self.pool.share(hits)
-        own = self.pool.allocate(self._blocks_for(len(live.token_ids)) - len(hits))
-        live.blocks = array("i", [*hits, *own])
-        live.num_computed = live.num_cached = len(hits) * self.block_size
-        live.num_published = len(hits)
+        self._take_blocks(live, hits, self._blocks_for(len(live.token_ids)) - len(hits))
+        live.num_computed = live.num_cached
         live.phase = Phase.RUNNING
         insort(self.running, live, key=lambda r: r.order)
+
+    def _take_blocks(self, live: LiveRequest, hits: list[int], own: int) -> None:
+        """Gives the request these cached blocks, and `own` blocks after them."""
+        self.pool.share(hits)
+        live.blocks = array("i", [*hits, *self.pool.allocate(own)])
+        live.num_cached = len(hits) * self.block_size
+        live.num_published = len(hits)
         if self._content_root is not None:
             self.prefix_queries += len(live.token_ids)
             self.prefix_hits += live.num_cached
 
     def _prefix_hits(self, live: LiveRequest) -> list[int]:
-        """Cached blocks that the request begins with. Its last position is always computed, for its logits,
-        so the block of that position is not among them."""
+        """Cached blocks that the request begins with. A prefill always computes its last position, for the
+        logits, so the block of that position is not among them."""
         if (names := self._names(live)) is None:
             return []
-        usable = (len(live.token_ids) - 1) // self.block_size
+        computed = 0 if live.phase is Phase.RESERVED else 1
+        usable = (len(live.token_ids) - computed) // self.block_size
         return self.pool.lookup(names.blocks[:usable])
 
     def _names(self, live: LiveRequest) -> PrefixNames | None:

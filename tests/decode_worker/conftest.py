@@ -25,6 +25,15 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         yield started
 
 
+@pytest.fixture(scope="package")
+def caching_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Both keep a prefix cache."""
+    directory = tmp_path_factory.mktemp("caching")
+    engine = TINY | {"enable_prefix_caching": True}
+    with started_pair(tiny_model(directory / "model"), directory, engine=engine) as started:
+        yield started
+
+
 def prompt(length: int) -> list[int]:
     return random.Random(length).choices(range(500), k=length)
 

@@ -1,7 +1,6 @@
 """A decode worker prefills requests without a source, with the same tokens. Tiny model."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,19 +14,9 @@ from tests.cluster_helpers import (
     paired,
     request,
     sampling,
-    started_pair,
-    tiny_model,
 )
 
-from .conftest import BLOCKS, ENDLESS, TINY, Workers, prompt, retarget, status
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    directory = tmp_path_factory.mktemp("overflow")
-    cached = TINY | {"enable_prefix_caching": True}
-    with started_pair(tiny_model(directory / "model"), directory, engine=cached) as started:
-        yield started
+from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
 
 
 async def submit_here(stream: WorkerStream, req: pb.Request) -> bytes:
@@ -45,9 +34,9 @@ PARAMS = [
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("length", [1, 16, 33, 500])
 async def test_a_local_prefill_gives_the_tokens_of_a_handover(
-    workers: Workers, length: int, params: pb.SamplingParams
+    caching_workers: Workers, length: int, params: pb.SamplingParams
 ) -> None:
-    async with paired(*workers) as pair:
+    async with paired(*caching_workers) as pair:
         right = await pair.generate(prompt(length), params)
         for output_ids in ([], right.tokens[:3]):  # a new request, and one that continues after a failure
             decode_id = await submit_here(pair.decode, request(prompt(length), params, output_ids))
@@ -57,12 +46,12 @@ async def test_a_local_prefill_gives_the_tokens_of_a_handover(
             assert [t.output_index for t in tokens] == list(range(len(output_ids), 9))
             expected = [t.logprobs.logprob for t in right.decoded][len(output_ids) :]
             assert [t.logprobs.logprob for t in tokens] == pytest.approx(expected, abs=1e-4)
-        await assert_whole(*workers)
+        await assert_whole(*caching_workers)
 
 
-async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(workers: Workers) -> None:
+async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(caching_workers: Workers) -> None:
     params = sampling(max_tokens=120, ignore_eos=True)
-    async with paired(*workers) as pair:
+    async with paired(*caching_workers) as pair:
         right = (await pair.generate(prompt(40), params)).tokens
         _, running = await pair.submit(request(prompt(40), params))
         await pair.decode.reserved(running)
@@ -74,11 +63,11 @@ async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(worker
         assert len(await pair.decode.tokens(here)) == 4
         offered = await status(pair.decode)
         assert offered.chunk_seconds > 0
-        await assert_whole(*workers)
+        await assert_whole(*caching_workers)
 
 
-async def test_decoded_tokens_are_cached_for_the_next_turn(workers: Workers) -> None:
-    async with attached(workers[1]) as decode:
+async def test_decoded_tokens_are_cached_for_the_next_turn(caching_workers: Workers) -> None:
+    async with attached(caching_workers[1]) as decode:
         turn = await submit_here(decode, request(prompt(64), sampling(max_tokens=40, ignore_eos=True)))
         await decode.reserved(turn)
         answer = [token.token_id for token, _ in await decode.tokens(turn)]
@@ -89,9 +78,9 @@ async def test_decoded_tokens_are_cached_for_the_next_turn(workers: Workers) -> 
         assert first.cached_tokens == 96  # 103 are known, in blocks of 16
 
 
-async def test_fetched_kv_is_cached_and_reported(workers: Workers) -> None:
+async def test_fetched_kv_is_cached_and_reported(caching_workers: Workers) -> None:
     """A prefill worker computes the first turn. The decode worker computes the end of the second turn."""
-    async with paired(*workers) as pair:
+    async with paired(*caching_workers) as pair:
         turn = prompt(200)
         answer = (await pair.generate(turn, sampling(max_tokens=60, ignore_eos=True))).tokens
         second = [*turn, *answer, 1, 2, 3]
@@ -106,33 +95,33 @@ async def test_fetched_kv_is_cached_and_reported(workers: Workers) -> None:
         tokens = [token for token, _ in await pair.decode.tokens(here)]
         assert tokens[0].cached_tokens == 256  # 259 are known, in blocks of 16
         assert [token.token_id for token in tokens] == (await pair.generate(second, params)).tokens
-        await assert_whole(*workers)
+        await assert_whole(*caching_workers)
 
 
-async def test_a_cancel_and_the_end_of_the_stream_stop_local_prefills(workers: Workers) -> None:
-    async with attached(workers[1]) as decode:
+async def test_a_cancel_and_the_end_of_the_stream_stop_local_prefills(caching_workers: Workers) -> None:
+    async with attached(caching_workers[1]) as decode:
         ids = [await submit_here(decode, request(prompt(2000 + i), ENDLESS)) for i in range(2)]
         for decode_id in ids:
             await decode.reserved(decode_id)
         await decode.cancel(ids[0])
-    await assert_whole(*workers)
+    await assert_whole(*caching_workers)
 
 
-async def test_a_retarget_of_a_local_prefill_changes_nothing(workers: Workers) -> None:
-    async with paired(*workers) as pair:
+async def test_a_retarget_of_a_local_prefill_changes_nothing(caching_workers: Workers) -> None:
+    async with paired(*caching_workers) as pair:
         params = sampling(max_tokens=5, ignore_eos=True)
         right = (await pair.generate(prompt(200), params)).tokens
         decode_id = await submit_here(pair.decode, request(prompt(200), params))
         await pair.decode.reserved(decode_id)
         await retarget(pair, decode_id, bytes(16), [])
         assert [token.token_id for token, _ in await pair.decode.tokens(decode_id)] == right
-        await assert_whole(*workers)
+        await assert_whole(*caching_workers)
 
 
 async def test_a_local_prefill_without_room_is_refused_and_the_youngest_is_preempted(
-    workers: Workers,
+    caching_workers: Workers,
 ) -> None:
-    async with attached(workers[1]) as decode:
+    async with attached(caching_workers[1]) as decode:
         grow = sampling(max_tokens=800, ignore_eos=True)
         old, young = [await submit_here(decode, request(prompt(2000 + i), grow)) for i in range(2)]
         for decode_id in (old, young):
@@ -144,11 +133,11 @@ async def test_a_local_prefill_without_room_is_refused_and_the_youngest_is_preem
         last = [events.get_nowait().message for _ in range(events.qsize())][-1]
         assert isinstance(last, pb.AttemptFailed)
         assert last.code == pb.FAILURE_CODE_HANDED_BACK
-    await assert_whole(*workers)
+    await assert_whole(*caching_workers)
 
 
-async def test_metrics_count_a_local_prefill(workers: Workers) -> None:
-    worker: WorkerProcess = workers[1]
+async def test_metrics_count_a_local_prefill(caching_workers: Workers) -> None:
+    worker: WorkerProcess = caching_workers[1]
     before = metrics(worker)
     async with attached(worker) as decode:
         decode_id = await submit_here(decode, request(prompt(150), sampling(max_tokens=5, ignore_eos=True)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineRequest, Output
-from tests.engine.test_disaggregation import LIST, slots
+from tests.engine.test_disaggregation import LIST, copy_kv
 
 WAYS = ("add", "start", "resume", "join")
 
@@ -88,11 +88,7 @@ class Everything:
         else:
             self.joined += 1
             count = len(request.prompt_ids) + len(request.output_ids)
-            for kv in engine.kv_cache:
-                flat = kv.flatten(1, 2)
-                flat[:, slots(target, engine.block_size, count)] = flat[
-                    :, slots(self.tables[first.id], engine.block_size, count)
-                ]
+            copy_kv(engine, self.tables[first.id], engine, target, count)
             engine.release(first.id)
             again = engine.join(request.id, first.token, first.logprobs)
         assert again[:5] == (request.id, *first[1:5]), "index, token, log probabilities and the reason to end"

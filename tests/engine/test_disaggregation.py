@@ -13,7 +13,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine import Engine, EngineConfig, EngineRequest, Output, StructuredOutput, build_engine
+from engine import (
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    Output,
+    Reservation,
+    StructuredOutput,
+    build_engine,
+)
 from tests.device import DEVICE
 
 
@@ -26,6 +34,7 @@ class Pair:
         self.tables: dict[bytes, Sequence[int]] = {}
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back: list[bytes] = []
+        self.copied = 0  # positions
         prefill._kv_sink = self
 
     def prefill_started(
@@ -74,17 +83,27 @@ class Pair:
         if target is None:
             return False
         count = len(request.prompt_ids) + len(request.output_ids)
-        for source_kv, target_kv in zip(self.prefill.kv_cache, self.decode.kv_cache, strict=True):
-            kv = source_kv.flatten(1, 2)[:, slots(self.tables[request.id], self.prefill.block_size, count)]
-            target_kv.flatten(1, 2)[:, slots(target, self.decode.block_size, count)] = kv
+        copy_kv(self.prefill, self.tables[request.id], self.decode, target, count)
+        self.copied += count - target.num_cached
         self.prefill.release(request.id)
         again = self.decode.join(request.id, first.token, first.logprobs)
         assert (again.output_index, again.token) == (first.output_index, first.token)
         return True
 
 
-def slots(blocks: Sequence[int], block_size: int, count: int) -> torch.Tensor:
-    return torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in range(count)])
+def copy_kv(
+    source: Engine, source_blocks: Sequence[int], target: Engine, reserved: Reservation, count: int
+) -> None:
+    """Copies the KV that the reservation lacks, of the first `count` positions."""
+
+    def slots(blocks: Sequence[int], block_size: int) -> torch.Tensor:
+        positions = range(reserved.num_cached, count)
+        return torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in positions])
+
+    there, here = slots(source_blocks, source.block_size), slots(reserved.block_ids, target.block_size)
+    if len(there):
+        for source_kv, target_kv in zip(source.kv_cache, target.kv_cache, strict=True):
+            target_kv.flatten(1, 2)[:, here] = source_kv.flatten(1, 2)[:, there]
 
 
 def mixed_requests(
@@ -139,6 +158,35 @@ def test_tiny_model(
             assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("prefill_blocks", [16, 40], ids=["evictions on prefill", "all fits"])
+@pytest.mark.parametrize("decode_blocks", [24, 99], ids=["evictions on decode", "all fits"])
+def test_chats_of_several_turns_copy_only_what_decode_lacks(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, prefill_blocks: int, decode_blocks: int
+) -> None:
+    caching = {"enable_prefix_caching": True, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    prefill = tiny_engine(block_size=8, num_blocks=prefill_blocks, **caching)
+    pair = Pair(prefill, tiny_engine(block_size=4, num_blocks=decode_blocks, **caching))
+    rng = random.Random(2)
+    history = {number: [rng.randrange(3, 199) for _ in range(9 + 3 * number)] for number in range(3)}
+    missing = 0
+    for turn in range(5):
+        requests = [
+            request_of(10 * turn + number, prompt, max_tokens=6, ignore_eos=True)
+            for number, prompt in history.items()
+        ]
+        answers = pair.run(requests)
+        single = run(tiny_engine(num_blocks=512, max_num_batched_tokens=64), requests)
+        assert answers == {request.id: single[request.id].tokens for request in requests}
+        for (number, prompt), request in zip(history.items(), requests, strict=True):
+            known = (len(prompt) - 5) // 4 * 4 if turn else 0  # the last token of an answer has no KV
+            missing += len(prompt) - known
+            history[number] = [*prompt, *answers[request.id], *[rng.randrange(3, 199) for _ in range(4)]]
+    if decode_blocks == 99:
+        assert pair.copied == missing
+    else:
+        assert missing < pair.copied < sum(len(prompt) * 3 for prompt in history.values())
+
+
 @pytest.mark.long  # tests/system has it with processes, KV lanes and all
 def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) -> None:
     def engine(**config: Any) -> Engine:
@@ -173,13 +221,13 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     prefill, decode = engine(), engine(num_blocks=5)
     neighbour = request_of(2, [1])
     assert decode.reserve(neighbour)
-    table = decode.reserve(request)
-    assert table is not None
-    assert len(table) == 3
+    reserved = decode.reserve(request)
+    assert reserved is not None
+    assert len(reserved.block_ids) == 3
     longer = EngineRequest(request.id, request.prompt_ids, expected[:2], request.sampling)
     grown = decode.extend_reservation(request.id, longer.output_ids)
     assert grown is not None
-    assert list(grown[:3]) == list(table)
+    assert grown[:3] == reserved.block_ids
     assert len(grown) == 4
     assert decode.extend_reservation(request.id, expected[:2] + [3] * 6) is None, "the neighbour has the last"
     for length in (1, 9):
@@ -193,9 +241,7 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
         outputs += prefill.step().outputs
     (first,) = outputs
     assert first.output_index == 2
-    for source_kv, target_kv in zip(prefill.kv_cache, decode.kv_cache, strict=True):
-        kv = source_kv.flatten(1, 2)[:, slots(pair.tables[request.id], 4, 13)]
-        target_kv.flatten(1, 2)[:, slots(grown, 4, 13)] = kv
+    copy_kv(prefill, pair.tables[request.id], decode, Reservation(grown, 0), 13)
     prefill.release(request.id)
     outputs = [decode.join(request.id, first.token, first.logprobs)]
     while decode.has_work:
@@ -239,10 +285,10 @@ def test_a_join_waits_for_short_steps_only(
         engine.step()
     limit.taken.clear()
     joining = request_of(3, [3, 4, 5], max_tokens=9, ignore_eos=True)
-    table = engine.reserve(joining)
-    assert table is not None
+    reserved = engine.reserve(joining)
+    assert reserved is not None
     for kv in engine.kv_cache:
-        kv[:, list(table)] = 0
+        kv[:, list(reserved.block_ids)] = 0
     engine.add(request_of(2, range(3, 190)))
     engine.step()
     engine.joins_soon = True

@@ -403,10 +403,10 @@ def test_cancel_in_every_phase(tiny_engine: Callable[..., Engine], request_of: A
     engine.step()
     engine.step()
     assert engine.reserve(reserved) is not None
-    table = engine.reserve(joined)
-    assert table is not None
+    reservation = engine.reserve(joined)
+    assert reservation is not None
     for cache in engine.kv_cache:
-        cache[:, list(table)] = 0.5  # in place of the KV that a prefill would send
+        cache[:, list(reservation.block_ids)] = 0.5  # in place of the KV that a prefill would send
     engine.join(joined.id, 3)
     engine.add(chunked)
     engine.step()  # only decodes

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineRequest, Output, StructuredOutput
+from engine import Engine, EngineRequest, Output, Reservation, StructuredOutput
 from engine.execution.runner import Launched, ModelRunner
 from engine.step import Step
 from tests.engine.conftest import LateMoment
-from tests.engine.test_disaggregation import slots
+from tests.engine.test_disaggregation import copy_kv
 
 KINDS: list[dict[str, Any]] = [
     {},
@@ -63,12 +63,13 @@ class Lives:
         self.tables: dict[bytes, list[int]] = {}
         self.moved: dict[bytes, Counter[int]] = {}  # positions by layer, of prefills
         self.first: dict[bytes, Output] = {}  # first tokens of held requests that wait for a reservation
-        self.reserved: dict[bytes, tuple[EngineRequest, Any]] = {}
+        self.reserved: dict[bytes, tuple[EngineRequest, Reservation]] = {}
         self.got: dict[bytes, list[int]] = {}
         self.where: dict[bytes, Engine] = {}
         self.written: dict[int, set[int]] = {}  # blocks, by id() of what a launched step computes
         self.resumed: set[bytes] = set()
         self.ahead = self.unsampled = 0
+        self.cached = 0  # positions that reservations found in the prefix cache
         prefill._kv_sink = self
         for engine in (prefill, decode):
             engine._runner.run = partial(self.run, engine._runner)
@@ -116,18 +117,17 @@ class Lives:
             self.prefill.release(output.id)
 
     def reserve(self, request: EngineRequest) -> None:
-        table = self.decode.reserve(request)
-        if table is not None:
-            self.reserved[request.id] = request, table
+        reserved = self.decode.reserve(request)
+        if reserved is not None:
+            self.reserved[request.id] = request, reserved
 
     def hand_over(self, request_id: bytes) -> None:
         request, target = self.reserved.pop(request_id)
         first, count = self.first.pop(request_id), len(request.prompt_ids)
         assert self.moved[request_id] == Counter(dict.fromkeys(range(3), count))
-        assert self.under_way(self.decode).isdisjoint(target)
-        for source_kv, target_kv in zip(self.prefill.kv_cache, self.decode.kv_cache, strict=True):
-            kv = source_kv.flatten(1, 2)[:, slots(self.tables[request_id], self.prefill.block_size, count)]
-            target_kv.flatten(1, 2)[:, slots(target, self.decode.block_size, count)] = kv
+        assert self.under_way(self.decode).isdisjoint(target.block_ids)
+        copy_kv(self.prefill, self.tables[request_id], self.decode, target, count)
+        self.cached += target.num_cached
         self.prefill.release(request_id)
         self.where[request_id] = self.decode
         again = self.decode.join(request_id, first.token, first.logprobs)
@@ -245,4 +245,5 @@ def test_random_lives(
         assert lives.ahead > 30, "or this shows nothing"
         assert lives.unsampled > 10, "nor of grammars"
         assert len(lives.resumed) > 5
+        assert bool(lives.cached) == config.get("enable_prefix_caching", False)
     assert bool(decode.stats().preemptions) == ("num_blocks" in config)

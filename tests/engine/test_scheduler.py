@@ -106,11 +106,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(target=ids, length=st.integers(1, 30), family=st.integers(0, 1))
     def reserve(self, length: int, family: int) -> bytes:
         request = self.request(length, family)
-        free = self.scheduler.pool.free
+        free, referenced = self.scheduler.pool.free, {*self.scheduler.pool._references}
         live = self.scheduler.reserve(request)
         if live is not None:
             assert len(live.blocks) * BLOCK >= length + 1
-            assert self.scheduler.pool.free == free - len(live.blocks)
+            assert live.num_cached <= length
+            assert self.scheduler.pool.free == free - len({*live.blocks} - referenced)
         else:
             assert self.scheduler.pool.free == free
         return request.id
