@@ -22,6 +22,23 @@ class RopeScaling:
     original_context: int = 8192
 
 
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """How YaRN (Peng 2023) scales rotary frequencies: the low ones are divided by `factor`, the high ones are
+    kept, and those between are interpolated."""
+
+    factor: float
+    original_context: int
+    attention_factor: float
+    """Multiplies the rotated queries and keys."""
+    beta_fast: float
+    """A frequency with at least so many turns over the original context is high."""
+    beta_slow: float
+    """A frequency with at most so many turns is low."""
+    truncate: bool
+    """The first and last frequency between high and low are rounded to whole ones."""
+
+
 class Scoring(Enum):
     """The weights of the experts that a router chooses for a token: those with the largest logits."""
 
@@ -80,7 +97,7 @@ class ModelConfig:
     """Most tokens of prompt and output together."""
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | YarnScaling | None
     tie_embeddings: bool
     """The output projection is the input embedding."""
     attention_bias: bool

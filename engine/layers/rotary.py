@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.weights import Weights
-from engine.model_config import ModelConfig
+from engine.model_config import ModelConfig, YarnScaling
 
 
 class Rotary:
@@ -18,6 +18,9 @@ class Rotary:
         frequencies = self._scaled(frequencies, config, weights)
         angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
+        if isinstance(config.rope_scaling, YarnScaling):
+            cos *= config.rope_scaling.attention_factor
+            sin *= config.rope_scaling.attention_factor
         # The sign of "rotate half" sits in the table.
         table = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
         self.table = table.to(weights.device)  # [positions, 2, head_dim] float32
@@ -27,6 +30,8 @@ class Rotary:
         scaling = config.rope_scaling
         if scaling is None:
             return frequencies
+        if isinstance(scaling, YarnScaling):
+            return _yarn(frequencies, config, scaling)
         if scaling.kind == "linear":
             return frequencies / scaling.factor
         if scaling.kind == "tensor":
@@ -40,3 +45,18 @@ class Rotary:
         """[tokens, 2, head_dim] float32 for positions [tokens]: (cos θ, cos θ), then (−sin θ, sin θ). So x
         rotated by θ is x · first + (x with its halves exchanged) · second."""
         return self.table.index_select(0, positions)
+
+
+def _yarn(frequencies: Tensor, config: ModelConfig, yarn: YarnScaling) -> Tensor:
+    def index(turns: float) -> float:
+        """Where the frequency with so many turns over the original context lies among the frequencies."""
+        ratio = math.log(yarn.original_context / (turns * 2 * math.pi)) / math.log(config.rope_theta)
+        return ratio * config.head_dim / 2
+
+    first, last = index(yarn.beta_fast), index(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    last += 0.001 * (first == last)
+    divided = ((torch.arange(len(frequencies)) - first) / (last - first)).clamp(0, 1)
+    return frequencies * (1 - divided) + frequencies / yarn.factor * divided

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from engine.model_config import ExpertsConfig, ModelConfig, RopeScaling, Scoring, Span
+from engine.model_config import ExpertsConfig, ModelConfig, RopeScaling, Scoring, Span, YarnScaling
 from engine.models import model_class
 
 COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -42,6 +42,9 @@ def model_config_from_hf(
     num_heads = integer("num_attention_heads")
     hidden_size = integer("hidden_size")
     context = integer("max_position_embeddings", 2048)
+    rope_scaling = _rope_scaling(rope, partial(number, rope), context, source)
+    if isinstance(rope_scaling, YarnScaling):  # the context before scaling may be the one that is named
+        context = max(context, round(rope_scaling.factor * rope_scaling.original_context))
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int for token in eos_ids):
@@ -58,7 +61,7 @@ def model_config_from_hf(
         max_model_len=context,
         rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope_theta=number(rope, "rope_theta", number(config, "rope_theta", 10000.0)),
-        rope_scaling=_rope_scaling(rope, partial(number, rope), source),
+        rope_scaling=rope_scaling,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         eos_ids=tuple(eos_ids),
@@ -135,7 +138,9 @@ def _not_supported(config: Mapping[str, Any], rope: Any) -> Iterator[str]:
         yield "partial_rotary_factor"
 
 
-def _rope_scaling(rope: Mapping[str, Any], number: Callable[[str], float], source: str) -> RopeScaling | None:
+def _rope_scaling(
+    rope: Mapping[str, Any], number: Callable[..., float], context: int, source: str
+) -> RopeScaling | YarnScaling | None:
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
             return None
@@ -149,7 +154,32 @@ def _rope_scaling(rope: Mapping[str, Any], number: Callable[[str], float], sourc
                 number("high_freq_factor"),
                 int(number("original_max_position_embeddings")),
             )
+        case "yarn":
+            original = int(number("original_max_position_embeddings", context))
+            factor = number("factor", context / original)
+            return YarnScaling(
+                factor,
+                original,
+                _yarn_attention_factor(rope, number, factor),
+                number("beta_fast", 32.0),
+                number("beta_slow", 1.0),
+                truncate=bool(rope.get("truncate", True)),
+            )
         case other:
             raise ValueError(
-                f"{source}: rope scaling {other!r} is not supported (default, linear, llama3 are)"
+                f"{source}: rope scaling {other!r} is not supported (default, linear, llama3, yarn are)"
             )
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], number: Callable[..., float], factor: float) -> float:
+    """The one in the configuration. Else it follows from the factor, or from two multiples of its logarithm
+    (DeepSeek)."""
+    if rope.get("attention_factor") is not None:
+        return number("attention_factor")
+
+    def scale(multiple: float) -> float:
+        return 0.1 * multiple * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(number("mscale")) / scale(number("mscale_all_dim"))
+    return scale(1.0)

@@ -281,6 +281,8 @@ def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(tiny_path: 
     config |= {"rope_scaling": None, "sliding_window": None, "partial_rotary_factor": None}
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "attention_factor": 1.0, "beta_fast": 32,
+            "original_max_position_embeddings": 32}  # fmt: skip
     refused = 0
     for value in (
         "x",
@@ -298,7 +300,7 @@ def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(tiny_path: 
         1 << 40,
     ):
         changes = [{key: value} for key in config]
-        changes += [{"rope_parameters": {**rope, key: value}} for key in rope]
+        changes += [{"rope_parameters": {**kind, key: value}} for kind in (rope, yarn) for key in kind]
         for change in changes:
             read = partial(model_config_from_hf, {**config, **change}, {}, "a/config.json")
             refused += is_refused(read, "a/config.json")

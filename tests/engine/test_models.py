@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 import torch
 
 from engine import EngineConfig, build_engine
-from engine.loader.hf import read_config
+from engine.layers.linear import PlainFormat
+from engine.layers.ranks import Ranks
+from engine.layers.rotary import Rotary
+from engine.layers.weights import Weights
+from engine.loader.hf import HFCheckpoint, read_config
 from engine.loader.hf_config import model_config_from_hf
 from engine.model_config import Span
 from tests.device import DEVICE
@@ -21,6 +26,14 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
     "original_max_position_embeddings": 32,
 }
 
@@ -36,6 +49,7 @@ KINDS = [
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
         id="llama-linear-rope",
     ),
+    pytest.param("Llama", {"rope_parameters": YARN_ROPE}, id="llama-yarn"),
     pytest.param("Mistral", {"sliding_window": None, "head_dim": 32}, id="mistral"),
     pytest.param("Mistral", {"sliding_window": 20}, id="mistral-window"),
     pytest.param("Qwen2", {}, id="qwen2"),
@@ -138,9 +152,42 @@ def test_unsupported_layers_are_refused(tmp_path: Path, save_tiny: Callable[...,
             model_config_from_hf({**config, "layer_types": types}, {}, "")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"factor": 40.0, "beta_fast": None, "beta_slow": 0.5},
+        {"truncate": False, "factor": 32.0},
+        {"attention_factor": 1.25},
+        {"mscale": 1.0, "mscale_all_dim": 0.7},
+        {"mscale": 1.0},
+        {"original_max_position_embeddings": 2, "beta_fast": 1.0},
+    ],
+    ids=repr,
+)
+def test_yarn_equals_transformers(
+    tmp_path: Path, save_tiny: Callable[..., Any], changes: dict[str, Any]
+) -> None:
+    reference = save_tiny(tmp_path, "Llama", head_dim=32, rope_parameters={**YARN_ROPE, **changes})
+    config = replace(read_config(tmp_path), max_model_len=256)
+    cpu = torch.device("cpu")
+    weights = Weights(HFCheckpoint(tmp_path), torch.float32, cpu, lambda *_: None, PlainFormat(), Ranks())
+    ours = Rotary(config, weights).table
+    cos, sin = reference.model.rotary_emb(torch.zeros(1), torch.arange(256)[None])
+    torch.testing.assert_close(ours[:, 0], cos[0])
+    torch.testing.assert_close(ours[:, 1, 16:], sin[0, :, 16:])
+
+
+def test_yarn_extends_the_context(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
+    """Checkpoints of Qwen name the context before scaling."""
+    save_tiny(tmp_path, "Qwen3", rope_parameters={**YARN_ROPE, "factor": 16.0}, max_position_embeddings=40)
+    assert read_config(tmp_path).max_model_len == 512
+
+
 def test_unsupported_models_are_refused(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
     save_tiny(tmp_path, "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(ValueError, match=r"config\.json: rope scaling 'dynamic' is not supported"):
+    message = r"config\.json: rope scaling 'dynamic' is not supported \(default, linear, llama3, yarn are\)"
+    with pytest.raises(ValueError, match=message):
         build_engine(EngineConfig(model=str(tmp_path)))
     save_tiny(tmp_path, "Gemma")
     with pytest.raises(
