@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cluster.model import EMBEDDED_NAME, ResolvedModel
+from cluster.options.engine import EngineOptions
 
 
 @dataclass(frozen=True)
 class Fault:
     """One problem of a model.
 
-    `what` is "weights" (needed by workers), "ranks" (its heads do not divide over the ranks of a worker) or
-    "tokenizer" (needed by routers).
+    `what` is "weights" (needed by workers), "ranks" (its heads or experts do not divide over the ranks of a
+    worker) or "tokenizer" (needed by routers).
     """
 
     what: str
@@ -32,17 +33,19 @@ def faults(
     load_format: str = "auto",
     quantization: str = "auto",
     tensor_parallel_size: int = 1,
+    enable_expert_parallel: bool = False,
 ) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
     A name on the hub is not checked, and weights are not checked without torch. The files of the embedded
     model are not checked, because `model.resolve` has verified its digest.
     """
-    verified = found.name == EMBEDDED_NAME and tensor_parallel_size == 1 and quantization == "auto"
+    ranks = tensor_parallel_size > 1 or enable_expert_parallel
+    verified = found.name == EMBEDDED_NAME and not ranks and quantization == "auto"
     if verified or not Path(found.location).exists():
         return []
-    arguments = (found.location, load_format, quantization, str(tensor_parallel_size))
-    command = [sys.executable, "-m", "cluster.check_model", *arguments]
+    arguments = [found.location, load_format, quantization, tensor_parallel_size, enable_expert_parallel]
+    command = [sys.executable, "-m", "cluster.check_model", json.dumps(arguments)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
@@ -50,19 +53,26 @@ def faults(
     return [Fault(**fault) for fault in json.loads(child.stdout)]
 
 
-def check_files(found: ResolvedModel, load_format: str, quantization: str, tensor_parallel_size: int) -> None:
+def check_files(found: ResolvedModel, engine: EngineOptions) -> None:
     """Raises ValueError for a model that `baton serve` cannot serve."""
     for fault in faults(
         found,
-        load_format=load_format,
-        quantization=quantization,
-        tensor_parallel_size=tensor_parallel_size,
+        load_format=engine.load_format,
+        quantization=engine.quantization,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        enable_expert_parallel=engine.enable_expert_parallel,
     ):
         own = fault.message.startswith("--")
         raise ValueError(fault.message if own else f"--model: {fault.message}")
 
 
-def _faults(location: str, load_format: str, quantization: str, tensor_parallel_size: int) -> list[Fault]:
+def _faults(
+    location: str,
+    load_format: str,
+    quantization: str,
+    tensor_parallel_size: int,
+    enable_expert_parallel: bool,
+) -> list[Fault]:
     from router.text.tokenizer import load_tokenizer
 
     found: list[Fault] = []
@@ -73,9 +83,15 @@ def _faults(location: str, load_format: str, quantization: str, tensor_parallel_
 
         engine = EngineConfig(model=location, load_format=load_format, quantization=quantization)
         check_model(engine)
-        if tensor_parallel_size > 1:
+        if tensor_parallel_size > 1 or enable_expert_parallel:
             what = "ranks"
-            check_model(replace(engine, tensor_parallel_size=tensor_parallel_size))
+            check_model(
+                replace(
+                    engine,
+                    tensor_parallel_size=tensor_parallel_size,
+                    enable_expert_parallel=enable_expert_parallel,
+                )
+            )
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -89,6 +105,4 @@ def _faults(location: str, load_format: str, quantization: str, tensor_parallel_
 
 
 if __name__ == "__main__":
-    location, load_format, quantization, tensor_parallel_size = sys.argv[1:]
-    found = _faults(location, load_format, quantization, int(tensor_parallel_size))
-    print(json.dumps([asdict(fault) for fault in found]))
+    print(json.dumps([asdict(fault) for fault in _faults(*json.loads(sys.argv[1]))]))

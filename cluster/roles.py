@@ -57,6 +57,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 seed=given.engine.seed,
                 num_threads=given.engine.num_threads,
                 tensor_parallel_size=given.engine.tensor_parallel_size,
+                enable_expert_parallel=given.engine.enable_expert_parallel,
             ),
             settings=chosen.summary,
             host=given.network.host,

@@ -55,7 +55,7 @@ def run(plan: Plan) -> int:
         check_ports(plan.front)
     found = model.resolve(plan.model.model)
     model.reach_hub(found.location)
-    check_files(found, plan.engine.load_format, plan.engine.quantization, plan.engine.tensor_parallel_size)
+    check_files(found, plan.engine)
     if plan.ray.ray_address is not None:
         from cluster.joined import serve  # imports ray
 

@@ -140,6 +140,16 @@ class ModelConfig:
             self, num_heads=self.num_heads // ranks, num_kv_heads=max(1, self.num_kv_heads // ranks)
         )
 
+    def check_expert_parallel(self, ranks: int) -> None:
+        """Raises `ValueError` if `ranks` ranks cannot have as many whole experts each."""
+        if self.experts is None:
+            raise ValueError("--enable-expert-parallel: the model has no experts; leave it out")
+        if self.experts.num_experts % ranks:
+            raise ValueError(
+                f"--tensor-parallel-size {ranks}: with --enable-expert-parallel it must divide the model's "
+                f"{self.experts.num_experts} experts"
+            )
+
     @property
     def num_parameters(self) -> int:
         """Number of parameters in the matrices, which are nearly all."""

@@ -71,6 +71,9 @@ class EngineOptions:
         opt("Format of the matrices: auto (the checkpoint's own), or one to quantize to on load.", "NAME"),
     ] = "auto"
     tensor_parallel_size: Annotated[int, opt("GPUs of one worker.", "N", check=between(1))] = 1
+    enable_expert_parallel: Annotated[
+        bool, opt("Of a mixture of experts, each GPU holds whole experts, not a part of every expert.")
+    ] = False
     optimize: Annotated[
         Optimize,
         opt(

@@ -51,6 +51,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Devices that hold the model together, each a part of every layer. It divides the query heads, and
     divides the KV heads or is a multiple of them. On GPUs rank i runs on the i-th from `device` on."""
+    enable_expert_parallel: bool = False
+    """Whether each rank holds whole experts of a mixture of experts, instead of a part of every expert."""
 
     def __post_init__(self) -> None:
         def require(flag: str, value: object, holds: bool, remedy: str) -> None:
@@ -81,6 +83,10 @@ class EngineConfig:
             ("tensor-parallel-size", self.tensor_parallel_size),
         ):
             require(flag, value, value is None or value >= 1, "must be at least 1")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "--enable-expert-parallel: needs --tensor-parallel-size above 1, or leave it out"
+            )
         require(
             "gpu-memory-utilization",
             self.gpu_memory_utilization,

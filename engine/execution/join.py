@@ -13,6 +13,12 @@ from engine.layers.ranks import Ranks
 def join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torch.device, Ranks]:
     """This rank's device and its group. `files` None: the model has one rank. Raises `ValueError` if there
     are too few devices."""
+    device, ranks = _join(config, rank, files)
+    ranks.expert_parallel = config.enable_expert_parallel
+    return device, ranks
+
+
+def _join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torch.device, Ranks]:
     assert (files is None) == (config.tensor_parallel_size == 1), "several ranks, and only these, share files"
     device = torch.device(config.device)
     if files is None:

@@ -94,6 +94,8 @@ def choose_limits(
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
         raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}")
+    if config.enable_expert_parallel:
+        model.check_expert_parallel(ranks.size)
     cache = cache_spec(model.of_rank(ranks.size), dtype)
     most = CPU_POOL_BYTES // ranks.size
     weights = model.weight_bytes(dtype.itemsize, weight_format.bytes_per_parameter(dtype))

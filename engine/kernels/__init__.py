@@ -104,13 +104,15 @@ class Kernels(Protocol):
         counts: Tensor,
         num_chosen: int,
         scoring: Scoring,
+        *,
+        first: int = 0,
     ) -> Tensor:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
         x [tokens, size]. Each token has the `num_chosen` experts with the largest logits [tokens, experts];
-        `scoring` defines their weights. gate_up [experts, 2 * inner, size], down [experts, size, inner].
-        counts [experts] int32 must be zero, and becomes the number of tokens of each expert. Returns [tokens,
-        size]."""
+        `scoring` defines their weights. gate_up [held, 2 * inner, size] and down [held, size, inner] are the
+        experts from `first` on; others add nothing to the sum. counts [experts] int32 must be zero, and
+        becomes the number of tokens of each expert. Returns [tokens, size]."""
         ...
 
     def rope_and_write(

@@ -33,19 +33,24 @@ def route(logits: Tensor, num_chosen: int, scoring: Scoring) -> Routing:
     return Routing(experts, weights, on_input=False)
 
 
-def mix(x: Tensor, routing: Routing, counts: Sequence[int], gate_up: Tensor, down: Tensor) -> Tensor:
+def mix(
+    x: Tensor, routing: Routing, counts: Sequence[int], gate_up: Tensor, down: Tensor, first: int = 0
+) -> Tensor:
     """The weighted sum of down(silu(gate(x)) * up(x)) over the experts of each row of x [tokens, size].
 
-    `counts` has the number of tokens of each expert. gate_up [experts, 2 * inner, size] and down [experts,
-    size, inner]. A token's terms are added in the order of `routing`, which other tokens do not change."""
+    `counts` has the number of tokens of each expert. gate_up [held, 2 * inner, size] and down [held, size,
+    inner] are those of the experts from `first` on; others add nothing. A token's terms are added in the
+    order of `routing`, which other tokens do not change."""
+    before, counts = sum(counts[:first]), counts[first : first + len(gate_up)]
     order = routing.experts.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
+    order = order[before : before + sum(counts)]
     weights, inputs = routing.weights.to(x.dtype), x[order // routing.experts.shape[1]]
     if routing.on_input:
         inputs *= weights.flatten()[order, None]
         weights = torch.ones_like(weights)
     gate, up = _products(inputs, gate_up, counts).chunk(2, dim=-1)
     sorted_out = _products(F.silu(gate).mul_(up), down, counts)
-    out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
+    out = x.new_zeros(routing.experts.numel(), x.shape[1]).index_copy_(0, order, sorted_out)
     return torch.bmm(weights[:, None], out.unflatten(0, routing.experts.shape)).squeeze(1)
 
 

@@ -46,12 +46,19 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, shuffled: Shuffled, *, weighted: bool, scatter_add: bool = False
+    x: Tensor,
+    weight: Tensor,
+    shuffled: Shuffled,
+    *,
+    weighted: bool,
+    scatter_add: bool = False,
+    partial: bool = False,
 ) -> Tensor:
     """The products for weight [experts, out, in].
 
     x [tokens, in] or [pairs, in]. Returns [pairs, out] in the dtype of x; with `scatter_add`, the sum of each
-    token's rows, [tokens, out], in float32 if there are several."""
+    token's rows, [tokens, out], in float32 if there are several. A pair in no list of `shuffled`
+    adds nothing to the sum; its row is zero if `partial`, else undefined."""
     assert x.is_contiguous(), "the kernel assumes dense rows"
     assert weight.is_contiguous(), "the kernel assumes dense rows"
     (tokens, chosen), (experts, size, inner) = shuffled.weights.shape, weight.shape
@@ -61,7 +68,7 @@ def grouped_linear(
     if scatter_add:
         out = torch.zeros(tokens, size, dtype=torch.float32, device=x.device)
     else:
-        out = x.new_empty(pairs, size)
+        out = x.new_zeros(pairs, size) if partial else x.new_empty(pairs, size)
     # Each expert may have a tile that is partly empty.
     most_tiles = pairs // shape.block_m + min(pairs, experts)
     _grouped_linear[(most_tiles, triton.cdiv(size, shape.block_n))](

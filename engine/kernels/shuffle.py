@@ -30,6 +30,11 @@ class Shuffled(NamedTuple):
     counts: Tensor  # [experts] int32: pairs of each expert
     pairs: Tensor  # [experts, tokens] int32: of each expert, the first counts[expert] are defined
 
+    def of(self, first: int, experts: int) -> "Shuffled":
+        """The pairs of these experts alone. The weights are still those of all pairs."""
+        held = slice(first, first + experts)
+        return Shuffled(self.weights, self.counts[held], self.pairs[held])
+
 
 def shuffle(logits: Tensor, counts: Tensor, num_chosen: int, scoring: Scoring) -> Shuffled:
     """Routes as `engine.kernels.experts.route` does, by logits [tokens, experts] with dense rows. Of equal

@@ -53,10 +53,12 @@ class TorchKernels:
         counts: Tensor,
         num_chosen: int,
         scoring: Scoring,
+        *,
+        first: int = 0,
     ) -> Tensor:
         routing = route(logits, num_chosen, scoring)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
-        return mix(x, routing, counts.tolist(), gate_up, down)
+        return mix(x, routing, counts.tolist(), gate_up, down, first)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor

@@ -74,11 +74,15 @@ class TritonKernels:
         counts: Tensor,
         num_chosen: int,
         scoring: Scoring,
+        *,
+        first: int = 0,
     ) -> Tensor:
-        shuffled = shuffle(logits, counts, num_chosen, scoring)
+        held = shuffle(logits, counts, num_chosen, scoring).of(first, len(gate_up))
         on_input = scoring is Scoring.SIGMOID_ON_INPUT
-        inner = silu.silu_mul(grouped_linear(x, gate_up, shuffled, weighted=on_input))
-        out = grouped_linear(inner, down, shuffled, weighted=not on_input, scatter_add=True)
+        inner = silu.silu_mul(grouped_linear(x, gate_up, held, weighted=on_input))
+        out = grouped_linear(
+            inner, down, held, weighted=not on_input, scatter_add=True, partial=len(down) < len(counts)
+        )
         return out.to(x.dtype)
 
     def rope_and_write(

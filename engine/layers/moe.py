@@ -9,19 +9,23 @@ from engine.model_config import ExpertsConfig, ModelConfig
 
 class MoE:
     """The weighted sum of the outputs of the experts that a router chooses for each token. An expert is a
-    `GatedMLP`. A rank has some of the inner columns of every expert; all ranks make the same choice."""
+    `GatedMLP`. A rank has some of the inner columns of every expert, or whole experts. All ranks make the
+    same choice."""
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig, weights: Weights, name: str) -> None:
-        hidden, inner = whole(config.hidden_size), weights.ranks.part(experts.intermediate_size)
+        hidden = whole(config.hidden_size)
+        own, inner = weights.ranks.expert_parts(experts.num_experts, experts.intermediate_size)
         names = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
         self.router = weights.linear([f"{name}.gate"], [whole(experts.num_experts)], hidden)
         self.gate_up = weights.stack(
             [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")],
-            [(inner, hidden)] * (2 * len(names)),
-        ).unflatten(0, (len(names), -1))  # [experts, 2 * inner, hidden_size]
+            [(own.here(expert, inner), hidden) for expert in range(len(names)) for _ in range(2)],
+        ).unflatten(0, (own.length, -1))  # [own experts, 2 * inner, hidden_size]
         self.down = weights.stack(
-            [f"{name}.down_proj.weight" for name in names], [(hidden, inner)] * len(names)
-        ).unflatten(0, (len(names), -1))  # [experts, hidden_size, inner]
+            [f"{name}.down_proj.weight" for name in names],
+            [(own.here(expert, hidden), inner) for expert in range(len(names))],
+        ).unflatten(0, (own.length, -1))  # [own experts, hidden_size, inner]
+        self.first = own.start
         assert weights.expert_load is not None, "the model has experts"
         self.counts = weights.expert_load.next_layer()
         self.num_chosen = experts.num_chosen
@@ -38,5 +42,6 @@ class MoE:
             self.counts,
             self.num_chosen,
             self.scoring,
+            first=self.first,
         )
         return self.all_reduce(mixed)

@@ -6,6 +6,10 @@ with its inner columns, embedding and output projection with its tokens. Ranks m
     embedding            each rank has some of the rows, the others are zero    ─▶ all_reduce
     output, down         each rank has a term of the sum                        ─▶ all_reduce
     logits               each rank has some of the columns                      ─▶ all_gather
+
+A mixture of experts is like the MLP: a rank has some inner columns of every expert. With *expert parallelism*
+it has whole experts instead. Every rank has all tokens, so it computes those that its experts are chosen for,
+and the sum over ranks is the same.
 """
 
 from typing import NamedTuple
@@ -32,6 +36,10 @@ class Part(NamedTuple):
     def indices(self) -> slice:
         return slice(self.start, self.stop)
 
+    def here(self, index: int, part: "Part") -> "Part":
+        """`part`, if this part has `index`; else no index of the same dimension."""
+        return part if self.start <= index < self.stop else Part(0, 0, part.size)
+
     def of(self, width: int) -> "Part":
         """The same part of a dimension that has `width` indices for each index here."""
         return Part(self.start * width, self.stop * width, self.size * width)
@@ -49,6 +57,8 @@ class Ranks:
 
     rank = 0
     size = 1
+    expert_parallel = False
+    """Whether a rank has whole experts."""
 
     def part(self, size: int) -> Part:
         """This rank's part of a dimension: an equal share, but less on the last rank if `size` is odd."""
@@ -63,6 +73,12 @@ class Ranks:
             return self.part(size)
         index = self.rank * size // self.size
         return Part(index, index + 1, size)
+
+    def expert_parts(self, experts: int, inner: int) -> tuple[Part, Part]:
+        """This rank's part of the experts of a layer, and of the inner columns of each of them."""
+        if self.expert_parallel:
+            return self.part(experts), whole(inner)
+        return whole(experts), self.part(inner)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over all ranks. May overwrite x."""

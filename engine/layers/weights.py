@@ -135,7 +135,8 @@ class Weights:
         self, names: Sequence[str], parts: Sequence[Sequence[Part]], *, scratch: bool = False
     ) -> Tensor:
         """Parts of tensors, by dimension, stacked along their first dimension; the other dimensions are
-        equal. With `scratch`, the result is valid until the next call with `scratch`."""
+        equal. An empty part counts for the fingerprint only. With `scratch`, the result is valid until the
+        next call with `scratch`."""
         for name, dimensions in zip(names, parts, strict=True):
             self._check(name, tuple(part.size for part in dimensions))
         rows = [dimensions[0].length for dimensions in parts]
@@ -205,8 +206,9 @@ class Weights:
                 f"{self._checkpoint.file_of(name)}: tensor {name} is of {tensor.dtype}, which is not "
                 f"supported ({', '.join(map(str, DTYPES))} are)"
             )
-        to.copy_(tensor)
-        self._extremes[name] = torch.stack(to.aminmax())
+        if to.numel():
+            to.copy_(tensor)
+            self._extremes[name] = torch.stack(to.aminmax())
         self._note(name, parts, tensor)
 
     def _note(self, name: str, parts: Sequence[Part], tensor: Tensor) -> None:

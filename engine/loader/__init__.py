@@ -40,9 +40,11 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
 def check_model(engine: EngineConfig) -> None:
     """Finds errors of a checkpoint without reading its weights. Raises `ValueError` for files that are
     missing or cut short, tensors that are missing or have another shape, unsupported models, and a
-    tensor_parallel_size that does not fit the heads."""
+    tensor_parallel_size that does not fit the heads or the experts."""
     checkpoint = open_checkpoint(engine, torch.device("cpu"))
     checkpoint.config.of_rank(engine.tensor_parallel_size)
+    if engine.enable_expert_parallel:
+        checkpoint.config.check_expert_parallel(engine.tensor_parallel_size)
     weight_format = choose_format(engine, checkpoint.config, torch.device(engine.device))
     weights = DeclaredWeights(checkpoint, weight_format)
     config = replace(checkpoint.config, max_model_len=1)  # tables grow with the context

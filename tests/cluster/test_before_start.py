@@ -70,9 +70,8 @@ def test_an_unusable_model_is_refused_before_the_start(
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert "architecture NewForCausalLM is not supported" in result.output
-    monkeypatch.setattr(
-        check_model, "faults", lambda found, **_: check_model._faults(found.location, "auto", "auto", 1)
-    )
+    checked = check_model._faults(str(tmp_path), "auto", "auto", 1, False)
+    monkeypatch.setattr(check_model, "faults", lambda found, **_: checked)
     found = list(the_model(DoctorOptions(model=str(tmp_path))))
     assert [(f.check, f.level) for f in found] == [("model", "bad"), ("tokenizer", "bad")]
     assert "NewForCausalLM is not supported" in found[0].found
@@ -97,6 +96,16 @@ def test_a_group_that_does_not_fit_the_model_is_refused_before_the_start(
     assert (found.check, found.level) == ("model", "good")
 
 
+def test_expert_parallel_without_experts_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
+    monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
+    for size, said in (("3", "the model has no experts"), ("1", "needs --tensor-parallel-size above 1")):
+        flags = ["--device", "cpu", "--enable-expert-parallel", "--tensor-parallel-size", size]
+        result = CliRunner().invoke(app, ["serve", "--port", "0", "--prefill", "0", *flags])
+        assert result.exit_code == 2
+        assert f"--enable-expert-parallel: {said}" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_an_unknown_format_of_weights_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
     monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
@@ -108,7 +117,5 @@ def test_an_unknown_format_of_weights_is_refused_before_the_start(monkeypatch: p
 
 def in_this_process(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
     """What `check_model.faults` starts, without the time to import torch again."""
-    location, load_format, quantization, size = command[-4:]
-    faults = check_model._faults(location, load_format, quantization, int(size))
-    found = [asdict(fault) for fault in faults]
+    found = [asdict(fault) for fault in check_model._faults(*json.loads(command[-1]))]
     return subprocess.CompletedProcess(command, 0, json.dumps(found))

@@ -206,6 +206,31 @@ def test_mix_experts(
     assert counts.tolist() == expected_counts.tolist()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the undefined rows of pairs elsewhere
+@pytest.mark.parametrize("leaning", LEANINGS)
+@pytest.mark.parametrize(
+    ("chosen", "scoring"), [(1, Scoring.SIGMOID_ON_INPUT), (4, Scoring.NORMALIZED_SOFTMAX)]
+)
+def test_the_sums_over_parts_of_the_experts_add_up(
+    triton_kernels: Kernels, kernel_device: str, leaning: str, chosen: int, scoring: Scoring
+) -> None:
+    x, gate_up, down = (
+        normal(*shape, seed=i) for i, shape in enumerate([(50, 64), (6, 48, 64), (6, 64, 24)])
+    )
+    logits = expert_logits(50, LEANINGS[leaning])
+
+    def mixed(kernels: Kernels, device: str, first: int, last: int) -> Tensor:
+        held = slice(first, last)
+        counts = torch.zeros(6, dtype=torch.int32)
+        inputs = [tensor.to(device) for tensor in (x, logits, gate_up[held], down[held], counts)]
+        mix: Any = kernels.mix_experts
+        return mix(*inputs, chosen, scoring, first=first).cpu()
+
+    whole = mixed(TorchKernels(), "cpu", 0, 6)
+    for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
+        close(mixed(kernels, device, 0, 4) + mixed(kernels, device, 4, 6), whole)
+
+
 # Attention
 
 

@@ -13,6 +13,7 @@ import threading
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,31 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
     expected = tokens(1)
     for size in sizes:
         assert tokens(size) == expected, size
+
+
+def test_whole_experts_on_each_rank_give_the_same_tokens(
+    tmp_path: Path, ranks: Callable[..., Engine], save_tiny: Any, run: Any, request_of: Any
+) -> None:
+    save_tiny(tmp_path, "Qwen3Moe")
+    requests = [
+        request_of(i, range(3 + i, 3 + i + length), max_tokens=10, ignore_eos=True, seed=i, temperature=i % 2)
+        for i, length in enumerate((1, 5, 40))
+    ]
+    counted = []
+
+    def tokens(size: int, **config: Any) -> tuple[str, list[list[int]]]:
+        engine = ranks(tmp_path, size, max_num_batched_tokens=24, max_num_seqs=3, **config)
+        results = run(engine, requests)
+        model = engine._runner.model
+        held = 8 // size if config else 8
+        assert [len(layer.mlp.gate_up) for layer in model.layers] == [held] * 3
+        counted.append(model.expert_load.totals.tolist())
+        return engine.model_fingerprint, [results[request.id].tokens for request in requests]
+
+    expected = tokens(1)
+    for size in (2, 4):
+        assert tokens(size) == tokens(size, enable_expert_parallel=True) == expected, size
+    assert all(counts == counted[0] for counts in counted), "each rank counts the tokens of all experts"
 
 
 def test_every_kind_of_request_gets_the_tokens_of_one_rank(
@@ -207,3 +233,13 @@ def step(seed: int) -> Step:
         Draws(*(values.astype(type_) for values, type_ in zip(draws, types, strict=True))),
         hands_over=bool(seed % 2), block_size=4, table_width=6,
     )  # fmt: skip
+
+
+def test_expert_parallel_that_does_not_fit_the_model_is_refused(tmp_path: Path, save_tiny: Any) -> None:
+    save_tiny(tmp_path, "Qwen3Moe", num_experts=6)
+    with pytest.raises(ValueError, match=r"--enable-expert-parallel: needs --tensor-parallel-size above 1"):
+        EngineConfig(str(tmp_path), enable_expert_parallel=True)
+    fits = EngineConfig(str(tmp_path), tensor_parallel_size=2, enable_expert_parallel=True)
+    check_model(fits)
+    with pytest.raises(ValueError, match=r"size 4: with --enable-expert-parallel it must .* 6 experts"):
+        check_model(replace(fits, tensor_parallel_size=4))
