@@ -59,7 +59,11 @@ ranks() {
     local size
     for size in 2 4 8; do
         (($(nvidia-smi --list-gpus | wc -l) < size)) ||
-            python3 -m bench.engine --device cuda --tensor-parallel-size "$size" --json "$out/ranks$size.json"
+            {
+                python3 -m bench.engine --device cuda --tensor-parallel-size "$size" --json "$out/ranks$size.json"
+                python3 -m bench.engine --device cuda --tensor-parallel-size "$size" \
+                    --model-shape qwen3-30b-a3b --json "$out/moe_ranks$size.json"
+            }
     done
 }
 

@@ -15,7 +15,7 @@ def main() -> int:
     p.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N",
                    help="compare an engine over N devices with the same on one")  # fmt: skip
     p.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE,
-                   help="what runs on one GPU (default: %(default)s)")  # fmt: skip
+                   help="what runs on GPUs (default: %(default)s)")  # fmt: skip
     args = p.parse_args()
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)

@@ -1,8 +1,9 @@
 """One engine over several devices against the same engine on one.
 
-On GPUs: the shapes of Llama 3.1 8B and 70B with random weights, and each all-reduce (`all_reduce`). On a CPU:
-the embedded model. Every engine runs in a child process of its own (`python -m bench.engine.on_ranks`). It
-reads its work as JSON from stdin, and prints what it measured as its last line.
+On GPUs: the shapes of Llama 3.1 8B and 70B with random weights, and each all-reduce (`all_reduce`). With
+`--model-shape qwen3-30b-a3b` a mixture of experts, by tensor and by expert parallelism. On a CPU: the
+embedded model. Every engine runs in a child process of its own (`python -m bench.engine.on_ranks`). It reads
+its work as JSON from stdin, and prints what it measured as its last line.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import bench.contract as contract
 from bench.contract import Report, Row
 from bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
 from bench.engine.ranks import running
-from bench.shapes import write_shape
+from bench.shapes import MOE, write_shape
 from cluster.model import embedded_path
 from engine import Engine, EngineConfig
 
@@ -55,10 +56,15 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if len(contract.gpus()) < size:
         print(f"--tensor-parallel-size {size}: this machine has {len(contract.gpus())} GPUs", file=sys.stderr)
         sys.exit(contract.EXIT_CANNOT_MEASURE)
+    steps = 32 if args.short else 128
+    if args.model_shape == MOE:
+        with tempfile.TemporaryDirectory() as directory:
+            engine = _shape(MOE, directory, max_num_seqs=256)
+            _experts(Work(engine, [1, 64, 256], [8000], 1064, steps, profiled=64), size, report)
+        return
     from bench.engine import all_reduce
 
     all_reduce.measure(report, size)
-    steps = 32 if args.short else 128
     with tempfile.TemporaryDirectory() as directory:
         tokens = Work(
             _shape("llama-3.1-8b-two-layers", directory, dtype="float32"), [], [], 0, 0, compared=True
@@ -75,14 +81,14 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             )
 
 
-def _shape(name: str, directory: str, dtype: str = "bfloat16") -> dict[str, Any]:
+def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int = 64) -> dict[str, Any]:
     return {
         "model": str(write_shape(name, Path(directory))),
         "dtype": dtype,
         "device": "cuda",
         "load_format": "dummy",
         "max_model_len": 16384,
-        "max_num_seqs": 64,
+        "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": 16384,
         "ttit_target": 60.0,
     }
@@ -109,6 +115,26 @@ def _compare(work: Work, size: int, report: Report) -> None:
                  for pair in zip(of_one, of_all, strict=True)]  # fmt: skip
         same = sum(a == b for a, b in pairs) / len(pairs)
         report.add(Row(f"engine.tp{size}.same_tokens", 100 * same, "%", goal=100.0, better="higher"))
+
+
+def _experts(work: Work, size: int, report: Report) -> None:
+    """Adds the times of `size` ranks that have a part of every expert (`tp`), and whole experts (`ep`). The
+    first are compared with one rank, the second with the first."""
+    before, base = _times(_child(work, 1)), "one rank"
+    for form, expert_parallel in (("tp", False), ("ep", True)):
+        engine = work.engine | {"enable_expert_parallel": expert_parallel}
+        measured = _child(replace(work, engine=engine), size)
+        times = _times(measured)
+        for name, took in times.items():
+            report.add(
+                Row(
+                    f"engine.{form}{size}.moe.{name}", took, "ms",
+                    ratio=before[name] / took, ratio_to=f"{base}, same run",
+                )
+            )  # fmt: skip
+        for name, share in measured["profile"].items():
+            report.add(Row(f"engine.{form}{size}.moe.{name}", 100 * share, "%"))
+        before, base = times, "a part of every expert"
 
 
 def _times(measured: dict[str, Any]) -> dict[str, float]:
