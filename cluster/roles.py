@@ -27,7 +27,6 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
 
         found = model.resolve(given.model.model)
         model.reach_hub(found.location)
-        caching = given.engine.enable_prefix_caching
         device = given.engine.device or default_device()
         memory = None if device == "cpu" else gpu_gib()
         chosen = choose(given.engine, given.pace.ttit_target, device, memory)
@@ -51,7 +50,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 max_model_len=given.engine.max_model_len,
                 max_num_seqs=chosen.max_num_seqs,
                 max_num_batched_tokens=chosen.max_num_batched_tokens,
-                enable_prefix_caching=role == "prefill" if caching is None else caching,
+                enable_prefix_caching=given.engine.enable_prefix_caching is not False,
                 ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
                 ttit_target_steps=chosen.target_steps,
                 seed=given.engine.seed,

@@ -107,9 +107,7 @@ class EngineOptions:
     ] = None
     enable_prefix_caching: Annotated[
         bool | None,
-        opt(
-            "Reuse the KV of common prompt prefixes.", shown="on for prefill workers, off for decode workers"
-        ),
+        opt("Keep the KV of prompts and answers, for later prompts with the same beginning.", shown="on"),
     ] = None
     block_size: Annotated[
         int | None,

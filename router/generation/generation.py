@@ -158,7 +158,9 @@ class Generation:
             output_ids = output_ids[: self._prefill.base]
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
         promised = self._prefill is not None and self._prefill.queued
-        worker = self._pool.choose_decode(tokens, self._avoid(self._prefill), promised=promised)
+        worker = self._pool.choose_decode(
+            self._job.chunks, tokens, self._avoid(self._prefill), promised=promised
+        )
         if worker is None:
             if self._pool.can_ever_hold(tokens):
                 self._waits.worker_found()

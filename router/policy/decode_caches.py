@@ -1,7 +1,4 @@
-"""The prefix caches of the decode pool, which keep what was decoded: the turn before in a conversation.
-
-Empty unless the workers run with a prefix cache.
-"""
+"""The prefix caches of the decode pool, which keep what was decoded: the turn before in a conversation."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -9,6 +6,9 @@ from collections.abc import Collection, Sequence
 from router.policy.chunk_index import ChunkIndex
 from router.policy.decode_load import DecodeLoad
 from router.policy.two_choices import two_choices
+
+CACHED_PRESSURE = 0.1
+"""How much more loaded a worker with a cached prefix may be than one without."""
 
 
 class DecodeCaches:
@@ -57,3 +57,12 @@ class DecodeCaches:
             if (best := two_choices(loads, tokens=tokens + 1, rng=rng)) is not None:
                 found.append((rows[best], cached.most))
         return found
+
+    def nearest(
+        self, chosen: int, *, chunks: Sequence[int], tokens: int, rng: random.Random, avoid: Collection[str]
+    ) -> int:
+        """Returns the row of the worker to decode a prompt: `chosen`, or the one with the most of it cached.
+
+        The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
+        row, _ = self.candidates(chosen, chunks=chunks, tokens=tokens, rng=rng, avoid=avoid)[-1]
+        return row if self.loads[row].pressure <= self.loads[chosen].pressure + CACHED_PRESSURE else chosen

@@ -143,6 +143,21 @@ class Candidates:
         offer = prefill_offer(snapshot, request, row, worker.status, load, utilisation)
         return PrefillTarget(worker, work, offer, work.tokens / float(snapshot.speed[row]), queues)
 
+    def nearest_decode(
+        self,
+        chosen: WorkerConnection,
+        *,
+        chunks: list[int],
+        tokens: int,
+        rng: random.Random,
+        avoid: Collection[str],
+    ) -> WorkerConnection:
+        """The worker to decode a prompt: `chosen`, or one with more of it cached."""
+        row = self._rows[chosen]
+        return self._workers[
+            self._decode_caches.nearest(row, chunks=chunks, tokens=tokens, rng=rng, avoid=avoid)
+        ]
+
     def decode_offers(
         self,
         chosen: WorkerConnection,

@@ -186,17 +186,22 @@ class WorkerPool:
         return self._candidates.choose_prefill(key, chunks, tokens, avoid)
 
     def choose_decode(
-        self, tokens: int, avoid: Collection[str], *, promised: bool = False
+        self, chunks: list[int], tokens: int, avoid: Collection[str], *, promised: bool = False
     ) -> WorkerConnection | None:
         """Chooses a decode worker with capacity for `tokens` positions; None if there seems to be none.
 
-        What is promised stays free, except for a request that it is `promised` to."""
+        The positions begin with the 64-token `chunks`. What is promised stays free, except for a request that
+        it is `promised` to."""
         if self._promised_slots and not promised:
             free = free_capacity(self._candidates.decodes)
             if free.slots <= self._promised_slots or free.positions < self._promised_positions + tokens:
                 return None
         chosen = two_choices(self._candidates.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
-        return None if chosen is None else self._connections[chosen]
+        if chosen is None:
+            return None
+        return self._candidates.nearest_decode(
+            self._connections[chosen], chunks=chunks, tokens=tokens, rng=self._rng, avoid=avoid
+        )
 
     def promise(self, tokens: int) -> None:
         """A queued prompt needs a decode with `tokens` positions as soon as it is computed."""

@@ -79,13 +79,12 @@ def test_help_shows_the_default_of_every_option(commands: typer.Typer) -> None:
 @pytest.mark.parametrize(
     ("flags", "caching"),
     [
-        ((), {"prefill": True, "decode": False}),
-        (("--enable-prefix-caching",), {"prefill": True, "decode": True}),
-        (("--no-enable-prefix-caching",), {"prefill": False, "decode": False}),
+        ((), True),
+        (("--no-enable-prefix-caching",), False),
     ],
 )
-def test_prefix_caching_is_on_by_default_for_prefill_workers(
-    flags: tuple[str, ...], caching: dict[str, bool], served: list[Plan], monkeypatch: pytest.MonkeyPatch
+def test_prefix_caching_is_on_by_default(
+    flags: tuple[str, ...], caching: bool, served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether they are told directly or by `baton serve`."""
     started: list[Any] = []
@@ -93,11 +92,11 @@ def test_prefix_caching_is_on_by_default_for_prefill_workers(
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     baton("serve", *flags)
     passed_on = served[0].roles()[0].args
-    for role in caching:
+    for role in ("prefill", "decode"):
         for arguments in (flags, passed_on):
             assert baton(role, *arguments).exit_code == 0
     assert [(c.role, c.engine.enable_prefix_caching) for c in started] == [
-        (role, on) for role, on in caching.items() for _ in range(2)
+        (role, caching) for role in ("prefill", "decode") for _ in range(2)
     ]
 
 

@@ -180,6 +180,27 @@ def test_the_worker_with_most_of_the_prompt_is_offered_if_it_has_capacity() -> N
     assert holders(found) == [(0, 64)]
 
 
+def test_the_worker_with_most_of_the_prompt_decodes_unless_it_is_much_more_loaded() -> None:
+    found, index, loads = caches(100, 100, 100)
+
+    def nearest() -> int:
+        return found.nearest(0, chunks=CHUNKS, tokens=700, rng=random.Random(1), avoid=())
+
+    assert nearest() == 0, "nothing is cached"
+    index.add(1, CHUNKS[:2])
+    assert nearest() == 1
+    index.add(2, CHUNKS)
+    assert nearest() == 2
+    loads[2].blocks_free = 91
+    assert nearest() == 2
+    loads[2].blocks_free = 89
+    assert nearest() == 0
+    loads[0].blocks_free = 80
+    assert nearest() == 2
+    index.add(0, CHUNKS)
+    assert nearest() == 0, "it has as much"
+
+
 def test_without_prefill_workers_the_worker_with_most_of_the_prompt_prefills() -> None:
     found, index, _ = caches(100, 100, 10)
     for row in (1, 2):

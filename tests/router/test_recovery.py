@@ -248,7 +248,7 @@ async def test_capacity_is_given_in_order_of_arrival(cluster: Cluster):
     decode.status.blocks_free = 0
     decode.report()
     pool, admission = cluster.router.services.pool, cluster.router.services.admission
-    await cluster.until(lambda: pool.choose_decode(1, ()) is None)
+    await cluster.until(lambda: pool.choose_decode([], 1, ()) is None)
     requests = []
     for i in range(4):
         requests.append(asyncio.create_task(cluster.complete(prompt=[10 + i])))
