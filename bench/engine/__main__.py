@@ -1,5 +1,5 @@
 """`python -m bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]
-[--model-shape NAME]`."""
+[--model-shape NAME] [--quantization fp8]`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def main() -> int:
                    help="compare an engine over N devices with the same on one")  # fmt: skip
     p.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE,
                    help="what runs on GPUs (default: %(default)s)")  # fmt: skip
+    p.add_argument("--quantization", choices=("fp8",), help=f"quantize {DENSE} on load, on one GPU")
     args = p.parse_args()
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)
@@ -23,6 +24,8 @@ def main() -> int:
         from bench.engine.on_ranks import measure
     elif args.device == "cuda" and args.model_shape == MOE:
         from bench.engine.on_moe import measure
+    elif args.device == "cuda" and args.quantization:
+        from bench.engine.on_fp8 import measure
     elif args.device == "cuda":
         from bench.engine.on_cuda import measure
     else:

@@ -1,15 +1,19 @@
 """The floor of a step on this card: its plain GEMMs by cuBLAS, and the KV of attention at the card's speed.
 
-Uses nothing of the engine: no norm, RoPE, activation or sampling. The GEMMs of a decode step run in one CUDA
-graph, as in an engine. Those of a prefill run one after another.
+Uses no kernel of the engine: no norm, RoPE, activation or sampling. The GEMMs of a decode step run in one
+CUDA graph, as in an engine. Those of a prefill run one after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+
+from engine.kernels import Quantized
+from engine.kernels.torch_kernels import TorchKernels
 
 KV_READ_BYTES_PER_S = 4.3e12
 """What a good decode attention reads on an H200, whose datasheet says 4.8 TB/s."""
@@ -50,29 +54,33 @@ class Shape:
         return 2 * 2 * tokens * self.layers * self.kv_heads * self.head_dim
 
 
+class Inputs(NamedTuple):
+    by_width: dict[int, Any]  # of the layers' GEMMs, [rows, width]
+    of_head: torch.Tensor  # [sampled, hidden]
+
+
 class Floor:
     """Owns random weights, as the engine has, since power and clocks depend on the values."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
-        random = lambda i, o: torch.randn(o, i, device="cuda", dtype=torch.bfloat16) * 0.02  # noqa: E731
-        self._layers = [[random(i, o) for i, o in shape.linears] for _ in range(shape.layers)]
-        self._head = random(shape.hidden, shape.vocab)
+        self._layers = [[self._operand(o, i) for i, o in shape.linears] for _ in range(shape.layers)]
+        self._head = _random(shape.vocab, shape.hidden)
 
     def decode_ms(self, batch: int, context: int) -> float:
-        inputs = self._inputs(batch)
-        gemms = self._graphed(lambda: self._gemms(inputs, batch))
+        inputs = self._inputs(batch, batch)
+        gemms = self._graphed(lambda: self._gemms(inputs))
         return gemms + self._kv_read_ms(batch, context)
 
     def prefill_ms(self, sequences: int, tokens: int) -> float:
         """The GEMMs of all tokens, and causal attention of each sequence by torch's fastest kernel."""
-        inputs = self._inputs(sequences * tokens)
-        return _median_ms(lambda: self._gemms(inputs, sequences), 5) + self._attention_ms(sequences, tokens)
+        inputs = self._inputs(sequences * tokens, sequences)
+        return _median_ms(lambda: self._gemms(inputs), 5) + self._attention_ms(sequences, tokens)
 
     def mixed_ms(self, batch: int, context: int, prompt: int, chunk: int) -> float:
         """A step with `batch` decodes and `chunk` tokens of prompts that have `prompt` tokens."""
-        inputs = self._inputs(batch + chunk)
-        gemms = self._graphed(lambda: self._gemms(inputs, batch))
+        inputs = self._inputs(batch + chunk, batch)
+        gemms = self._graphed(lambda: self._gemms(inputs))
         return gemms + self._attention_ms(1, prompt) * chunk / prompt + self._kv_read_ms(batch, context)
 
     def _kv_read_ms(self, batch: int, context: int) -> float:
@@ -97,16 +105,21 @@ class Floor:
                 timed.append(_median_ms(attention, 5))
         return s.layers * min(timed)
 
-    def _inputs(self, rows: int) -> dict[int, torch.Tensor]:
-        """A tensor [rows, width] for each input width of the GEMMs."""
+    def _inputs(self, rows: int, sampled: int) -> Inputs:
         widths = {i for i, _ in self._shape.linears}
-        return {i: torch.randn(rows, i, device="cuda", dtype=torch.bfloat16) for i in widths}
+        return Inputs({i: self._operand(rows, i) for i in widths}, _random(sampled, self._shape.hidden))
 
-    def _gemms(self, inputs: dict[int, torch.Tensor], sampled: int) -> None:
+    def _gemms(self, inputs: Inputs) -> None:
         for layer in self._layers:
-            for weight in layer:
-                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-        torch.nn.functional.linear(inputs[self._shape.hidden][:sampled], self._head)
+            for (width, _), weight in zip(self._shape.linears, layer, strict=True):
+                self._multiply(inputs.by_width[width], weight)
+        torch.nn.functional.linear(inputs.of_head, self._head)
+
+    def _operand(self, rows: int, columns: int) -> Any:
+        return _random(rows, columns)
+
+    def _multiply(self, x: Any, weight: Any) -> None:
+        torch.nn.functional.linear(x, weight)
 
     def _graphed(self, work: Callable[[], None]) -> float:
         stream = torch.cuda.Stream()
@@ -118,6 +131,27 @@ class Floor:
         with torch.cuda.graph(graph):
             work()
         return _median_ms(graph.replay, 20)
+
+
+class Fp8Floor(Floor):
+    """The same in FP8 with scales of rows, except the output projection. The inputs are quantised already."""
+
+    def _operand(self, rows: int, columns: int) -> Any:
+        return TorchKernels().quantize(_random(rows, columns), grouped=False)
+
+    def _multiply(self, x: Quantized, weight: Quantized) -> None:
+        torch._scaled_mm(
+            x.values,
+            weight.values.T,
+            x.scales,
+            weight.scales.T,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+
+
+def _random(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 0.02
 
 
 def _median_ms(work: Callable[[], object], repeats: int) -> float:

@@ -37,7 +37,7 @@ GEMM_FLOPS = 790e12
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    floor = Floor(_shape())
+    floor = Floor(dense_shape())
     decode_floor = {batch: floor.decode_ms(batch, CONTEXT) for batch in DECODE_MUST_MS}
     prefill_floor = {work: floor.prefill_ms(*work) for work in PREFILL_MUST_MS}
     throughput_floor = {work: _throughput_floor(floor, *work) for work in THROUGHPUT_MUST}
@@ -61,7 +61,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             )
 
 
-def dummy_engine(model: str, directory: Path, running: int, chunk: int) -> Engine:
+def dummy_engine(
+    model: str, directory: Path, running: int, chunk: int, *, quantization: str = "auto"
+) -> Engine:
     """An engine with random weights in the shape `model` and no limit on the chunks of prompts."""
     return build_engine(
         EngineConfig(
@@ -69,6 +71,7 @@ def dummy_engine(model: str, directory: Path, running: int, chunk: int) -> Engin
             dtype="bfloat16",
             device="cuda",
             load_format="dummy",
+            quantization=quantization,
             max_model_len=16384,
             max_num_seqs=running,
             max_num_batched_tokens=chunk,
@@ -78,7 +81,7 @@ def dummy_engine(model: str, directory: Path, running: int, chunk: int) -> Engin
 
 
 def _prefills(engine: Any, report: Report, floors: dict[tuple[int, int], float], rounds: int) -> None:
-    flops_per_token = 2 * _shape().layer_parameters
+    flops_per_token = 2 * dense_shape().layer_parameters
     for (sequences, tokens), must in PREFILL_MUST_MS.items():
         batches = [
             [prompt(tokens, 100 * r + n + tokens) for n in range(sequences)] for r in range(rounds + 1)
@@ -96,7 +99,7 @@ def _prefills(engine: Any, report: Report, floors: dict[tuple[int, int], float],
 
 
 def _decodes(engine: Any, report: Report, floors: dict[int, float], steps: int) -> None:
-    shape = _shape()
+    shape = dense_shape()
     for batch, must in DECODE_MUST_MS.items():
         times = decode_step_seconds(engine, batch, CONTEXT, steps)
         name, took = f"engine.decode.b{batch}", median_ms(times)
@@ -145,7 +148,7 @@ def _throughput_floor(floor: Floor, running: int, budget: int) -> float:
     return OUTPUT / seconds
 
 
-def _shape() -> Shape:
+def dense_shape() -> Shape:
     c = SHAPES[DENSE]
     heads = c["num_attention_heads"]
     return Shape(

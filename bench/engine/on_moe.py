@@ -17,6 +17,7 @@ import torch
 
 import bench.contract as contract
 from bench.contract import Report, Row
+from bench.engine.bounded import add_bounded
 from bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
 from bench.engine.on_cuda import CONTEXT, GEMM_FLOPS, HBM_BYTES_PER_S, dummy_engine
 from bench.shapes import MOE
@@ -53,7 +54,7 @@ def _prefill(
         for r in range(rounds + 1)
     ][1:]
     name, took = f"engine.moe.prefill.{sequences}x{tokens}", median_ms(times)
-    _time(report, name, took, max(times) * 1e3, bounds)
+    add_bounded(report, name, took, max(times) * 1e3, bounds)
     config = engine.model_config
     active = config.parameters_read(1) - 2 * config.vocab_size * config.hidden_size
     rate = 2 * active * sequences * tokens / (took / 1e3)
@@ -63,21 +64,13 @@ def _prefill(
 def _decode(engine: Any, report: Report, batch: int, bounds: tuple[float, float], steps: int) -> None:
     times = decode_step_seconds(engine, batch, CONTEXT, steps)
     name, took = f"engine.moe.decode.b{batch}", median_ms(times)
-    _time(report, name, took, contract.percentile(times, 0.99) * 1e3, bounds)
+    add_bounded(report, name, took, contract.percentile(times, 0.99) * 1e3, bounds)
     read = experts_read(engine, batch, CONTEXT)
     report.add(Row(f"{name}.experts", read, "per layer and step"))
     moved = bytes_read(engine, batch, CONTEXT, read)
     floor, rate = moved / HBM_BYTES_PER_S * 1e3, moved / (took / 1e3)
     report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="4.8 TB/s"))
     report.add(Row(f"{name}.bytes", rate / 1e9, "GB/s", ratio=rate / HBM_BYTES_PER_S, ratio_to="4.8 TB/s"))
-
-
-def _time(report: Report, name: str, took: float, p99: float, bounds: tuple[float, float]) -> None:
-    must, goal = bounds
-    report.add(Row(name, took, "ms", p99=p99, goal=must, better="lower"))
-    report.add(
-        Row(f"{name}.goal", goal, "ms", ratio=took / goal, ratio_to="the goal", goal=1.0, better="lower")
-    )
 
 
 def experts_read(engine: Engine, batch: int, context: int) -> float:

@@ -17,6 +17,7 @@ from bench.contract import Row, interleaved, paired_ratio
 from bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S, Cases, Make, nbytes
 
 if TYPE_CHECKING:
+    from bench.kernels.fp8 import Fp8Cases
     from bench.kernels.moe import MoeCases  # imports kernels
 
 BEYOND_CACHE = 256 << 20  # least bytes of all input sets of a case together
@@ -150,6 +151,30 @@ def moe_choices(cases: MoeCases) -> Choices:
     ] + [
         (grouped_linear, {"MANY": many}, partial(product, tokens, loop=False))
         for product, tokens in itertools.product(products, most)
+    ]
+
+
+def fp8_choices(cases: Fp8Cases) -> Choices:
+    from engine.kernels import fp8_linear, silu
+    from engine.kernels.fp8_linear import Tiling
+
+    few = {"BLOCK_N": [64, 128], "WIDE": [256, 512], "NARROW": [128, 256], "PROGRAMS_EACH": [1, 2]}
+    many = [
+        Tiling(128, 128, 128, 1, 8, 4),
+        Tiling(128, 128, 128, 1, 4, 4),
+        Tiling(64, 128, 128, 1, 4, 5),
+        Tiling(256, 128, 128, 1, 8, 3),
+        Tiling(128, 64, 128, 1, 4, 5),
+    ]
+    batches, prompt = cases.shape.batches, cases.shape.prompts[0]
+    return [
+        *((fp8_linear, few, partial(cases.layer, rows)) for rows in (batches[0], batches[len(batches) // 2])),
+        *((fp8_linear, {"MAX_FEW_ROWS": [0, 64, 128]}, partial(cases.layer, rows)) for rows in batches),
+        (fp8_linear, {"MANY": many}, partial(cases.grouped, prompt)),
+        *(
+            (silu, {"MAX_WARPS": [4, 8, 16, 32]}, partial(cases.silu_mul, rows))
+            for rows in (batches[0], prompt)
+        ),
     ]
 
 

@@ -75,6 +75,10 @@ class Fp8Linear:
         """x [rows, in]. Returns [rows, out]."""
         if len(x.values) <= MAX_FEW_ROWS or len(self._scales) > 1:
             return self.triton(x)
+        return self.cublas(x)
+
+    def cublas(self, x: Quantized) -> Tensor:
+        """The product by cuBLAS, with scales of rows."""
         return torch._scaled_mm(
             x.values,
             self._weight.T,

@@ -1,6 +1,7 @@
 """`bench.kernels` on a CPU, in Triton's interpreter: each case runs as on a GPU, without its clock."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +82,20 @@ def test_every_case_of_a_mixture_runs(kernel_device: str, monkeypatch: pytest.Mo
     one_token = 2 * (32 + 2 * 32 * 32 + 2 * 32)  # in, the weights of two experts, out
     assert rows["kernels.moe_gate_up.t1"].value == pytest.approx(one_token / 1e9)
     tried = [(module, name) for module, values, _ in bench.moe_choices(cases) for name in values]
+    assert all(hasattr(module, name) for module, name in tried)
+
+
+def test_every_case_of_fp8_runs(cases: Cases) -> None:
+    from bench.kernels.fp8 import Fp8Cases
+
+    fp8_cases = Fp8Cases(replace(TINY, prompts=(17,)), cases.kernels, cases.device)
+    with pytest.MonkeyPatch.context() as patch:  # torch has no such product on a CPU
+        patch.setattr("engine.kernels.fp8_linear.Fp8Linear.cublas", lambda self, x: None)
+        rows = {row.name: row for make in fp8_cases for row in bench.measure(make, one_second_each, PLAIN)}
+    parts = [f"fp8_{name}" for name in ("add_rms_norm", "silu_mul", "quantize", "layer", "linear.down")]
+    assert {f"kernels.{part}.t{count}.time" for part in parts for count in (1, 2, 17)} <= {*rows}
+    assert rows["kernels.fp8_linear.grouped.gate_up.t17"].ratio == 1.0
+    tried = [(module, name) for module, values, _ in bench.fp8_choices(fp8_cases) for name in values]
     assert all(hasattr(module, name) for module, name in tried)
 
 

@@ -1,0 +1,148 @@
+"""The cases of FP8: quantising activations, the products of a layer, and whole layers without attention.
+
+A product of few rows is compared with cuBLAS (`torch._scaled_mm`), quantising with the kernel that does not
+quantise. `fp8_layer` is a chain of two norms, four products, the activation function, and the quantising of
+attention's output, in launches that overlap. It is compared with the same layer in bfloat16.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.kernels.cases import Case, Make, Shape, nbytes
+from engine.kernels import Kernels, Quantized
+from engine.kernels.fp8_linear import MAX_FEW_ROWS, Fp8Linear
+from engine.kernels.torch_kernels import TorchKernels
+from engine.layers.linear import PlainLinear
+
+EPS = 1e-5
+
+
+class Fp8Cases:
+    """All cases of a shape on a device."""
+
+    def __init__(self, shape: Shape, kernels: Kernels, device: torch.device) -> None:
+        self.shape, self.kernels, self.device = shape, kernels, device
+        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self.sizes = {"qkv": (shape.hidden, qkv), "out": (shape.hidden, shape.hidden)}
+        self.sizes |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
+
+    def __iter__(self) -> Iterator[Make]:
+        rows = (*self.shape.batches, self.shape.prompts[0])
+        for count in rows:
+            yield partial(self.layer, count)
+        for count, name in itertools.product(rows, self.sizes):
+            yield partial(self.product, name, count)
+        yield partial(self.grouped, self.shape.prompts[0])
+        for count in (rows[0], rows[len(rows) // 2], rows[-1]):
+            yield partial(self.add_rms_norm, count)
+            yield partial(self.silu_mul, count)
+            yield partial(self.quantize, count)
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device).to(self.shape.dtype)
+
+    def linear(self, columns: int, out: int) -> Fp8Linear:
+        weight = TorchKernels().quantize(self.normal(out, columns), grouped=False)
+        linear = self.kernels.fp8_linear(weight.values, weight.scales.T.contiguous(), None, self.shape.dtype)
+        assert isinstance(linear, Fp8Linear)
+        return linear
+
+    def product(self, name: str, rows: int) -> Case:
+        columns, out = self.sizes[name]
+        x, linear = (
+            self.kernels.quantize(self.normal(rows, columns), grouped=False),
+            self.linear(columns, out),
+        )
+        moved = rows * columns + columns * out + rows * out * self.shape.dtype.itemsize
+        flops = rows * columns * out  # half of them: a GPU multiplies twice as much in FP8
+        if rows > MAX_FEW_ROWS:
+            return Case(f"fp8_cublas.{name}.t{rows}", moved, flops, lambda: linear(x))
+        return Case(
+            f"fp8_linear.{name}.t{rows}", moved, flops, lambda: linear(x), lambda: linear.cublas(x), "cuBLAS"
+        )
+
+    def grouped(self, rows: int) -> Case:
+        """With scales of groups of columns, for which there is no cuBLAS."""
+        columns, out = self.sizes["gate_up"]
+        x, weight = (TorchKernels().quantize(self.normal(n, columns), grouped=True) for n in (rows, out))
+        linear = self.kernels.fp8_linear(weight.values, weight.scales.T.contiguous(), None, self.shape.dtype)
+        by_row, plain = (
+            self.linear(columns, out),
+            self.kernels.quantize(self.normal(rows, columns), grouped=False),
+        )
+        return Case(
+            f"fp8_linear.grouped.gate_up.t{rows}",
+            rows * columns + columns * out + rows * out * self.shape.dtype.itemsize,
+            rows * columns * out,
+            lambda: linear(x),
+            lambda: by_row.cublas(plain),
+            "cuBLAS with scales of rows",
+        )
+
+    def layer(self, rows: int) -> Case:
+        shape, kernels = self.shape, self.kernels
+        qkv, out, gate_up, down = (self.linear(*size) for size in self.sizes.values())
+        residual, delta, weight = (
+            self.normal(rows, shape.hidden),
+            self.normal(rows, shape.hidden),
+            self.normal(shape.hidden),
+        )
+        attended = self.normal(rows, shape.hidden)
+        plain = [PlainLinear(self.normal(o, i)) for i, o in self.sizes.values()]
+
+        def norm() -> Quantized:
+            return kernels.add_rms_norm_quantized(residual, delta, weight, EPS, grouped=False)
+
+        def ours() -> object:
+            qkv(norm())
+            out(kernels.quantize(attended, grouped=False))
+            return down(kernels.silu_mul_quantized(gate_up(norm()), grouped=False))
+
+        def theirs() -> object:
+            plain[0](kernels.add_rms_norm(residual, delta, weight, EPS))
+            plain[1](attended)
+            return plain[3](kernels.silu_mul(plain[2](kernels.add_rms_norm(residual, delta, weight, EPS))))
+
+        parameters = sum(i * o for i, o in self.sizes.values())
+        return Case(
+            f"fp8_layer.t{rows}", parameters, rows * parameters, ours, theirs, "the layer in bfloat16"
+        )
+
+    def add_rms_norm(self, rows: int) -> Case:
+        residual, delta, weight = (
+            self.normal(*size) for size in [(rows, self.shape.hidden)] * 2 + [(self.shape.hidden,)]
+        )
+        return self._quantizing(
+            f"add_rms_norm.t{rows}",
+            3 * nbytes(residual) + residual.numel(),
+            lambda: self.kernels.add_rms_norm_quantized(residual, delta, weight, EPS, grouped=False),
+            lambda: self.kernels.add_rms_norm(residual, delta, weight, EPS),
+        )
+
+    def silu_mul(self, rows: int) -> Case:
+        gate_up = self.normal(rows, 2 * self.shape.inner)
+        return self._quantizing(
+            f"silu_mul.t{rows}",
+            nbytes(gate_up) + gate_up.numel() // 2,
+            lambda: self.kernels.silu_mul_quantized(gate_up, grouped=False),
+            lambda: self.kernels.silu_mul(gate_up),
+        )
+
+    def quantize(self, rows: int) -> Case:
+        x = self.normal(rows, self.shape.hidden)
+        return self._quantizing(
+            f"quantize.t{rows}",
+            nbytes(x) + x.numel(),
+            lambda: self.kernels.quantize(x, grouped=False),
+            lambda: x.clone(),
+        )
+
+    @staticmethod
+    def _quantizing(name: str, moved: int, ours: Callable[[], object], plain: Callable[[], object]) -> Case:
+        return Case(f"fp8_{name}", moved, 0, ours, plain, "the same without FP8")
