@@ -73,11 +73,27 @@ class ExpertsConfig:
     scoring: Scoring
     layers: tuple[int, ...]
     """The layers with experts. The others are dense."""
+    shared_intermediate_size: int = 0
+    """Of the shared expert, which computes every token. 0: there is none."""
 
     def read_by(self, tokens: int) -> float:
         """The expected number of experts that a step of `tokens` tokens reads in a layer, if each token
         chooses all experts with the same probability."""
         return self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class NoPEConfig:
+    """Attention of Llama 4, where some layers have no positions (NoPE)."""
+
+    layers: tuple[int, ...]
+    """The layers without positions."""
+    floor_scale: float
+    attention_scale: float
+    """A query at position p of these layers is multiplied by 1 + attention_scale · log(1 + ⌊(p + 1) /
+    floor_scale⌋)."""
+    head_norm: bool
+    """The other layers apply RMSNorm, without weights, to each query and key head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +126,8 @@ class ModelConfig:
     repr, which fingerprints contain: workers of the version before must have equal fingerprints."""
     experts: ExpertsConfig | None = field(default=None, repr=False)
     """None: a dense model. Not in the repr either; `engine.loader` adds it to the fingerprint."""
+    nope: NoPEConfig | None = field(default=None, repr=False)
+    """None: all layers have positions. As `experts`, the loader adds it to the fingerprint."""
     quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     """`quantization_config` of the checkpoint. None: its matrices are plain. Not in the repr: the format that
     `engine.loader.formats` chooses is in the fingerprint."""
@@ -177,7 +195,7 @@ class ModelConfig:
         if self.experts is not None:
             dense -= len(self.experts.layers)
             router = self.hidden_size * self.experts.num_experts
-            mlps = 3 * self.hidden_size * self.experts.intermediate_size * experts
-            sparse = len(self.experts.layers) * (router + mlps)
+            inner = self.experts.intermediate_size * experts + self.experts.shared_intermediate_size
+            sparse = len(self.experts.layers) * (router + 3 * self.hidden_size * inner)
         mlp = 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * attention + dense * mlp + sparse + self.embedding_parameters

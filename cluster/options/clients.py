@@ -54,7 +54,11 @@ class SizingOptions:
     slo: Annotated[str, opt("Targets for the 99th percentile, in ms.", "TTFT_AND_TTIT")] = "ttft=1000,ttit=50"
     model: Annotated[
         str,
-        opt("llama-3.1-8b, qwen3-30b-a3b, a Hugging Face directory, or a name on the hub.", "MODEL"),
+        opt(
+            "llama-3.1-8b, qwen3-30b-a3b, llama-4-scout, llama-4-maverick, a Hugging Face directory, or a "
+            "name on the hub.",
+            "MODEL",
+        ),
     ] = "llama-3.1-8b"
     gpu: Annotated[Literal["h200"], opt("GPU whose measured speeds are used.", "GPU")] = "h200"
     measured: Annotated[

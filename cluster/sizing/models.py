@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+_LLAMA_4: dict[str, Any] = {
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8192,
+    "vocab_size": 202048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": [200001, 200007, 200008],
+    "torch_dtype": "bfloat16",
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -46,5 +64,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "eos_token_id": 151645,
         "torch_dtype": "bfloat16",
+    },
+    "llama-4-scout": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": {
+            **_LLAMA_4,
+            "num_local_experts": 16,
+            "interleave_moe_layer_step": 1,
+            "max_position_embeddings": 10485760,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    },
+    "llama-4-maverick": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": {
+            **_LLAMA_4,
+            "num_local_experts": 128,
+            "interleave_moe_layer_step": 2,
+            "max_position_embeddings": 1048576,
+            "use_qk_norm": False,
+        },
     },
 }

@@ -1,4 +1,4 @@
-"""The feed-forward part of a dense layer."""
+"""The feed-forward part of a dense layer, and of one expert that computes every token."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from engine.model_config import ModelConfig
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
-        hidden, inner = whole(config.hidden_size), weights.ranks.part(config.intermediate_size)
+    def __init__(self, config: ModelConfig, weights: Weights, name: str, intermediate_size: int) -> None:
+        hidden, inner = whole(config.hidden_size), weights.ranks.part(intermediate_size)
         self.gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
         self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
         self.kernels = weights.kernels
@@ -22,7 +22,11 @@ class GatedMLP:
         self.all_reduce = weights.ranks.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.all_reduce(self.down(self._inner(self.gate_up(x))))
+        return self.all_reduce(self.of_rank(x))
+
+    def of_rank(self, x: Tensor) -> Tensor:
+        """This rank's term of the sum over ranks."""
+        return self.down(self._inner(self.gate_up(x)))
 
     def _inner(self, gate_up: Tensor) -> Any:
         """What the down product takes: a tensor, or `Quantized`."""

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from engine.layers.mlp import GatedMLP
 from engine.layers.ranks import whole
 from engine.layers.weights import Weights
 from engine.model_config import ExpertsConfig, ModelConfig
@@ -9,14 +10,16 @@ from engine.model_config import ExpertsConfig, ModelConfig
 
 class MoE:
     """The weighted sum of the outputs of the experts that a router chooses for each token. An expert is a
-    `GatedMLP`. A rank has some of the inner columns of every expert, or whole experts. All ranks make the
-    same choice."""
+    `GatedMLP`, and so is the shared expert, which computes every token. A rank has some of the inner columns
+    of every expert, or whole experts. All ranks make the same choice."""
 
-    def __init__(self, config: ModelConfig, experts: ExpertsConfig, weights: Weights, name: str) -> None:
+    def __init__(
+        self, config: ModelConfig, experts: ExpertsConfig, weights: Weights, name: str, router: str = "gate"
+    ) -> None:
         hidden = whole(config.hidden_size)
         own, inner = weights.ranks.expert_parts(experts.num_experts, experts.intermediate_size)
         names = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
-        self.router = weights.linear([f"{name}.gate"], [whole(experts.num_experts)], hidden)
+        self.router = weights.linear([f"{name}.{router}"], [whole(experts.num_experts)], hidden)
         self.gate_up = weights.stack(
             [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")],
             [(own.here(expert, inner), hidden) for expert in range(len(names)) for _ in range(2)],
@@ -26,6 +29,10 @@ class MoE:
             [(own.here(expert, hidden), inner) for expert in range(len(names))],
         ).unflatten(0, (own.length, -1))  # [own experts, hidden_size, inner]
         self.first = own.start
+        self.shared = None
+        if experts.shared_intermediate_size:
+            size = experts.shared_intermediate_size
+            self.shared = GatedMLP(config, weights, f"{name}.shared_expert", size)
         assert weights.expert_load is not None, "the model has experts"
         self.counts = weights.expert_load.next_layer()
         self.num_chosen = experts.num_chosen
@@ -44,4 +51,4 @@ class MoE:
             self.scoring,
             first=self.first,
         )
-        return self.all_reduce(mixed)
+        return self.all_reduce(mixed if self.shared is None else mixed.add_(self.shared.of_rank(x)))

@@ -17,6 +17,7 @@ from engine.loader.dummy import DummyCheckpoint
 from engine.loader.formats import choose_format
 from engine.loader.gguf_file import GGUFCheckpoint
 from engine.loader.hf import HFCheckpoint, read_config
+from engine.loader.llama4 import Llama4Checkpoint
 from engine.models import model_class
 from engine.models.llama import Llama
 
@@ -33,7 +34,8 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
             return checkpoint
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
     if config.load_format == "auto":
-        return HFCheckpoint(path)
+        files = HFCheckpoint(path)
+        return Llama4Checkpoint(files) if files.config.nope else files
     return DummyCheckpoint(read_config(path), str(path), config.seed, device)
 
 
@@ -69,10 +71,10 @@ def load_model(
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
-    # A dense model has the fingerprint that it has in the version before, which knew no experts and no spans.
-    shape = f"{identity} {identity.experts} {identity.spans}" if identity.experts else f"{identity}"
-    parts = [shape, weights.finish(), *filter(None, [weight_format.identity])]
-    return model, hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
+    # A dense model has the fingerprint that it has in the version before, which knew only dense models.
+    beside = (identity.experts, identity.spans, identity.nope) if identity.experts else ()
+    parts = [identity, *beside, weights.finish(), *filter(None, [weight_format.identity])]
+    return model, hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 def _locate(config: EngineConfig) -> Path:

@@ -21,6 +21,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from engine.layers.ranks import Part
+from engine.loader.interleaved import read_halves
 from engine.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -193,10 +194,7 @@ class GGUFCheckpoint:
         stored, head_dim = self._name_of[name], self.config.head_dim
         if self.config.architecture != "LlamaForCausalLM" or not INTERLEAVED.search(name):
             return torch.from_numpy(self._file.read(stored, parts))
-        rows, *others = parts
-        begin, end = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
-        heads = torch.from_numpy(self._file.read(stored, [Part(begin, end, rows.size), *others]))
-        return _unpermute(heads, head_dim)[rows.start - begin : rows.stop - begin]
+        return read_halves(lambda whole: torch.from_numpy(self._file.read(stored, whole)), parts, head_dim)
 
     def _config(self) -> ModelConfig:
         metadata = self._file.metadata
@@ -293,8 +291,3 @@ def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         piece = raw[None, at * size : (at + step) * size]
         whole[at * values : (at + step) * values] = dequantize(piece, kind)[0]
     return whole
-
-
-def _unpermute(tensor: Tensor, head_dim: int) -> Tensor:
-    """Undoes llama.cpp's interleaving of the two halves of each rotated head. The tensor has whole heads."""
-    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(tensor.shape)

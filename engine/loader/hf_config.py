@@ -1,11 +1,19 @@
 """Reads `config.json` of Hugging Face transformers, versions 4 and 5."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from engine.model_config import ExpertsConfig, ModelConfig, RopeScaling, Scoring, Span, YarnScaling
+from engine.model_config import (
+    ExpertsConfig,
+    ModelConfig,
+    NoPEConfig,
+    RopeScaling,
+    Scoring,
+    Span,
+    YarnScaling,
+)
 from engine.models import model_class
 
 COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -19,6 +27,10 @@ def model_config_from_hf(
     named = config.get("architectures") or ["(none named)"]
     architecture = str(named[0] if isinstance(named, list) else named)
     model_class(architecture, source)
+    if isinstance(text := config.get("text_config"), Mapping):  # of a model that also sees images
+        config = {**config, **{key: value for key, value in text.items() if value is not None}}
+    is_llama4 = architecture.startswith("Llama4")
+    experts = EXPERTS.get(architecture)
 
     # transformers 5 has both rope settings in one dictionary, older versions have two keys.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -39,6 +51,7 @@ def model_config_from_hf(
             raise ValueError(f"{source}: {name} must be a number above 0, not {value!r}")
         return float(value)
 
+    nope = _nope(config, integer, partial(number, config), source) if is_llama4 else None
     num_heads = integer("num_attention_heads")
     hidden_size = integer("hidden_size")
     context = integer("max_position_embeddings", 2048)
@@ -53,7 +66,7 @@ def model_config_from_hf(
         architecture=architecture,
         num_layers=integer("num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=integer("intermediate_size"),
+        intermediate_size=integer("intermediate_size_mlp" if is_llama4 else "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=integer("num_key_value_heads", num_heads),
         head_dim=integer("head_dim", hidden_size // num_heads),
@@ -66,8 +79,9 @@ def model_config_from_hf(
         attention_bias=bool(config.get("attention_bias", False)),
         eos_ids=tuple(eos_ids),
         dtype=config.get("dtype") or config.get("torch_dtype"),
-        spans=_spans(config, integer, architecture, context, source),
-        experts=_experts(config, integer, source) if architecture == "Qwen3MoeForCausalLM" else None,
+        spans=_spans(config, integer, architecture, nope, context, source),
+        experts=experts(config, integer, source) if experts else None,
+        nope=nope,
         quantization=config.get("quantization_config"),
     )
     shape.check(source)
@@ -78,6 +92,7 @@ def _spans(
     config: Mapping[str, Any],
     integer: Callable[..., int],
     architecture: str,
+    nope: NoPEConfig | None,
     context: int,
     source: str,
 ) -> tuple[Span | None, ...]:
@@ -90,7 +105,9 @@ def _spans(
         chunk = Span(integer("attention_chunk_size"), chunked=True)
     kinds = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
     types = config.get("layer_types")
-    if types is None:
+    if types is None and nope is not None:
+        types = ["full_attention" if i in nope.layers else "chunked_attention" for i in range(layers)]
+    elif types is None:
         # Older Qwen2 and Qwen3 checkpoints say how many layers come before those with a window.
         plain = min(layers, integer("max_window_layers", 28)) if architecture in COUNTS_PLAIN_LAYERS else 0
         types = ["full_attention"] * plain + ["sliding_attention"] * (layers - plain)
@@ -103,26 +120,84 @@ def _spans(
     return spans if any(span and span.length < context for span in spans) else ()
 
 
-def _experts(
+def _qwen3_experts(
     config: Mapping[str, Any], integer: Callable[[str, int | None], int], source: str
 ) -> ExpertsConfig:
     # transformers 5 writes another name for the number of experts than older versions.
     num_experts = integer("num_local_experts" if "num_local_experts" in config else "num_experts", None)
-    num_chosen = integer("num_experts_per_tok", None)
-    if num_chosen > num_experts:
-        raise ValueError(f"{source}: num_experts_per_tok {num_chosen} of {num_experts} experts")
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise ValueError(f"{source}: mlp_only_layers must be a list of layers, not {dense!r}")
+    dense = _integers(config, "mlp_only_layers", source)
     step = integer("decoder_sparse_step", 1)
     layers = range(step - 1, integer("num_hidden_layers", None), step)
     return ExpertsConfig(
         num_experts,
-        num_chosen,
+        _num_chosen(num_experts, integer, source),
         integer("moe_intermediate_size", None),
         Scoring.NORMALIZED_SOFTMAX if config.get("norm_topk_prob") else Scoring.SOFTMAX,
         layers=tuple(layer for layer in layers if layer not in dense),
     )
+
+
+def _llama4_experts(
+    config: Mapping[str, Any], integer: Callable[[str, int | None], int], source: str
+) -> ExpertsConfig:
+    num_experts, size = integer("num_local_experts", None), integer("intermediate_size", None)
+    step = integer("interleave_moe_layer_step", 1)
+    layers: Sequence[int] = range(step - 1, integer("num_hidden_layers", None), step)
+    if config.get("moe_layers") is not None:
+        layers = _integers(config, "moe_layers", source)
+    return ExpertsConfig(
+        num_experts,
+        _num_chosen(num_experts, integer, source),
+        size,
+        Scoring.SIGMOID_ON_INPUT,
+        tuple(layers),
+        shared_intermediate_size=size,
+    )
+
+
+EXPERTS = {
+    "Qwen3MoeForCausalLM": _qwen3_experts,
+    "Llama4ForCausalLM": _llama4_experts,
+    "Llama4ForConditionalGeneration": _llama4_experts,
+}
+"""Reads the mixtures of experts of these architectures."""
+
+
+def _num_chosen(num_experts: int, integer: Callable[[str, int | None], int], source: str) -> int:
+    num_chosen = integer("num_experts_per_tok", None)
+    if num_chosen > num_experts:
+        raise ValueError(f"{source}: num_experts_per_tok {num_chosen} of {num_experts} experts")
+    return num_chosen
+
+
+def _nope(
+    config: Mapping[str, Any],
+    integer: Callable[[str, int | None], int],
+    number: Callable[[str, float | None], float],
+    source: str,
+) -> NoPEConfig:
+    num_layers = integer("num_hidden_layers", None)
+    rotated = _integers(config, "no_rope_layers", source)  # despite its name: 1 for each layer that rotates
+    if not rotated:
+        interval = integer("no_rope_layer_interval", 4)
+        rotated = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if len(rotated) < num_layers:
+        raise ValueError(f"{source}: no_rope_layers has {len(rotated)} of {num_layers} layers")
+    tuned = config.get("attn_temperature_tuning", True)
+    return NoPEConfig(
+        tuple(layer for layer in range(num_layers) if not rotated[layer]),
+        floor_scale=number("floor_scale", 8192.0),
+        attention_scale=number("attn_scale", 0.1) if tuned else 0.0,
+        head_norm=bool(config.get("use_qk_norm", True)),
+    )
+
+
+def _integers(config: Mapping[str, Any], name: str, source: str) -> list[int]:
+    """None and no value stand for an empty list."""
+    values = config.get(name) or []
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise ValueError(f"{source}: {name} must be a list of integers, not {values!r}")
+    return values
 
 
 def _not_supported(config: Mapping[str, Any], rope: Any) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import AttentionCache
 from engine.models.llama import Llama
+from engine.models.llama4 import Llama4
 from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
 from engine.models.qwen3_moe import Qwen3Moe
@@ -20,6 +21,8 @@ MODELS: dict[str, type[Llama]] = {
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "Llama4ForCausalLM": Llama4,
+    "Llama4ForConditionalGeneration": Llama4,  # its text model
 }
 
 

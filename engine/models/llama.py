@@ -87,7 +87,7 @@ class Llama:
     @staticmethod
     def mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE:
         """The feed-forward part of a layer."""
-        return GatedMLP(config, weights, f"model.layers.{layer}.mlp")
+        return GatedMLP(config, weights, f"model.layers.{layer}.mlp", config.intermediate_size)
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.expert_load = weights.expert_load

@@ -52,6 +52,16 @@ def test_a_mixture_of_experts_reads_only_the_experts_that_its_tokens_choose() ->
     assert mixture.prefill(8000) < SPEEDS.prefill(8000), "a long prompt is bound by products"
 
 
+def test_a_llama4_has_the_published_numbers_of_parameters() -> None:
+    scout, maverick = shape("llama-4-scout"), shape("llama-4-maverick")
+    assert scout.num_parameters == pytest.approx(107.8e9, rel=0.001), "109 billion with those for images"
+    assert maverick.num_parameters == pytest.approx(400.7e9, rel=0.001)
+    for model in (scout, maverick):
+        assert model.parameters_read(1) == pytest.approx(17.2e9, rel=0.002), "the active parameters"
+    with pytest.raises(ValueError, match=r"the weights \(216 GB\) leave no room for KV"):
+        Speeds(H200, scout).kv_room(0.9)
+
+
 def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     found = answer(SPEEDS, LOAD)
     again = prefill(SPEEDS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)

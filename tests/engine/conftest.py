@@ -90,6 +90,37 @@ TINY: dict[str, Any] = {
 
 
 TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+TINY_LLAMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_local_experts": 8,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 96,
+    "attention_chunk_size": 32,
+    "floor_scale": 16,
+}
+"""The fourth layer has no positions."""
+TINY_VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vision_output_dim": 16,
+    "image_size": 28,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
+
+
+def tiny_llama4(kind: str, changes: dict[str, Any]) -> Any:
+    """A Llama 4 that also sees images, as the published checkpoints do; "Llama4Text": one that does not."""
+    import transformers
+
+    text = transformers.Llama4TextConfig(**{**TINY, **TINY_LLAMA4, **changes})
+    if kind == "Llama4Text":
+        return transformers.Llama4ForCausalLM(text)
+    config = transformers.Llama4Config(text_config=text.to_dict(), vision_config=TINY_VISION)
+    return transformers.Llama4ForConditionalGeneration(config)
 
 
 def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
@@ -97,9 +128,12 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    experts = TINY_EXPERTS if kind.endswith("Moe") else {}
-    config = getattr(transformers, f"{kind}Config")(**{**TINY, **experts, **changes})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    if kind.startswith("Llama4"):
+        model = tiny_llama4(kind, changes).eval()
+    else:
+        experts = TINY_EXPERTS if kind.endswith("Moe") else {}
+        config = getattr(transformers, f"{kind}Config")(**{**TINY, **experts, **changes})
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         # transformers initialises these with zeros and ones, which would prove nothing.
         if name.endswith((".bias", "norm.weight")):

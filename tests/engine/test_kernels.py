@@ -552,10 +552,17 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         TritonKernels(torch.device(kernel_device), 24)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("Qwen3", 2), ("Qwen3Moe", 1)])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Qwen3", {"num_hidden_layers": 2}),
+        ("Qwen3Moe", {"num_hidden_layers": 1}),
+        ("Llama4", {"no_rope_layers": [1, 0], "num_hidden_layers": 2, "attention_chunk_size": 4}),
+    ],
+)
 def test_an_engine_on_these_kernels(
     kind: str,
-    layers: int,
+    changes: dict[str, Any],
     triton_kernels: Kernels,
     kernel_device: str,
     tmp_path: Path,
@@ -565,7 +572,7 @@ def test_an_engine_on_these_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine with these kernels gives the tokens of an engine with torch kernels."""
-    save_tiny(tmp_path, kind, num_hidden_layers=layers, head_dim=16)
+    save_tiny(tmp_path, kind, head_dim=16, **changes)
     requests = [request_of(i, range(3 + i, 8 + i), max_tokens=3, ignore_eos=True) for i in range(2)]
 
     def tokens(device: str) -> list[list[int]]:

@@ -22,6 +22,7 @@ from engine.loader.dummy import DummyCheckpoint
 from engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
 from engine.loader.hf import HFCheckpoint
 from engine.loader.hf_config import model_config_from_hf
+from engine.model_config import Span
 
 
 def load(path: Path, **config: Any) -> Engine:
@@ -181,7 +182,7 @@ def test_a_model_is_checked_without_reading_a_weight(
         check_model(EngineConfig(model=str(tmp_path)))
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Llama4"])
 def test_a_whole_model_passes_its_check(
     kind: str, tmp_path: Path, save_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,8 +277,12 @@ def test_a_configuration_that_does_not_fit_is_refused(
         load(copy)
 
 
-def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(tiny_path: Path) -> None:
-    config = json.loads((tiny_path / "config.json").read_text())
+@pytest.mark.parametrize("kind", ["Llama", "Llama4Text"])
+def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(
+    kind: str, tmp_path: Path, save_tiny: Callable[..., Any]
+) -> None:
+    save_tiny(tmp_path, kind)
+    config = json.loads((tmp_path / "config.json").read_text())
     config |= {"rope_scaling": None, "sliding_window": None, "partial_rotary_factor": None}
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
@@ -320,7 +325,10 @@ def experts_path(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[.
         ({"num_local_experts": 0}, r"config\.json: num_local_experts must be a positive integer, not 0"),
         ({"moe_intermediate_size": None}, r"moe_intermediate_size must be a positive integer, not None"),
         ({"num_experts_per_tok": 9}, r"config\.json: num_experts_per_tok 9 of 8 experts"),
-        ({"mlp_only_layers": [1.5]}, r"config\.json: mlp_only_layers must be a list of layers, not \[1\.5\]"),
+        (
+            {"mlp_only_layers": [1.5]},
+            r"config\.json: mlp_only_layers must be a list of integers, not \[1\.5\]",
+        ),
         ({"mlp_only_layers": [1]}, r"layers\.1\.mlp\.gate_proj\.weight is missing"),
         ({"decoder_sparse_step": 2}, r"layers\.0\.mlp\.gate_proj\.weight is missing"),
         ({"num_local_experts": 7}, r"mlp\.gate\.weight is \[8, 64\], .* should be \[7, 64\]"),
@@ -336,6 +344,72 @@ def test_experts_that_do_not_fit_are_refused(
         check_model(EngineConfig(str(copy)))
 
 
+@pytest.fixture(scope="module")
+def llama4_path(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[..., Any]) -> Path:
+    directory = tmp_path_factory.mktemp("llama4")
+    save_tiny(directory, "Llama4Text", attention_chunk_size=20)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_local_experts": 7}, r"router\.weight is \[8, 64\], .* should be \[7, 64\]"),
+        ({"intermediate_size": 25}, r"experts\.0\.gate_proj\.weight is \[24, 64\], .* be \[25, 64\]"),
+        ({"num_experts_per_tok": 9}, r"config\.json: num_experts_per_tok 9 of 8 experts"),
+        ({"moe_layers": [0, 1, 2]}, r"layers\.3\.feed_forward\.gate_proj\.weight is missing"),
+        ({"moe_layers": "all"}, r"config\.json: moe_layers must be a list of integers, not 'all'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized checkpoints of Llama 4 are not sup"),
+        ({"no_rope_layers": [1, 1, 0]}, r"config\.json: no_rope_layers has 3 of 4 layers"),
+        ({"floor_scale": 0}, r"config\.json: floor_scale must be a number above 0, not 0"),
+        ({"attn_scale": "x"}, r"config\.json: attn_scale must be a number above 0, not 'x'"),
+    ],
+)
+def test_a_llama4_that_does_not_fit_is_refused(
+    llama4_path: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    copy = shutil.copytree(llama4_path, tmp_path / "copy")
+    edit_json(copy / "config.json", **change)
+    with pytest.raises(ValueError, match=message):
+        check_model(EngineConfig(str(copy)))
+
+
+def test_experts_of_llama4_must_be_in_one_tensor_of_three_dimensions(
+    llama4_path: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(llama4_path, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.1.feed_forward.experts.down_proj"
+    tensors[name] = tensors[name].flatten(1)
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {name} is \(8, 1536\), not of exp"):
+        check_model(EngineConfig(str(copy)))
+
+
+def test_published_configurations_of_llama4_leave_out_what_follows(llama4_path: Path) -> None:
+    """They have no `layer_types`, and those of Maverick have an empty `no_rope_layers`."""
+    config = json.loads((llama4_path / "config.json").read_text())
+    short = {key: value for key, value in config.items() if key not in ("layer_types", "moe_layers")}
+    model = model_config_from_hf({**short, "no_rope_layers": []}, {}, "short")
+    assert model == model_config_from_hf(config, {}, "whole")
+    assert model.spans == (Span(20, chunked=True),) * 3 + (None,)
+    assert model.nope is not None
+    assert model.nope.layers == (3,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"attention_chunk_size": 24}, {"floor_scale": 17}, {"use_qk_norm": False}, {"attn_scale": 0.2}],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_fingerprint_covers_the_attention_of_llama4(
+    llama4_path: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    copy = shutil.copytree(llama4_path, tmp_path / "copy")
+    edit_json(copy / "config.json", **change)
+    assert load(copy).model_fingerprint != load(llama4_path).model_fingerprint
+
+
 def test_configurations_of_transformers_4_name_experts_differently(experts_path: Path) -> None:
     config = json.loads((experts_path / "config.json").read_text())
     older = {key: value for key, value in config.items() if key != "num_local_experts"} | {"num_experts": 8}
@@ -348,8 +422,9 @@ def test_the_fingerprint_covers_how_experts_are_weighted(experts_path: Path, tmp
     assert load(copy).model_fingerprint != load(experts_path).model_fingerprint
 
 
-def test_dummy_experts_differ(experts_path: Path) -> None:
-    moe = load(experts_path, load_format="dummy")._runner.model.layers[0].mlp
+@pytest.mark.parametrize("path", ["experts_path", "llama4_path"])
+def test_dummy_experts_differ(path: str, request: pytest.FixtureRequest) -> None:
+    moe = load(request.getfixturevalue(path), load_format="dummy")._runner.model.layers[0].mlp
     assert moe.gate_up.shape == (8, 2 * 24, 64)
     assert moe.down.shape == (8, 64, 24)
     assert len({float(weight.sum()) for weight in (*moe.gate_up, *moe.down)}) == 16

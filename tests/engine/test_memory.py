@@ -109,7 +109,10 @@ def test_weights_that_cannot_fit_the_machine_are_refused(
         build_engine(config)
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("Qwen3", {}), ("Qwen3Moe", {"mlp_only_layers": [1]})])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("Qwen3", {}), ("Qwen3Moe", {"mlp_only_layers": [1]}), ("Llama4Text", {"interleave_moe_layer_step": 2})],
+)
 def test_the_weights_of_a_plan_are_those_of_the_model(
     kind: str, changes: dict[str, Any], tmp_path: Path, save_tiny: Callable[..., Any]
 ) -> None:

@@ -61,6 +61,17 @@ KINDS = [
         {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
         id="qwen3-moe-in-one-layer",
     ),
+    pytest.param("Llama4", {"rope_parameters": LLAMA3_ROPE}, id="llama4"),
+    pytest.param(
+        "Llama4Text",
+        {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
+        id="llama4-text-with-experts-in-every-second-layer",
+    ),
+    pytest.param(
+        "Llama4Text",
+        {"moe_layers": [1], "no_rope_layers": [0, 1, 0, 1], "attention_bias": True, "num_experts_per_tok": 2},
+        id="llama4-text-with-biases-and-two-experts",
+    ),
 ]
 
 
@@ -97,6 +108,32 @@ def test_greedy_tokens_equal_transformers(
             top = logprobs.topk(5)
             assert ours.logprobs.top_ids == tuple(top.indices.tolist())
             assert ours.logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=2e-4)
+
+
+def test_a_cached_prefix_ends_within_an_attention_chunk(
+    tmp_path: Path, save_tiny: Any, run: Any, request_of: Any
+) -> None:
+    """Of Llama 4, in which some layers see the chunk alone, and some the whole prefix."""
+    reference = save_tiny(tmp_path, "Llama4", attention_chunk_size=20)
+    rng = random.Random(7)
+    first, other = ([rng.randrange(3, 199) for _ in range(n)] for n in (60, 20))
+    engine = build_engine(
+        EngineConfig(
+            model=str(tmp_path),
+            dtype="float32",
+            device=DEVICE,
+            num_blocks=64,
+            block_size=16,
+            enable_prefix_caching=True,
+        )
+    )
+    prompts = [first, first[:50] + other]
+    for i, prompt in enumerate(prompts):
+        request = request_of(i, prompt, max_tokens=12, ignore_eos=True)
+        tokens = run(engine, [request])[request.id].tokens
+        assert tokens == [token for token, _ in greedy(reference, prompt, 12)]
+    assert engine.stats().prefix_cache_hits == 48
+    engine.assert_whole()
 
 
 @torch.inference_mode()

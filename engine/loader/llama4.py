@@ -1,0 +1,86 @@
+"""Checkpoints of Llama 4, in the form of other families.
+
+- A checkpoint that sees images, too, has its text model under the prefix `language_model.`. The rest of its
+  tensors is left out.
+- The halves of rotated heads are interleaved.
+- A layer has two tensors for all its experts, transposed: `gate_up_proj` [experts, hidden_size, 2 * inner]
+  and `down_proj` [experts, inner, hidden_size]. Here each expert has three tensors.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.layers.ranks import Part, whole
+from engine.layers.weights import Checkpoint
+from engine.loader.interleaved import read_halves
+
+TEXT = "language_model."
+ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
+FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj$")
+
+
+class _Matrix(NamedTuple):
+    """One matrix of one expert, in a stored tensor [experts, columns, rows]."""
+
+    stored: str
+    expert: Part
+    columns: Part
+    rows: Part
+
+
+class Llama4Checkpoint:
+    """A `Checkpoint` over the files of one."""
+
+    def __init__(self, files: Checkpoint) -> None:
+        if files.config.quantization is not None:
+            raise ValueError(f"{files.source}: quantized checkpoints of Llama 4 are not supported")
+        self.config = files.config
+        self.source = files.source
+        self._files = files
+        prefix = TEXT if any(name.startswith(TEXT) for name in files.names()) else ""
+        self._stored: dict[str, str] = {}
+        self._matrices: dict[str, _Matrix] = {}
+        for stored in files.names():
+            name = stored.removeprefix(prefix)
+            if fused := FUSED.match(name):
+                self._matrices.update(self._split(stored, *fused.groups()))
+            elif stored.startswith(prefix):
+                self._stored[name] = stored
+
+    def _split(self, stored: str, experts: str, kind: str) -> Iterator[tuple[str, _Matrix]]:
+        """The matrices of a tensor with all experts, by the names that they would have alone."""
+        shape = self._files.shape(stored)
+        if shape is None or len(shape) != 3:
+            raise ValueError(f"{self._files.file_of(stored)}: tensor {stored} is {shape}, not of experts")
+        count, columns, rows = shape
+        names = ["gate", "up"] if kind == "gate_up" else ["down"]
+        size = rows // len(names)
+        for expert in range(count):
+            for i, name in enumerate(names):
+                part = Part(i * size, (i + 1) * size, rows)
+                matrix = _Matrix(stored, Part(expert, expert + 1, count), whole(columns), part)
+                yield f"{experts}.{expert}.{name}_proj.weight", matrix
+
+    def names(self) -> Collection[str]:
+        return self._stored.keys() | self._matrices.keys()
+
+    def file_of(self, name: str) -> str:
+        matrix = self._matrices.get(name)
+        return self._files.file_of(matrix.stored if matrix else self._stored.get(name, name))
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        matrix = self._matrices.get(name)
+        return (matrix.rows.length, matrix.columns.size) if matrix else self._files.shape(self._stored[name])
+
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        if matrix := self._matrices.get(name):
+            rows, columns = parts
+            first, size = matrix.rows.start, matrix.rows.size
+            stored_rows = Part(first + rows.start, first + rows.stop, size)
+            return self._files.read(matrix.stored, [matrix.expert, columns, stored_rows])[0].T
+        read = partial(self._files.read, self._stored[name])
+        return read_halves(read, parts, self.config.head_dim) if ROTATED.search(name) else read(parts)

@@ -1,0 +1,57 @@
+"""Llama 4, the text model.
+
+Most layers rotate queries and keys, and attend within chunks of the context. The others have no positions
+(NoPE, Kazemnejad 2023) and attend to the whole context; their queries grow with their position. Some layers
+or all have a mixture of experts beside an MLP that computes every token.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.kernels import HeadNorm
+from engine.layers.mlp import GatedMLP
+from engine.layers.moe import MoE
+from engine.layers.weights import Weights
+from engine.model_config import ModelConfig
+from engine.models.llama import Attend, Llama
+
+
+class Llama4(Llama):
+    @staticmethod
+    def mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE:
+        name = f"model.layers.{layer}.feed_forward"
+        if config.experts is None or layer not in config.experts.layers:
+            return GatedMLP(config, weights, name, config.intermediate_size)
+        return MoE(config, config.experts, weights, name, router="router")
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        nope = config.nope
+        assert nope is not None, "the loader sets it for this architecture"
+        self.nope_layers = nope.layers
+        attention = self.layers[0].attention
+        self.num_heads = attention.q_heads.length
+        if nope.head_norm:
+            heads = self.num_heads + attention.kv_heads.length
+            scale = torch.ones(heads, config.head_dim, dtype=weights.dtype, device=weights.device)
+            for i, layer in enumerate(self.layers):
+                if i not in nope.layers:
+                    # The model normalises after it rotates, which does not change the norm of a head.
+                    layer.attention.head_norm = HeadNorm(scale, config.rms_norm_eps)
+        ends = torch.arange(1.0, config.max_model_len + 1, device=weights.device)
+        self.scales = (ends / nope.floor_scale).floor().log1p() * nope.attention_scale + 1
+        """[positions] float32: of the queries of layers without positions (Nakanishi 2025)."""
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        unrotated = self.rotary.at(torch.zeros_like(positions))
+        scales = self.scales.index_select(0, positions)[:, None, None]
+
+        def attend_in(
+            layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None
+        ) -> Tensor:
+            if layer not in self.nope_layers:
+                return attend(layer, qkv, rotary, norm, sinks)
+            qkv[:, : self.num_heads] *= scales
+            return attend(layer, qkv, unrotated, norm, sinks)
+
+        return super().__call__(token_ids, positions, attend_in)
