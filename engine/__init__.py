@@ -25,6 +25,7 @@ nothing that pickles.
 from typing import TYPE_CHECKING, Any
 
 from engine.api.config import EngineConfig
+from engine.api.expert_stats import ExpertStats
 from engine.api.request import (
     CachedBlock,
     CacheObserver,
@@ -53,6 +54,7 @@ __all__ = [
     "EngineConfig",
     "EngineRequest",
     "EngineStats",
+    "ExpertStats",
     "KVSink",
     "Logprobs",
     "MixedStep",

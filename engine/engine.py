@@ -101,6 +101,7 @@ class Engine:
             cache_observer=cache_observer,
         )
         self._meters = Meters(*largest)
+        self._expert_meter = runner.expert_meter()
         self._chunk_limit = ChunkLimit(
             config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps
         )
@@ -399,7 +400,8 @@ class Engine:
         self._scheduler.assert_whole()
 
     def stats(self) -> EngineStats:
-        return self._meters.stats(self._scheduler, self._chunk_limit)
+        experts = None if self._expert_meter is None else self._expert_meter.read()
+        return self._meters.stats(self._scheduler, self._chunk_limit, experts)
 
 
 def _logprobs(sampled: Sequence[LiveRequest], rows: RowLogprobs | None) -> dict[int, Logprobs]:

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
+from engine import ExpertStats
 from kv_transfer import InjectStats, TransferStats
 from rpc.ports import family
 from worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
@@ -195,6 +196,8 @@ class Metrics(Collector):
             "baton:prefill_tokens_per_second", "Recent prefill speed.", stats.prefill_tokens_per_s
         )
         yield self._gauge("baton:step_seconds", "Mean of recent engine steps.", stats.step_seconds)
+        if stats.experts is not None:
+            yield from self._of_experts(stats.experts)
         yield self._counter(
             "vllm:prompt_tokens", "Prompt tokens that this worker prefilled.", counts.prompt_tokens
         )
@@ -213,6 +216,24 @@ class Metrics(Collector):
             "Requests that ended with their last token on this worker.",
             "finished_reason",
             {"stop": counts.finished_stop, "length": counts.finished_length},
+        )
+
+    def _of_experts(self, stats: ExpertStats) -> Iterator[Metric]:
+        yield self._by_label(
+            "baton:expert_tokens",
+            "Tokens that an expert computed, in all layers together.",
+            "expert",
+            {str(expert): tokens for expert, tokens in enumerate(stats.tokens)},
+        )
+        yield self._gauge(
+            "baton:expert_imbalance",
+            "Tokens of a layer's busiest expert, to the mean of its experts: recent steps, mean of layers.",
+            stats.imbalance,
+        )
+        yield self._gauge(
+            "baton:experts_used",
+            "Experts with tokens in a layer of a step; mean of recent ones.",
+            stats.used,
         )
 
     def _of_transfer(self, stats: TransferStats) -> Iterator[Metric]:

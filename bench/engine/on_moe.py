@@ -79,14 +79,13 @@ def experts_read(engine: Engine, batch: int, context: int) -> float:
     fill(engine, batch, context - COUNTED // 2, 3 * COUNTED)
     for _ in range(3):  # no counted step has a prompt
         engine.step()
-    before = load.totals.clone()
+    before, steps = load.totals.clone(), int(load.steps)
     for _ in range(COUNTED):
         engine.step()
-    tokens, steps = (load.totals - before).sum(dim=2).double().mean(dim=1).tolist()
+    _, reads = load.totals - before
+    steps = int(load.steps) - steps
     drain(engine)
-    experts = engine.model_config.experts
-    assert experts is not None
-    return steps / (tokens / (batch * experts.num_chosen))
+    return int(reads.sum()) / len(reads) / steps
 
 
 def bytes_read(engine: Engine, batch: int, context: int, experts_read: float) -> float:

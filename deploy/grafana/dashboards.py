@@ -65,6 +65,14 @@ def engine(role: str) -> list[Panel]:
         Panel("Requests waiting for the engine", "short", each("vllm:num_requests_waiting", role)),
         Panel("KV blocks in use", "percentunit", each("vllm:kv_cache_usage_perc", role)),
         Panel("Engine step", "s", each("baton:step_seconds", role), "Mean of recent steps."),
+        Panel(
+            "Experts: busiest to mean", "short", each("baton:expert_imbalance", role),
+            "Tokens of a layer's busiest expert to the mean of its experts.",
+        ),
+        Panel(
+            "Experts used", "short", each("baton:experts_used", role),
+            "Of one layer in one step, which reads the weights of these only.",
+        ),
         Panel("Tokens sampled", "short", rate("vllm:generation_tokens_total", role, "instance")),
         Panel(
             "Preemptions", "short", rate("vllm:num_preemptions_total", role, "instance"),

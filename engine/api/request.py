@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from engine.api.expert_stats import ExpertStats
 from engine.api.sampling_params import SamplingParams
 
 
@@ -159,6 +160,8 @@ class EngineStats:
     long: MixedStep
     """A step with decodes, and with as many prompt tokens as the gap target allows. Decoding requests get it
     only if a prompt would otherwise be late."""
+    experts: ExpertStats | None
+    """None: a dense model."""
 
 
 class CachedBlock(NamedTuple):

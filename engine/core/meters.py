@@ -1,5 +1,6 @@
 """Statistics of an engine: its counts, and running averages of what its steps cost."""
 
+from engine.api.expert_stats import ExpertStats
 from engine.api.request import EngineStats
 from engine.core.chunk_limit import ChunkLimit
 from engine.core.scheduler import Schedule, Scheduler
@@ -41,7 +42,9 @@ class Meters:
     def step_seconds(self) -> float:
         return self._seconds / self._steps if self._steps else 0.0
 
-    def stats(self, scheduler: Scheduler, chunk_limit: ChunkLimit) -> EngineStats:
+    def stats(
+        self, scheduler: Scheduler, chunk_limit: ChunkLimit, experts: ExpertStats | None
+    ) -> EngineStats:
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -59,4 +62,5 @@ class Meters:
             decode_seconds=chunk_limit.step_seconds,
             short=chunk_limit.mixed_step(chunk_limit.short_seconds),
             long=chunk_limit.mixed_step(chunk_limit.long_seconds),
+            experts=experts,
         )

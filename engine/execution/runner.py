@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.commands import Followers
+from engine.execution.expert_meter import ExpertMeter
 from engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from engine.execution.moments import Moment, moment
 from engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
@@ -143,6 +144,11 @@ class ModelRunner:
         """Rows of the graphs for steps with decodes and chunks, in ascending order. A step with other rows is
         padded to the next of them."""
         return [] if self._graphs is None else self._graphs.mixed_rows
+
+    def expert_meter(self) -> ExpertMeter | None:
+        """None: a dense model."""
+        load = self.model.expert_load
+        return None if load is None else ExpertMeter(load, lambda: self._moment())
 
     @torch.inference_mode()
     def run(self, step: Step, layer_done: LayerDone) -> Launched:

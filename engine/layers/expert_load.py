@@ -19,18 +19,22 @@ class ExpertLoad:
         self.totals = torch.zeros(2, *shape, dtype=torch.int64, device=device)
         """[2, layers, experts]: tokens of each expert, and steps in which it had any. A CUDA graph also
         counts the rows that pad its step."""
+        self.steps = torch.full((), -1, dtype=torch.int64, device=device)
+        """Number of these steps; −1: no step has begun."""
 
     def next_layer(self) -> Tensor:
         """The counts [experts] int32 of the next layer with experts. They are zero when a step begins."""
         return next(self._layers)
 
     def begin_step(self) -> None:
-        tokens, steps = self.totals
+        tokens, reads = self.totals
         tokens += self._counts
-        steps += self._counts > 0
+        reads += self._counts > 0
+        self.steps += 1
         self._counts.zero_()
 
     def clear(self) -> None:
         """Forgets all steps."""
         self._counts.zero_()
         self.totals.zero_()
+        self.steps.fill_(-1)

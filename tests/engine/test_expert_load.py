@@ -3,24 +3,75 @@
 from pathlib import Path
 from typing import Any
 
-from engine import EngineConfig, build_engine
+import pytest
+import torch
+
+from engine import Engine, EngineConfig, build_engine
+from engine.execution import expert_meter
+from engine.execution.expert_meter import ExpertMeter
+from engine.layers.expert_load import ExpertLoad
+from engine.model_config import ExpertsConfig, Scoring
 from tests.device import DEVICE
 
 
-def test_each_computed_token_counts_for_each_of_its_experts(
-    tmp_path: Path, save_tiny: Any, run: Any, request_of: Any
-) -> None:
+@pytest.fixture
+def engine(tmp_path: Path, save_tiny: Any) -> Engine:
+    """Has 8 experts in the first and in the third layer. Each token has 3 of them."""
     save_tiny(tmp_path, "Qwen3Moe", num_hidden_layers=3, mlp_only_layers=[1])
-    engine = build_engine(
+    return build_engine(
         EngineConfig(str(tmp_path), dtype="float32", device=DEVICE, num_blocks=64, cuda_graphs=False)
     )
+
+
+def test_each_computed_token_counts_for_each_of_its_experts(
+    engine: Engine, run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_meter, "PERIOD", 0.0)
+    stats = engine.stats().experts
+    assert stats is not None
+    assert (stats.tokens, stats.imbalance, stats.used) == ([0] * 8, 0.0, 0.0)
     # A prefill of 9 tokens, then 5 decodes of one token each.
     run(engine, [request_of(0, range(3, 12), max_tokens=6, ignore_eos=True)])
     load = engine._runner.model.expert_load
+    assert load is not None
     load.begin_step()
-    tokens, steps = load.totals.cpu()
+    tokens, reads = load.totals.cpu()
     assert tokens.shape == (2, 8)
     assert tokens.sum(dim=1).tolist() == [3 * (9 + 5)] * 2
-    assert ((tokens > 0) == (steps > 0)).all()
-    assert (steps <= tokens).all()
-    assert all(5 * 3 < layer <= 5 * 3 + 8 for layer in steps.sum(dim=1).tolist())
+    assert ((tokens > 0) == (reads > 0)).all()
+    assert (reads <= tokens).all()
+    for _ in range(2):  # the first call begins a copy
+        stats = engine.stats().experts
+    assert stats is not None
+    assert stats.tokens == tokens.sum(dim=0).tolist()
+    assert stats.used == reads.sum() / (2 * 6), "of two layers in six steps"
+    assert 1 <= stats.imbalance <= 8 / 3
+
+
+class LateMoment:
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_statistics_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_meter, "PERIOD", 0.0)
+    load = ExpertLoad(ExpertsConfig(4, 1, 8, Scoring.SOFTMAX, (0, 1)), torch.device("cpu"))
+    late: Any = LateMoment()
+    meter = ExpertMeter(load, lambda: late)
+    first, second = load.next_layer(), load.next_layer()
+    for counts in ([4, 0, 0, 0], [2, 2, 0, 0]):
+        load.begin_step()
+        first += torch.tensor(counts)
+        second += torch.tensor([1, 1, 1, 1])
+    load.begin_step()
+    for _ in range(3):
+        assert meter.read().tokens == [0] * 4, "the copy is not over"
+    late.passed = True
+    stats = meter.read()
+    assert stats.tokens == [8, 4, 2, 2]
+    assert stats.imbalance == (3.0 + 1.0) / 2
+    assert stats.used == (1 + 2 + 4 + 4) / 4
+    meter.read()
+    assert meter.read() is stats, "no step since"

@@ -2,7 +2,16 @@
 
 import pytest
 
-from engine import EngineRequest, EngineStats, Logprobs, MixedStep, Output, SamplingParams, StructuredOutput
+from engine import (
+    EngineRequest,
+    EngineStats,
+    ExpertStats,
+    Logprobs,
+    MixedStep,
+    Output,
+    SamplingParams,
+    StructuredOutput,
+)
 from kv_transfer import KVLayout
 from worker import messages
 from worker.messages import FromEngine, RequestCounts, ToEngine
@@ -39,7 +48,23 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
         messages.EngineStatus(
             1,
             EngineStats(
-                1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0.5, 0.25, 0.125, MixedStep(7, 0.5), MixedStep(9, 0.75)
+                1,
+                2,
+                3,
+                4,
+                5,
+                6,
+                7,
+                8,
+                9,
+                10,
+                11,
+                0.5,
+                0.25,
+                0.125,
+                MixedStep(7, 0.5),
+                MixedStep(9, 0.75),
+                ExpertStats([1, 2], 1.5, 2.0),
             ),
             RequestCounts(1, 2, 3, 4, 5),
             idle=False,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine import EngineStats
+from engine import EngineStats, ExpertStats
 from kv_transfer import TransferStats
 from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics
@@ -28,6 +28,7 @@ ACCEPTED = (
 def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
     metrics = Metrics("prefill", "m", tensor_parallel_size=2)
     fours: list[Any] = [4] * len(dataclasses.fields(EngineStats))
+    fours[-1] = ExpertStats([70, 0, 5], 2.8, 1.5)
     metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
     metrics.transfer_stats = TransferStats(
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {}
@@ -43,6 +44,9 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
     for line in (
         f"vllm:prompt_tokens_total{{{labels}}} 4.0",
         f"baton:tensor_parallel_size{{{labels}}} 2.0",
+        f'baton:expert_tokens_total{{expert="0",{labels}}} 70.0',
+        f"baton:expert_imbalance{{{labels}}} 2.8",
+        f"baton:experts_used{{{labels}}} 1.5",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
         f'baton:kv_bytes_total{{direction="send",{labels}}} 1000.0',
         'baton:kv_transfers_total{model_name="m",reason="acked",role="prefill"} 1.0',

@@ -1,0 +1,54 @@
+"""Reads the load of experts from the device, and never waits for it.
+
+read: no copy under way, and the last is old ─▶ enqueue a copy …
+read: the copy is over ─▶ new statistics        … else those of the copy before
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.api.expert_stats import ExpertStats
+from engine.execution.moments import Moment
+from engine.execution.sampler import to_host
+from engine.layers.expert_load import ExpertLoad
+
+PERIOD = 1.0
+"""Least seconds between two copies. Statistics are asked for more often."""
+
+
+class ExpertMeter:
+    """Called by the thread that runs the steps."""
+
+    def __init__(self, load: ExpertLoad, moment: Callable[[], Moment]) -> None:
+        """`moment()`: when the device has done all that is enqueued now."""
+        self._load = load
+        self._moment = moment
+        self._before = torch.zeros(load.totals.shape, dtype=torch.int64), 0
+        self._copied_at = 0.0
+        self._copy: tuple[Tensor, Tensor, Moment] | None = None
+        self._stats = ExpertStats([0] * load.totals.shape[2], 0.0, 0.0)
+
+    def read(self) -> ExpertStats:
+        if self._copy is not None and self._copy[2].query():
+            totals, steps, _ = self._copy
+            self._copy = None
+            self._update(totals, int(steps))
+        if self._copy is None and time.monotonic() - self._copied_at >= PERIOD:
+            self._copied_at = time.monotonic()
+            totals, steps = (to_host(counts.clone()) for counts in (self._load.totals, self._load.steps))
+            self._copy = totals, steps, self._moment()
+        return self._stats
+
+    def _update(self, totals: Tensor, steps: int) -> None:
+        before, steps_before = self._before
+        tokens, reads = (totals - before).double()
+        if tokens.any():
+            self._before = totals, steps
+            self._stats = ExpertStats(
+                totals[0].sum(dim=0).tolist(),
+                imbalance=float((tokens.amax(dim=1) / tokens.mean(dim=1)).mean()),
+                used=float(reads.sum(dim=1).mean()) / (steps - steps_before),
+            )
