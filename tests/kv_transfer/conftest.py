@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import select
@@ -16,12 +15,10 @@ import torch
 import kv_transfer as kv
 from tests.device import DEVICE
 
-from .ranks import Ranks, as_bytes
+from .ranks import Ranks, as_bytes, positions
+from .transfer_process import TransferProcess
 
 LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")  # 256 B a position and layer
-SLOT_BYTES = 4096  # 16 positions
-SECRET = b"a cluster secret for tests"
-MODEL = "model of the tests"
 NO_TRACE = kv.TraceWriter(None, "")
 
 
@@ -34,40 +31,20 @@ def until(condition: Callable[[], Any], what: str, *waiting: Any, seconds: float
     return value
 
 
-class Worker:
-    """A transfer process and what its engine and service processes hold of it."""
+class Worker(TransferProcess):
+    """A transfer process, and an engine's KV cache."""
 
     def __init__(
-        self, role: Any, *, blocks: int, block_size: int, slots: int = 16, secret: bytes = SECRET,
-        incarnation: int | None = None, layout: kv.KVLayout = LAYOUT, slot_bytes: int = SLOT_BYTES,
-        ranks: int = 1, device: str = DEVICE, **config: Any,
+        self, role: Any, *, blocks: int, block_size: int, layout: kv.KVLayout = LAYOUT, ranks: int = 1,
+        device: str = DEVICE, **config: Any,
     ) -> None:  # fmt: skip
+        settings: dict[str, Any] = {"name": f"{role} 0", **config}
+        super().__init__(layout, **settings)
         self.block_size = block_size
-        self.layout = layout
-        self.incarnation = incarnation or random.getrandbits(64)
-        ours, sending = kv.ArenaEnd.pair(slots, slot_bytes)
-        ours_too, receiving = kv.ArenaEnd.pair(slots, slot_bytes)
-        self.heartbeat = kv.Heartbeat.create()
-        self.service, service = kv.channel_pair()
-        # On every machine the same; tests of what it changes say otherwise.
-        default: Any = {"name": f"{role} 0", "model_fingerprint": MODEL, "lane_processes": 0}
-        settings = default | config
-        self.process = kv.spawn_transfer(
-            kv.TransferConfig(
-                incarnation=self.incarnation, layout=layout, num_slots=slots,
-                slot_bytes=slot_bytes, **settings,
-            ),
-            sending=sending, receiving=receiving, heartbeat=self.heartbeat, service=service, secret=secret,
-        )  # fmt: skip
-        sending.channel.close()
-        receiving.channel.close()
-        service.close()
         shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
-        dtype = getattr(torch, layout.dtype)
-        layers = [
-            self.filled(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(layout.num_layers)
-        ]
-        self.ranks = Ranks(layers, block_size, layout, ranks, ours, ours_too)
+        empty = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
+        layers = [self.filled(empty.clone()) for _ in range(layout.num_layers)]
+        self.ranks = Ranks(layers, block_size, layout, ranks, self.sending, self.receiving)
         self.free = list(range(blocks))
         random.shuffle(self.free)
 
@@ -85,51 +62,12 @@ class Worker:
         [layers] = self.ranks.caches
         return layers
 
-    @functools.cached_property
-    def port(self) -> int:
-        """Waits until the process is up: others start meanwhile."""
-        self.service.settimeout(20)
-        ready = kv.decode_from_transfer(self.service.recv(1 << 16))
-        assert isinstance(ready, kv.Ready)
-        return ready.port
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def stats(self) -> kv.TransferStats:
-        """As of now: what was queued before the request is skipped."""
-        assert self.port >= 0
-        self.service.setblocking(False)
-        while True:
-            try:
-                assert self.service.recv(1 << 16), "the transfer process is gone"
-            except BlockingIOError:
-                break
-        self.service.settimeout(20)
-        self.service.send(kv.encode(kv.StatsRequest()))
-        while True:
-            message = kv.decode_from_transfer(self.service.recv(1 << 16))
-            if isinstance(message, kv.TransferStats):
-                return message
-
     def allocate(self, num_tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-num_tokens // self.block_size))]
 
     def rows(self, blocks: list[int], layer: int, start: int, stop: int) -> torch.Tensor:
         """[2, stop − start, heads, head_dim] of these positions, on the CPU."""
-        index = [
-            blocks[p // self.block_size] * self.block_size + p % self.block_size for p in range(start, stop)
-        ]
-        return self.ranks.rows(layer, index)
-
-    def stop(self) -> None:
-        self.service.close()
-        self.process.wait(10)
-        for end in (self.ranks.sending, self.ranks.receiving):
-            end.channel.close()
-            end.arena.close()
-        self.heartbeat.close()
+        return self.ranks.rows(layer, positions(blocks, self.block_size, start, stop))
 
 
 class Prefill(Worker):

@@ -57,16 +57,8 @@ class Ranks:
         self._layers_ready += 1
 
     def rows(self, layer: int, rows: Sequence[int]) -> torch.Tensor:
-        """[2, rows, heads, head_dim] of a layer, on the CPU.
-
-        Asserts that ranks with the same heads hold the same bytes.
-        """
-        parts: dict[Range, torch.Tensor] = {}
-        for heads, cache in zip(self.heads, self.caches, strict=True):
-            part = cache[layer].flatten(1, 2)[:, rows].cpu()
-            same = torch.equal(as_bytes(parts.setdefault(heads, part)), as_bytes(part))
-            assert same, f"two ranks hold different bytes of heads {heads}"
-        return torch.cat([parts[heads] for heads in sorted(parts)], dim=2)
+        """As the function `rows_of`."""
+        return rows_of([cache[layer] for cache in self.caches], self.heads, rows)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -78,6 +70,24 @@ def mapped(end: ArenaEnd) -> ArenaEnd:
     """With a mapping of its own, as in another process: a GPU pins each once."""
     arena = end.arena
     return replace(end, arena=Arena(os.dup(arena.fd), arena.num_slots, arena.slot_bytes))
+
+
+def rows_of(layers: Sequence[torch.Tensor], heads: Sequence[Range], rows: Sequence[int]) -> torch.Tensor:
+    """[2, rows, heads, head_dim] of a layer, on the CPU. `layers`: of each rank, with its `heads`.
+
+    Asserts that ranks with the same heads hold the same bytes.
+    """
+    parts: dict[Range, torch.Tensor] = {}
+    for held, layer in zip(heads, layers, strict=True):
+        part = layer.flatten(1, 2)[:, rows].cpu()
+        same = torch.equal(as_bytes(parts.setdefault(held, part)), as_bytes(part))
+        assert same, f"two ranks hold different bytes of heads {held}"
+    return torch.cat([parts[held] for held in sorted(parts)], dim=2)
+
+
+def positions(blocks: Sequence[int], block_size: int, start: int, stop: int) -> list[int]:
+    """The rows of a cache where positions [start, stop) lie."""
+    return [blocks[p // block_size] * block_size + p % block_size for p in range(start, stop)]
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

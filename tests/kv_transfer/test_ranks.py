@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from kv_transfer.device import Event, Pool, Staged
 from kv_transfer.layout import KVLayout, cut
 from kv_transfer.ranks import open_ranks
 
-from .ranks import Ranks, as_bytes
+from .ranks import Ranks, as_bytes, positions
 
 BLOCKS = 40
 SLOT = 4096
@@ -66,10 +66,6 @@ def groups(heads: int, *sizes: tuple[int, int], device: str = "cpu") -> Iterator
         group.close()
 
 
-def rows_of(blocks: Sequence[int], block_size: int, start: int, stop: int) -> list[int]:
-    return [blocks[p // block_size] * block_size + p % block_size for p in range(start, stop)]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("heads", "sender", "receiver"),
@@ -102,8 +98,8 @@ def test_from_group_to_group(heads: int, sender: int, receiver: int, device: str
         )
         until_passed(target.scatters, scattered[1])
         for layer in range(2):
-            sent = source.rows(layer, rows_of(here, size[0], start, n))
-            assert torch.equal(target.rows(layer, rows_of(there, size[1], start, n)), sent)
+            sent = source.rows(layer, positions(here, size[0], start, n))
+            assert torch.equal(target.rows(layer, positions(there, size[1], start, n)), sent)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,268 @@
+"""A prefill and a decode engine with any numbers of ranks give the tokens of one engine with one rank.
+
+The ranks are threads. KV goes through real transfer processes, while the prefill computes.
+"""
+
+import itertools
+import os
+import random
+import select
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kv_transfer as kv
+from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
+from engine.execution.rank import Follower
+from engine.execution.rank_files import RankFiles
+from kv_transfer.layout import heads_of
+from kv_transfer.ranks import RankCopier
+from prefill_worker.sink import SenderSink
+from tests.device import DEVICE
+from tests.kv_transfer.ranks import positions, rows_of
+from tests.kv_transfer.transfer_process import TransferProcess
+from worker.attempts import Attempts
+from worker.paged_kv import kv_layout, paged_kv
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="two ranks cannot share a GPU")
+
+SIZES = (1, 2, 3, 4)
+BLOCK_SIZES = (16, 32, 128, 256)
+CHUNKS = (24, 50, 100, 333)
+PREFIX = 280
+"""Tokens that all long prompts share. So the prefill of all but the first begins with cached blocks."""
+HITS = (0, 33, 130, PREFIX)
+"""Positions that decode has before a handover. Like the chunks, they fit no block."""
+KV_HEADS = (12, 2, 1)
+TIMES_2, TIMES_3 = (0, 2, 3, 1), (0, 3, 1, 2)  # in the field of four elements, whose sum is xor
+CASES = [
+    pytest.param(
+        SIZES[i], SIZES[j], BLOCK_SIZES[i ^ j], BLOCK_SIZES[i ^ TIMES_2[j]], i ^ TIMES_3[j],
+        id=f"{SIZES[i]}-to-{SIZES[j]}-ranks",
+    )
+    for i in range(4) for j in range(4)
+]  # fmt: skip
+"""An orthogonal array: any two columns have all pairs of values. The last is the index of chunk and hit."""
+
+NO_TRACE = kv.TraceWriter(None, "")
+
+
+class NotingSink(SenderSink):
+    """Also keeps the block tables of prefills."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_TRACE, Attempts(lambda message: None))
+        self.tables: dict[bytes, Sequence[int]] = {}
+        self.cached: dict[bytes, int] = {}
+
+    def prefill_started(
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+    ) -> None:
+        self.tables[request_id] = list(block_ids)
+        self.cached[request_id] = num_cached
+        super().prefill_started(request_id, block_ids, num_tokens, num_cached)
+
+
+class Side:
+    """An engine with all its ranks, and the transfer process of its worker."""
+
+    def __init__(self, path: Path, kv_heads: int, ranks: int, **config: Any) -> None:
+        self.sink = NotingSink()
+        layout = kv.KVLayout(3, kv_heads, 8, "float32")
+        self.transfer = TransferProcess(layout, slots=32, slot_bytes=16384)
+        settings = EngineConfig(
+            str(path), dtype="float32", tensor_parallel_size=ranks, num_threads=1, max_num_seqs=8, **config
+        )
+        self._files = RankFiles.create(ranks) if ranks > 1 else None
+        ends = [end.of_ranks(ranks) for end in (self.transfer.sending, self.transfer.receiving)]
+        followers: dict[int, Follower] = {}
+        started = threading.Barrier(ranks)
+
+        def follow(rank: int, files: RankFiles, *arenas: kv.ArenaEnd) -> None:
+            followers[rank] = follower = Follower(settings, rank, files)
+            copier = RankCopier(paged_kv(follower), *arenas)
+            started.wait(20)
+            follower.run(lambda step: copier.layer_done if step.hands_over else lambda layer: None)
+
+        self._threads = [
+            threading.Thread(target=follow, args=(rank, self._files, *arenas))
+            for rank, arenas in enumerate(zip(*(others for _, others in ends), strict=True), start=1)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self.engine = build_engine(settings, files=self._files, kv_sink=self.sink)
+        started.wait(20)
+        assert kv_layout(self.engine) == layout
+        transport = kv.ArenaTransport(ends[0][0], ends[1][0], NO_TRACE)
+        self.sender = self.sink.sender = transport.sender(
+            paged_kv(self.engine, lambda: self.sink.layers_ready)
+        )
+        self.receiver = transport.receiver(paged_kv(self.engine))
+        self.caches = [self.engine.kv_cache, *(followers[rank].kv_cache for rank in sorted(followers))]
+        self._heads = [heads_of(layout, rank, ranks) for rank in range(ranks)]
+
+    def rows(self, blocks: Sequence[int], layer: int, stop: int) -> torch.Tensor:
+        """[2, positions before `stop`, heads, head_dim] of all ranks."""
+        index = positions(blocks, self.engine.block_size, 0, stop)
+        return rows_of([cache[layer] for cache in self.caches], self._heads, index)
+
+    def take(self, blocks: Sequence[int], stop: int) -> list[list[torch.Tensor]]:
+        """A copy of the positions before `stop`, by rank and layer."""
+        index = positions(blocks, self.engine.block_size, 0, stop)
+        return [[layer.flatten(1, 2)[:, index] for layer in cache] for cache in self.caches]
+
+    def put(self, taken: list[list[torch.Tensor]], blocks: Sequence[int], stop: int) -> None:
+        index = positions(blocks, self.engine.block_size, 0, stop)
+        for cache, rows in zip(self.caches, taken, strict=True):
+            for layer, some in zip(cache, rows, strict=True):
+                layer.flatten(1, 2)[:, index] = some[:, :stop]
+
+    def close(self) -> None:
+        self.sender.shutdown()
+        self.receiver.shutdown()
+        self.engine.close()
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive(), "a rank has not stopped"
+        if self._files is not None:
+            self._files.close()
+        self.transfer.stop()
+
+
+class Pair:
+    """Does the work of workers and router between a prefill and a decode engine."""
+
+    def __init__(self, prefill: Side, decode: Side, hit: int) -> None:
+        """`hit`: positions of the shared prefix that decode has after the first request."""
+        self.prefill = prefill
+        self.decode = decode
+        self._hit = hit
+        self._prefix: list[list[torch.Tensor]] = []  # as decode got it with the first request
+
+    def run(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
+        """Submits them together, serves them, and returns their tokens."""
+        prefill, decode = self.prefill, self.decode
+        tokens: dict[bytes, list[int]] = {request.id: [] for request in requests}
+        tables = {request.id: self._submit(request) for request in requests}
+        lengths = {request.id: len(request.prompt_ids) for request in requests}
+        while not (prefill.engine.idle and decode.engine.idle and prefill.sender.idle):
+            if not (prefill.engine.has_work or decode.engine.has_work):
+                select.select([prefill.sender, decode.receiver], [], [], 0.001)
+            for released in prefill.sender.poll():
+                assert released.reason == "acked"
+                prefill.engine.release(released.prefill_id)
+            for output in prefill.engine.step().outputs:
+                prefill.sender.commit(output.id, kv.FirstToken(output.token))
+            for event in decode.receiver.poll():
+                assert isinstance(event, kv.Injected)
+                self._injected(event.decode_id, tables[event.decode_id], lengths[event.decode_id])
+                joined = decode.engine.join(event.decode_id, event.first_token.token_id)
+                tokens[joined.id].append(joined.token)
+            for output in decode.engine.step().outputs:
+                tokens[output.id].append(output.token)
+        prefill.engine.assert_whole()
+        decode.engine.assert_whole()
+        assert decode.receiver.idle
+        return list(tokens.values())
+
+    def _submit(self, request: EngineRequest) -> Sequence[int]:
+        """Returns the block table at decode."""
+        prefill, decode = self.prefill, self.decode
+        prefill.engine.add(request, handover=True)
+        prefill.sender.expect(request.id)
+        table = decode.engine.reserve(request)
+        assert table is not None
+        start = self._hit if self._prefix and len(request.prompt_ids) > PREFIX else 0
+        if start:
+            decode.put(self._prefix, table, start)
+        decode.receiver.fetch(
+            request.id, prefill_id=request.id, kv_address=prefill.transfer.address, attempt=0,
+            incarnation=prefill.transfer.incarnation, block_ids=table, num_tokens=len(request.prompt_ids),
+            start=start,
+        )  # fmt: skip
+        return table
+
+    def _injected(self, request_id: bytes, table: Sequence[int], length: int) -> None:
+        """The K and V at decode are those at prefill, bit for bit."""
+        for layer in range(3):
+            there = self.prefill.rows(self.prefill.sink.tables[request_id], layer, length)
+            assert torch.equal(self.decode.rows(table, layer, length), there), f"layer {layer} differs"
+        self._prefix = self._prefix or self.decode.take(table, PREFIX)
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory, save_tiny: Any, run: Any
+) -> Callable[[int], tuple[Path, list[list[int]]]]:
+    """The path of a tiny model with so many KV heads, and the tokens of an engine with one rank."""
+    made: dict[int, tuple[Path, list[list[int]]]] = {}
+
+    def make(kv_heads: int) -> tuple[Path, list[list[int]]]:
+        if kv_heads not in made:
+            path = tmp_path_factory.mktemp(f"{kv_heads}-heads")
+            save_tiny(
+                path, "Llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=kv_heads,
+                max_position_embeddings=512,
+            )  # fmt: skip
+            engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=200, num_threads=1))
+            requests = [request for wave in waves() for request in wave]
+            results = run(engine, requests)
+            made[kv_heads] = path, [results[request.id].tokens for request in requests]
+        return made[kv_heads]
+
+    return make
+
+
+def waves() -> list[list[EngineRequest]]:
+    """Requests to be submitted together. Later ones share a prefix with the first."""
+    rng = random.Random(3)
+    prompt = [rng.randrange(3, 199) for _ in range(400)]
+    lengths = ((300,), (1, 17, 320), (290, 64))
+    return [
+        [
+            EngineRequest(
+                os.urandom(16),
+                prompt[:PREFIX] + prompt[-(n - PREFIX) :] if n > PREFIX else prompt[-n:],
+                [],
+                SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+            )
+            for n in wave
+        ]
+        for wave in lengths
+    ]
+
+
+def test_the_cases_cover_all_pairs() -> None:
+    columns = list(zip(*(case.values for case in CASES), strict=True))
+    assert all(len(set(zip(a, b, strict=True))) == 16 for a, b in itertools.combinations(columns, 2))
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "prefill_blocks", "decode_blocks", "cuts"), CASES)
+def test_the_tokens_are_those_of_one_rank(
+    models: Callable[[int], tuple[Path, list[list[int]]]],
+    prefill_ranks: int,
+    decode_ranks: int,
+    prefill_blocks: int,
+    decode_blocks: int,
+    cuts: int,
+) -> None:
+    """A group of 3 divides 12 KV heads and shares 1. 2 heads are shared by groups of 4."""
+    fits = [n for n in KV_HEADS if n % 3 == 0 or n == 1 or 3 not in (prefill_ranks, decode_ranks)]
+    kv_heads = fits[(cuts + prefill_ranks) % len(fits)]
+    path, expected = models(kv_heads)
+    prefill = Side(
+        path, kv_heads, prefill_ranks, block_size=prefill_blocks, num_blocks=24 + 1600 // prefill_blocks,
+        max_num_batched_tokens=CHUNKS[cuts], enable_prefix_caching=True,
+    )  # fmt: skip
+    decode = Side(
+        path, kv_heads, decode_ranks, block_size=decode_blocks, num_blocks=24 + 1600 // decode_blocks
+    )
+    with closing(prefill), closing(decode):
+        pair = Pair(prefill, decode, HITS[cuts])
+        assert [tokens for wave in waves() for tokens in pair.run(wave)] == expected
+        assert max(prefill.sink.cached.values()) >= PREFIX // prefill_blocks * prefill_blocks

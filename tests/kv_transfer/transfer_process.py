@@ -1,0 +1,77 @@
+"""A real transfer process, and what the engine and service processes of its worker hold of it."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import kv_transfer as kv
+
+SECRET = b"a cluster secret for tests"
+MODEL = "model of the tests"
+
+
+class TransferProcess:
+    """Owns the process, and the ends of the engine: `sending` and `receiving`."""
+
+    def __init__(
+        self, layout: kv.KVLayout, *, slots: int = 16, slot_bytes: int = 4096, secret: bytes = SECRET,
+        incarnation: int | None = None, **config: Any,
+    ) -> None:  # fmt: skip
+        """`config`: other fields of `TransferConfig`."""
+        self.layout = layout
+        self.incarnation = incarnation or random.getrandbits(64)
+        self.sending, sending = kv.ArenaEnd.pair(slots, slot_bytes)
+        self.receiving, receiving = kv.ArenaEnd.pair(slots, slot_bytes)
+        self.heartbeat = kv.Heartbeat.create()
+        self.service, service = kv.channel_pair()
+        # On every machine the same; tests of what it changes say otherwise.
+        default: Any = {"name": "worker 0", "model_fingerprint": MODEL, "lane_processes": 0}
+        settings = default | config
+        self.process = kv.spawn_transfer(
+            kv.TransferConfig(
+                incarnation=self.incarnation, layout=layout, num_slots=slots,
+                slot_bytes=slot_bytes, **settings,
+            ),
+            sending=sending, receiving=receiving, heartbeat=self.heartbeat, service=service, secret=secret,
+        )  # fmt: skip
+        sending.channel.close()
+        receiving.channel.close()
+        service.close()
+
+    @functools.cached_property
+    def port(self) -> int:
+        """Waits until the process is up: others start meanwhile."""
+        self.service.settimeout(20)
+        ready = kv.decode_from_transfer(self.service.recv(1 << 16))
+        assert isinstance(ready, kv.Ready)
+        return ready.port
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def stats(self) -> kv.TransferStats:
+        """As of now: what was queued before the request is skipped."""
+        assert self.port >= 0
+        self.service.setblocking(False)
+        while True:
+            try:
+                assert self.service.recv(1 << 16), "the transfer process is gone"
+            except BlockingIOError:
+                break
+        self.service.settimeout(20)
+        self.service.send(kv.encode(kv.StatsRequest()))
+        while True:
+            message = kv.decode_from_transfer(self.service.recv(1 << 16))
+            if isinstance(message, kv.TransferStats):
+                return message
+
+    def stop(self) -> None:
+        self.service.close()
+        self.process.wait(10)
+        for end in (self.sending, self.receiving):
+            end.channel.close()
+            end.arena.close()
+        self.heartbeat.close()
