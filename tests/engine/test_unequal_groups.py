@@ -18,6 +18,7 @@ import torch
 
 import kv_transfer as kv
 from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
+from engine.api.request import Reservation
 from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
 from kv_transfer.layout import heads_of
@@ -34,10 +35,8 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="two ranks cannot share 
 SIZES = (1, 2, 3, 4)
 BLOCK_SIZES = (16, 32, 128, 256)
 CHUNKS = (24, 50, 100, 333)
-PREFIX = 280
-"""Tokens that all long prompts share. So the prefill of all but the first begins with cached blocks."""
-HITS = (0, 33, 130, PREFIX)
-"""Positions that decode has before a handover. Like the chunks, they fit no block."""
+CACHES = ((False, False), (True, False), (False, True), (True, True))
+"""Whether prefill and decode have a prefix cache."""
 KV_HEADS = (12, 2, 1)
 TIMES_2, TIMES_3 = (0, 2, 3, 1), (0, 3, 1, 2)  # in the field of four elements, whose sum is xor
 CASES = [
@@ -47,23 +46,27 @@ CASES = [
     )
     for i in range(4) for j in range(4)
 ]  # fmt: skip
-"""An orthogonal array: any two columns have all pairs of values. The last is the index of chunk and hit."""
+"""An orthogonal array: any two columns have all pairs of values. The last chooses chunk and caches."""
 
+PREFIX = 280
+"""Tokens that all long prompts share."""
 NO_TRACE = kv.TraceWriter(None, "")
 
 
 class NotingSink(SenderSink):
-    """Also keeps the block tables of prefills."""
+    """Also notes what it learns of prefills."""
 
     def __init__(self) -> None:
         super().__init__(NO_TRACE, Attempts(lambda message: None))
         self.tables: dict[bytes, Sequence[int]] = {}
+        self.lengths: dict[bytes, int] = {}
         self.cached: dict[bytes, int] = {}
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
     ) -> None:
         self.tables[request_id] = list(block_ids)
+        self.lengths[request_id] = num_tokens
         self.cached[request_id] = num_cached
         super().prefill_started(request_id, block_ids, num_tokens, num_cached)
 
@@ -106,21 +109,10 @@ class Side:
         self.caches = [self.engine.kv_cache, *(followers[rank].kv_cache for rank in sorted(followers))]
         self._heads = [heads_of(layout, rank, ranks) for rank in range(ranks)]
 
-    def rows(self, blocks: Sequence[int], layer: int, stop: int) -> torch.Tensor:
-        """[2, positions before `stop`, heads, head_dim] of all ranks."""
-        index = positions(blocks, self.engine.block_size, 0, stop)
+    def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
+        """[2, stop − start, heads, head_dim] of all ranks."""
+        index = positions(blocks, self.engine.block_size, start, stop)
         return rows_of([cache[layer] for cache in self.caches], self._heads, index)
-
-    def take(self, blocks: Sequence[int], stop: int) -> list[list[torch.Tensor]]:
-        """A copy of the positions before `stop`, by rank and layer."""
-        index = positions(blocks, self.engine.block_size, 0, stop)
-        return [[layer.flatten(1, 2)[:, index] for layer in cache] for cache in self.caches]
-
-    def put(self, taken: list[list[torch.Tensor]], blocks: Sequence[int], stop: int) -> None:
-        index = positions(blocks, self.engine.block_size, 0, stop)
-        for cache, rows in zip(self.caches, taken, strict=True):
-            for layer, some in zip(cache, rows, strict=True):
-                layer.flatten(1, 2)[:, index] = some[:, :stop]
 
     def close(self) -> None:
         self.sender.shutdown()
@@ -137,19 +129,17 @@ class Side:
 class Pair:
     """Does the work of workers and router between a prefill and a decode engine."""
 
-    def __init__(self, prefill: Side, decode: Side, hit: int) -> None:
-        """`hit`: positions of the shared prefix that decode has after the first request."""
+    def __init__(self, prefill: Side, decode: Side) -> None:
         self.prefill = prefill
         self.decode = decode
-        self._hit = hit
-        self._prefix: list[list[torch.Tensor]] = []  # as decode got it with the first request
+        self.cached: list[int] = []
+        """Positions in the prefix cache of decode, for each request."""
 
     def run(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
         """Submits them together, serves them, and returns their tokens."""
         prefill, decode = self.prefill, self.decode
         tokens: dict[bytes, list[int]] = {request.id: [] for request in requests}
-        tables = {request.id: self._submit(request) for request in requests}
-        lengths = {request.id: len(request.prompt_ids) for request in requests}
+        reserved = {request.id: self._submit(request) for request in requests}
         while not (prefill.engine.idle and decode.engine.idle and prefill.sender.idle):
             if not (prefill.engine.has_work or decode.engine.has_work):
                 select.select([prefill.sender, decode.receiver], [], [], 0.001)
@@ -160,7 +150,7 @@ class Pair:
                 prefill.sender.commit(output.id, kv.FirstToken(output.token))
             for event in decode.receiver.poll():
                 assert isinstance(event, kv.Injected)
-                self._injected(event.decode_id, tables[event.decode_id], lengths[event.decode_id])
+                self._assert_same(event.decode_id, reserved[event.decode_id])
                 joined = decode.engine.join(event.decode_id, event.first_token.token_id)
                 tokens[joined.id].append(joined.token)
             for output in decode.engine.step().outputs:
@@ -170,29 +160,27 @@ class Pair:
         assert decode.receiver.idle
         return list(tokens.values())
 
-    def _submit(self, request: EngineRequest) -> Sequence[int]:
-        """Returns the block table at decode."""
+    def _submit(self, request: EngineRequest) -> Reservation:
         prefill, decode = self.prefill, self.decode
         prefill.engine.add(request, handover=True)
         prefill.sender.expect(request.id)
-        table = decode.engine.reserve(request)
-        assert table is not None
-        start = self._hit if self._prefix and len(request.prompt_ids) > PREFIX else 0
-        if start:
-            decode.put(self._prefix, table, start)
+        reservation = decode.engine.reserve(request)
+        assert reservation is not None
+        self.cached.append(reservation.num_cached)
         decode.receiver.fetch(
             request.id, prefill_id=request.id, kv_address=prefill.transfer.address, attempt=0,
-            incarnation=prefill.transfer.incarnation, block_ids=table, num_tokens=len(request.prompt_ids),
-            start=start,
+            incarnation=prefill.transfer.incarnation, block_ids=reservation.block_ids,
+            num_tokens=len(request.prompt_ids), start=reservation.num_cached,
         )  # fmt: skip
-        return table
+        return reservation
 
-    def _injected(self, request_id: bytes, table: Sequence[int], length: int) -> None:
-        """The K and V at decode are those at prefill, bit for bit."""
+    def _assert_same(self, request_id: bytes, reservation: Reservation) -> None:
+        """The K and V that decode got are those at prefill, bit for bit."""
+        start, stop = reservation.num_cached, self.prefill.sink.lengths[request_id]
         for layer in range(3):
-            there = self.prefill.rows(self.prefill.sink.tables[request_id], layer, length)
-            assert torch.equal(self.decode.rows(table, layer, length), there), f"layer {layer} differs"
-        self._prefix = self._prefix or self.decode.take(table, PREFIX)
+            here = self.decode.rows(reservation.block_ids, layer, start, stop)
+            there = self.prefill.rows(self.prefill.sink.tables[request_id], layer, start, stop)
+            assert torch.equal(here, there), f"layer {layer} differs"
 
 
 @pytest.fixture(scope="module")
@@ -255,14 +243,18 @@ def test_the_tokens_are_those_of_one_rank(
     fits = [n for n in KV_HEADS if n % 3 == 0 or n == 1 or 3 not in (prefill_ranks, decode_ranks)]
     kv_heads = fits[(cuts + prefill_ranks) % len(fits)]
     path, expected = models(kv_heads)
+    caches = CACHES[cuts]
     prefill = Side(
         path, kv_heads, prefill_ranks, block_size=prefill_blocks, num_blocks=24 + 1600 // prefill_blocks,
-        max_num_batched_tokens=CHUNKS[cuts], enable_prefix_caching=True,
+        max_num_batched_tokens=CHUNKS[cuts], enable_prefix_caching=caches[0],
     )  # fmt: skip
     decode = Side(
-        path, kv_heads, decode_ranks, block_size=decode_blocks, num_blocks=24 + 1600 // decode_blocks
-    )
+        path, kv_heads, decode_ranks, block_size=decode_blocks, num_blocks=24 + 1600 // decode_blocks,
+        enable_prefix_caching=caches[1],
+    )  # fmt: skip
     with closing(prefill), closing(decode):
-        pair = Pair(prefill, decode, HITS[cuts])
+        pair = Pair(prefill, decode)
         assert [tokens for wave in waves() for tokens in pair.run(wave)] == expected
-        assert max(prefill.sink.cached.values()) >= PREFIX // prefill_blocks * prefill_blocks
+        hits = max(prefill.sink.cached.values()), max(pair.cached)
+        full = PREFIX // prefill_blocks * prefill_blocks, PREFIX // decode_blocks * decode_blocks
+        assert hits == tuple(size * cached for size, cached in zip(full, caches, strict=True))
