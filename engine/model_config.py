@@ -51,6 +51,15 @@ class Scoring(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss: (up + 1) · gate · sigmoid(alpha · gate), where gate is at most `limit`, and
+    up at most `limit` in magnitude."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Limits the keys that a query sees.
 
@@ -75,6 +84,10 @@ class ExpertsConfig:
     """The layers with experts. The others are dense."""
     shared_intermediate_size: int = 0
     """Of the shared expert, which computes every token. 0: there is none."""
+    activation: ClampedSwiGLU | None = None
+    """None: silu(gate) · up."""
+    bias: bool = False
+    """Whether the router and the experts have biases."""
 
     def read_by(self, tokens: int) -> float:
         """The expected number of experts that a step of `tokens` tokens reads in a layer, if each token

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention import AttentionMetadata
-from engine.model_config import Scoring, Span
+from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 __all__ = [
     "FP8",
@@ -106,13 +106,19 @@ class Kernels(Protocol):
         scoring: Scoring,
         *,
         first: int = 0,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: ClampedSwiGLU | None = None,
     ) -> Tensor:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
         x [tokens, size]. Each token has the `num_chosen` experts with the largest logits [tokens, experts];
         `scoring` defines their weights. gate_up [held, 2 * inner, size] and down [held, size, inner] are the
         experts from `first` on; others add nothing to the sum. counts [experts] int32 must be zero, and
-        becomes the number of tokens of each expert. Returns [tokens, size]."""
+        becomes the number of tokens of each expert. Returns [tokens, size].
+
+        gate_up_bias [held, 2 * inner] and down_bias [held, size] are added to the products, and `activation`
+        replaces silu(gate) * up."""
         ...
 
     def rope_and_write(

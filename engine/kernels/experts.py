@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model_config import Scoring
+from engine.model_config import ClampedSwiGLU, Scoring
 
 
 class Routing(NamedTuple):
@@ -34,13 +34,20 @@ def route(logits: Tensor, num_chosen: int, scoring: Scoring) -> Routing:
 
 
 def mix(
-    x: Tensor, routing: Routing, counts: Sequence[int], gate_up: Tensor, down: Tensor, first: int = 0
+    x: Tensor,
+    routing: Routing,
+    counts: Sequence[int],
+    gate_up: Tensor,
+    down: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: ClampedSwiGLU | None,
+    first: int,
 ) -> Tensor:
     """The weighted sum of down(silu(gate(x)) * up(x)) over the experts of each row of x [tokens, size].
 
     `counts` has the number of tokens of each expert. gate_up [held, 2 * inner, size] and down [held, size,
-    inner] are those of the experts from `first` on; others add nothing. A token's terms are added in the
-    order of `routing`, which other tokens do not change."""
+    inner] are those of the experts from `first` on, and so are `biases` of gate_up and down; other experts
+    add nothing. A token's terms are added in the order of `routing`, which other tokens do not change."""
     before, counts = sum(counts[:first]), counts[first : first + len(gate_up)]
     order = routing.experts.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
     order = order[before : before + sum(counts)]
@@ -48,19 +55,30 @@ def mix(
     if routing.on_input:
         inputs *= weights.flatten()[order, None]
         weights = torch.ones_like(weights)
-    gate, up = _products(inputs, gate_up, counts).chunk(2, dim=-1)
-    sorted_out = _products(F.silu(gate).mul_(up), down, counts)
+    of_gate_up, of_down = biases
+    inner = _activated(_products(inputs, gate_up, of_gate_up, counts), activation)
+    sorted_out = _products(inner, down, of_down, counts)
     out = x.new_zeros(routing.experts.numel(), x.shape[1]).index_copy_(0, order, sorted_out)
     return torch.bmm(weights[:, None], out.unflatten(0, routing.experts.shape)).squeeze(1)
 
 
-def _products(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
-    """x Wᵀ, where the first counts[0] rows of x are for weights[0], and so on."""
+def _activated(gate_up: Tensor, activation: ClampedSwiGLU | None) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation is None:
+        return F.silu(gate).mul_(up)
+    gate, up = gate.clamp_max(activation.limit), up.clamp(-activation.limit, activation.limit)
+    return torch.sigmoid(activation.alpha * gate).mul_(gate).mul_(up + 1)
+
+
+def _products(x: Tensor, weights: Tensor, biases: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """x Wᵀ + b, where the first counts[0] rows of x are for weights[0], and so on."""
     out = x.new_empty(len(x), weights.shape[1])
     start = 0
-    for weight, count in zip(weights, counts, strict=True):
+    for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            torch.mm(x[rows], weight.T, out=out[rows])
+            torch.mm(x[rows], weights[expert].T, out=out[rows])
+            if biases is not None:
+                out[rows] += biases[expert]
             start += count
     return out

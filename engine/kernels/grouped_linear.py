@@ -1,6 +1,7 @@
 """The products of all experts in one launch: row p of the result is x[row of p] · W[expert of p]ᵀ.
 
     gather        x has a row for each token: the pairs of a token read the same row
+    bias          each row of the result gets the bias of its expert
     weighted      each row of the result is multiplied by the weight of its pair
     scatter-add   the result has a row for each token: each pair adds its row
 
@@ -49,12 +50,13 @@ def grouped_linear(
     x: Tensor,
     weight: Tensor,
     shuffled: Shuffled,
+    bias: Tensor | None = None,
     *,
     weighted: bool,
     scatter_add: bool = False,
     partial: bool = False,
 ) -> Tensor:
-    """The products for weight [experts, out, in].
+    """The products for weight [experts, out, in]. bias [experts, out] is added before the weights apply.
 
     x [tokens, in] or [pairs, in]. Returns [pairs, out] in the dtype of x; with `scatter_add`, the sum of each
     token's rows, [tokens, out], in float32 if there are several. A pair in no list of `shuffled`
@@ -74,6 +76,7 @@ def grouped_linear(
     _grouped_linear[(most_tiles, triton.cdiv(size, shape.block_n))](
         x,
         weight,
+        bias,
         *shuffled,
         out,
         tokens,
@@ -99,6 +102,7 @@ def grouped_linear(
 def _grouped_linear(
     x,
     weight,
+    bias,
     pair_weights,
     counts,
     pairs,
@@ -142,6 +146,8 @@ def _grouped_linear(
             b = tl.load(w_at + start, mask=used[None, :] & inside[:, None], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
         mask = real[:, None] & used[None, :]
+        if bias is not None:
+            acc += tl.load(bias + index * size + column, mask=used, other=0.0).to(tl.float32)[None, :]
         if WEIGHTED:
             acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
         if SCATTER_ADD:

@@ -2,8 +2,8 @@
 
     out = silu(gate) · up,   silu(x) = x / (1 + exp(−x))
 
-gate and up are the halves of a row, as the fused gate-up product writes them. Computed in float32 and rounded
-once. The result can be quantised before it is stored.
+or the `ClampedSwiGLU` of gpt-oss. gate and up are the halves of a row, as the fused gate-up product writes
+them. Computed in float32 and rounded once. The result can be quantised before it is stored.
 """
 
 import triton
@@ -13,14 +13,15 @@ from torch import Tensor
 from engine.kernels import Quantized, overlap
 from engine.kernels.fp8 import ELEMENTS_PER_WARP, MAX_WARPS, empty_quantized, group_columns, store_quantized
 from engine.kernels.overlap import inputs_ready
+from engine.model_config import ClampedSwiGLU
 
 BLOCK = 1024  # columns of a program
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, clamped: ClampedSwiGLU | None = None) -> Tensor:
     rows, both = gate_up.shape
     out = gate_up.new_empty(rows, both // 2)
-    _launch(gate_up, out, None, BLOCK, BLOCK)
+    _launch(gate_up, out, None, BLOCK, BLOCK, clamped)
     return out
 
 
@@ -33,7 +34,14 @@ def silu_mul_quantized(gate_up: Tensor, *, grouped: bool) -> Quantized:
     return out
 
 
-def _launch(gate_up: Tensor, out: Tensor, scales: Tensor | None, block: int, group: int) -> None:
+def _launch(
+    gate_up: Tensor,
+    out: Tensor,
+    scales: Tensor | None,
+    block: int,
+    group: int,
+    clamped: ClampedSwiGLU | None = None,
+) -> None:
     assert gate_up.is_contiguous(), "the kernel assumes dense rows"
     rows, size = out.shape
     _silu_mul[(rows, triton.cdiv(size, block))](
@@ -43,20 +51,37 @@ def _launch(gate_up: Tensor, out: Tensor, scales: Tensor | None, block: int, gro
         size,
         BLOCK=block,
         GROUP=group,
+        ALPHA=clamped.alpha if clamped else None,
+        LIMIT=clamped.limit if clamped else None,
         num_warps=min(MAX_WARPS, max(4, block // ELEMENTS_PER_WARP)),
         **overlap.options(),
     )
 
 
 @triton.jit
-def _silu_mul(gate_up, out, scales, size, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_mul(
+    gate_up,
+    out,
+    scales,
+    size,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     inputs_ready(OVERLAP)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     inside = columns < size
     gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
+    if LIMIT is None:
+        y = gate * tl.sigmoid(gate) * up
+    else:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        y = gate * tl.sigmoid(gate * ALPHA) * (up + 1)
     if scales is None:
         tl.store(out + row * size + columns, y.to(out.dtype.element_ty), mask=inside)
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.kernels import FP8, FP8_GROUP, SMALLEST_TEMPERATURE, HeadNorm, Quantized
 from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
 from engine.kernels.experts import mix, route
-from engine.model_config import Scoring, Span
+from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 
 class TorchKernels:
@@ -55,10 +55,14 @@ class TorchKernels:
         scoring: Scoring,
         *,
         first: int = 0,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: ClampedSwiGLU | None = None,
     ) -> Tensor:
         routing = route(logits, num_chosen, scoring)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
-        return mix(x, routing, counts.tolist(), gate_up, down, first)
+        biases = (gate_up_bias, down_bias)
+        return mix(x, routing, counts.tolist(), gate_up, down, biases, activation, first)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor

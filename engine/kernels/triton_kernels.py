@@ -15,7 +15,7 @@ from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.shuffle import shuffle
 from engine.kernels.thresholds import thresholds
 from engine.kernels.tiles import SHORT, shape_for, tile_work
-from engine.model_config import Scoring, Span
+from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 INTERPRETED_MULTIPROCESSORS = 4
@@ -76,12 +76,17 @@ class TritonKernels:
         scoring: Scoring,
         *,
         first: int = 0,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: ClampedSwiGLU | None = None,
     ) -> Tensor:
         held = shuffle(logits, counts, num_chosen, scoring).of(first, len(gate_up))
         on_input = scoring is Scoring.SIGMOID_ON_INPUT
-        inner = silu.silu_mul(grouped_linear(x, gate_up, held, weighted=on_input))
+        gate_up_product = grouped_linear(x, gate_up, held, gate_up_bias, weighted=on_input)
+        inner = silu.silu_mul(gate_up_product, activation)
+        some = len(down) < len(counts)
         out = grouped_linear(
-            inner, down, held, weighted=not on_input, scatter_add=True, partial=len(down) < len(counts)
+            inner, down, held, down_bias, weighted=not on_input, scatter_add=True, partial=some
         )
         return out.to(x.dtype)
 

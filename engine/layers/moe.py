@@ -19,7 +19,9 @@ class MoE:
         hidden = whole(config.hidden_size)
         own, inner = weights.ranks.expert_parts(experts.num_experts, experts.intermediate_size)
         names = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
-        self.router = weights.linear([f"{name}.{router}"], [whole(experts.num_experts)], hidden)
+        self.router = weights.linear(
+            [f"{name}.{router}"], [whole(experts.num_experts)], hidden, bias=experts.bias
+        )
         self.gate_up = weights.stack(
             [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")],
             [(own.here(expert, inner), hidden) for expert in range(len(names)) for _ in range(2)],
@@ -28,6 +30,16 @@ class MoE:
             [f"{name}.down_proj.weight" for name in names],
             [(own.here(expert, hidden), inner) for expert in range(len(names))],
         ).unflatten(0, (own.length, -1))  # [own experts, hidden_size, inner]
+        self.gate_up_bias: Tensor | None = None  # [own experts, 2 * inner]
+        self.down_bias: Tensor | None = None  # [own experts, hidden_size]
+        if experts.bias:
+            self.gate_up_bias = weights.stack(
+                [f"{name}.{half}_proj.bias" for name in names for half in ("gate", "up")],
+                [(own.here(expert, inner),) for expert in range(len(names)) for _ in range(2)],
+            ).unflatten(0, (own.length, -1))
+            rows = [own.here(expert, hidden) for expert in range(len(names))]
+            down_bias = weights.bias([f"{name}.down_proj" for name in names], rows, inner)
+            self.down_bias = None if down_bias is None else down_bias.unflatten(0, (own.length, -1))
         self.first = own.start
         self.shared = None
         if experts.shared_intermediate_size:
@@ -37,6 +49,7 @@ class MoE:
         self.counts = weights.expert_load.next_layer()
         self.num_chosen = experts.num_chosen
         self.scoring = experts.scoring
+        self.activation = experts.activation
         self.kernels = weights.kernels
         self.all_reduce = weights.ranks.all_reduce
 
@@ -50,5 +63,8 @@ class MoE:
             self.num_chosen,
             self.scoring,
             first=self.first,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            activation=self.activation,
         )
         return self.all_reduce(mixed if self.shared is None else mixed.add_(self.shared.of_rank(x)))

@@ -16,6 +16,7 @@ from engine.layers.weights import Checkpoint, DeclaredWeights, WeightFormat, Wei
 from engine.loader.dummy import DummyCheckpoint
 from engine.loader.formats import choose_format
 from engine.loader.gguf_file import GGUFCheckpoint
+from engine.loader.gpt_oss import GptOssCheckpoint
 from engine.loader.hf import HFCheckpoint, read_config
 from engine.loader.llama4 import Llama4Checkpoint
 from engine.models import model_class
@@ -35,6 +36,8 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
     if config.load_format == "auto":
         files = HFCheckpoint(path)
+        if files.config.architecture == "GptOssForCausalLM":
+            return GptOssCheckpoint(files)
         return Llama4Checkpoint(files) if files.config.nope else files
     return DummyCheckpoint(read_config(path), str(path), config.seed, device)
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from engine.model_config import (
+    ClampedSwiGLU,
     ExpertsConfig,
     ModelConfig,
     NoPEConfig,
@@ -15,6 +16,10 @@ from engine.model_config import (
     YarnScaling,
 )
 from engine.models import model_class
+
+Integer = Callable[..., int]
+Number = Callable[..., float]
+"""Reads a key of the configuration: name and default. Without a default, the key is needed."""
 
 COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -52,6 +57,9 @@ def model_config_from_hf(
         return float(value)
 
     nope = _nope(config, integer, partial(number, config), source) if is_llama4 else None
+    quantization = config.get("quantization_config")
+    if architecture == "GptOssForCausalLM" and quantization and quantization.get("quant_method") == "mxfp4":
+        quantization = None  # `GptOssCheckpoint` reads these as plain matrices
     num_heads = integer("num_attention_heads")
     hidden_size = integer("hidden_size")
     context = integer("max_position_embeddings", 2048)
@@ -80,9 +88,9 @@ def model_config_from_hf(
         eos_ids=tuple(eos_ids),
         dtype=config.get("dtype") or config.get("torch_dtype"),
         spans=_spans(config, integer, architecture, nope, context, source),
-        experts=experts(config, integer, source) if experts else None,
+        experts=experts(config, integer, partial(number, config), source) if experts else None,
         nope=nope,
-        quantization=config.get("quantization_config"),
+        quantization=quantization,
     )
     shape.check(source)
     return shape
@@ -90,7 +98,7 @@ def model_config_from_hf(
 
 def _spans(
     config: Mapping[str, Any],
-    integer: Callable[..., int],
+    integer: Integer,
     architecture: str,
     nope: NoPEConfig | None,
     context: int,
@@ -107,7 +115,7 @@ def _spans(
     types = config.get("layer_types")
     if types is None and nope is not None:
         types = ["full_attention" if i in nope.layers else "chunked_attention" for i in range(layers)]
-    elif types is None:
+    elif types is None and architecture != "GptOssForCausalLM":
         # Older Qwen2 and Qwen3 checkpoints say how many layers come before those with a window.
         plain = min(layers, integer("max_window_layers", 28)) if architecture in COUNTS_PLAIN_LAYERS else 0
         types = ["full_attention"] * plain + ["sliding_attention"] * (layers - plain)
@@ -120,29 +128,27 @@ def _spans(
     return spans if any(span and span.length < context for span in spans) else ()
 
 
-def _qwen3_experts(
-    config: Mapping[str, Any], integer: Callable[[str, int | None], int], source: str
-) -> ExpertsConfig:
+def _qwen3_experts(config: Mapping[str, Any], integer: Integer, number: Number, source: str) -> ExpertsConfig:
     # transformers 5 writes another name for the number of experts than older versions.
-    num_experts = integer("num_local_experts" if "num_local_experts" in config else "num_experts", None)
+    num_experts = integer("num_local_experts" if "num_local_experts" in config else "num_experts")
     dense = _integers(config, "mlp_only_layers", source)
     step = integer("decoder_sparse_step", 1)
-    layers = range(step - 1, integer("num_hidden_layers", None), step)
+    layers = range(step - 1, integer("num_hidden_layers"), step)
     return ExpertsConfig(
         num_experts,
         _num_chosen(num_experts, integer, source),
-        integer("moe_intermediate_size", None),
+        integer("moe_intermediate_size"),
         Scoring.NORMALIZED_SOFTMAX if config.get("norm_topk_prob") else Scoring.SOFTMAX,
         layers=tuple(layer for layer in layers if layer not in dense),
     )
 
 
 def _llama4_experts(
-    config: Mapping[str, Any], integer: Callable[[str, int | None], int], source: str
+    config: Mapping[str, Any], integer: Integer, number: Number, source: str
 ) -> ExpertsConfig:
-    num_experts, size = integer("num_local_experts", None), integer("intermediate_size", None)
+    num_experts, size = integer("num_local_experts"), integer("intermediate_size")
     step = integer("interleave_moe_layer_step", 1)
-    layers: Sequence[int] = range(step - 1, integer("num_hidden_layers", None), step)
+    layers: Sequence[int] = range(step - 1, integer("num_hidden_layers"), step)
     if config.get("moe_layers") is not None:
         layers = _integers(config, "moe_layers", source)
     return ExpertsConfig(
@@ -155,16 +161,32 @@ def _llama4_experts(
     )
 
 
+def _gpt_oss_experts(
+    config: Mapping[str, Any], integer: Integer, number: Number, source: str
+) -> ExpertsConfig:
+    num_experts = integer("num_local_experts")
+    return ExpertsConfig(
+        num_experts,
+        _num_chosen(num_experts, integer, source),
+        integer("intermediate_size"),
+        Scoring.NORMALIZED_SOFTMAX,
+        layers=tuple(range(integer("num_hidden_layers"))),
+        activation=ClampedSwiGLU(number("swiglu_alpha", 1.702), number("swiglu_limit", 7.0)),
+        bias=True,
+    )
+
+
 EXPERTS = {
     "Qwen3MoeForCausalLM": _qwen3_experts,
     "Llama4ForCausalLM": _llama4_experts,
     "Llama4ForConditionalGeneration": _llama4_experts,
+    "GptOssForCausalLM": _gpt_oss_experts,
 }
 """Reads the mixtures of experts of these architectures."""
 
 
-def _num_chosen(num_experts: int, integer: Callable[[str, int | None], int], source: str) -> int:
-    num_chosen = integer("num_experts_per_tok", None)
+def _num_chosen(num_experts: int, integer: Integer, source: str) -> int:
+    num_chosen = integer("num_experts_per_tok")
     if num_chosen > num_experts:
         raise ValueError(f"{source}: num_experts_per_tok {num_chosen} of {num_experts} experts")
     return num_chosen
@@ -172,11 +194,11 @@ def _num_chosen(num_experts: int, integer: Callable[[str, int | None], int], sou
 
 def _nope(
     config: Mapping[str, Any],
-    integer: Callable[[str, int | None], int],
-    number: Callable[[str, float | None], float],
+    integer: Integer,
+    number: Number,
     source: str,
 ) -> NoPEConfig:
-    num_layers = integer("num_hidden_layers", None)
+    num_layers = integer("num_hidden_layers")
     rotated = _integers(config, "no_rope_layers", source)  # despite its name: 1 for each layer that rotates
     if not rotated:
         interval = integer("no_rope_layer_interval", 4)
@@ -214,7 +236,7 @@ def _not_supported(config: Mapping[str, Any], rope: Any) -> Iterator[str]:
 
 
 def _rope_scaling(
-    rope: Mapping[str, Any], number: Callable[..., float], context: int, source: str
+    rope: Mapping[str, Any], number: Number, context: int, source: str
 ) -> RopeScaling | YarnScaling | None:
     match rope.get("rope_type", rope.get("type", "default")):
         case "default":
@@ -246,7 +268,7 @@ def _rope_scaling(
             )
 
 
-def _yarn_attention_factor(rope: Mapping[str, Any], number: Callable[..., float], factor: float) -> float:
+def _yarn_attention_factor(rope: Mapping[str, Any], number: Number, factor: float) -> float:
     """The one in the configuration. Else it follows from the factor, or from two multiples of its logarithm
     (DeepSeek)."""
     if rope.get("attention_factor") is not None:

@@ -9,6 +9,7 @@ import torch
 
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import AttentionCache
+from engine.models.gpt_oss import GptOss
 from engine.models.llama import Llama
 from engine.models.llama4 import Llama4
 from engine.models.qwen2 import Qwen2
@@ -23,6 +24,7 @@ MODELS: dict[str, type[Llama]] = {
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "Llama4ForCausalLM": Llama4,
     "Llama4ForConditionalGeneration": Llama4,  # its text model
+    "GptOssForCausalLM": GptOss,
 }
 
 

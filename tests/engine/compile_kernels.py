@@ -45,7 +45,7 @@ def main() -> None:
     from engine.kernels.skinny_linear import SkinnyLinear
     from engine.kernels.thresholds import thresholds
     from engine.kernels.triton_kernels import TritonKernels
-    from engine.model_config import Scoring, Span
+    from engine.model_config import ClampedSwiGLU, Scoring, Span
     from kv_transfer import copy_kernels
 
     def step(
@@ -115,6 +115,18 @@ def main() -> None:
             for chosen, scoring in ((8, Scoring.NORMALIZED_SOFTMAX), (1, Scoring.SIGMOID_ON_INPUT)):
                 counts = torch.zeros(16, dtype=torch.int32)
                 kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring)
+            kernels.mix_experts(
+                x,
+                logits,
+                gate_up,
+                down,
+                counts,
+                4,
+                Scoring.NORMALIZED_SOFTMAX,
+                gate_up_bias=gate_up[:, :, 0].contiguous(),
+                down_bias=down[:, :, 0].contiguous(),
+                activation=ClampedSwiGLU(1.702, 7.0),
+            )
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)

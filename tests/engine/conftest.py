@@ -123,6 +123,24 @@ def tiny_llama4(kind: str, changes: dict[str, Any]) -> Any:
     return transformers.Llama4ForConditionalGeneration(config)
 
 
+TINY_GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 32,
+    "sliding_window": 20,
+    "swiglu_limit": 3.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+    },
+}
+
+
 def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     """Writes a tiny random model in Hugging Face format and returns transformers' own instance of it."""
     import transformers
@@ -131,12 +149,12 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     if kind.startswith("Llama4"):
         model = tiny_llama4(kind, changes).eval()
     else:
-        experts = TINY_EXPERTS if kind.endswith("Moe") else {}
+        experts = TINY_EXPERTS if kind.endswith("Moe") else TINY_GPT_OSS if kind == "GptOss" else {}
         config = getattr(transformers, f"{kind}Config")(**{**TINY, **experts, **changes})
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         # transformers initialises these with zeros and ones, which would prove nothing.
-        if name.endswith((".bias", "norm.weight")):
+        if name.endswith((".bias", "_bias", "norm.weight")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(directory)
     return model

@@ -23,7 +23,7 @@ from engine.kernels import AttentionMetadata, HeadNorm, Kernels
 from engine.kernels.attention import first_seen
 from engine.kernels.experts import route
 from engine.kernels.torch_kernels import TorchKernels
-from engine.model_config import Scoring, Span
+from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
@@ -229,6 +229,28 @@ def test_the_sums_over_parts_of_the_experts_add_up(
     whole = mixed(TorchKernels(), "cpu", 0, 6)
     for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
         close(mixed(kernels, device, 0, 4) + mixed(kernels, device, 4, 6), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_experts_with_biases_and_a_clamped_activation(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, chosen: int
+) -> None:
+    shapes = [(50, 72), (6, 2 * 24, 72), (6, 72, 24), (6, 2 * 24), (6, 72)]
+    x, *experts = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
+    logits, counts = expert_logits(50, LEANINGS["even"]), torch.zeros(6, dtype=torch.int32)
+    activation = ClampedSwiGLU(1.702, 7.0)  # a quarter of the values are beyond the limit
+
+    def mixed(kernels: Kernels, *tensors: Tensor) -> Tensor:
+        x, logits, counts, gate_up, down, *biases = tensors
+        return kernels.mix_experts(
+            x, logits, gate_up, down, counts, chosen, Scoring.NORMALIZED_SOFTMAX,
+            gate_up_bias=biases[0], down_bias=biases[1], activation=activation,
+        )  # fmt: skip
+
+    expected = mixed(TorchKernels(), x.double(), logits, counts.clone(), *(e.double() for e in experts))
+    on_device = (tensor.to(kernel_device) for tensor in (x, logits, counts, *experts))
+    close(mixed(triton_kernels, *on_device), expected)
 
 
 # Attention
@@ -558,6 +580,7 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         ("Qwen3", {"num_hidden_layers": 2}),
         ("Qwen3Moe", {"num_hidden_layers": 1}),
         ("Llama4", {"no_rope_layers": [1, 0], "num_hidden_layers": 2, "attention_chunk_size": 4}),
+        ("GptOss", {"num_hidden_layers": 2}),
     ],
 )
 def test_an_engine_on_these_kernels(

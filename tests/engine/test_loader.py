@@ -182,7 +182,7 @@ def test_a_model_is_checked_without_reading_a_weight(
         check_model(EngineConfig(model=str(tmp_path)))
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Llama4"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Llama4", "GptOss"])
 def test_a_whole_model_passes_its_check(
     kind: str, tmp_path: Path, save_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ KINDS = [
     pytest.param("Qwen2", QWEN2_WINDOWS, id="qwen2-windows"),
     pytest.param("Qwen3", {"head_dim": 32}, id="qwen3"),
     pytest.param("Qwen3Moe", {"head_dim": 32, "norm_topk_prob": True}, id="qwen3-moe"),
+    pytest.param("GptOss", {}, id="gpt-oss"),
     pytest.param(
         "Qwen3Moe",
         {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},

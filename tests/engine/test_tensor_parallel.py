@@ -40,6 +40,7 @@ FAMILIES = [
     pytest.param("Qwen3", {"head_dim": 32}, (2, 4), id="qwen3"),
     pytest.param("Qwen3Moe", {}, (2,), id="qwen3-moe"),
     pytest.param("Llama4", {"interleave_moe_layer_step": 2}, (2,), id="llama4"),
+    pytest.param("GptOss", {}, (2, 4), id="gpt-oss"),
 ]
 """With the sizes of the group: 4 ranks share 2 KV heads. No size divides the 199 tokens."""
 

@@ -1,0 +1,131 @@
+"""Checkpoints of gpt-oss, in the form of other families: each expert has tensors of its own.
+
+A file has one tensor for a projection of all experts of a layer. `gate_up_proj` has the rows of gate and up
+in turns. Matrices are stored in one of two forms:
+
+- plain: [experts, in, out]
+- MXFP4 (OCP Microscaling 2023): `_blocks` [experts, out, in / 32, 16] uint8 have two values in a byte, the
+  first in its lower half. `_scales` [experts, out, in / 32] uint8 are exponents of 2, plus 127. These values
+  are exact in bfloat16, so they are read as such.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.layers.ranks import Part, whole
+from engine.layers.weights import Checkpoint
+
+FUSED = re.compile(r"(.*\.experts)\.((gate_up|down)_proj)(_bias|_blocks|_scales|)$")
+PROJECTIONS = {"gate_up": ("gate", "up"), "down": ("down",)}
+GROUP = 32  # values with one scale
+MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+VALUES = torch.tensor(MAGNITUDES + [-value for value in MAGNITUDES], dtype=torch.bfloat16)
+PAIRS = torch.stack((VALUES.repeat(16), VALUES.repeat_interleave(16)), dim=1)  # [256, 2]: of each byte
+SCALES = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan], dtype=torch.bfloat16)
+
+
+class _OfExpert(NamedTuple):
+    """One tensor of one expert."""
+
+    stored: str  # the projection of all experts
+    kind: str  # "", "_blocks" or "_bias"
+    expert: Part
+    turn: int  # its rows are turn, turn + turns, … of the stored ones
+    turns: int
+    shape: tuple[int, ...]
+
+
+class GptOssCheckpoint:
+    """A `Checkpoint` over the files of one."""
+
+    def __init__(self, files: Checkpoint) -> None:
+        self.config = files.config
+        self.source = files.source
+        self._files = files
+        self._of_expert: dict[str, _OfExpert] = {}
+        self._others: set[str] = set()
+        for name in files.names():
+            if fused := FUSED.match(name):
+                self._of_expert.update(self._split(name, *fused.groups()))
+            else:
+                self._others.add(name)
+
+    def _split(
+        self, name: str, experts: str, projection: str, kind: str, suffix: str
+    ) -> Iterator[tuple[str, _OfExpert]]:
+        """The tensors of each expert in this one, by the names that they would have in other families."""
+        if suffix == "_scales":  # read with the blocks
+            return
+        stored, shape = f"{experts}.{projection}", self._files.shape(name) or ()
+        if len(shape) != {"": 3, "_blocks": 4, "_bias": 2}[suffix]:
+            raise ValueError(f"{self._files.file_of(name)}: tensor {name} is {list(shape)}")
+        if suffix == "_blocks":
+            self._check_scales(stored, shape)
+            shape = (*shape[:2], shape[2] * GROUP)
+        elif suffix == "":
+            shape = (shape[0], shape[2], shape[1])
+        turns = len(PROJECTIONS[kind])
+        count, rows, *columns = shape
+        for expert in range(count):
+            for turn, of in enumerate(PROJECTIONS[kind]):
+                to = f"{experts}.{expert}.{of}_proj.{'bias' if suffix == '_bias' else 'weight'}"
+                part = Part(expert, expert + 1, count)
+                yield to, _OfExpert(stored, suffix, part, turn, turns, (rows // turns, *columns))
+
+    def _check_scales(self, stored: str, blocks: tuple[int, ...]) -> None:
+        name = f"{stored}_scales"
+        if name not in self._files.names():
+            raise ValueError(f"{self._files.file_of(f'{stored}_blocks')}: tensor {name} is missing")
+        if self._files.shape(name) != blocks[:3] or blocks[3] != GROUP // 2:
+            raise ValueError(
+                f"{self._files.file_of(name)}: tensor {name} is {list(self._files.shape(name) or ())}, which "
+                f"does not fit blocks of {list(blocks)}"
+            )
+
+    def names(self) -> Collection[str]:
+        return self._others | self._of_expert.keys()
+
+    def file_of(self, name: str) -> str:
+        found = self._of_expert.get(name)
+        return self._files.file_of(f"{found.stored}{found.kind}" if found else name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        found = self._of_expert.get(name)
+        return found.shape if found else self._files.shape(name)
+
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        found = self._of_expert.get(name)
+        if found is None:
+            return self._files.read(name, parts)
+        rows, *columns = parts
+        stored = f"{found.stored}{found.kind}"
+        all_turns = rows.of(found.turns)
+        if found.kind == "_blocks":
+            return self._dequantized(found, all_turns, *columns)
+        if columns:
+            return self._files.read(stored, [found.expert, *columns, all_turns])[0].T[
+                found.turn :: found.turns
+            ]
+        return self._files.read(stored, [found.expert, all_turns])[0, found.turn :: found.turns]
+
+    def _dequantized(self, found: _OfExpert, rows: Part, columns: Part) -> Tensor:
+        first = columns.start // GROUP
+        groups = Part(first, -(-columns.stop // GROUP), columns.size // GROUP)
+        of_turn = slice(found.turn, None, found.turns)
+        blocks, scales = (
+            self._files.read(f"{found.stored}{kind}", [found.expert, rows, groups, *inside])[0, of_turn]
+            for kind, inside in (("_blocks", [whole(GROUP // 2)]), ("_scales", []))
+        )
+        for tensor, kind in ((blocks, "_blocks"), (scales, "_scales")):
+            if tensor.dtype is not torch.uint8:
+                name = f"{found.stored}{kind}"
+                raise ValueError(
+                    f"{self._files.file_of(name)}: tensor {name} is of {tensor.dtype}, not of {torch.uint8}"
+                )
+        values = PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, GROUP)
+        values *= SCALES[scales.int()][..., None]
+        return values.flatten(1)[:, columns.start - first * GROUP : columns.stop - first * GROUP]

@@ -1,0 +1,126 @@
+"""gpt-oss: checkpoints with MXFP4 experts. Its tokens are compared with transformers in `test_models`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from engine import EngineConfig, build_engine
+from engine.layers.ranks import Part, whole
+from engine.loader.gpt_oss import GptOssCheckpoint
+from engine.loader.hf import HFCheckpoint
+from tests.device import DEVICE
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+def quantize(directory: Path, to: Path) -> None:
+    """Replaces the experts in the checkpoint by random MXFP4 values, and writes these to another one."""
+    generator = torch.Generator().manual_seed(0)
+    plain, packed = load_file(directory / "model.safetensors"), {}
+    for name, tensor in plain.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensor.shape
+            shape = (experts, rows, columns // 32, 16)
+            blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+            scales = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=generator)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        else:
+            packed[name] = tensor
+    to.mkdir()
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (to / "config.json").write_text(json.dumps(config))
+    save_file(plain, directory / "model.safetensors")
+    save_file(packed, to / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> tuple[Path, Path]:
+    """The same weights, plain and with MXFP4 experts."""
+    directory = tmp_path_factory.mktemp("gpt_oss")
+    save_tiny(directory / "plain", "GptOss")
+    quantize(directory / "plain", directory / "mxfp4")
+    return directory / "plain", directory / "mxfp4"
+
+
+def config_of(path: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(str(path), dtype="float32", device=DEVICE, num_blocks=32, **changes)
+
+
+def test_mxfp4_weights_give_the_tokens_and_the_fingerprint_of_plain_ones(
+    checkpoints: tuple[Path, Path], run: Any, request_of: Any
+) -> None:
+    def outputs(path: Path) -> Any:
+        engine = build_engine(config_of(path))
+        results = run(engine, [request_of(0, range(3, 40), max_tokens=8, ignore_eos=True)])
+        return engine.model_fingerprint, [result.tokens for result in results.values()]
+
+    plain, mxfp4 = checkpoints
+    assert outputs(mxfp4) == outputs(plain)
+
+
+@pytest.mark.parametrize("name", ["gate_proj.weight", "up_proj.weight", "down_proj.weight", "up_proj.bias"])
+def test_parts_of_an_expert_are_those_of_the_whole(checkpoints: tuple[Path, Path], name: str) -> None:
+    """Also where a part ends within a group of values with one scale."""
+    plain, mxfp4 = (GptOssCheckpoint(HFCheckpoint(path)) for path in checkpoints)
+    name = f"{EXPERTS}.2.{name}"
+    shape = plain.shape(name)
+    assert shape is not None
+    assert mxfp4.shape(name) == shape
+    expected = plain.read(name, [whole(size) for size in shape]).float()
+    assert expected.shape == shape
+    for cut in (0, 1, 40, 63):
+        parts = [Part(cut, shape[0], shape[0]), *(Part(cut // 2, cut + 1, size) for size in shape[1:])]
+        slices = tuple(part.indices for part in parts)
+        for checkpoint in (plain, mxfp4):
+            assert torch.equal(checkpoint.read(name, parts).float(), expected[slices])
+
+
+def test_dummy_weights_need_no_format(checkpoints: tuple[Path, Path]) -> None:
+    _, mxfp4 = checkpoints
+    build_engine(config_of(mxfp4, load_format="dummy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("down_proj_scales", lambda _: None, r"tensor .*\.1\.mlp\.experts\.down_proj_scales is missing"),
+        ("down_proj_scales", lambda scales: scales[:, :1], r"scales is \[6, 1, 3\], which does not fit"),
+        ("down_proj_blocks", lambda blocks: blocks[0], r"down_proj_blocks is \[64, 3, 16\]"),
+        ("down_proj_blocks", lambda blocks: blocks.float(), r"down_proj_blocks is of torch\.float32"),
+        ("down_proj_bias", lambda _: None, r"tensor .*experts\.0\.down_proj\.bias is missing"),
+        ("gate_up_proj_bias", lambda biases: biases[:5], r"tensor .*experts\.5\.gate_proj\.bias is missing"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    checkpoints: tuple[Path, Path],
+    tmp_path: Path,
+    name: str,
+    change: Callable[[Tensor], Tensor | None],
+    message: str,
+) -> None:
+    _, mxfp4 = checkpoints
+    tensors = load_file(mxfp4 / "model.safetensors")
+    changed = change(tensors.pop(f"{EXPERTS}.{name}"))
+    if changed is not None:
+        tensors[f"{EXPERTS}.{name}"] = changed.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((mxfp4 / "config.json").read_text())
+    with pytest.raises(ValueError, match=message):
+        build_engine(config_of(tmp_path))
+
+
+def test_layer_types_are_needed(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    plain, _ = checkpoints
+    config = json.loads((plain / "config.json").read_text()) | {"layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="layer_types must name the type of each of the 3 layers"):
+        build_engine(config_of(tmp_path, load_format="dummy"))
