@@ -55,8 +55,8 @@ class SizingOptions:
     model: Annotated[
         str,
         opt(
-            "llama-3.1-8b, qwen3-30b-a3b, llama-4-scout, llama-4-maverick, a Hugging Face directory, or a "
-            "name on the hub.",
+            "llama-3.1-8b, qwen3-30b-a3b, llama-4-scout, llama-4-maverick, gpt-oss-20b, gpt-oss-120b, a "
+            "Hugging Face directory, or a name on the hub.",
             "MODEL",
         ),
     ] = "llama-3.1-8b"

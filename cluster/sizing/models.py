@@ -22,6 +22,33 @@ _LLAMA_4: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False,
+    "eos_token_id": [200002, 199999, 200012],
+    "torch_dtype": "bfloat16",
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -90,5 +117,17 @@ MODELS: dict[str, dict[str, Any]] = {
             "max_position_embeddings": 1048576,
             "use_qk_norm": False,
         },
+    },
+    "gpt-oss-20b": {
+        **_GPT_OSS,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+    "gpt-oss-120b": {
+        **_GPT_OSS,
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
 }

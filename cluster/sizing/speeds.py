@@ -4,8 +4,8 @@ The measured times are scaled to other models:
 
 - matrix products: by the number of their parameters. Of a mixture of experts, a step reads the experts that
   its tokens are expected to choose, and computes with the active parameters
-- prefill attention: by layers × heads × head size
-- decode attention: by the bytes of KV that it reads
+- prefill attention: by layers × heads × head size, and by the keys in the span of each layer
+- decode attention: by the bytes of KV that it reads, in the span of each layer
 
 This works for a model of similar width. A much smaller model is bound by kernel launches, so it is slower
 than the estimate.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,9 @@ class Speeds:
         self._matrix_bytes = matrix_bytes
         self._active = gemm_parameters(model, 1) / gemm_parameters(REFERENCE, 1)
         self._attention = _attention_width(model) / _attention_width(REFERENCE)
-        self.kv_bytes_per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16))
+        cache = cache_spec(model, torch.bfloat16)
+        self.kv_bytes_per_token = cache_bytes_per_token(cache)
+        self._spans = Counter(layer.span for layer in cache)
         self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, self._matrix_bytes)
         # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
         (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
@@ -103,13 +106,20 @@ class Speeds:
         """Seconds to compute one prompt. Implements `simulator.worker.Speed`."""
         pairs = uncached * (cached + uncached / 2)
         least = self._products(1) * self._read(uncached)  # even a short prompt reads the weights
-        return max(least, self._linear * uncached * self._active) + self._quadratic * pairs * self._attention
+        attention = self._quadratic * self._seen(uncached, pairs) * self._attention
+        return max(least, self._linear * uncached * self._active) + attention
 
     def step(self, batch: int, positions: float) -> float:
         """Seconds of a decode step of `batch` requests that have `positions` tokens in total."""
         batch, reading = max(1, batch), self._products(1)
         products = reading * self._read(batch) + (self._products(batch) - reading) * self._active
-        return products + positions * self.kv_bytes_per_token / self._gpu.kv_bytes_per_s
+        kv_bytes = self._seen(batch, positions) * self.kv_bytes_per_token
+        return products + kv_bytes / self._gpu.kv_bytes_per_s
+
+    def _seen(self, queries: float, pairs: float) -> float:
+        """Of `pairs` of a query with a key up to its own, those in the span of a layer, on average."""
+        seen = {span: pairs if span is None else min(pairs, queries * span.length) for span in self._spans}
+        return sum(layers * seen[span] for span, layers in self._spans.items()) / self._model.num_layers
 
     def _read(self, tokens: int) -> float:
         """Bytes of weights that a step of `tokens` tokens reads, as a multiple of the reference model's."""

@@ -62,6 +62,18 @@ def test_a_llama4_has_the_published_numbers_of_parameters() -> None:
         Speeds(H200, scout).kv_room(0.9)
 
 
+def test_windows_bound_the_kv_that_a_layer_reads() -> None:
+    model = shape("gpt-oss-20b")
+    assert model.num_parameters == pytest.approx(20.9e9, rel=0.01)
+    assert shape("gpt-oss-120b").num_parameters == pytest.approx(116.8e9, rel=0.01)
+    speeds, plain = Speeds(H200, model), Speeds(H200, replace(model, spans=()))
+    assert speeds.kv_bytes_per_token == plain.kv_bytes_per_token, "all tokens are kept"
+    assert speeds.step(8, 8 * 100) == plain.step(8, 8 * 100)
+    reading = plain.step(8, 8 * 128_000) - plain.step(8, 0)
+    assert speeds.step(8, 8 * 128_000) - speeds.step(8, 0) == pytest.approx(reading / 2, rel=0.01)
+    assert speeds.prefill(30_000) < plain.prefill(30_000)
+
+
 def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
     found = answer(SPEEDS, LOAD)
     again = prefill(SPEEDS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)

@@ -124,7 +124,7 @@ def tiny_llama4(kind: str, changes: dict[str, Any]) -> Any:
 
 
 TINY_GPT_OSS: dict[str, Any] = {
-    "num_local_experts": 6,
+    "num_local_experts": 8,
     "num_experts_per_tok": 3,
     "head_dim": 32,
     "sliding_window": 20,

@@ -67,6 +67,23 @@ def test_mxfp4_weights_give_the_tokens_and_the_fingerprint_of_plain_ones(
     assert outputs(mxfp4) == outputs(plain)
 
 
+def test_a_cached_prefix_gives_the_same_tokens(
+    checkpoints: tuple[Path, Path], run: Any, request_of: Any
+) -> None:
+    """The cached part is longer than a window."""
+    prefix, plain = [*range(3, 70)], checkpoints[0]
+
+    def tokens(*prompts: list[int]) -> list[list[int]]:
+        engine = build_engine(config_of(plain, enable_prefix_caching=True))
+        requests = [request_of(i, prompt, max_tokens=8, ignore_eos=True) for i, prompt in enumerate(prompts)]
+        results = [run(engine, [request])[request.id].tokens for request in requests]
+        assert (engine.stats().prefix_cache_hits > 0) == (len(prompts) > 1)
+        return results
+
+    beside, longer = [*prefix, 80, 81], [*prefix, *range(100, 130)]
+    assert tokens(beside, longer)[1] == tokens(longer)[0]
+
+
 @pytest.mark.parametrize("name", ["gate_proj.weight", "up_proj.weight", "down_proj.weight", "up_proj.bias"])
 def test_parts_of_an_expert_are_those_of_the_whole(checkpoints: tuple[Path, Path], name: str) -> None:
     """Also where a part ends within a group of values with one scale."""
@@ -93,7 +110,7 @@ def test_dummy_weights_need_no_format(checkpoints: tuple[Path, Path]) -> None:
     ("name", "change", "message"),
     [
         ("down_proj_scales", lambda _: None, r"tensor .*\.1\.mlp\.experts\.down_proj_scales is missing"),
-        ("down_proj_scales", lambda scales: scales[:, :1], r"scales is \[6, 1, 3\], which does not fit"),
+        ("down_proj_scales", lambda scales: scales[:, :1], r"scales is \[8, 1, 3\], which does not fit"),
         ("down_proj_blocks", lambda blocks: blocks[0], r"down_proj_blocks is \[64, 3, 16\]"),
         ("down_proj_blocks", lambda blocks: blocks.float(), r"down_proj_blocks is of torch\.float32"),
         ("down_proj_bias", lambda _: None, r"tensor .*experts\.0\.down_proj\.bias is missing"),

@@ -76,10 +76,11 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
         assert tokens(size) == expected, size
 
 
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
 def test_whole_experts_on_each_rank_give_the_same_tokens(
-    tmp_path: Path, ranks: Callable[..., Engine], save_tiny: Any, run: Any, request_of: Any
+    kind: str, tmp_path: Path, ranks: Callable[..., Engine], save_tiny: Any, run: Any, request_of: Any
 ) -> None:
-    save_tiny(tmp_path, "Qwen3Moe")
+    save_tiny(tmp_path, kind)
     requests = [
         request_of(i, range(3 + i, 3 + i + length), max_tokens=10, ignore_eos=True, seed=i, temperature=i % 2)
         for i, length in enumerate((1, 5, 40))
