@@ -1,4 +1,4 @@
-"""An all-reduce by each algorithm, in CUDA graphs, by number of rows.
+"""A sum over ranks with the residual add and norm after it, by each algorithm, in CUDA graphs, by rows.
 
 `python -m bench.engine.all_reduce RANK RANKS STORE` is one rank. Rank 0 prints JSON: µs by algorithm, rows.
 """
@@ -15,14 +15,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 from bench.contract import Report, Row
 from engine.execution.cuda_ranks import CudaRanks
+from engine.kernels import kernels_for
 
 ROWS = (1, 8, 32, 64, 128, 256, 1024, 2000, 8000)
 HIDDEN = 4096
 REPEATS = 50
-"""All-reduces in one graph."""
+"""Sums in one graph."""
 
 
 def measure(report: Report, ranks: int) -> None:
@@ -38,33 +41,44 @@ def measure(report: Report, ranks: int) -> None:
     assert not any(process.returncode for process in processes), "a rank failed"
     for algorithm, by_rows in json.loads(outputs[0].splitlines()[-1]).items():
         for rows, microseconds in by_rows.items():
-            report.add(Row(f"engine.tp{ranks}.all_reduce.{algorithm}.{rows}", microseconds, "µs"))
+            report.add(Row(f"engine.tp{ranks}.sum_norm.{algorithm}.{rows}", microseconds, "µs"))
 
 
 def main() -> None:
     rank, size = int(sys.argv[1]), int(sys.argv[2])
     device = torch.device("cuda", rank)
     ranks = CudaRanks(rank, size, dist.FileStore(sys.argv[3], size), device)
-    ops, name = torch.ops.symm_mem, ranks._name
+    kernels, ops = kernels_for(device, 128), torch.ops.symm_mem
+    group = dist.group.WORLD
+    assert group is not None
+    name = group.group_name
+    memory = symmetric_memory.empty(max(ROWS) * HIDDEN, dtype=torch.bfloat16, device=device)
+    symmetric_memory.rendezvous(memory, name)
     measured: dict[str, dict[int, float]] = {}
     for rows in ROWS:
         x = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device)
-        shared = ranks._memory[: x.nbytes].view(x.dtype).view(x.shape)
+        residual, weight = torch.zeros_like(x), torch.ones_like(x[0])
+        shared = memory[: x.numel()].view(x.shape)
 
-        def two_shot(x: torch.Tensor = x, shared: torch.Tensor = shared) -> None:
+        def norm(x: Tensor, residual: Tensor = residual, weight: Tensor = weight) -> None:
+            kernels.add_rms_norm(residual, x, weight, 1e-5)
+
+        def one_shot(x: Tensor = x, shared: Tensor = shared, norm: Callable[..., None] = norm) -> None:
+            norm(ops.one_shot_all_reduce_copy_out(shared, x, "sum", name, x))
+
+        def two_shot(x: Tensor = x, shared: Tensor = shared, norm: Callable[..., None] = norm) -> None:
             shared.copy_(x)
-            ops.two_shot_all_reduce_out(shared, "sum", name, x)
+            norm(ops.two_shot_all_reduce_out(shared, "sum", name, x))
 
-        algorithms: dict[str, Callable[[], object]] = {
-            "one_shot": lambda x=x, shared=shared: ops.one_shot_all_reduce_copy_out(
-                shared, x, "sum", name, x
-            ),
-            "two_shot": two_shot,
-            "nccl": lambda x=x: dist.all_reduce(x),
-            "chosen": lambda x=x: ranks.all_reduce(x),
-        }
-        for algorithm, work in algorithms.items():
-            measured.setdefault(algorithm, {})[rows] = _microseconds(work)
+        def nccl(x: Tensor = x, norm: Callable[..., None] = norm) -> None:
+            dist.all_reduce(x)
+            norm(x)
+
+        def chosen(x: Tensor = x, residual: Tensor = residual, weight: Tensor = weight) -> None:
+            ranks.add_rms_norm(kernels, residual, x, weight, 1e-5)
+
+        for work in (one_shot, two_shot, nccl, chosen):
+            measured.setdefault(work.__name__, {})[rows] = _microseconds(work)
     torch.cuda.synchronize()
     if rank == 0:
         print(json.dumps(measured), flush=True)

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ LARGE_MS = {2: {"decode.b1": 20.5, "prefill.2000": 265.0}, 4: {"decode.b1": 11.5
 """What the 70B shape must take at most, by ranks."""
 SAME = 8, 200, 48
 """Requests, prompt tokens and output tokens of the comparison of tokens."""
+PROFILED = 64
+"""Decode steps of a profile."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,12 @@ def _compare(work: Work, size: int, report: Report) -> None:
                 goal=goal, better="higher" if goal else None,
             )
         )  # fmt: skip
-    for name, share in several["profile"].items():
+    if work.profiled:
+        report.detail = {
+            f"tp{ranks}.decode.b{work.profiled}.kernels": measured["profile"]["kernels"]
+            for ranks, measured in ((1, one), (size, several))
+        }
+    for name, share in several["profile"].get("shares", {}).items():
         report.add(Row(f"engine.tp{size}.{name}", 100 * share, "%"))
     if work.compared:
         pairs = [pair for of_one, of_all in zip(one["tokens"], several["tokens"], strict=True)
@@ -182,8 +190,8 @@ def _tokens(engine: Engine) -> list[list[int]]:
     return [tokens[request.id] for request in requests]
 
 
-def _profile(engine: Any, batch: int, context: int) -> dict[str, float]:
-    """Of decode steps on rank 0: the share of the time that collectives take, and that no kernel runs."""
+def _profile(engine: Any, batch: int, context: int) -> dict[str, dict[str, float]]:
+    """Of decode steps on rank 0: shares of the time, and µs of a step by kernel."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -194,7 +202,7 @@ def _profile(engine: Any, batch: int, context: int) -> dict[str, float]:
     for _ in range(16):
         engine.step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(64):
+        for _ in range(PROFILED):
             engine.step()
     drain(engine)
     kernels = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
@@ -204,8 +212,12 @@ def _profile(engine: Any, batch: int, context: int) -> dict[str, float]:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     whole = until - spans[0][0]
-    collective = sum(end - start for start, end, name in spans if "all_reduce" in name or "nccl" in name)
-    return {f"decode.b{batch}.collectives": collective / whole, f"decode.b{batch}.idle": 1 - busy / whole}
+    of_kernel: Counter[str] = Counter()
+    for start, end, name in spans:
+        of_kernel[name] += end - start
+    collective = sum(took for name, took in of_kernel.items() if "sum_norm" in name or "nccl" in name)
+    shares = {f"decode.b{batch}.collectives": collective / whole, f"decode.b{batch}.idle": 1 - busy / whole}
+    return {"shares": shares, "kernels": {name: took / PROFILED for name, took in of_kernel.most_common(25)}}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How ranks on GPUs exchange tensors: NCCL, and peer memory for few bytes. All ranks are on one machine."""
+"""How ranks on GPUs exchange tensors: peer memory, and NCCL. All ranks are on one machine."""
 
 import os
 
@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.execution.group import Group
+from engine.kernels import Kernels
 
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -14,9 +15,12 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
 }
 """NVLink multicast stays off. Ranks of one machine find each other over the loopback interface."""
-ONE_SHOT_BYTES = 512 << 10
-"""Most bytes of a one-shot all-reduce of two ranks. It reads the tensors of all other ranks, so with more
-ranks it pays off for fewer bytes."""
+INBOX_BYTES = 128 << 20
+"""Memory of a rank that the others write to. For two ranks: two sums of 8,192 rows with 4,096 bfloat16 each.
+More rows go in parts."""
+SENT_BYTES = 8 << 20
+"""With more than two ranks: most bytes that a rank sends for a sum and its norm in one kernel. Each rank gets
+all of them, so many bytes are faster as a two-shot all-reduce."""
 TWO_SHOT_BYTES = 64 << 20
 """Most bytes of a two-shot all-reduce; NCCL is as fast from there on."""
 
@@ -24,12 +28,14 @@ TWO_SHOT_BYTES = 64 << 20
 class CudaRanks(Group):
     """Ranks on the GPUs of one machine, one process each. CUDA graphs can capture all but `least`.
 
-    An all-reduce of few bytes costs the time of its barriers, so it reads peer memory directly. One-shot:
-    each rank sums all tensors. Two-shot: each rank sums a part, and then collects the parts of the others.
-    Both sum in the order of the ranks, between barriers."""
+    A sum and the norm after it are one kernel (`engine.kernels.sum_norm`). It sends all terms to all
+    ranks. For two ranks no way needs fewer bytes. More ranks send fewer if each first sums a part (two-shot
+    all-reduce)."""
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
+
+        from engine.kernels.sum_norm import SumNorm
 
         super().__init__(rank, size, device)
         os.environ.update(ENVIRONMENT)
@@ -38,21 +44,28 @@ class CudaRanks(Group):
         world = dist.group.WORLD
         assert world is not None
         self._name = world.group_name
-        self._peer_bytes = TWO_SHOT_BYTES if size in (2, 4, 8) else 0  # torch's kernels are for these sizes
-        self._one_shot_bytes = min(ONE_SHOT_BYTES // (size - 1), self._peer_bytes)
-        self._memory = symmetric_memory.empty(max(16, self._peer_bytes), dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(self._memory, self._name)
+        self._two_shot_bytes = TWO_SHOT_BYTES if size in (4, 8) else 0  # torch's kernel is for these sizes
+        self._shared = symmetric_memory.empty(max(16, self._two_shot_bytes), dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(self._shared, self._name)
+        self._inboxes = symmetric_memory.empty(INBOX_BYTES, dtype=torch.uint8, device=device).zero_()
+        addresses = symmetric_memory.rendezvous(self._inboxes, self._name).buffer_ptrs
+        self._sum_norm = SumNorm(rank, addresses, INBOX_BYTES, device)
+        dist.barrier()  # no rank writes to an inbox before its owner has cleared it
 
     def all_reduce(self, x: Tensor) -> Tensor:
         size = x.nbytes
-        if size > self._peer_bytes or size % 16 or x.dtype not in (torch.bfloat16, torch.float32):
+        if size > self._two_shot_bytes or size % 16 or x.dtype not in (torch.bfloat16, torch.float32):
             dist.all_reduce(x)
             return x
-        ops, shared = torch.ops.symm_mem, self._memory[:size].view(x.dtype).view(x.shape)
-        if size <= self._one_shot_bytes:
-            return ops.one_shot_all_reduce_copy_out(shared, x, "sum", self._name, x)
-        shared.copy_(x)
-        return ops.two_shot_all_reduce_out(shared, "sum", self._name, x)
+        shared = self._shared[:size].view(x.dtype).view(x.shape).copy_(x)
+        return torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, x)
+
+    def add_rms_norm(
+        self, kernels: Kernels, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor:
+        if delta is None or (self.size > 2 and delta.nbytes * (self.size - 1) > SENT_BYTES):
+            return super().add_rms_norm(kernels, residual, delta, weight, eps)
+        return self._sum_norm(residual, delta, weight, eps)
 
     def broadcast(self, x: Tensor) -> None:
         dist.broadcast(x, 0)

@@ -11,7 +11,7 @@ from engine.model_config import ModelConfig
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer 2020)."""
+    """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer 2020). With several ranks, a term of that."""
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str, intermediate_size: int) -> None:
         hidden, inner = whole(config.hidden_size), weights.ranks.part(intermediate_size)
@@ -19,13 +19,8 @@ class GatedMLP:
         self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
         self.kernels = weights.kernels
         self.grouped = fp8_groups(self.down)
-        self.all_reduce = weights.ranks.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.all_reduce(self.of_rank(x))
-
-    def of_rank(self, x: Tensor) -> Tensor:
-        """This rank's term of the sum over ranks."""
         return self.down(self._inner(self.gate_up(x)))
 
     def _inner(self, gate_up: Tensor) -> Any:

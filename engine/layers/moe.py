@@ -11,7 +11,7 @@ from engine.model_config import ExpertsConfig, ModelConfig
 class MoE:
     """The weighted sum of the outputs of the experts that a router chooses for each token. An expert is a
     `GatedMLP`, and so is the shared expert, which computes every token. A rank has some of the inner columns
-    of every expert, or whole experts. All ranks make the same choice."""
+    of every expert, or whole experts. All ranks make the same choice. Each computes a term of the result."""
 
     def __init__(
         self, config: ModelConfig, experts: ExpertsConfig, weights: Weights, name: str, router: str = "gate"
@@ -51,7 +51,6 @@ class MoE:
         self.scoring = experts.scoring
         self.activation = experts.activation
         self.kernels = weights.kernels
-        self.all_reduce = weights.ranks.all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
         mixed = self.kernels.mix_experts(
@@ -67,4 +66,4 @@ class MoE:
             down_bias=self.down_bias,
             activation=self.activation,
         )
-        return self.all_reduce(mixed if self.shared is None else mixed.add_(self.shared.of_rank(x)))
+        return mixed if self.shared is None else mixed.add_(self.shared(x))

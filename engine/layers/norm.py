@@ -15,10 +15,12 @@ class RMSNorm:
         self.weight = weights.take(f"{name}.weight", (size,))
         self.eps = eps
         self.kernels = weights.kernels
+        self.ranks = weights.ranks
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
-        """Adds delta to residual, in place, and returns the norm of that."""
-        return self.kernels.add_rms_norm(residual, delta, self.weight, self.eps)
+        """Adds delta to residual, in place, and returns the norm of that. With several ranks delta is a term:
+        the sum of all ranks' deltas is added."""
+        return self.ranks.add_rms_norm(self.kernels, residual, delta, self.weight, self.eps)
 
 
 class InputNorm:
@@ -33,6 +35,8 @@ class InputNorm:
         norm = self.norm
         if self.grouped is None:
             return norm(residual, delta)
+        if norm.ranks.size > 1:
+            return norm.kernels.quantize(norm(residual, delta), grouped=self.grouped)
         return norm.kernels.add_rms_norm_quantized(
             residual, delta, norm.weight, norm.eps, grouped=self.grouped
         )

@@ -1,10 +1,10 @@
 """Tensor parallelism: which part of each tensor a rank holds, and how ranks exchange results.
 
 A layer computes with its rank's part alone (Megatron-LM, Shoeybi 2019): attention with its heads, the MLP
-with its inner columns, embedding and output projection with its tokens. Ranks meet three times:
+with its inner columns, embedding and output projection with its tokens. Ranks meet in two places:
 
-    embedding            each rank has some of the rows, the others are zero    ─▶ all_reduce
-    output, down         each rank has a term of the sum                        ─▶ all_reduce
+    embedding            each rank has some of the rows, the others are zero    ─▶ the next norm sums them
+    output, down         each rank has a term of the sum                        ─▶ the next norm sums them
     logits               each rank has some of the columns                      ─▶ all_gather
 
 A mixture of experts is like the MLP: a rank has some inner columns of every expert. With *expert parallelism*
@@ -15,6 +15,8 @@ and the sum over ranks is the same.
 from typing import NamedTuple
 
 from torch import Tensor
+
+from engine.kernels import Kernels
 
 
 class Part(NamedTuple):
@@ -83,6 +85,14 @@ class Ranks:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over all ranks. May overwrite x."""
         return x
+
+    def add_rms_norm(
+        self, kernels: Kernels, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor:
+        """`Kernels.add_rms_norm` with the sum of delta over all ranks. May overwrite delta."""
+        if delta is not None:
+            delta = self.all_reduce(delta)
+        return kernels.add_rms_norm(residual, delta, weight, eps)
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
         """The parts of all ranks side by side: [rows, part] → [rows, size]."""

@@ -1,5 +1,6 @@
 """From token ids to hidden states, and from hidden states to logits."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,15 +17,17 @@ class Embedding:
         self.tokens = weights.ranks.part(config.vocab_size)
         shape = (self.tokens, whole(config.hidden_size))
         self.weight = weights.stack(["model.embed_tokens.weight"], [shape])
-        self.all_reduce = weights.ranks.all_reduce
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """[tokens] → [tokens, hidden_size]."""
+    def __call__(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[tokens] → the residual stream [tokens, hidden_size], and what the first norm adds to it.
+
+        With several ranks the stream begins with zeros, and the norm adds the ranks' embeddings."""
         if self.tokens.is_whole:
-            return F.embedding(token_ids, self.weight)
+            return F.embedding(token_ids, self.weight), None
         elsewhere = (token_ids < self.tokens.start) | (token_ids >= self.tokens.stop)
         rows = (token_ids - self.tokens.start).masked_fill_(elsewhere, 0)
-        return self.all_reduce(F.embedding(rows, self.weight).masked_fill_(elsewhere[:, None], 0))
+        term = F.embedding(rows, self.weight).masked_fill_(elsewhere[:, None], 0)
+        return torch.zeros_like(term), term
 
 
 class OutputProjection:

@@ -39,14 +39,13 @@ class LlamaAttention:
             bias=self.qkv_bias or config.attention_bias,
         )
         self.out = weights.linear([f"{name}.o_proj"], [hidden], q_rows, bias=config.attention_bias)
-        self.all_reduce = weights.ranks.all_reduce
         self.head_norm: HeadNorm | None = None
         self.sinks: Tensor | None = None  # [num_heads]
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         out = attend(layer, qkv, rotary, self.head_norm, self.sinks)
-        return self.all_reduce(self.out(out.flatten(1)))
+        return self.out(out.flatten(1))
 
 
 class LlamaLayer:
@@ -70,7 +69,8 @@ class LlamaLayer:
         self, layer: int, residual: Tensor, delta: Tensor | None, rotary: Tensor, attend: Attend
     ) -> Tensor:
         """`delta` [tokens, hidden_size] is the output of the layer before. The first norm adds it to
-        `residual`, in place. Returns this layer's output, which is not added yet."""
+        `residual`, in place. Returns this layer's output, which is not added yet. With several ranks both are
+        terms of sums over ranks."""
         delta = self.attention(layer, self.attention_norm(residual, delta), rotary, attend)
         return self.mlp(self.mlp_norm(residual, delta))
 
@@ -108,7 +108,7 @@ class Llama:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Returns the hidden states [tokens, hidden_size] of a step's tokens."""
-        residual, delta = self.embedding(token_ids), None
+        residual, delta = self.embedding(token_ids)
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
             delta = layer(i, residual, delta, rotary, attend)

@@ -43,6 +43,7 @@ def main() -> None:
     from engine.kernels import FP8, AttentionMetadata, HeadNorm, sampling
     from engine.kernels.fp8_linear import Fp8Linear
     from engine.kernels.skinny_linear import SkinnyLinear
+    from engine.kernels.sum_norm import SumNorm
     from engine.kernels.thresholds import thresholds
     from engine.kernels.triton_kernels import TritonKernels
     from engine.model_config import ClampedSwiGLU, Scoring, Span
@@ -104,6 +105,12 @@ def main() -> None:
     step(torch.bfloat16, 8, 4, 256, 128, norm=True)  # the largest head
     step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128))  # gpt-oss
     step(torch.bfloat16, 40, 8, 128, 128, norm=False, span=Span(8192, chunked=True))  # Llama 4
+
+    print("-- sums over ranks")
+    for ranks, rank in ((2, 0), (2, 1), (4, 3)):
+        memory = [4096 * (i + 1) for i in range(ranks)]
+        x = torch.zeros(3, 8192, dtype=torch.bfloat16)
+        SumNorm(rank, memory, 64 << 20, torch.device("cpu"))(x, x, x[0], 1e-5)
 
     print("-- experts")
     for dtype in (torch.bfloat16, torch.float32):
