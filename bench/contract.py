@@ -73,7 +73,9 @@ class Report:
     detail: dict[str, Any] | None = None
 
     def add(self, row: Row) -> None:
+        """Also writes the file, so that a bench that is stopped keeps its results."""
         self.rows.append(row)
+        self.write()
 
     def as_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {

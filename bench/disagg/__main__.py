@@ -40,7 +40,7 @@ def measure(
     directory: Path,
     html: Path | None,
 ) -> None:
-    """Measures all sides. After each run it writes the report, so that a stopped bench keeps its results."""
+    """Measures all sides. Writes the page after each run."""
     assert report.detail is not None
     measured: dict[str, dict[str, Any]] = report.detail["sides"]
     layout = report.parameters["layout"]
@@ -60,7 +60,6 @@ def measure(
                     judged = side.name == layout and report.parameters["device"] == "cuda"
                     for row in rows(side.name, load, points[-1], other, judged=judged):
                         report.add(row)
-                    report.write()
                     if html is not None:
                         html.write_text(page(report.as_dict()))
 

@@ -57,7 +57,7 @@ def _calls(rank: int, addresses: list[int], nbytes: int) -> list[Any]:
 
 
 def in_streams(ranks: int, nbytes: int) -> list[list[Tensor]]:
-    """As `in_processes`. A rank that waits must not keep the host from launching the others. So all tensors are
+    """As `in_processes`. The host must be able to launch all ranks while one of them waits. So all tensors are
     there before, and each kernel has been loaded by a call that waits for no rank."""
     from engine.kernels.sum_norm import SumNorm
 
