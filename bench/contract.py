@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -171,6 +172,7 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1))]
 
 
+@functools.cache
 def machine() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
@@ -181,6 +183,7 @@ def machine() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     found: dict[str, str] = {}
     for package in _PACKAGES:

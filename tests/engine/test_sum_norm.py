@@ -57,8 +57,8 @@ def _calls(rank: int, addresses: list[int], nbytes: int) -> list[Any]:
 
 
 def in_streams(ranks: int, nbytes: int) -> list[list[Tensor]]:
-    """As `in_processes`. The host must be able to launch all ranks while one of them waits. So all tensors are
-    there before, and each kernel has been loaded by a call that waits for no rank."""
+    """As `in_processes`. The host must be able to launch all ranks while one of them waits. So all tensors
+    are there before, and each kernel has been loaded by a call that waits for no rank."""
     from engine.kernels.sum_norm import SumNorm
 
     def calls(memory: Tensor) -> list[list[Tensor]]:
