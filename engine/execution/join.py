@@ -1,5 +1,7 @@
 """Joins the ranks of a model."""
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -32,6 +34,13 @@ def _join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[tor
             f"{max(0, present - first)} GPUs from the first one on"
         )
     device = torch.device("cuda", first + rank)
-    # A path, since torch opens the store by name.
-    store = dist.FileStore(f"/proc/self/fd/{files.exchange}", config.tensor_parallel_size)
+    store = open_store(files.exchange, config.tensor_parallel_size)
     return device, CudaRanks(rank, config.tensor_parallel_size, store, device)
+
+
+def open_store(fd: int, ranks: int) -> dist.Store:
+    """A store in the file `fd`, for the ranks to find each other.
+
+    torch opens it by name, and again when the process ends. So it has a descriptor of its own, which stays
+    open."""
+    return dist.FileStore(f"/proc/self/fd/{os.dup(fd)}", ranks)

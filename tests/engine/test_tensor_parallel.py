@@ -190,6 +190,23 @@ def test_ranks_exchange_tensors_of_any_size(size: int, monkeypatch: pytest.Monke
     assert found == [expected] * size
 
 
+def test_a_store_outlives_its_file() -> None:
+    """At the end of a process torch opens the store again. By then its file is closed, and the number of the
+    descriptor may be that of a socket."""
+    script = (
+        "import os, socket\n"
+        "from engine.execution.join import open_store\n"
+        "from engine.execution.rank_files import RankFiles\n"
+        "files = RankFiles.create(2)\n"
+        "fd, store = files.exchange, open_store(files.exchange, 2)\n"
+        "store.set('key', 'value')\n"
+        "files.close()\n"
+        "ends = socket.socketpair()\n"
+        "os.dup2(ends[0].fileno(), fd)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 def test_a_command_arrives_as_it_was_sent() -> None:
     """More commands than the ring has slots; the reader is slower than the writer."""
     files = RankFiles.create(3)
