@@ -139,7 +139,9 @@ class MoeCases:
         ordered, ends = x[rows], shuffled.counts.cumsum(0).int()
 
         def ours() -> object:
-            return grouped_linear(x, weight, shuffled, weighted=scatter_add, scatter_add=scatter_add)
+            return grouped_linear(
+                x, weight, shuffled, dtype=x.dtype, weighted=scatter_add, scatter_add=scatter_add
+            )
 
         def one_by_one() -> object:
             parts = zip(ordered.split(counts), weight, strict=True)

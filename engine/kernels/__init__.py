@@ -30,6 +30,7 @@ __all__ = [
     "FP8_GROUP",
     "SMALLEST_TEMPERATURE",
     "AttentionMetadata",
+    "Fp8Experts",
     "HeadNorm",
     "Kernels",
     "Quantized",
@@ -51,6 +52,17 @@ class Quantized(NamedTuple):
 
     values: Tensor  # [rows, size] FP8
     scales: Tensor  # [rows, 1] float32, or grouped: [rows, size / FP8_GROUP rounded up]
+
+
+class Fp8Experts(NamedTuple):
+    """The weights of several experts in FP8: they stand for values times scales."""
+
+    values: Tensor  # [experts, out, in] FP8
+    scales: Tensor  # [experts, groups, out] float32: as in `Kernels.fp8_linear`
+
+    @property
+    def grouped(self) -> bool:
+        return self.scales.shape[1] > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +111,8 @@ class Kernels(Protocol):
         self,
         x: Tensor,
         logits: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | Fp8Experts,
+        down: Tensor | Fp8Experts,
         counts: Tensor,
         num_chosen: int,
         scoring: Scoring,
@@ -118,7 +130,7 @@ class Kernels(Protocol):
         becomes the number of tokens of each expert. Returns [tokens, size].
 
         gate_up_bias [held, 2 * inner] and down_bias [held, size] are added to the products, and `activation`
-        replaces silu(gate) * up."""
+        replaces silu(gate) * up. Inputs of weights in FP8 are quantised."""
         ...
 
     def rope_and_write(

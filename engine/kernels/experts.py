@@ -4,7 +4,7 @@ route: logits of the router ─▶ experts and weights of each token
 mix:   sort the tokens by expert ─▶ the products of each expert that has tokens ─▶ sum by token
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,12 +42,14 @@ def mix(
     biases: tuple[Tensor | None, Tensor | None],
     activation: ClampedSwiGLU | None,
     first: int,
+    rounded: Callable[[Tensor], Tensor] = lambda inner: inner,
 ) -> Tensor:
     """The weighted sum of down(silu(gate(x)) * up(x)) over the experts of each row of x [tokens, size].
 
     `counts` has the number of tokens of each expert. gate_up [held, 2 * inner, size] and down [held, size,
     inner] are those of the experts from `first` on, and so are `biases` of gate_up and down; other experts
-    add nothing. A token's terms are added in the order of `routing`, which other tokens do not change."""
+    add nothing. `rounded` applies to the input of down. A token's terms are added in the order of `routing`,
+    which other tokens do not change."""
     before, counts = sum(counts[:first]), counts[first : first + len(gate_up)]
     order = routing.experts.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
     order = order[before : before + sum(counts)]
@@ -57,7 +59,7 @@ def mix(
         weights = torch.ones_like(weights)
     of_gate_up, of_down = biases
     inner = _activated(_products(inputs, gate_up, of_gate_up, counts), activation)
-    sorted_out = _products(inner, down, of_down, counts)
+    sorted_out = _products(rounded(inner), down, of_down, counts)
     out = x.new_zeros(routing.experts.numel(), x.shape[1]).index_copy_(0, order, sorted_out)
     return torch.bmm(weights[:, None], out.unflatten(0, routing.experts.shape)).squeeze(1)
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
+from engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized, overlap
 from engine.kernels.overlap import inputs_ready
 from engine.kernels.shuffle import Shuffled
 
@@ -37,30 +37,38 @@ class Tiling(NamedTuple):
 FEW = Tiling(16, 64, 128, 4, 4)
 MANY = Tiling(64, 128, 64, 4, 3)
 FLOAT32 = Tiling(16, 64, 64, 4, 3)
+FEW_FP8 = Tiling(16, 64, FP8_GROUP, 4, 6)
+MANY_FP8 = Tiling(64, 128, FP8_GROUP, 4, 4)
 MANY_FROM = 32  # pairs of an expert, on average
 
 
 def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
     if dtype is torch.float32:
         return FLOAT32
-    return MANY if pairs >= MANY_FROM * experts else FEW
+    many = pairs >= MANY_FROM * experts
+    if dtype is FP8:
+        return MANY_FP8 if many else FEW_FP8
+    return MANY if many else FEW
 
 
 def grouped_linear(
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | Quantized,
+    weight: Tensor | Fp8Experts,
     shuffled: Shuffled,
     bias: Tensor | None = None,
     *,
+    dtype: torch.dtype,
     weighted: bool,
     scatter_add: bool = False,
     partial: bool = False,
 ) -> Tensor:
     """The products for weight [experts, out, in]. bias [experts, out] is added before the weights apply.
 
-    x [tokens, in] or [pairs, in]. Returns [pairs, out] in the dtype of x; with `scatter_add`, the sum of each
-    token's rows, [tokens, out], in float32 if there are several. A pair in no list of `shuffled`
-    adds nothing to the sum; its row is zero if `partial`, else undefined."""
+    x [tokens, in] or [pairs, in], quantised if the weight is in FP8. Returns [pairs, out] of `dtype`; with
+    `scatter_add`, the sum of each token's rows, [tokens, out], in float32 if there are several. A pair in no
+    list of `shuffled` adds nothing to the sum; its row is zero if `partial`, else undefined."""
+    x, x_scales = x if isinstance(x, Quantized) else (x, None)
+    weight, weight_scales = weight if isinstance(weight, Fp8Experts) else (weight, None)
     assert x.is_contiguous(), "the kernel assumes dense rows"
     assert weight.is_contiguous(), "the kernel assumes dense rows"
     (tokens, chosen), (experts, size, inner) = shuffled.weights.shape, weight.shape
@@ -70,12 +78,15 @@ def grouped_linear(
     if scatter_add:
         out = torch.zeros(tokens, size, dtype=torch.float32, device=x.device)
     else:
-        out = x.new_zeros(pairs, size) if partial else x.new_empty(pairs, size)
+        make = torch.zeros if partial else torch.empty
+        out = make(pairs, size, dtype=dtype, device=x.device)
     # Each expert may have a tile that is partly empty.
     most_tiles = pairs // shape.block_m + min(pairs, experts)
     _grouped_linear[(most_tiles, triton.cdiv(size, shape.block_n))](
         x,
+        x_scales,
         weight,
+        weight_scales,
         bias,
         *shuffled,
         out,
@@ -83,6 +94,7 @@ def grouped_linear(
         experts,
         size,
         inner,
+        GROUPED=weight_scales is not None and weight_scales.shape[1] > 1,
         CHOSEN=chosen,
         GATHER=len(x) == tokens,
         WEIGHTED=weighted,
@@ -101,7 +113,9 @@ def grouped_linear(
 @triton.jit(do_not_specialize=["tokens"])
 def _grouped_linear(
     x,
+    x_scales,
     weight,
+    weight_scales,
     bias,
     pair_weights,
     counts,
@@ -111,6 +125,7 @@ def _grouped_linear(
     experts,
     size,
     inner,
+    GROUPED: tl.constexpr,
     CHOSEN: tl.constexpr,
     GATHER: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -144,7 +159,17 @@ def _grouped_linear(
             inside = k < inner - start
             a = tl.load(x_at + start, mask=real[:, None] & inside[None, :], other=0.0)
             b = tl.load(w_at + start, mask=used[None, :] & inside[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+            if GROUPED:
+                group, groups = start // BLOCK_K, tl.cdiv(inner, BLOCK_K)
+                of_x = tl.load(x_scales + row * groups + group, mask=real, other=0.0)
+                of_w = tl.load(weight_scales + (index * groups + group) * size + column, mask=used, other=0.0)
+                acc += tl.dot(a, b) * (of_x[:, None] * of_w[None, :])
+            else:
+                acc = tl.dot(a, b, acc, input_precision="ieee")
+        if weight_scales is not None and not GROUPED:
+            of_x = tl.load(x_scales + row, mask=real, other=0.0)
+            of_w = tl.load(weight_scales + index * size + column, mask=used, other=0.0)
+            acc *= of_x[:, None] * of_w[None, :]
         mask = real[:, None] & used[None, :]
         if bias is not None:
             acc += tl.load(bias + index * size + column, mask=used, other=0.0).to(tl.float32)[None, :]

@@ -25,12 +25,12 @@ def silu_mul(gate_up: Tensor, clamped: ClampedSwiGLU | None = None) -> Tensor:
     return out
 
 
-def silu_mul_quantized(gate_up: Tensor, *, grouped: bool) -> Quantized:
+def silu_mul_quantized(gate_up: Tensor, clamped: ClampedSwiGLU | None = None, *, grouped: bool) -> Quantized:
     rows, both = gate_up.shape
     out = empty_quantized(rows, both // 2, gate_up.device, grouped=grouped)
     # A scale of the whole row needs the whole row in one program.
     block = BLOCK if grouped else triton.next_power_of_2(both // 2)
-    _launch(gate_up, *out, block, group_columns(block, grouped=grouped))
+    _launch(gate_up, *out, block, group_columns(block, grouped=grouped), clamped)
     return out
 
 
@@ -40,7 +40,7 @@ def _launch(
     scales: Tensor | None,
     block: int,
     group: int,
-    clamped: ClampedSwiGLU | None = None,
+    clamped: ClampedSwiGLU | None,
 ) -> None:
     assert gate_up.is_contiguous(), "the kernel assumes dense rows"
     rows, size = out.shape

@@ -1,12 +1,13 @@
 """Each operation in plain torch: it defines the result, and runs on a CPU."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import FP8, FP8_GROUP, SMALLEST_TEMPERATURE, HeadNorm, Quantized
+from engine.kernels import FP8, FP8_GROUP, SMALLEST_TEMPERATURE, Fp8Experts, HeadNorm, Quantized
 from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
 from engine.kernels.experts import mix, route
 from engine.model_config import ClampedSwiGLU, Scoring, Span
@@ -48,8 +49,8 @@ class TorchKernels:
         self,
         x: Tensor,
         logits: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | Fp8Experts,
+        down: Tensor | Fp8Experts,
         counts: Tensor,
         num_chosen: int,
         scoring: Scoring,
@@ -62,7 +63,28 @@ class TorchKernels:
         routing = route(logits, num_chosen, scoring)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
         biases = (gate_up_bias, down_bias)
-        return mix(x, routing, counts.tolist(), gate_up, down, biases, activation, first)
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            return mix(x, routing, counts.tolist(), gate_up, down, biases, activation, first)
+        assert isinstance(gate_up, Fp8Experts), "all matrices of experts have the same format"
+        assert isinstance(down, Fp8Experts), "all matrices of experts have the same format"
+
+        def rounded(rows: Tensor, weight: Fp8Experts) -> Tensor:
+            return _spread(*self.quantize(rows, grouped=weight.grouped))
+
+        def exact(weight: Fp8Experts) -> Tensor:
+            return torch.stack([_spread(values, scales.T) for values, scales in zip(*weight, strict=True)])
+
+        return mix(
+            rounded(x, gate_up),
+            routing,
+            counts.tolist(),
+            exact(gate_up),
+            exact(down),
+            biases,
+            activation,
+            first,
+            partial(rounded, weight=down),
+        ).to(x.dtype)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels import HeadNorm, Quantized, fp8, norm, rope, sampling, silu
+from engine.kernels import Fp8Experts, HeadNorm, Quantized, fp8, norm, rope, sampling, silu
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
 from engine.kernels.fp8_linear import Fp8Linear
@@ -69,8 +69,8 @@ class TritonKernels:
         self,
         x: Tensor,
         logits: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | Fp8Experts,
+        down: Tensor | Fp8Experts,
         counts: Tensor,
         num_chosen: int,
         scoring: Scoring,
@@ -80,13 +80,24 @@ class TritonKernels:
         down_bias: Tensor | None = None,
         activation: ClampedSwiGLU | None = None,
     ) -> Tensor:
-        held = shuffle(logits, counts, num_chosen, scoring).of(first, len(gate_up))
+        experts = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
+        held = shuffle(logits, counts, num_chosen, scoring).of(first, experts)
         on_input = scoring is Scoring.SIGMOID_ON_INPUT
-        gate_up_product = grouped_linear(x, gate_up, held, gate_up_bias, weighted=on_input)
-        inner = silu.silu_mul(gate_up_product, activation)
-        some = len(down) < len(counts)
+        inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
+        product = grouped_linear(inputs, gate_up, held, gate_up_bias, dtype=x.dtype, weighted=on_input)
+        if isinstance(down, Fp8Experts):
+            inner = silu.silu_mul_quantized(product, activation, grouped=down.grouped)
+        else:
+            inner = silu.silu_mul(product, activation)
         out = grouped_linear(
-            inner, down, held, down_bias, weighted=not on_input, scatter_add=True, partial=some
+            inner,
+            down,
+            held,
+            down_bias,
+            dtype=x.dtype,
+            weighted=not on_input,
+            scatter_add=True,
+            partial=experts < len(counts),
         )
         return out.to(x.dtype)
 

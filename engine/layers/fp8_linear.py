@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels import FP8, FP8_GROUP, Quantized
+from engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized
 from engine.layers.linear import PlainFormat, PlainLinear
 from engine.layers.ranks import Part, whole
 from engine.layers.weights import LinearMethod, Weights
@@ -75,25 +75,54 @@ class Fp8Format:
     def linear(
         self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
     ) -> LinearMethod:
-        read = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
-        parts = [part for part in read if part is not None]
-        if not parts:
+        weight = self._stacked(weights, names, rows, columns)
+        if weight is None:
             return PlainFormat().linear(weights, names, rows, columns, bias=bias)
-        if len(parts) < len(names):
-            raise ValueError(f"{weights.source}: of {', '.join(names)} only some are in FP8")
-        values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
-        weight = Scaled(values, torch.cat([part.scales for part in parts], dim=1).contiguous())
         added = weights.bias(names, rows, columns) if bias else None
         if not self.quantizes_activations:
             return PlainLinear(spread(weight).to(weights.dtype), added)
+        return Fp8Linear(weight, added, weights)
+
+    def experts(
+        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
+    ) -> Tensor | Fp8Experts:
+        read = [
+            self._stacked(weights, expert, [part] * len(expert), columns)
+            for expert, part in zip(names, rows, strict=True)
+        ]
+        held = [weight for weight, part in zip(read, rows, strict=True) if weight and part.length]
+        if not held:
+            return PlainFormat().experts(weights, names, rows, columns)
+        if not self.quantizes_activations:
+            return torch.stack([spread(weight).to(weights.dtype) for weight in held])
+        values = torch.stack([weight.values.view(torch.uint8) for weight in held]).view(FP8)
+        return Fp8Experts(values, torch.stack([weight.scales for weight in held]))
+
+    def _stacked(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
+    ) -> Scaled | None:
+        """The rows of all projections. None: they are not quantised."""
+        read = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
+        parts = [part for part in read if part is not None]
+        if not parts:
+            return None
+        if len(parts) < len(names):
+            raise ValueError(f"{weights.source}: of {', '.join(names)} only some are in FP8")
+        if self.quantizes_activations:
+            self._check(weights, names[0], sum(part.length for part in rows), columns.length)
+        values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+        return Scaled(values, torch.cat([part.scales for part in parts], dim=1).contiguous())
+
+    @staticmethod
+    def _check(weights: Weights, name: str, *shape: int) -> None:
+        """Raises `ValueError` if no kernel multiplies a weight of this shape."""
         if weights.device.type == "cuda" and weights.dtype is not torch.bfloat16:
             raise ValueError(f"{weights.source}: products in FP8 give bfloat16 only; use --dtype bfloat16")
-        if any(size % ALIGNED for size in values.shape):
+        if any(size % ALIGNED for size in shape):
             raise ValueError(
-                f"{weights.source}: {names[0]} is {list(values.shape)} on this rank, products in FP8 need "
-                f"multiples of {ALIGNED}; change --tensor-parallel-size"
+                f"{weights.source}: {name} is {list(shape)} on this rank, products in FP8 need multiples of "
+                f"{ALIGNED}; change --tensor-parallel-size"
             )
-        return Fp8Linear(weight, added, weights)
 
 
 def spread(weight: Scaled) -> Tensor:

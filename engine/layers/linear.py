@@ -50,6 +50,15 @@ class PlainFormat:
         )
         return PlainLinear(weight, weights.bias(names, rows, columns) if bias else None)
 
+    def experts(
+        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
+    ) -> Tensor:
+        stacked = weights.stack(
+            [f"{name}.weight" for expert in names for name in expert],
+            [(part, columns) for expert, part in zip(names, rows, strict=True) for _ in expert],
+        )
+        return stacked.unflatten(0, (sum(part.length > 0 for part in rows), -1))
+
 
 def _packs(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and (

@@ -22,14 +22,16 @@ class MoE:
         self.router = weights.linear(
             [f"{name}.{router}"], [whole(experts.num_experts)], hidden, bias=experts.bias
         )
-        self.gate_up = weights.stack(
-            [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")],
-            [(own.here(expert, inner), hidden) for expert in range(len(names)) for _ in range(2)],
-        ).unflatten(0, (own.length, -1))  # [own experts, 2 * inner, hidden_size]
-        self.down = weights.stack(
-            [f"{name}.down_proj.weight" for name in names],
-            [(own.here(expert, hidden), inner) for expert in range(len(names))],
-        ).unflatten(0, (own.length, -1))  # [own experts, hidden_size, inner]
+        self.gate_up = weights.experts(  # [own experts, 2 * inner, hidden_size]
+            [(f"{name}.gate_proj", f"{name}.up_proj") for name in names],
+            [own.here(expert, inner) for expert in range(len(names))],
+            hidden,
+        )
+        self.down = weights.experts(  # [own experts, hidden_size, inner]
+            [(f"{name}.down_proj",) for name in names],
+            [own.here(expert, hidden) for expert in range(len(names))],
+            inner,
+        )
         self.gate_up_bias: Tensor | None = None  # [own experts, 2 * inner]
         self.down_bias: Tensor | None = None  # [own experts, hidden_size]
         if experts.bias:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels import kernels_for
+from engine.kernels import Fp8Experts, kernels_for
 from engine.layers.expert_load import ExpertLoad
 from engine.layers.ranks import Part, Ranks, whole
 from engine.model_config import ModelConfig
@@ -87,6 +87,14 @@ class WeightFormat(Protocol):
         "meta". Raises `ValueError` naming file and tensor, also if the parts cut a group or block."""
         ...
 
+    def experts(
+        self, weights: "Weights", names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
+    ) -> Tensor | Fp8Experts:
+        """Loads projections of the same input for several experts: names[i] are those of expert i, each with
+        rows[i] × columns. Experts without rows are not on this rank. Returns [experts, out, in]. Raises
+        `ValueError` as `linear` does, also if the format has no kernel for experts."""
+        ...
+
 
 class Weights:
     """Reads, checks and places the tensors of one checkpoint."""
@@ -120,6 +128,12 @@ class Weights:
     ) -> LinearMethod:
         """A product with the weights `names`; see `WeightFormat.linear`."""
         return self._format.linear(self, names, rows, columns, bias=bias)
+
+    def experts(
+        self, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
+    ) -> Tensor | Fp8Experts:
+        """The weights of several experts; see `WeightFormat.experts`."""
+        return self._format.experts(self, names, rows, columns)
 
     def bias(self, names: Sequence[str], rows: Sequence[Part], columns: Part) -> Tensor | None:
         """The stacked biases of `names`, which the first rank alone adds if ranks have parts of the columns.
@@ -175,7 +189,7 @@ class Weights:
                 f"{' or '.join(map(str, dtypes))}"
             )
         placed = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and placed.numel():
             self._extremes[name] = torch.stack(placed.float().aminmax())
         self._note(name, parts, tensor)
         return placed

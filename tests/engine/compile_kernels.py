@@ -40,7 +40,7 @@ def main() -> None:
     triton.runtime.driver.set_active(NoDriver())
     JITFunction.__getitem__ = compile_instead
 
-    from engine.kernels import FP8, AttentionMetadata, HeadNorm, sampling
+    from engine.kernels import FP8, AttentionMetadata, Fp8Experts, HeadNorm, sampling
     from engine.kernels.fp8_linear import Fp8Linear
     from engine.kernels.skinny_linear import SkinnyLinear
     from engine.kernels.sum_norm import SumNorm
@@ -122,6 +122,10 @@ def main() -> None:
             for chosen, scoring in ((8, Scoring.NORMALIZED_SOFTMAX), (1, Scoring.SIGMOID_ON_INPUT)):
                 counts = torch.zeros(16, dtype=torch.int32)
                 kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring)
+                for groups in (1, 16):
+                    of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768))
+                    of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048))
+                    kernels.mix_experts(x, logits, of_gate_up, of_down, counts, chosen, scoring)
             kernels.mix_experts(
                 x,
                 logits,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, build_engine
 from engine.kernels import FP8
@@ -41,7 +42,7 @@ def of_blocks(weight: Tensor) -> Tensor:
 
 def spread(scales: Tensor, shape: torch.Size) -> Tensor:
     """The scale of each element."""
-    if scales.numel() == 1 or scales.shape[1] == 1:
+    if scales.numel() == 1 or scales.shape == (shape[0], 1):
         return scales.expand(shape)
     return scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
 
@@ -85,10 +86,10 @@ KINDS: dict[str, tuple[dict[str, Any], Scales, str, torch.dtype]] = {
 def save_quantized(directory: Path, save_tiny: Any, kind: str, model: str = "Llama", **changes: Any) -> Any:
     """Writes a tiny checkpoint. Returns transformers' model with the values that its weights stand for."""
     settings, scales_of, suffix, dtype = KINDS[kind]
-    reference = save_tiny(directory, model, **changes)
+    save_tiny(directory, model, **changes)
+    save_tiny(directory / "exact", model, **changes)
     path = directory / "model.safetensors"
-    tensors = load_file(path)
-    exact = {}
+    tensors, exact = load_file(path), load_file(path)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         weight = tensors[name].float()
         scales = scales_of(weight).to(dtype)
@@ -102,8 +103,8 @@ def save_quantized(directory: Path, save_tiny: Any, kind: str, model: str = "Lla
     save_file(tensors, path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    reference.load_state_dict(exact, strict=False)
-    return reference
+    save_file(exact, directory / "exact" / "model.safetensors", {"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(directory / "exact", dtype="float32").eval()
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_tokens_are_those_of_the_dequantised_model(
     kind: str, tmp_path: Path, save_tiny: Any, run: Any, request_of: Any, prompts: list[list[int]]
 ) -> None:
     """In transformers. Biases and norms stay as they are."""
-    model = {"blocks": "Qwen2", "static": "Qwen3"}.get(kind, "Llama")
+    model = {"blocks": "Qwen2", "static": "Qwen3", "compressed-block": "Qwen3Moe"}.get(kind, "Llama")
     reference = save_quantized(tmp_path, save_tiny, kind, model, **SIZES)
     check_model(EngineConfig(str(tmp_path)))
     expected = [[token for token, _ in greedy(reference, prompt, 10)] for prompt in prompts]
@@ -166,10 +167,11 @@ def test_two_ranks_compute_the_tokens_of_one(
 ) -> None:
     config = {"quantization": "auto"}
     if kind == "on-load":
-        save_tiny(tmp_path, "Llama")
+        save_tiny(tmp_path, "Qwen3Moe")
         config = {"quantization": "fp8"}
     else:
-        save_quantized(tmp_path, save_tiny, kind, "Qwen2", **RANKED)
+        model = "Qwen3Moe" if kind == "compressed-channel" else "Qwen2"
+        save_quantized(tmp_path, save_tiny, kind, model, **RANKED)
     one, two = (ranks(tmp_path, size, **config) for size in (1, 2))
     assert two.model_fingerprint == one.model_fingerprint
     assert tokens(two, run, request_of, prompts) == tokens(one, run, request_of, prompts)

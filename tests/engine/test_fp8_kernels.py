@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engine import EngineConfig, build_engine
-from engine.kernels import FP8, Kernels, Quantized
+from engine.kernels import FP8, Fp8Experts, Kernels, Quantized
 from engine.kernels.torch_kernels import TorchKernels
+from engine.model_config import Scoring
 from tests.engine.test_fp8 import SIZES, save_quantized
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -156,6 +157,50 @@ def test_linear(
     first, second = (linear.triton(put_x) for _ in range(2))
     close(first, expected)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "first", "held", "scoring"),
+    [
+        (1, 1, 0, 6, Scoring.SIGMOID_ON_INPUT),
+        (3, 3, 0, 6, Scoring.NORMALIZED_SOFTMAX),
+        (70, 4, 2, 3, Scoring.SOFTMAX),
+    ],
+)
+def test_mix_experts(
+    triton_kernels: Kernels,
+    kernel_device: str,
+    dtype: torch.dtype,
+    grouped: bool,
+    tokens: int,
+    chosen: int,
+    first: int,
+    held: int,
+    scoring: Scoring,
+) -> None:
+    """Few and many pairs of an expert, all experts and some of them."""
+    size, inner = 272, 144
+    gate_up, down = (random_experts(held, *shape, grouped) for shape in ((2 * inner, size), (size, inner)))
+    x, logits = normal(tokens, size), normal(tokens, 6, seed=3)
+
+    def mix(kernels: Kernels, device: str, dtype: torch.dtype) -> Tensor:
+        one, other = (Fp8Experts(*(t.to(device) for t in weight)) for weight in (gate_up, down))
+        counts = torch.zeros(6, dtype=torch.int32, device=device)
+        rows, routes = x.to(device, dtype), logits.to(device, dtype)
+        return kernels.mix_experts(rows, routes, one, other, counts, chosen, scoring, first=first)
+
+    expected = mix(TorchKernels(), "cpu", F32)
+    ours = mix(triton_kernels, kernel_device, dtype)
+    error = (ours.cpu().float() - expected).norm() / expected.norm()
+    assert error < 0.02, "values between two FP8 numbers may be rounded to either"
+
+
+def random_experts(experts: int, out: int, columns: int, grouped: bool) -> Fp8Experts:
+    each = [TorchKernels().quantize(normal(out, columns, seed=i), grouped=grouped) for i in range(experts)]
+    values, scales = zip(*each, strict=True)
+    return Fp8Experts(torch.stack(values), torch.stack([scale.T for scale in scales]).contiguous() / 8)
 
 
 @pytest.mark.gpu
