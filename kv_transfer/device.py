@@ -50,8 +50,8 @@ class Pool(Protocol):
     """How many slices are worth gathering together."""
 
     def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
-        """Pool → slots, once the events `after` have passed. When the event that is returned has, the slots
-        are filled and the pool no longer read."""
+        """Pool → slots. When the event that is returned has passed, the slots are filled and the pool is no
+        longer read. `after`: nothing, or for each slice the event after which it may be read."""
         ...
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:

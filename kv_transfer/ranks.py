@@ -16,6 +16,7 @@ to the sums of its last layer. Rank 0 starts a step with the KV only after every
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -60,6 +61,11 @@ class _Table(NamedTuple):
     block_ids: Sequence[int]
 
 
+class _Order(NamedTuple):
+    item: Staged
+    ready: _Ready  # of a gather: its layer
+
+
 class RankedPool:
     """Implements `device.Pool` on rank 0, for one direction. Owns the channels to the other ranks.
 
@@ -101,19 +107,19 @@ class RankedPool:
         return copied and (event.own is None or self._own.passed(event.own))
 
     def gather(self, batch: Sequence[Staged], after: Sequence[_Ready] = ()) -> _Copies:
-        by_rank: list[list[Staged]] = [[] for _ in self._heads]
-        for item in batch:
-            by_rank[self._holders(item.piece)[0]].append(item)
-        self._order(by_rank, max((ready.layers_ready for ready in after), default=0))
-        own = _of_own(by_rank[0])
-        return self._copies(self._own.gather(own, [ready.own for ready in after]) if own else None)
+        by_rank: list[list[_Order]] = [[] for _ in self._heads]
+        for item, ready in zip(batch, after or [_Ready(None, 0)] * len(batch), strict=True):
+            by_rank[self._holders(item.piece)[0]].append(_Order(item, ready))
+        self._order(by_rank)
+        own, events = _of_own(by_rank[0]), [order.ready.own for order in by_rank[0]]
+        return self._copies(self._own.gather(own, events if after else ()) if own else None)
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[_Copies, _Copies]:
-        by_rank: list[list[Staged]] = [[] for _ in self._heads]
+        by_rank: list[list[_Order]] = [[] for _ in self._heads]
         for item in batch:
             for rank in self._holders(item.piece):
-                by_rank[rank].append(item)
-        self._order(by_rank, 0)
+                by_rank[rank].append(_Order(item, _Ready(None, 0)))
+        self._order(by_rank)
         own = _of_own(by_rank[0])
         copied, scattered = self._own.scatter(own) if own else (None, None)
         return self._copies(copied), self._copies(scattered)
@@ -128,28 +134,28 @@ class RankedPool:
         start, stop = piece.head_start, piece.head_start + piece.head_count
         return [rank for rank, (first, last) in enumerate(self._heads) if first < stop and start < last]
 
-    def _order(self, by_rank: Sequence[Sequence[Staged]], layers_ready: int) -> None:
+    def _order(self, by_rank: Sequence[Sequence[_Order]]) -> None:
         for i, batch in enumerate(by_rank[1:]):
             if self._copied[i] == self._ordered[i]:
                 self._heard[i] = time.monotonic()
             self._ordered[i] += len(batch)
-            self._channels[i].send(*(self._copy(item, layers_ready) for item in batch))
+            self._channels[i].send(*(self._copy(*order) for order in batch))
 
-    def _copy(self, item: Staged, layers_ready: int) -> Copy:
+    def _copy(self, item: Staged, ready: _Ready) -> Copy:
         piece, size = item.piece, self._block_size
         first, start = divmod(piece.token_start, size)
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
         return Copy(
             item.slot, piece.layer, piece.head_start, piece.head_count, start, piece.token_count, blocks,
-            layers_ready,
+            ready.layers_ready,
         )  # fmt: skip
 
     def _copies(self, own: Event | None) -> _Copies:
         return _Copies(own, tuple(self._ordered))
 
 
-def _of_own(batch: Sequence[Staged]) -> list[Staged]:
-    return [Staged(item.piece, item.slot, item.table.own) for item in batch]
+def _of_own(batch: Sequence[_Order]) -> list[Staged]:
+    return [Staged(item.piece, item.slot, item.table.own) for item, _ in batch]
 
 
 class RankCopier:
@@ -162,6 +168,8 @@ class RankCopier:
         # By the count of layers that are ready with it. Older ones have passed: few steps are under way.
         self._events: dict[int, Event] = {}
         self._keep = 16 * len(kv.layers)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._orders_wait = False  # in the thread that gathers, for layers
         self._gathers = device.open_pool(kv, sending.arena)
         scatters = device.open_pool(kv, receiving.arena)
         for end, pool, is_gather in ((sending, self._gathers, True), (receiving, scatters, False)):
@@ -174,14 +182,23 @@ class RankCopier:
         self._events[count] = self._gathers.record()
         self._events.pop(count - self._keep, None)
         self._layers_ready = count
+        if self._orders_wait:
+            os.eventfd_write(self._wake, 1)
 
     def _serve(self, channel: Channel, pool: Pool, is_gather: bool) -> None:
         orders: deque[Copy] = deque()
         under_way: deque[tuple[Event, int]] = deque()  # with the number of copies
+        watched = [channel.fileno(), self._wake] if is_gather else [channel.fileno()]
         with channel.sock:
             pool.enter_thread()
             while True:
-                wait([channel.fileno()], EVENT_POLL if orders or under_way else None)
+                look = EVENT_POLL if under_way else None
+                if is_gather:
+                    self._orders_wait = bool(orders)
+                    if self._is_ready(orders):  # from before `layer_done` saw that orders wait
+                        look = 0
+                if self._wake in wait(watched, look):
+                    os.eventfd_read(self._wake)
                 try:
                     orders += channel.receive()
                     while batch := self._ready(orders, pool.gather_most):
@@ -200,9 +217,12 @@ class RankCopier:
     def _ready(self, orders: deque[Copy], most: int) -> list[Copy]:
         """Takes the next orders, as far as their layers are written."""
         batch: list[Copy] = []
-        while orders and len(batch) < most and orders[0].layers_ready <= self._layers_ready:
+        while len(batch) < most and self._is_ready(orders):
             batch.append(orders.popleft())
         return batch
+
+    def _is_ready(self, orders: deque[Copy]) -> bool:
+        return bool(orders) and orders[0].layers_ready <= self._layers_ready
 
 
 def _staged(pool: Pool, order: Copy) -> Staged:

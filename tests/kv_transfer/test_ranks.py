@@ -217,16 +217,26 @@ def test_a_prefill_is_released_only_after_every_rank_has_copied(
     pair.assert_whole()
 
 
-def test_a_rank_gathers_a_layer_only_when_it_has_written_it() -> None:
+def test_a_rank_gathers_a_layer_only_when_it_has_written_it(until: Any) -> None:
     with groups(4, (2, 16)) as (group,):
-        group.layer_done_on_rank_0()
-        ready = group.gathers.record()
-        piece = next(cut(layout_of(4), 0, (0, 10), (2, 4), SLOT))
-        done = group.gathers.gather([Staged(piece, 0, group.gathers.table([3], 10))], [ready])
+        table = group.gathers.table([3], 10)
+        batch, ready = [], []
+        for layer in range(2):
+            group.layer_done_on_rank_0()
+            ready.append(group.gathers.record())
+            piece = next(cut(layout_of(4), layer, (0, 10), (2, 4), SLOT))
+            batch.append(Staged(piece, layer, table))
+        done = group.gathers.gather(batch, ready)
         time.sleep(0.01)
         assert not group.gathers.passed(done)
+        filled = [group.sending.arena.slot(slot) for slot in range(2)]
+        assert not any(map(any, filled))
         group.copiers[0].layer_done(0)
+        until(lambda: any(filled[0]), "the first layer, which waits for no other")
+        assert not any(filled[1])
+        group.copiers[0].layer_done(1)
         until_passed(group.gathers, done)
+        assert any(filled[1])
 
 
 def test_a_rank_that_hangs_or_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
