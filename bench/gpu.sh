@@ -4,8 +4,9 @@
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
 # STEP: tests kernels engine fp8 moe kv overlap disagg flip ranks (default: all, in this order; the last three where there are two GPUs),
-# overlap_8000, sweep, fp8_sweep. DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has
-# the first and decode the second. A step that fails does not stop the others; the exit status says how many did.
+# overlap_8000, sweep, fp8_sweep, groups (three GPUs or more), disagg_70b (four). DIR of --wheels holds the Python packages that the
+# machine lacks. One GPU or two: with two, prefill has the first and decode the second. A step that fails does not stop the others; the
+# exit status says how many did.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 wheels= out=gpu-results steps=()
@@ -59,6 +60,20 @@ overlap_8000() { python3 -m bench.overlap --device cuda --tokens 8000 --batch 64
 disagg() {
     python3 -m bench.disagg --device cuda --seconds 20 --logs "$out/disagg" --html "$out/disagg.html" \
         --json "$out/disagg.json"
+}
+groups() { # a handover between workers with several GPUs
+    local prefill decode tokens
+    while read -r prefill decode; do
+        (($(nvidia-smi --list-gpus | wc -l) < prefill + decode)) && continue
+        for tokens in 2000 8000; do
+            python3 -m bench.overlap --device cuda --prefill-ranks "$prefill" --decode-ranks "$decode" \
+                --tokens "$tokens" --batch 32 --json "$out/overlap_${prefill}to${decode}_$tokens.json" </dev/null
+        done
+    done <<< $'2 1\n1 2\n2 2'
+}
+disagg_70b() { # on four GPUs
+    python3 -m bench.disagg --device cuda --model-shape llama-3.1-70b --tensor-parallel-size 2 --loads 2000/150 \
+        --rates 1,2 --seconds 40 --logs "$out/disagg_70b" --html "$out/disagg_70b.html" --json "$out/disagg_70b.json"
 }
 flip() { python3 -m bench.flip --device cuda --logs "$out/flip" --json "$out/flip.json"; }
 

@@ -5,9 +5,9 @@
 
 The sides are each endpoint of --against, Baton colocated (decode workers only), and Baton with the layout.
 All get the same prompts at the same times from `baton bench`. Several URLs of an endpoint take turns.
-Start endpoints without a prefix cache, or give another --seed each time. Baton's workers start here, with one
-GPU each, default flags, and the 8B Llama shape with random weights. On a CPU the embedded model gets smaller
-loads.
+Start endpoints without a prefix cache, or give another --seed each time. Baton's workers start here, with
+--tensor-parallel-size GPUs each, default flags, and random weights of --model-shape. The rates of the loads
+suit the 8B shape on one GPU; choose --rates for another. On a CPU the embedded model gets smaller loads.
 
 --with adds the sides of an earlier report without measuring them again, for engines that need the same GPUs.
 """
@@ -27,7 +27,8 @@ from bench.contract import Report
 from bench.disagg.loads import LOADS, MIN_SECONDS, SHORT, Load, Pace, command, warm_up
 from bench.disagg.page import page
 from bench.disagg.results import Point, line, point, rows, run
-from bench.disagg.sides import COLOCATED, LAYOUTS, Side, against, baton, pools
+from bench.disagg.sides import COLOCATED, LAYOUTS, SHAPE, Side, against, baton, pools
+from bench.shapes import SHAPES
 
 REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate; with --short
 
@@ -90,7 +91,11 @@ def chosen_loads(args: argparse.Namespace) -> list[Load]:
 
 def chosen_sides(args: argparse.Namespace, earlier: Sequence[str], directory: Path) -> list[Side]:
     """The endpoints, then Baton. Raises ValueError."""
-    sides = [*map(against, args.against), *baton(args.layout, args.device, args.worker_flags, directory)]
+    ours = baton(
+        args.layout, args.device, args.worker_flags, directory, shape=args.model_shape,
+        ranks=args.tensor_parallel_size,
+    )  # fmt: skip
+    sides = [*map(against, args.against), *ours]
     if args.only:
         names = [side.name for side in sides]
         if unknown := set(args.only) - set(names):
@@ -99,9 +104,10 @@ def chosen_sides(args: argparse.Namespace, earlier: Sequence[str], directory: Pa
     names = [*(side.name for side in sides), *earlier]
     if len(set(names)) < len(names):
         raise ValueError(f"two sides have the same name: {', '.join(names)}")
-    needed, present = sum(pools(args.layout)), len(contract.gpus())
+    needed, present = sum(pools(args.layout)) * args.tensor_parallel_size, len(contract.gpus())
     if args.device == "cuda" and {COLOCATED, args.layout} & set(names) - set(earlier) and present < needed:
-        raise ValueError(f"--layout {args.layout} needs {needed} GPUs, and there are {present}")
+        told = f"--layout {args.layout} --tensor-parallel-size {args.tensor_parallel_size}"
+        raise ValueError(f"{told} needs {needed} GPUs, and there are {present}")
     return sides
 
 
@@ -140,6 +146,12 @@ def arguments() -> argparse.ArgumentParser:
         default="",
         metavar="FLAGS",
         help="for all workers of Baton, such as '--ttit-target 20'",
+    )
+    p.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of each worker of Baton"
+    )
+    p.add_argument(
+        "--model-shape", choices=SHAPES, default=SHAPE, metavar="NAME", help=f"on GPUs (default: {SHAPE})"
     )
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     p.add_argument("--html", type=Path, metavar="PATH", help="draw the results as a page")

@@ -13,6 +13,7 @@ from bench.chaos.cluster import LocalCluster
 from bench.shapes import write_shape
 
 COLOCATED = "colocated"
+SHAPE = "llama-3.1-8b"
 LAYOUTS = ("1p1d", "2p2d", "3p1d", "1p3d")
 ON_CPU = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1")
 ON_CUDA = ("--load-format", "dummy", "--max-model-len", "33000")
@@ -50,17 +51,22 @@ def pools(layout: str) -> tuple[int, int]:
     return int(prefill), int(decode)
 
 
-def baton(layout: str, device: str, worker_flags: str, directory: Path) -> tuple[Side, Side]:
-    """Baton colocated, and with the layout, on as many devices. Workers get `worker_flags` besides."""
+def baton(
+    layout: str, device: str, worker_flags: str, directory: Path, *, shape: str = SHAPE, ranks: int = 1
+) -> tuple[Side, Side]:
+    """Baton colocated, and with the layout, on as many devices. Workers get `worker_flags` besides.
+
+    `shape`: of the model on GPUs. `ranks`: of each worker.
+    """
     prefill, decode = pools(layout)
     count = prefill + decode
     if device == "cpu":
         worker, router, devices = [*ON_CPU], [], []
     else:
-        model = str(write_shape("llama-3.1-8b", directory, tokenizer=True))
+        model = str(write_shape(shape, directory, tokenizer=True))
         worker, router = ["--model", model, *ON_CUDA], ["--model", model]
-        devices = [f"cuda:{i}" for i in range(count)]
-    worker += shlex.split(worker_flags)
+        devices = [f"cuda:{i * ranks}" for i in range(count)]
+    worker += ["--tensor-parallel-size", str(ranks), *shlex.split(worker_flags)]
 
     def side(name: str, prefill: int, decode: int) -> Side:
         @contextmanager

@@ -19,6 +19,9 @@ sockets that move as many bytes.
 
 --batch N compares the gaps of N other streams while KV comes in all the time and while none comes, in the
 order A B B A …, since contexts grow. Two more streams decode in B, so that the batch has the same size.
+
+--prefill-ranks and --decode-ranks spread the two workers over several GPUs each. Then names of rows say so:
+`overlap.tcp.2to1.n2000.hidden` is from two ranks to one. On a CPU the embedded model has 1 or 3.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ import tempfile
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import bench.contract as contract
 from bench.contract import Report, Row
@@ -53,6 +56,7 @@ from bench.overlap.streams import (
 from bench.overlap.trace import Trace
 from bench.roles import Driver, Roles
 from bench.shapes import write_shape
+from cluster.gpus import visible_gpus
 
 GPU_SHAPE = "llama-3.1-8b"
 CONTEXT = 1000
@@ -65,8 +69,13 @@ REST_S = 0.05
 GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 
 
-def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """The flags of both roles, and the environments of prefill and decode."""
+class Group(NamedTuple):
+    flags: list[str]
+    environment: dict[str, str]
+
+
+def flags(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The flags of both roles."""
     common = [
         "--dtype",
         "float32" if args.device == "cpu" else "bfloat16",
@@ -78,17 +87,32 @@ def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], dict[st
     common += ["--no-enable-prefix-caching"]  # batches repeat prompts, which must be computed again
     if args.device == "cpu":
         # One thread each: otherwise two engines would compete for the cores of a small machine.
-        return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])], {}, {}
-    import torch
-
+        return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])]
     model = args.model or str(write_shape(GPU_SHAPE, directory))
     longest = max([args.tokens, 1200, *args.growth]) + 4096
     common += ["--device", "cuda", "--model", model, "--load-format", "dummy"]
     common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
     common += ["--kv-slot-bytes", str(2 << 20), "--kv-slots", "256", "--engine-timeout", "120"]
-    if torch.cuda.device_count() < 2:
-        return [*common, "--gpu-memory-utilization", "0.4"], {}, {}
-    return common, {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}
+    return common
+
+
+def groups(args: argparse.Namespace) -> tuple[Group, Group]:
+    """The ranks of both workers, and where they run. Exits if there are too few GPUs."""
+    prefill, decode = args.prefill_ranks, args.decode_ranks
+    sizes = [["--tensor-parallel-size", str(size)] for size in (prefill, decode)]
+    if args.device == "cpu":
+        return Group(sizes[0], {}), Group(sizes[1], {})
+    gpus = visible_gpus()
+    if prefill == decode == 1 == len(gpus):
+        half = ["--gpu-memory-utilization", "0.4"]
+        return Group([*sizes[0], *half], {}), Group([*sizes[1], *half], {})
+    if prefill + decode > len(gpus):
+        told = f"--prefill-ranks {prefill} --decode-ranks {decode}"
+        print(f"{told}: needs {prefill + decode} GPUs, and there are {len(gpus)}", file=sys.stderr)
+        sys.exit(contract.EXIT_CANNOT_MEASURE)
+    own = gpus[:prefill], gpus[prefill : prefill + decode]
+    first, second = ({"CUDA_VISIBLE_DEVICES": ",".join(names)} for names in own)
+    return Group(sizes[0], first), Group(sizes[1], second)
 
 
 @dataclass
@@ -110,9 +134,9 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         directory = Path(name)
         runs = Runs({batch: [] for batch in [0, *args.batch]})
         with Roles() as roles, closing(RawPair(args.lanes)) as raw:
-            common, for_prefill, for_decode = flags(args, directory)
-            source = roles.start("prefill", *common, environment=for_prefill)
-            target = roles.start("decode", *common, environment=for_decode)
+            common, (prefill, decode) = flags(args, directory), groups(args)
+            source = roles.start("prefill", *common, *prefill.flags, environment=prefill.environment)
+            target = roles.start("decode", *common, *decode.flags, environment=decode.environment)
             drivers = [Driver(source["address"], roles.secret), Driver(target["address"], roles.secret)]
             for driver in drivers:
                 await driver.attach()
@@ -159,7 +183,9 @@ async def _gaps(background: Background, tokens: int, number: int) -> tuple[list[
 
 
 def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Trace) -> None:
-    prefix, on_cpu = f"overlap.tcp.n{args.tokens}", args.device == "cpu"
+    sizes, on_cpu = (args.prefill_ranks, args.decode_ranks), args.device == "cpu"
+    transport = "overlap.tcp" if sizes == (1, 1) else "overlap.tcp.{}to{}".format(*sizes)
+    prefix = f"{transport}.n{args.tokens}"
     idle = runs.streamed[0]
     alones = [trace.joined[i].fetch_seconds for i in runs.alones]
     exposed = [trace.joined[r.decode_id].at - trace.first_token[r.prefill_id] for r in idle]
@@ -207,8 +233,8 @@ def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Tra
     )  # fmt: skip
     for length, decode_ids in runs.growth.items():
         took = statistics.median(trace.joined[i].fetch_seconds for i in decode_ids)
-        report.add(Row(f"overlap.tcp.growth.n{length}", took * 1e3, "ms"))
-        report.add(Row(f"overlap.tcp.growth.n{length}.per_token", took / length * 1e6, "µs"))
+        report.add(Row(f"{transport}.growth.n{length}", took * 1e3, "ms"))
+        report.add(Row(f"{transport}.growth.n{length}.per_token", took / length * 1e6, "µs"))
 
 
 def _median_ms(seconds: Any) -> float:
@@ -221,6 +247,11 @@ def main() -> int:
     p.add_argument("--tokens", type=int, help="prompt length (default: 1000 on a CPU, 2000 on a GPU)")
     p.add_argument("--rounds", type=int, default=9, help="rounds A B (default: %(default)s)")
     p.add_argument("--lanes", type=int, help="KV lanes (default: 4 on a CPU, 8 on a GPU)")
+    for side in ("prefill", "decode"):
+        p.add_argument(
+            f"--{side}-ranks", type=int, default=1, metavar="N",
+            help=f"GPUs of the {side} worker, or its processes on a CPU (default: %(default)s)",
+        )  # fmt: skip
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {GPU_SHAPE} (dummy) on a GPU")
     p.add_argument(
         "--batch", type=int, action="append", default=[], metavar="N",

@@ -306,9 +306,30 @@ def test_runs_overlap(
     monkeypatch.setattr(overlap, "CONTEXT", 100)
     rows = run(
         "overlap", "--short", "--tokens", "100", "--batch", "3", "--growth", "16", "--lanes", "1",
-        "--model", str(checkpoint),
+        "--model", str(checkpoint), "--prefill-ranks", "2",
     )  # fmt: skip
-    assert {"overlap.tcp.n100.hidden", "overlap.tcp.n100.ttit.b3", "overlap.tcp.growth.n16"} <= {*rows}
+    of = "overlap.tcp.2to1"
+    assert {f"{of}.n100.hidden", f"{of}.n100.ttit.b3", f"{of}.growth.n16"} <= {*rows}
+
+
+def test_overlap_gives_each_rank_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overlap = import_module("bench.overlap.__main__")
+    present = ["0", "1", "2", "3"]
+    monkeypatch.setattr(overlap, "visible_gpus", lambda: present)
+
+    def devices(prefill: int, decode: int) -> list[str | None]:
+        args = SimpleNamespace(device="cuda", prefill_ranks=prefill, decode_ranks=decode)
+        return [group.environment.get("CUDA_VISIBLE_DEVICES") for group in overlap.groups(args)]
+
+    assert devices(2, 1) == ["0,1", "2"]
+    assert devices(2, 2) == ["0,1", "2,3"]
+    del present[1:]
+    assert devices(1, 1) == [None, None], "both share the only GPU"
+    with pytest.raises(SystemExit):
+        devices(1, 2)
+    assert "--prefill-ranks 1 --decode-ranks 2: needs 3 GPUs, and there are 1" in capsys.readouterr().err
 
 
 def test_runs_disagg(

@@ -67,6 +67,8 @@ async def tokens_despite(
     """
     victim, survivor = (prefill, decode) if failure.side == "prefill" else (decode, prefill)
     others = victim.tree()[1:]
+    rank = victim.child(failure.kind)  # before anything moves: this takes a while
+    held = rank if failure.side == "decode" else decode.child("engine")
     asked = request(prompt_of(length), sampling(ignore_eos=True))
     async with paired(prefill, decode) as pair, attached(spare) as third:
         if failure.state == "queued":
@@ -75,7 +77,12 @@ async def tokens_despite(
         prefill_id = await pair.prefill.submit_prefill(asked, handover=True, report_start=True)
         decode_id = await pair.decode.submit_decode(asked, pair.source(prefill_id))
         await pair.decode.reserved(decode_id)
-        emitted = await _strike(failure, pair, victim, decode, (prefill_id, decode_id))
+        emitted = await _strike(failure, pair, rank, held, (prefill_id, decode_id))
+        if failure.side == "decode":
+            if failure.how == signal.SIGKILL:
+                await asyncio.to_thread(victim.popen.wait, 30)
+                await asyncio.wait_for(pair.decode.ended.wait(), 20)
+            emitted += _rest(pair.decode, decode_id)
         if failure.side == "prefill":
             source = pb.PrefillSource(
                 kv_address=spare.ready["kv_address"], incarnation=spare.ready["incarnation"], attempt=1
@@ -99,34 +106,34 @@ async def tokens_despite(
 
 
 async def _strike(
-    failure: Failure, pair: Pair, victim: WorkerProcess, decode: WorkerProcess, ids: tuple[bytes, bytes]
+    failure: Failure, pair: Pair, rank: psutil.Process, held: psutil.Process, ids: tuple[bytes, bytes]
 ) -> list[int]:
-    """Waits for the state, and signals the rank. Returns the tokens that decode has sent before."""
+    """Waits for the state, and signals the rank. Returns the tokens that decode has sent before.
+
+    `held`: a rank of decode that is stopped, so that the state stays "committed".
+    """
     prefill_id, decode_id = ids
-    held, emitted = None, []
+    emitted = []
     match failure.state:
         case "streaming":
             while prefill_id not in pair.prefill.started:  # a message brings the status, too
                 await pair.prefill.stub.GetStatus(pb.StatusRequest())
         case "committed":
-            held = decode.child(failure.kind if failure.side == "decode" else "engine")
             held.suspend()
             await pair.prefill.token(prefill_id)
         case "decoding":
             emitted = [(await pair.decode.token(decode_id))[0].token_id for _ in range(3)]
-    victim.child(failure.kind).send_signal(failure.how)
-    if failure.side == "prefill":
-        if held is not None:
-            held.resume()
-        return emitted
-    if failure.how == signal.SIGKILL:
-        await asyncio.to_thread(victim.popen.wait, 30)
-        await asyncio.wait_for(pair.decode.ended.wait(), 20)
-    while not pair.decode.events[decode_id].empty():
-        message = pair.decode.events[decode_id].get_nowait().message
-        if isinstance(message, pb.TokenEvent):
-            emitted.append(message.token_id)
+    rank.send_signal(failure.how)
+    if failure.state == "committed" and failure.side == "prefill":
+        held.resume()
     return emitted
+
+
+def _rest(stream: WorkerStream, decode_id: bytes) -> list[int]:
+    """The tokens that have come and were not read."""
+    events = stream.events[decode_id]
+    messages = [events.get_nowait().message for _ in range(events.qsize())]
+    return [message.token_id for message in messages if isinstance(message, pb.TokenEvent)]
 
 
 async def _go_on(

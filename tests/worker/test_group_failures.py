@@ -29,7 +29,7 @@ WORKERS = {
     "decode": SHORT_STEPS | {"tensor_parallel_size": SIZES["decode"], "block_size": 48},
     "spare": SHORT_STEPS | {"tensor_parallel_size": 1, "block_size": 32},
 }
-LENGTH = 1900
+LENGTH = 3600
 Workers = tuple[WorkerProcess, WorkerProcess, WorkerProcess]
 
 
@@ -73,4 +73,8 @@ def alive(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 async def test_the_request_goes_on(
     failure: Failure, alive: Callable[[], Workers], expected: list[int]
 ) -> None:
-    assert await tokens_despite(failure, *alive(), length=LENGTH) == expected
+    workers = alive()
+    try:
+        assert await tokens_despite(failure, *workers, length=LENGTH) == expected
+    finally:
+        workers[list(SIZES).index(failure.side)].popen.kill()  # if the test has failed
