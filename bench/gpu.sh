@@ -46,6 +46,7 @@ fp8_sweep() {
 engine() { python3 -m bench.engine --device cuda --json "$out/engine.json"; }
 fp8() {
     python3 -m bench.engine --device cuda --quantization fp8 --json "$out/fp8.json"
+    python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --quantization fp8 --json "$out/fp8_moe.json"
     python3 -m bench.kernels --device cuda --quantization fp8 --json "$out/fp8_kernels.json"
 }
 moe() { python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }

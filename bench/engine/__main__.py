@@ -16,7 +16,7 @@ def main() -> int:
                    help="compare an engine over N devices with the same on one")  # fmt: skip
     p.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE,
                    help="what runs on GPUs (default: %(default)s)")  # fmt: skip
-    p.add_argument("--quantization", choices=("fp8",), help=f"quantize {DENSE} on load, on one GPU")
+    p.add_argument("--quantization", choices=("fp8",), help="quantize the weights on load, on one GPU")
     args = p.parse_args()
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)

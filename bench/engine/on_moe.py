@@ -1,4 +1,5 @@
-"""A mixture of experts in bfloat16 with random weights on a GPU: the shape of Qwen3-30B-A3B.
+"""A mixture of experts with random weights on a GPU: the shape of Qwen3-30B-A3B, in bfloat16 or with FP8
+weights.
 
 Rows are those of `on_cuda`, with two bounds: the goal of a row is its *must*, and `.goal` is the time to aim
 at. A decode step is bound by the bytes that it reads, so `.floor` is their time at the bandwidth of the
@@ -12,8 +13,6 @@ import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import bench.contract as contract
 from bench.contract import Report, Row
@@ -33,27 +32,48 @@ DECODE_MS = {
 }
 """Must and goal by batch."""
 PREFILL_MS = {(1, 2000): (39.0, 34.0), (1, 8000): (145.0, 130.0), (4, 2000): (121.0, 108.0)}
+FP8_DECODE_MS = {
+    1: (4.06, 3.63),
+    8: (4.52, 4.05),
+    32: (5.61, 5.02),
+    64: (6.60, 5.91),
+    128: (9.08, 8.13),
+    256: (14.0, 12.5),
+}
+FP8_PREFILL_MS = {(1, 2000): (40.0, 30.0), (1, 8000): (120.0, 100.0), (4, 2000): (92.0, 80.0)}
+"""With FP8 weights."""
 COUNTED = 32
 """Decode steps that `.experts` is the mean of."""
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        engine = dummy_engine(MOE, Path(directory), 256, 16384)  # a prefill is one chunk if it fits
-        for (sequences, tokens), bounds in PREFILL_MS.items():
-            _prefill(engine, report, sequences, tokens, bounds, rounds=3 if args.short else 9)
-        for batch, bounds in DECODE_MS.items():
-            _decode(engine, report, batch, bounds, steps=32 if args.short else 128)
+        fp8 = args.quantization == "fp8"
+        # A prefill is one chunk if it fits.
+        engine = dummy_engine(MOE, Path(directory), 256, 16384, quantization="fp8" if fp8 else "auto")
+        prefix, matrix = ("engine.moe.fp8", 1) if fp8 else ("engine.moe", 2)
+        for (sequences, tokens), bounds in (FP8_PREFILL_MS if fp8 else PREFILL_MS).items():
+            name, rounds = f"{prefix}.prefill.{sequences}x{tokens}", 3 if args.short else 9
+            _prefill(engine, report, name, sequences, tokens, bounds, rounds)
+        for batch, bounds in (FP8_DECODE_MS if fp8 else DECODE_MS).items():
+            name, steps = f"{prefix}.decode.b{batch}", 32 if args.short else 128
+            _decode(engine, report, name, batch, bounds, steps, matrix)
 
 
 def _prefill(
-    engine: Any, report: Report, sequences: int, tokens: int, bounds: tuple[float, float], rounds: int
+    engine: Any,
+    report: Report,
+    name: str,
+    sequences: int,
+    tokens: int,
+    bounds: tuple[float, float],
+    rounds: int,
 ) -> None:
     times = [
         prefill_seconds(engine, [prompt(tokens, 100 * r + n + tokens) for n in range(sequences)])
         for r in range(rounds + 1)
     ][1:]
-    name, took = f"engine.moe.prefill.{sequences}x{tokens}", median_ms(times)
+    took = median_ms(times)
     add_bounded(report, name, took, max(times) * 1e3, bounds)
     config = engine.model_config
     active = config.parameters_read(1) - 2 * config.vocab_size * config.hidden_size
@@ -61,13 +81,21 @@ def _prefill(
     report.add(Row(f"{name}.gemm_flops", rate / 1e12, "TFLOP/s", ratio=rate / GEMM_FLOPS, ratio_to="790"))
 
 
-def _decode(engine: Any, report: Report, batch: int, bounds: tuple[float, float], steps: int) -> None:
+def _decode(
+    engine: Any,
+    report: Report,
+    name: str,
+    batch: int,
+    bounds: tuple[float, float],
+    steps: int,
+    matrix_bytes: int,
+) -> None:
     times = decode_step_seconds(engine, batch, CONTEXT, steps)
-    name, took = f"engine.moe.decode.b{batch}", median_ms(times)
+    took = median_ms(times)
     add_bounded(report, name, took, contract.percentile(times, 0.99) * 1e3, bounds)
     read = experts_read(engine, batch, CONTEXT)
     report.add(Row(f"{name}.experts", read, "per layer and step"))
-    moved = bytes_read(engine, batch, CONTEXT, read)
+    moved = bytes_read(engine, batch, CONTEXT, read, matrix_bytes)
     floor, rate = moved / HBM_BYTES_PER_S * 1e3, moved / (took / 1e3)
     report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="4.8 TB/s"))
     report.add(Row(f"{name}.bytes", rate / 1e9, "GB/s", ratio=rate / HBM_BYTES_PER_S, ratio_to="4.8 TB/s"))
@@ -88,12 +116,14 @@ def experts_read(engine: Engine, batch: int, context: int) -> float:
     return int(reads.sum()) / len(reads) / steps
 
 
-def bytes_read(engine: Engine, batch: int, context: int, experts_read: float) -> float:
-    """Bytes of weights and KV that a decode step reads, if it reads so many experts in each layer."""
+def bytes_read(engine: Engine, batch: int, context: int, experts_read: float, matrix_bytes: int) -> float:
+    """Bytes of weights and KV that a decode step reads, if it reads so many experts in each layer.
+    `matrix_bytes` are those of one parameter, except in the output projection, which has two."""
     config = engine.model_config
     experts = config.experts
     assert experts is not None
     one = 3 * config.hidden_size * experts.intermediate_size * len(experts.layers)
-    dense = config.num_parameters - experts.num_experts * one - config.vocab_size * config.hidden_size
+    head = config.vocab_size * config.hidden_size
+    matrices = config.num_parameters - experts.num_experts * one - 2 * head + experts_read * one
     kv = sum(cache.bytes_per_token for cache in engine.cache_spec)
-    return torch.bfloat16.itemsize * (dense + experts_read * one) + batch * context * kv
+    return 2 * head + matrix_bytes * matrices + batch * context * kv

@@ -197,7 +197,7 @@ def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
     assert 4 < on_moe.experts_read(engine, 4, 20) <= 16
     attention, router, expert, head = 2 * 16 * 8 * 3, 16 * 16, 3 * 16 * 8, 16 * 50_000
     kv_bytes = 20 * 2 * 8 * 4
-    assert on_moe.bytes_read(engine, 2, 20, 5.5) == (
+    assert on_moe.bytes_read(engine, 2, 20, 5.5, 2) == (
         2 * (attention + router + 5.5 * expert + head) + 2 * kv_bytes
     )
 
