@@ -22,7 +22,8 @@ class ModelDirectory:
 
     @property
     def max_model_len(self) -> int:
-        length = self.config.get("max_position_embeddings")
+        text = self.config.get("text_config")  # of a model that also sees images
+        length = (text if isinstance(text, dict) else self.config).get("max_position_embeddings")
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"{self.path / 'config.json'} has no max_position_embeddings")
         return length

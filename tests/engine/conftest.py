@@ -222,14 +222,10 @@ def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
     return make
 
 
-@pytest.fixture(scope="session")
-def spelled_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a tokenizer: printable ASCII, and some tokens of several characters."""
+def save_spelled_tokenizer(directory: Path) -> None:
+    """Writes a tokenizer for the tiny models: printable ASCII, and some tokens of several characters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    directory = tmp_path_factory.mktemp("spelled")
-    for file in tiny_path.iterdir():
-        (directory / file.name).symlink_to(file)
     texts = [*map(chr, range(0x21, 0x7F)), "Ġ", "Ċ", '{"', '":', '",', "10", "true", "ab", "}}"]
     vocab = {text: i for i, text in enumerate(["<unk>", "<s>", "</s>", *texts])}
     vocab |= {f"<{i}>": i for i in range(len(vocab), TINY["vocab_size"])}
@@ -238,6 +234,15 @@ def spelled_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def spelled_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a tokenizer."""
+    directory = tmp_path_factory.mktemp("spelled")
+    for file in tiny_path.iterdir():
+        (directory / file.name).symlink_to(file)
+    save_spelled_tokenizer(directory)
     return directory
 
 

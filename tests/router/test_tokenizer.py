@@ -162,6 +162,21 @@ def test_a_directory_gives_the_same_tokens(directory: Path, tokenizer: ModelToke
     assert encode_chat(other, MESSAGES[1]) == encode_chat(tokenizer, MESSAGES[1])
 
 
+def test_the_context_of_a_model_that_also_sees_images_is_that_of_its_text_model(
+    directory: Path, tmp_path: Path
+):
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    for config, context in (
+        ({"text_config": {"max_position_embeddings": 4096}, "vision_config": {}}, 4096),
+        ({"max_position_embeddings": 2048, "text_config": None}, 2048),
+    ):
+        (copy / "config.json").write_text(json.dumps(config))
+        assert load_tokenizer(str(copy)).max_model_len == context
+    (copy / "config.json").write_text(json.dumps({"text_config": {}}))
+    with pytest.raises(ValueError, match=r"config\.json has no max_position_embeddings"):
+        load_tokenizer(str(copy))
+
+
 def test_the_chat_template_of_each_possible_file(directory: Path, tmp_path: Path):
     model = tmp_path / "model"
     shutil.copytree(directory, model)

@@ -1,0 +1,52 @@
+"""Mixtures of experts through a whole cluster: its clients read the tokens of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import openai
+import pytest
+
+from bench.chaos.cluster import LocalCluster, leaks_when_idle
+from tests.engine.conftest import save_spelled_tokenizer, save_tiny
+from tests.engine.test_models import greedy
+
+from .recovery import FLAGS
+
+pytestmark = pytest.mark.long
+
+TOKENS = 12
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Llama4", "GptOss"])
+async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
+    """From shards, in float32; prompts of several chunks, and longer than an attention chunk."""
+    model = tmp_path / "model"
+    reference = save_tiny(model, kind)
+    reference.save_pretrained(model, max_shard_size="200KB")
+    save_spelled_tokenizer(model)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 31, 40, 150)]
+    named = ["--model", str(model), "--served-model-name", kind]
+    with LocalCluster(
+        tmp_path,
+        prefill=1,
+        decode=1,
+        worker_flags=[*FLAGS, *named],
+        router_flags=["--no-overflow", *named],
+    ) as cluster:
+        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
+
+            async def ask(prompt: list[int]) -> list[int]:
+                answer = await client.completions.create(
+                    model=kind, prompt=prompt, max_tokens=TOKENS, temperature=0.0,
+                    extra_body={"return_token_ids": True, "ignore_eos": True},
+                )  # fmt: skip
+                return getattr(answer.choices[0], "token_ids")  # noqa: B009
+
+            got = await asyncio.gather(*map(ask, prompts))
+        assert await asyncio.to_thread(leaks_when_idle, cluster.url) == {}
+    for prompt, tokens in zip(prompts, got, strict=True):
+        assert tokens == [token for token, _ in greedy(reference, prompt, TOKENS)], f"{len(prompt)} tokens"
