@@ -25,15 +25,19 @@ class Quality(NamedTuple):
 
 
 @torch.inference_mode()
-def logits(engine: Engine) -> Tensor:
-    """[positions, vocabulary] float32 on the host: for each position of TEXT, in one chunk."""
-    runner, tokens = engine._runner, len(TEXT)
-    blocks = torch.arange(-(-tokens // runner.block_size), dtype=torch.int32, device=runner.device)
-    positions = torch.arange(tokens, device=runner.device)
-    contexts = torch.tensor([tokens], dtype=torch.int32, device=runner.device)
-    step = AttentionMetadata(runner.block_size, positions, blocks[None], contexts, 0, [(0, tokens)])
-    ids = torch.tensor(TEXT, device=runner.device)
-    return runner.logits(runner.forward(ids, positions, step, lambda layer: None)).float().cpu()
+def logits(engine: Engine, chunk: int = len(TEXT)) -> Tensor:
+    """[positions, vocabulary] float32 on the host: for each position of TEXT, in chunks."""
+    runner, found = engine._runner, []
+    blocks = torch.arange(-(-len(TEXT) // runner.block_size), dtype=torch.int32, device=runner.device)
+    for start in range(0, len(TEXT), chunk):
+        stop = min(start + chunk, len(TEXT))
+        positions = torch.arange(start, stop, device=runner.device)
+        contexts = torch.tensor([stop], dtype=torch.int32, device=runner.device)
+        step = AttentionMetadata(runner.block_size, positions, blocks[None], contexts, 0, [(start, stop)])
+        ids = torch.tensor(TEXT[start:stop], device=runner.device)
+        hidden = runner.forward(ids, positions, step, lambda layer: None)
+        found.append(runner.logits(hidden).float().cpu())
+    return torch.cat(found)
 
 
 def quality(ours: Tensor, reference: Tensor) -> Quality:

@@ -11,34 +11,37 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine import EngineConfig, build_engine
+from engine import Engine, EngineConfig, build_engine
 from tests.device import DEVICE
 from tests.engine.quality import logits, quality
 
 
 @pytest.fixture(scope="module")
-def logits_of(embedded_model_path: Path) -> Callable[..., Tensor]:
-    def compute(**config: Any) -> Tensor:
+def engine_of(embedded_model_path: Path) -> Callable[..., Engine]:
+    def make(**config: Any) -> Engine:
         settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_num_batched_tokens": 640}
-        return logits(build_engine(EngineConfig(str(embedded_model_path), **{**settings, **config})))
+        return build_engine(EngineConfig(str(embedded_model_path), **{**settings, **config}))
 
-    return compute
+    return make
 
 
 @pytest.fixture(scope="module")
-def reference(logits_of: Callable[..., Tensor]) -> Tensor:
+def reference(engine_of: Callable[..., Engine]) -> Tensor:
     """In float32 on the CPU."""
-    return logits_of()
+    return logits(engine_of())
 
 
 @pytest.mark.long
 def test_fp8_weights_and_activations(
-    logits_of: Callable[..., Tensor], reference: Tensor, monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[..., Engine], reference: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu = DEVICE != "cpu"
     if not on_gpu:
         monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
-    ours = logits_of(quantization="fp8", device=DEVICE, dtype="bfloat16" if on_gpu else "float32")
-    found, exact = quality(ours, reference), quality(reference, reference)
-    assert found.perplexity <= 1.02 * exact.perplexity
-    assert found.equal >= 0.92
+    engine = engine_of(quantization="fp8", device=DEVICE, dtype="bfloat16" if on_gpu else "float32")
+    exact = quality(reference, reference)
+    # On a GPU: cuBLAS, then the kernel for few rows.
+    for chunk in (640, 48) if on_gpu else (640,):
+        found = quality(logits(engine, chunk), reference)
+        assert found.perplexity <= 1.02 * exact.perplexity
+        assert found.equal >= 0.92
