@@ -6,11 +6,11 @@ from typing import ClassVar, Protocol
 
 from decode_worker.attempt import Attempt, AttemptPhase
 from engine import Engine, Logprobs, Output, StepResult
-from kv_transfer import Closed, FetchFailed, Injected
+from kv_transfer import Closed, FetchFailed, Injected, Receiver
 from worker import messages
 from worker.engine_loop import Parts
 from worker.messages import Code, ToEngine
-from worker.paged_kv import paged_kv
+from worker.prefix_fetches import PrefixFetches
 
 _WAITING = (AttemptPhase.FETCHING, AttemptPhase.TAKING, AttemptPhase.FAILED)
 
@@ -29,21 +29,31 @@ class LocalPrefills(Protocol):
 
 
 class DecodeRole:
-    """Decodes requests, whose KV comes from another worker or is computed here. Owns the KV receiver.
+    """Decodes requests, whose KV comes from another worker or is computed here.
 
-    The receiver may write into reserved blocks. They are freed only after the receiver has reported Closed.
+    Owns the KV receiver, which also fetches prefixes for the prefill role. The receiver may write into
+    reserved blocks. They are freed only after the receiver has reported Closed.
     """
 
     handles: ClassVar[tuple[type, ...]] = (messages.Decode, messages.Retarget)
 
-    def __init__(self, parts: Parts, engine: Engine, prefills: LocalPrefills) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        engine: Engine,
+        receiver: Receiver,
+        prefills: LocalPrefills,
+        prefix_fetches: PrefixFetches,
+    ) -> None:
+        """`prefix_fetches` share the receiver."""
         self._attempts = parts.attempts
         self._counts = parts.counts
         self._link = parts.link
         self._trace = parts.trace
         self.engine = engine
-        self._receiver = parts.transport.receiver(paged_kv(self.engine))
+        self._receiver = receiver
         self._prefills = prefills
+        self._prefix_fetches = prefix_fetches
         self._incarnation = parts.config.incarnation
         self._table: dict[bytes, Attempt] = {}  # by decode id
         self._taking: dict[bytes, bytes] = {}  # of attempts that are TAKING: decode id -> prefill id
@@ -220,6 +230,9 @@ class DecodeRole:
 
     def move_kv(self, spare: float) -> None:
         for event in self._receiver.poll(spare):
+            if event.decode_id not in self._table:
+                self._prefix_fetches.handle(event)
+                continue
             match event:
                 case Injected():
                     self._join(event)
@@ -233,6 +246,7 @@ class DecodeRole:
                     self._attempts.kv_failed(event.decode_id, attempt.source.prefill_id, event.reason)
                 case Closed():
                     self._forget(event.decode_id)
+        self._prefix_fetches.expire()
         self.engine.joins_soon = self._receiver.nearly_injected
         self._resume()
         self._expire()

@@ -21,6 +21,7 @@ from engine.api.request import (
     Logprobs,
     Output,
     PrefillChunk,
+    PrefixImport,
     Reservation,
     StepResult,
 )
@@ -343,6 +344,41 @@ class Engine:
         Spare are held requests that no transfer reads, and, after them, reservations with a prefill that has
         not started. The latter stay while a request is running here."""
         return self._scheduler.to_drop(wanted, closing, spare)
+
+    # Prefixes of other workers
+
+    def pin(self, pin_id: bytes, chunks: Sequence[bytes], first_chunk: int) -> tuple[int, Sequence[int]]:
+        """Keeps the cached KV of these chunks in its blocks, until `unpin`. `first_chunk`: the position of
+        the first one in its prompt, in chunks. Returns how many chunks are pinned, from the first on, and a
+        block table up to their end. Its entries before the first chunk mean nothing. Nothing is pinned, and
+        `unpin` must not be called, if that is 0."""
+        exchange = self._scheduler.exchange
+        return (0, ()) if exchange is None else exchange.pin(pin_id, chunks, first_chunk)
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return self._scheduler.cache is not None
+
+    def unpin(self, pin_id: bytes) -> None:
+        """Nothing reads the pinned blocks any more."""
+        exchange = self._scheduler.exchange
+        assert exchange is not None
+        exchange.unpin(pin_id)
+
+    def start_import(self, import_id: bytes, request: EngineRequest) -> PrefixImport | None:
+        """Reserves blocks for what the prefix cache lacks of a prompt, before the request is added. The
+        caller writes KV into them. None: nothing is missing, or there is no room."""
+        exchange = self._scheduler.exchange
+        if exchange is None:
+            return None
+        return exchange.start_import(import_id, request, self._scheduler.spare_blocks)
+
+    def end_import(self, import_id: bytes, num_tokens: int) -> None:
+        """Nothing is written into the blocks of an import any more. The prefix cache gets what is complete
+        among its first `num_tokens` positions, whose KV is verified. 0: nothing."""
+        exchange = self._scheduler.exchange
+        assert exchange is not None
+        exchange.end_import(import_id, num_tokens)
 
     def _prepare(self, live: LiveRequest) -> None:
         live.longest = min(live.longest, self.model_config.max_model_len)

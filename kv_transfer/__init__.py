@@ -13,6 +13,9 @@ Life of a transfer, and the process of each step::
                                                             INJECTED                      poll: Injected
     poll: Released          RELEASED  <------- ACK ----------
 
+Chunks of a prefix cache travel in the same way, named by their content: FETCH_CONTENT, `ContentWanted`,
+`Sender.serve`, HAVE, frames, COMMIT, ACK.
+
 Roles use the interfaces of `transport`. Behind them, engine processes touch KV and torch (`sender`,
 `receiver`, `device`); transfer processes touch sockets (`process/`) and never torch. Between them are an
 `Arena` and a socketpair. What both sides agree on is in `protocol/`, as pure state machines; the wire is in
@@ -24,7 +27,7 @@ from kv_transfer.arena_transport import ArenaTransport
 from kv_transfer.config import TransferConfig, TransferDeadlines
 from kv_transfer.heartbeat import Heartbeat
 from kv_transfer.layout import KVLayout
-from kv_transfer.protocol.messages import FirstToken
+from kv_transfer.protocol.messages import MAX_CHUNKS, FirstToken
 from kv_transfer.spawn import (
     Drain,
     Drained,
@@ -39,6 +42,7 @@ from kv_transfer.spawn import (
 from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import (
     Closed,
+    ContentWanted,
     FetchFailed,
     Injected,
     InjectStats,
@@ -50,10 +54,12 @@ from kv_transfer.transport import (
 )
 
 __all__ = [
+    "MAX_CHUNKS",
     "Arena",
     "ArenaEnd",
     "ArenaTransport",
     "Closed",
+    "ContentWanted",
     "Drain",
     "Drained",
     "FetchFailed",

@@ -62,6 +62,13 @@ class Finished(Local):
     prefill_id: bytes
 
 
+class Pinned(Local):
+    """Answers PinOut: the engine has pinned so many chunks, at least one. To refuse it sends CloseOut."""
+
+    transfer_id: bytes
+    chunks: int
+
+
 class RefuseFetch(Local):
     """The transfer asks for what the prefill does not have."""
 
@@ -95,6 +102,14 @@ class StartOut(Local):
     ranges: tuple[tuple[int, int], ...]
     head_start: int
     head_count: int
+
+
+class PinOut(Local):
+    """A FETCH_CONTENT: pin what the prefix cache has of these chunks, from the first on."""
+
+    transfer_id: bytes
+    chunks: tuple[bytes, ...]
+    first_chunk: int
 
 
 class StopOut(Local):
@@ -145,6 +160,7 @@ class FetchIn(Local):
     ranges: tuple[tuple[int, int], ...]
     head_start: int
     head_count: int
+    chunks: tuple[bytes, ...] = ()  # FETCH_CONTENT: of the one range, in place of a prefill
 
 
 class CancelIn(Local):
@@ -218,8 +234,8 @@ class Copied(Local):
     count: int
 
 
-FromSender = Offer | SliceOut | CommitOut | Finished | RefuseFetch | CloseOut | Recalled
-ToSender = StartOut | StopOut | Granted | SlotFree | SessionGone | FetchWaits | ReleasedOut
+FromSender = Offer | SliceOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled
+ToSender = StartOut | PinOut | StopOut | Granted | SlotFree | SessionGone | FetchWaits | ReleasedOut
 FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn
 ToReceiver = Arrived | Complete | FailedIn
 

@@ -20,6 +20,7 @@ class TransferDeadlines(msgspec.Struct, frozen=True):
     handshake: float = 5.0  # from accept or connect to an authenticated lane, and to a whole session
     fetch_wait: float = 30.0  # prefill: a FETCH whose prefill id has not been seen
     hold: float = 30.0  # prefill: a finished prefill with no FETCH, or no ACK
+    pin: float = 30.0  # prefill: KV that a peer fetches by content, however its bytes move
     progress: float = 10.0  # each side: a transfer whose bytes are due and do not come
     ping: float = 1.0
     peer_dead: float = 5.0  # nothing heard from a peer

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from content import CHUNK_TOKENS
 from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import (
     Arrived,
@@ -99,12 +100,32 @@ class ArenaReceiver:
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         heads = self._layout.num_kv_heads
         request = FetchIn(os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads)
-        table = self._pool.table(block_ids, num_tokens)
-        fetch = _Fetch(decode_id, request, table, time.monotonic())
+        fetch = self._open(decode_id, request, self._pool.table(block_ids, num_tokens))
         if replaced is not None:  # it may still be written for that one, whatever becomes of this one
             fetch.last_scatter = replaced.last_scatter
+
+    def fetch_content(
+        self,
+        fetch_id: bytes,
+        *,
+        chunks: Sequence[bytes],
+        first_chunk: int,
+        kv_address: str,
+        incarnation: int,
+        block_ids: Sequence[int],
+    ) -> None:
+        start, stop = (chunk * CHUNK_TOKENS for chunk in (first_chunk, first_chunk + len(chunks)))
+        request = FetchIn(
+            os.urandom(16), b"", kv_address, incarnation, 0, ((start, stop),), 0, self._layout.num_kv_heads,
+            tuple(chunks),
+        )  # fmt: skip
+        self._open(fetch_id, request, self._pool.table(block_ids, stop))
+
+    def _open(self, decode_id: bytes, request: FetchIn, table: Any) -> _Fetch:
+        fetch = _Fetch(decode_id, request, table, time.monotonic())
         self._fetches[decode_id] = self._by_transfer[request.transfer_id] = fetch
         self._channel.send(request)
+        return fetch
 
     def cancel(self, decode_id: bytes) -> None:
         fetch = self._drop(decode_id)
@@ -196,7 +217,8 @@ class ArenaReceiver:
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
         fetch.bytes += m.length
-        if piece.token_start + piece.token_count == stop and m.layer + 1 >= NEARLY * self._layout.num_layers:
+        at_end = piece.token_start + piece.token_count == stop and not fetch.request.chunks
+        if at_end and m.layer + 1 >= NEARLY * self._layout.num_layers:
             fetch.nearly = True
         return Staged(piece, m.slot, fetch.table)
 
@@ -213,7 +235,7 @@ class ArenaReceiver:
 
     def _failed(self, fetch: _Fetch, reason: str, retry: bool) -> None:
         del self._by_transfer[fetch.request.transfer_id]
-        if retry and fetch.refetches < _MAX_REFETCHES:
+        if retry and not fetch.request.chunks and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
             fetch.frames = fetch.bytes = 0
             fetch.nearly = False

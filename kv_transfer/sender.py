@@ -1,6 +1,6 @@
 """The engine's half of the sending side: what is ready, and the pump that moves it into the arena.
 
-Threads: the engine thread only appends to `_commands` and takes from `_released`; the pump thread owns
+Threads: the engine thread only appends to `_commands` and takes from `_events`; the pump thread owns
 everything else, the channel included. There is no lock: both deques are safe for one producer and one
 consumer.
 """
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from content import CHUNK_TOKENS
 from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import (
     Channel,
@@ -24,6 +25,8 @@ from kv_transfer.channel import (
     Finished,
     Granted,
     Offer,
+    Pinned,
+    PinOut,
     Recalled,
     RefuseFetch,
     ReleasedOut,
@@ -39,12 +42,15 @@ from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
 from kv_transfer.trace import TraceWriter
-from kv_transfer.transport import PagedKV, Released
+from kv_transfer.transport import ContentWanted, PagedKV, Released
 from kv_transfer.turns import OutgoingPrefill, OutgoingTransfer, Turns
 from kv_transfer.wait import wait
 
 if TYPE_CHECKING:
     from kv_transfer.device import Staged
+
+NO_TOKEN = FirstToken(0)
+"""In COMMIT of a transfer by content. It means nothing."""
 
 
 class ArenaSender:
@@ -67,7 +73,7 @@ class ArenaSender:
         self._heads = sorted({heads_of(kv.layout, rank, kv.ranks) for rank in range(kv.ranks)})
         self._trace = trace
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._released: deque[Released] = deque()
+        self._events: deque[Released | ContentWanted] = deque()
         self._error: Exception | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False  # the pump, until it is woken
@@ -104,12 +110,16 @@ class ArenaSender:
     def close(self, prefill_id: bytes, reason: Reason) -> None:
         self._command(self._close, prefill_id, reason)
 
-    def poll(self) -> list[Released]:
+    def serve(self, transfer_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
+        table = self._pool.table(block_ids, stop)
+        self._command(self._serve, transfer_id, table, start, stop, self._pool.record())
+
+    def poll(self) -> list[Released | ContentWanted]:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._notify)
         if self._error is not None:
             raise RuntimeError("the KV pump died") from self._error
-        return [self._released.popleft() for _ in range(len(self._released))]
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def has_fetch(self, prefill_id: bytes) -> bool:
         return prefill_id in self._fetched
@@ -258,6 +268,13 @@ class ArenaSender:
             if prefill.transfer is not None:
                 self._plan(prefill.transfer, *entry)
 
+    def _serve(self, transfer_id: bytes, table: Any, start: int, stop: int, event: Any) -> None:
+        ready = [(layer, start, stop, event) for layer in range(self._layout.num_layers)]
+        self._prefills[transfer_id] = OutgoingPrefill(
+            transfer_id, table, stop, ready, launched=True, first_token=NO_TOKEN
+        )
+        self._channel.send(Pinned(transfer_id, (stop - start) // CHUNK_TOKENS))
+
     def _commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is not None:
@@ -288,6 +305,8 @@ class ArenaSender:
                     account.grant(total)
             case StartOut():
                 self._start(message)
+            case PinOut(transfer_id, chunks, first_chunk):
+                self._report(ContentWanted(transfer_id, chunks, first_chunk))
             case StopOut(prefill_id, transfer_id):
                 prefill = self._prefills.get(prefill_id)
                 if (
@@ -361,5 +380,8 @@ class ArenaSender:
         if prefill.gathers == 0:
             del self._prefills[prefill.id]
             if prefill.table is not None:
-                self._released.append(Released(prefill.id, prefill.ended))
-                os.eventfd_write(self._notify, 1)
+                self._report(Released(prefill.id, prefill.ended))
+
+    def _report(self, event: Released | ContentWanted) -> None:
+        self._events.append(event)
+        os.eventfd_write(self._notify, 1)

@@ -44,10 +44,20 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nothing reads the prefill's blocks any more. Reported exactly once for each `open`."""
+    """Nothing reads the prefill's blocks any more. Reported exactly once for each `open` and `serve`."""
 
-    prefill_id: bytes
+    prefill_id: bytes  # or the transfer id given to `serve`
     reason: str  # "acked" | "deadline" | "reused" (its id) | what close() was given
+
+
+@dataclass(frozen=True, slots=True)
+class ContentWanted:
+    """A peer wants the KV of these chunks of 64 tokens. The answer is `serve` for the first of them that the
+    prefix cache has, or `close` with the transfer id."""
+
+    transfer_id: bytes
+    chunks: Sequence[bytes]  # names (`content`)
+    first_chunk: int  # its position in the prompt, in chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +140,13 @@ class Sender(Protocol):
     def close(self, prefill_id: bytes, reason: Reason) -> None:
         """The engine ends the prefill. Idempotent, also for ids that were never opened."""
 
-    def poll(self) -> list[Released]:
-        """What ended since the last call. Raises RuntimeError if a thread of the sender died."""
+    def serve(self, transfer_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
+        """Sends positions [start, stop) of these blocks, which are complete and stay until `Released`.
+
+        This answers `ContentWanted`. The positions are those of its first chunks."""
+
+    def poll(self) -> list[Released | ContentWanted]:
+        """What came since the last call. Raises RuntimeError if a thread of the sender died."""
 
     def has_fetch(self, prefill_id: bytes) -> bool:
         """A decode worker asks for the prefill. This may be true before `open`."""
@@ -167,6 +182,23 @@ class Receiver(Protocol):
         It replaces a fetch of this decode id that is live, or whose failure is not reported yet. `attempt`
         numbers the decode attempts of a request: a fetch of a newer attempt replaces those of older ones.
         """
+
+    def fetch_content(
+        self,
+        fetch_id: bytes,
+        *,
+        chunks: Sequence[bytes],
+        first_chunk: int,
+        kv_address: str,
+        incarnation: int,
+        block_ids: Sequence[int],
+    ) -> None:
+        """Fetches chunks of 64 tokens from the prefix cache of a worker, as far as it has them.
+
+        `chunks`: at most `MAX_CHUNKS` names (`content`). `first_chunk`: the position of the first one in the
+        prompt, in chunks. The events of `poll` have `fetch_id` as their `decode_id`. Injected has the bytes
+        of the chunks that came, from the first on, and a first token without meaning. A fetch that fails is
+        not tried again."""
 
     def cancel(self, decode_id: bytes) -> None:
         """Idempotent. poll() reports Closed for an id that was live, and nothing else for it afterwards."""

@@ -2,7 +2,8 @@
 
 The life of a prefill:
 
-1. A router submits it. It waits to be scheduled.
+1. A router submits it, and may name a worker with more of the prompt in its prefix cache. Then the missing KV
+   is fetched from there first (`worker.prefix_fetches`). The prefill waits to be scheduled.
 2. The engine reserves blocks for the whole prompt, and the KV sender opens it for a FETCH. The router learns
    that the prefill has started, if it waits for that.
 3. The engine computes the prompt in chunks. Each layer of a chunk is ready for the lanes when it is enqueued.
@@ -13,4 +14,7 @@ The life of a prefill:
 
 A decode on the same worker can take a held prefill: the engine resumes it, and no KV moves. A prefill without
 handover is released without a COMMIT. So is a prefill if its first token ends the request.
+
+The role also serves its prefix cache to other workers: it pins the chunks that a worker asks for, until they
+are sent or the deadline has passed.
 """

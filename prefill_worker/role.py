@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from content import CHUNK_TOKENS
 from engine import Engine, Output, StepResult
-from kv_transfer import FirstToken, Released
+from kv_transfer import ContentWanted, FirstToken, Released
 from prefill_worker.sink import SenderSink
 from worker import messages
 from worker.engine_loop import Parts
 from worker.messages import Code, ToEngine
 from worker.paged_kv import paged_kv
+from worker.prefix_fetches import PrefixFetches
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class PrefillRole:
 
     handles: ClassVar[tuple[type, ...]] = (messages.Prefill,)
 
-    def __init__(self, parts: Parts, engine: Engine, sink: SenderSink) -> None:
+    def __init__(self, parts: Parts, engine: Engine, sink: SenderSink, prefix_fetches: PrefixFetches) -> None:
         """`sink` is the engine's. It gets its sender here."""
         self._attempts = parts.attempts
         self._counts = parts.counts
@@ -47,7 +49,9 @@ class PrefillRole:
         self.engine = engine
         kv = paged_kv(self.engine, lambda: sink.layers_ready)
         self._sender = self._sink.sender = parts.transport.sender(kv)
+        self._prefix_fetches = prefix_fetches
         self._prefills: dict[bytes, PrefillAttempt] = {}  # by prefill id, in order of arrival
+        self._pins: set[bytes] = set()  # transfers that read the prefix cache
 
     def owns(self, attempt_id: bytes) -> bool:
         return attempt_id in self._prefills
@@ -70,11 +74,10 @@ class PrefillRole:
         assert isinstance(message, messages.Prefill)
         request = message.work.request
         prefill_id = request.id
-        if self.engine.has(prefill_id):
+        if self.engine.has(prefill_id) or self.owns(prefill_id):
             self._attempts.refuse_reused(message.stream, prefill_id)
             return
         self._attempts.open(message.stream, prefill_id)
-        self.engine.add(request, handover=message.handover)
         if message.handover:
             self._sender.expect(prefill_id)
             if message.report_start:
@@ -82,6 +85,12 @@ class PrefillRole:
         self._prefills[prefill_id] = PrefillAttempt(
             len(request.prompt_ids) + len(request.output_ids), message.handover
         )
+
+        def add() -> None:
+            self.engine.add(request, handover=message.handover)
+
+        if message.content is None or not self._prefix_fetches.start(request, message.content, add):
+            add()
 
     def cancel(self, prefill_id: bytes) -> None:
         self._attempts.end(prefill_id)
@@ -105,6 +114,7 @@ class PrefillRole:
     def _forget(self, prefill_id: bytes) -> None:
         """Removes a prefill when no transfer reads its blocks."""
         self._sink.awaited.discard(prefill_id)
+        self._prefix_fetches.cancel(prefill_id)
         if self._prefills.pop(prefill_id).held:
             self.engine.release(prefill_id)
         else:
@@ -113,8 +123,25 @@ class PrefillRole:
     # ------------------------------------------------------------ KV
 
     def move_kv(self, spare: float) -> None:
-        for released in self._sender.poll():
-            self._released(released)
+        for event in self._sender.poll():
+            if isinstance(event, ContentWanted):
+                self._serve(event)
+            elif event.prefill_id in self._pins:
+                self._pins.remove(event.prefill_id)
+                self.engine.unpin(event.prefill_id)
+            else:
+                self._released(event)
+
+    def _serve(self, wanted: ContentWanted) -> None:
+        """Sends another worker what the prefix cache has of a prompt."""
+        transfer_id, first = wanted.transfer_id, wanted.first_chunk
+        count, block_ids = self.engine.pin(transfer_id, wanted.chunks, first)
+        if not count:
+            self._sender.close(transfer_id, "gone" if self.engine.caches_prefixes else "unsupported")
+            return
+        self._pins.add(transfer_id)
+        start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + count))
+        self._sender.serve(transfer_id, block_ids, start, stop)
 
     def wanted(self, prefill_id: bytes) -> bool:
         return self._sender.has_fetch(prefill_id)

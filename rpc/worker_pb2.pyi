@@ -150,16 +150,26 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ...) -> None: ...
 
 class SubmitPrefill(_message.Message):
-    __slots__ = ("prefill_id", "request", "handover", "report_start")
+    __slots__ = ("prefill_id", "request", "handover", "report_start", "content")
     PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     REPORT_START_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     prefill_id: bytes
     request: Request
     handover: bool
     report_start: bool
-    def __init__(self, prefill_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., handover: _Optional[bool] = ..., report_start: _Optional[bool] = ...) -> None: ...
+    content: ContentSource
+    def __init__(self, prefill_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., handover: _Optional[bool] = ..., report_start: _Optional[bool] = ..., content: _Optional[_Union[ContentSource, _Mapping]] = ...) -> None: ...
+
+class ContentSource(_message.Message):
+    __slots__ = ("kv_address", "incarnation")
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    kv_address: str
+    incarnation: int
+    def __init__(self, kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class SubmitDecode(_message.Message):
     __slots__ = ("decode_id", "request", "source")

@@ -240,10 +240,21 @@ class WorkerStream:
     async def send(self, **kind: Any) -> None:
         await self.call.write(pb.RouterMessage(**kind))
 
-    async def submit_prefill(self, req: pb.Request, *, handover: bool, report_start: bool = False) -> bytes:
+    async def submit_prefill(
+        self,
+        req: pb.Request,
+        *,
+        handover: bool,
+        report_start: bool = False,
+        content: pb.ContentSource | None = None,
+    ) -> bytes:
         prefill_id = os.urandom(16)
         submit = pb.SubmitPrefill(
-            prefill_id=prefill_id, request=req, handover=handover, report_start=report_start
+            prefill_id=prefill_id,
+            request=req,
+            handover=handover,
+            report_start=report_start,
+            content=content,
         )
         await self.send(prefill=submit)
         return prefill_id

@@ -20,12 +20,17 @@ def run(config: EngineProcessConfig) -> int:
     from prefill_worker.role import PrefillRole
     from prefill_worker.sink import SenderSink
     from worker import engine_loop
+    from worker.paged_kv import paged_kv
+    from worker.prefix_fetches import PrefixFetches
 
     def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
         sink = SenderSink(parts.trace, parts.attempts)
         engine = parts.start_engine(sink)
-        prefill = PrefillRole(parts, engine, sink)
-        return engine, (prefill, DecodeRole(parts, engine, prefill))
+        kv = paged_kv(engine)
+        receiver = parts.transport.receiver(kv)
+        fetches = PrefixFetches(engine, receiver, kv.layout, parts.config.incarnation, parts.counts)
+        prefill = PrefillRole(parts, engine, sink, fetches)
+        return engine, (prefill, DecodeRole(parts, engine, receiver, prefill, fetches))
 
     return engine_loop.run(config, build)
 

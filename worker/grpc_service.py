@@ -167,11 +167,12 @@ class AttachService(WorkerServicer):
         try:
             self._require_accepting()
             work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
+            content = validation.content_source(submit.content) if submit.HasField("content") else None
         except Refused as refusal:
             stream.put(_refused(prefill_id, refusal))
         else:
             await self._backend.send(
-                messages.Prefill(stream.number, work, submit.handover, submit.report_start)
+                messages.Prefill(stream.number, work, submit.handover, submit.report_start, content)
             )
 
     async def _decode(self, stream: RouterStream, message: pb.RouterMessage) -> None:

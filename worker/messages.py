@@ -50,6 +50,13 @@ class Source(_Message, tag=False):
     attempt: int  # among the decode attempts of the request
 
 
+class ContentSource(_Message, tag=False):
+    """A worker with more of a prompt in its prefix cache."""
+
+    kv_address: str
+    incarnation: int
+
+
 # ---------------------------------------------------------------- service to engine
 
 
@@ -58,6 +65,7 @@ class Prefill(_Message):
     work: Work
     handover: bool
     report_start: bool = False  # only with a handover: the router waits for PrefillStarted
+    content: ContentSource | None = None
 
 
 class Decode(_Message):
@@ -166,6 +174,8 @@ class RequestCounts:
     finished_length: int = 0
     no_room: int = 0
     """Refused reservations."""
+    prefix_fetched_tokens: int = 0
+    """Prompt tokens whose KV came from prefix caches of other workers."""
 
     def count(self, output: Output) -> None:
         self.generation_tokens += 1

@@ -211,6 +211,11 @@ class Metrics(Collector):
         yield self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits
         )
+        yield self._counter(
+            "baton:prefix_fetched_tokens",
+            "Prompt tokens with KV from the prefix caches of other workers.",
+            counts.prefix_fetched_tokens,
+        )
         yield self._by_label(
             "vllm:request_success",
             "Requests that ended with their last token on this worker.",

@@ -151,15 +151,23 @@ def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:
 
 def source(value: pb.PrefillSource) -> messages.Source:
     """Checks the source of a request's KV. Raises Refused(INVALID), or ProtocolError for a malformed id."""
-    address = value.kv_address
+    address = _address(value.kv_address)
+    prefill_id = attempt_id(value.prefill_id, "prefill_id")
+    return messages.Source(prefill_id, address, value.incarnation, value.attempt)
+
+
+def content_source(value: pb.ContentSource) -> messages.ContentSource:
+    """Checks the source of cached KV. Raises Refused(INVALID)."""
+    return messages.ContentSource(_address(value.kv_address), value.incarnation)
+
+
+def _address(address: str) -> str:
     match = _ADDRESS.fullmatch(address) if len(address) <= MAX_ADDRESS else None
     if match is None:
         raise _invalid(f"kv_address {address[:MAX_ADDRESS]!r} is not host:port")
     if not 1 <= int(match[2]) <= 65_535:
         raise _invalid(f"kv_address names port {match[2]}, which is not 1 to 65535")
-    return messages.Source(
-        attempt_id(value.prefill_id, "prefill_id"), address, value.incarnation, value.attempt
-    )
+    return address
 
 
 def _invalid(message: str) -> Refused:

@@ -16,6 +16,7 @@ One engine may prefill for other workers and decode for them at the same time. W
     held      ──▶ a transfer to a reservation on another worker, or a seat here (`resume`)
     reserved  ──▶ a prefill on another worker, which may be waiting there
     running   ──▶ nothing
+    pinned, importing (`prefix_exchange`) ──▶ a transfer into blocks that are reserved
 
 Every holder of blocks or seats ends, so nothing waits in a circle:
 
@@ -42,6 +43,8 @@ from engine.api.request import CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import MIXED_STEPS, without_padding
 from engine.core.live_request import LiveRequest, Phase
+from engine.core.prefix_cache import PrefixCache
+from engine.core.prefix_exchange import PrefixExchange
 from engine.core.prefix_names import PrefixNames
 
 
@@ -95,10 +98,11 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._mixed_rows = mixed_rows
-        self._content_root = content_root
-        self._cache_observer = cache_observer
-        if cache_observer is not None:
-            pool.on_evicted = cache_observer.evicted
+        self.cache: PrefixCache | None = None
+        self.exchange: PrefixExchange | None = None
+        if content_root is not None:
+            self.cache = PrefixCache(pool, block_size, content_root, cache_observer)
+            self.exchange = PrefixExchange(pool, self.cache, block_size)
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
         self.requests: dict[bytes, LiveRequest] = {}
@@ -107,8 +111,6 @@ class Scheduler:
         self.held: set[LiveRequest] = set()
         self.reserved: set[LiveRequest] = set()
         self._leaving: set[LiveRequest] = set()  # dropped, but a launched step still uses their blocks
-        self.prefix_queries = 0
-        self.prefix_hits = 0
         self._arrivals = 0
         self._clock = 0  # virtual time, in prompt tokens
         self._tags: dict[
@@ -320,15 +322,9 @@ class Scheduler:
         """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
         from this KV were finite, so other requests may share it."""
         full = computed // self.block_size
-        if full > live.num_published and (names := self._names(live)) is not None:
-            entered = [
-                index
-                for index in range(live.num_published, full)
-                if self.pool.publish(live.blocks[index], names.blocks[index])
-            ]
+        if self.cache is not None and full > live.num_published:
+            self.cache.publish(self._names(live, self.cache), live.blocks, live.num_published, full)
             live.num_published = full
-            if entered and self._cache_observer is not None:
-                self._cache_observer.cached(names.cached(entered))
 
     def _grows(self, live: LiveRequest) -> bool:
         """Whether the request needs one more block for its next token."""
@@ -379,6 +375,12 @@ class Scheduler:
             need += self._need(self.waiting[0])
         return seats > 0 and need + self._headroom <= self.pool.free
 
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks that may be taken without a delay for the first request of the queue."""
+        first = self._need(self.waiting[0]) if self.waiting else 0
+        return max(0, self.pool.free - self._headroom - first)
+
     def _need(self, live: LiveRequest) -> int:
         """Blocks that a waiting request takes from the free ones when it starts."""
         hits = self._prefix_hits(live)
@@ -398,25 +400,23 @@ class Scheduler:
         live.blocks = array("i", [*hits, *self.pool.allocate(own)])
         live.num_cached = len(hits) * self.block_size
         live.num_published = len(hits)
-        if self._content_root is not None:
-            self.prefix_queries += len(live.token_ids)
-            self.prefix_hits += live.num_cached
+        if self.cache is not None:
+            self.cache.queries += len(live.token_ids)
+            self.cache.hits += live.num_cached
 
     def _prefix_hits(self, live: LiveRequest) -> list[int]:
         """Cached blocks that the request begins with. A prefill always computes its last position, for the
         logits, so the block of that position is not among them."""
-        if (names := self._names(live)) is None:
+        if self.cache is None:
             return []
         computed = 0 if live.phase is Phase.RESERVED else 1
         usable = (len(live.token_ids) - computed) // self.block_size
-        return self.pool.lookup(names.blocks[:usable])
+        return self.pool.lookup(self._names(live, self.cache).blocks[:usable])
 
-    def _names(self, live: LiveRequest) -> PrefixNames | None:
-        """The names of all full blocks whose tokens are known. None: there is no prefix cache."""
-        if self._content_root is None:
-            return None
+    def _names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
+        """The names of all full blocks whose tokens are known."""
         if live.names is None:
-            live.names = PrefixNames(self._content_root, live.request.cache_salt, self.block_size)
+            live.names = cache.names(live.request)
         live.names.extend(live.token_ids, live.num_known)
         return live.names
 
@@ -527,4 +527,5 @@ class Scheduler:
         """Asserts, when idle, that no request and no block was left behind."""
         left = [self.requests, self.waiting, self.running, self.held, self.reserved, self._leaving]
         assert not any(left), f"requests left behind: {left}"
+        assert self.exchange is None or self.exchange.empty, "a pin or an import was left behind"
         self.pool.assert_whole()

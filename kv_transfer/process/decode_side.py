@@ -101,12 +101,11 @@ class DecodeSide:
             case FetchIn(transfer_id) if self.draining:
                 self._channel.post(FailedIn(transfer_id, "draining", retry=False))
             case FetchIn(transfer_id, prefill_id, address, incarnation, attempt, ranges, first, heads):
-                peer = (address, incarnation)
-                self._apply(
-                    self._fetches.fetch(
-                        transfer_id, peer, prefill_id, attempt, ranges, (first, first + heads), now
-                    )
+                peer, held = (address, incarnation), (first, first + heads)
+                effects = self._fetches.fetch(
+                    transfer_id, peer, prefill_id, attempt, ranges, held, now, message.chunks
                 )
+                self._apply(effects)
                 self._peers.want(peer, now)
             case InjectedIn(transfer_id):
                 self._counters.transfers["injected"] += 1
@@ -150,7 +149,7 @@ class DecodeSide:
             case Commit():
                 self._apply(self._fetches.commit(number, transfer_id, header.sender_rank, message, now))
             case Have():
-                raise ProtocolError("order", "HAVE answers no FETCH_CONTENT")
+                self._apply(self._fetches.have(number, transfer_id, message, now))
             case Aborted():
                 self._apply(self._fetches.aborted(number, transfer_id, message, session.kv_moved, now))
         self.settle()

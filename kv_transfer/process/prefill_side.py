@@ -15,6 +15,8 @@ from kv_transfer.channel import (
     FromSender,
     Granted,
     Offer,
+    Pinned,
+    PinOut,
     Recalled,
     RefuseFetch,
     ReleasedOut,
@@ -30,7 +32,7 @@ from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header
-from kv_transfer.protocol.held import Effect, HeldPrefills, Release, Start, Stop, Waiting
+from kv_transfer.protocol.held import Effect, HeldPrefills, Pin, Release, Start, Stop, Waiting
 from kv_transfer.protocol.messages import (
     Abort,
     Aborted,
@@ -87,6 +89,8 @@ class PrefillSide:
                 self._apply(self.table.offer(prefill_id, now))
             case Finished(prefill_id):
                 self._apply(self.table.finish(prefill_id, now))
+            case Pinned(transfer_id, chunks):
+                self._apply(self.table.pinned(transfer_id, chunks, now))
             case CommitOut(transfer_id, first_token, frames, size):
                 self._apply(self.table.commit(transfer_id, Commit(first_token, frames, size), now))
             case RefuseFetch(transfer_id):
@@ -128,9 +132,11 @@ class PrefillSide:
         self._bound_unread(session, header)
         now = time.monotonic()
         match message:
+            case FetchContent() if self.draining:
+                self._counters.transfers["busy"] += 1
+                session.send(Aborted("busy", 0), header.transfer_id)
             case FetchContent():
-                self._counters.refuse("fetch_content", "FETCH_CONTENT is not supported")
-                session.send(Aborted("unsupported", 0), header.transfer_id)
+                self._apply(self.table.fetch_content(header.transfer_id, session.number, message, now))
             case Fetch():
                 if self.draining and message.prefill_id not in self.table.held:
                     self._counters.transfers["busy"] += 1
@@ -200,6 +206,8 @@ class PrefillSide:
                             fetch.ranges, fetch.head_start, fetch.head_count,
                         )
                     )  # fmt: skip
+                case Pin(transfer_id, chunks, first_chunk):
+                    self._channel.post(PinOut(transfer_id, chunks, first_chunk))
                 case Stop(prefill_id, transfer_id):
                     self._channel.post(StopOut(prefill_id, transfer_id))
                 case Release(prefill_id, reason):

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from content import CHUNK_TOKENS
 from kv_transfer.config import TransferDeadlines
 from kv_transfer.layout import KVLayout, Range
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.frame import Header
 from kv_transfer.protocol.incoming import Fault, Incoming
-from kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, Reason
+from kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, FetchContent, Have, Reason
 from kv_transfer.protocol.tombstones import Tombstones
 
 PeerKey = tuple[str, int]  # address and incarnation of a prefill worker
@@ -45,6 +46,8 @@ class Transfer:
     incoming: Incoming
     opened: float
     moved: float
+    chunks: Sequence[bytes] = ()  # of a FETCH_CONTENT
+    narrowed: bool = False  # its HAVE came
     first_frame_at: float = 0.0
     last_frame_at: float = 0.0
     commit_at: float = 0.0
@@ -133,11 +136,12 @@ class Fetches:
 
     def fetch(
         self, transfer_id: bytes, peer: PeerKey, prefill_id: bytes, attempt: int, ranges: Sequence[Range],
-        heads: Range, now: float,
+        heads: Range, now: float, chunks: Sequence[bytes] = (),
     ) -> list[Effect]:  # fmt: skip
+        """With `chunks`, those of the one range: a FETCH_CONTENT."""
         source = self._source(peer)
         incoming = Incoming(self._layout, ranges, heads, slot_bytes=self._slot_bytes)
-        transfer = Transfer(transfer_id, prefill_id, attempt, source, incoming, now, now)
+        transfer = Transfer(transfer_id, prefill_id, attempt, source, incoming, now, now, chunks)
         self.open[transfer_id] = source.transfers[transfer_id] = transfer
         return self._ask(source, transfer)
 
@@ -183,12 +187,28 @@ class Fetches:
         transfer = self._live(session, transfer_id)
         if transfer is None:
             return [self._stale(session, transfer_id, "COMMIT")]
+        if transfer.chunks and not transfer.narrowed:
+            return self._broken(transfer, "have", "COMMIT before HAVE", now)
         transfer.commit_at = transfer.moved = now
         try:
             complete = transfer.incoming.commit(sender_rank, commit)
         except Fault as e:
             return self._broken(transfer, e.kind, str(e), now)
         return [Completed(transfer)] if complete else []
+
+    def have(self, session: int, transfer_id: bytes, message: Have, now: float) -> list[Effect]:
+        transfer = self._live(session, transfer_id)
+        if transfer is None:
+            return [self._stale(session, transfer_id, "HAVE")]
+        if transfer.narrowed or not 1 <= message.chunks <= len(transfer.chunks):
+            text = f"HAVE {message.chunks} of {len(transfer.chunks)} chunks"
+            return self._broken(transfer, "have", text, now)
+        transfer.narrowed, transfer.moved = True, now
+        try:
+            transfer.incoming.narrow(transfer.incoming.ranges[0][0] + message.chunks * CHUNK_TOKENS)
+        except Fault as e:
+            return self._broken(transfer, e.kind, str(e), now)
+        return []
 
     def aborted(
         self, session: int, transfer_id: bytes, message: Aborted, kv_moved: float, now: float
@@ -292,7 +312,11 @@ class Fetches:
             return []
         incoming = transfer.incoming
         first, last = incoming.heads
-        fetch = Fetch(transfer.prefill_id, transfer.attempt, 1, incoming.ranges, 0, first, last - first)
+        if transfer.chunks:
+            chunk = incoming.ranges[0][0] // CHUNK_TOKENS
+            fetch = FetchContent(tuple(transfer.chunks), chunk, 1, 0, first, last - first)
+        else:
+            fetch = Fetch(transfer.prefill_id, transfer.attempt, 1, incoming.ranges, 0, first, last - first)
         return [Send(source.session, transfer.id, fetch)]
 
     def _abort(self, transfer: Transfer, reason: Reason) -> list[Effect]:

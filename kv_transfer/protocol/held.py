@@ -3,6 +3,10 @@
 A prefill is *held* from `offer` until the ACK of its current transfer, the engine's own end, or a deadline.
 Only one transfer of it is open at a time: a new FETCH supersedes the old one, an ABORT or a lost session
 makes it READY again. FETCHes for ids not offered yet wait in a bounded table; ended ids leave a tombstone.
+
+A FETCH_CONTENT is a FETCH for a prefill with the id of its transfer. It waits until the engine has pinned the
+chunks, or has refused. The pin ends with the transfer, and at a deadline that no message extends. What waits
+for what: the pin for the peer's credits, which the peer grants for blocks that it has reserved.
 """
 
 from __future__ import annotations
@@ -12,10 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
+from content import CHUNK_TOKENS
 from kv_transfer.config import TransferDeadlines
 from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.messages import Aborted, Commit, Fetch, Reason
+from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, Have, Reason
 from kv_transfer.protocol.tombstones import Tombstones
+
+MOST_PINS = 2
+"""Transfers by content at the same time. More would delay the prefills of this worker."""
 
 
 class HoldState(enum.Enum):
@@ -59,7 +69,16 @@ class Waiting:
     gone: bool = False
 
 
-Effect = Start | Stop | Release | Waiting | Send | Expired
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """To the engine: pin the chunks that it has, and say how many (`HeldPrefills.pinned`); or `close`."""
+
+    transfer_id: bytes
+    chunks: tuple[bytes, ...]
+    first_chunk: int
+
+
+Effect = Start | Stop | Release | Waiting | Pin | Send | Expired
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +93,7 @@ class Held:
     moved: float = 0.0  # when the open transfer last made progress
     finished: bool = False  # the prefill is computed: the hold deadline runs
     since: float = 0.0  # finished, last FETCHed or last READY again
+    pinned_until: float | None = None  # of a FETCH_CONTENT, with the id of its transfer; None: a prefill
 
 
 @dataclass(slots=True)
@@ -82,6 +102,7 @@ class _Waiting:
     session: int
     fetch: Fetch
     deadline: float
+    first_chunk: int | None = None  # of a FETCH_CONTENT, with the id of its transfer; None: of a FETCH
 
 
 class HeldPrefills:
@@ -142,6 +163,20 @@ class HeldPrefills:
         self._tombstones.bury(prefill_id, reason, now)
         return effects
 
+    def pinned(self, transfer_id: bytes, chunks: int, now: float) -> list[Effect]:
+        """The engine has pinned so many chunks of a FETCH_CONTENT, at least one."""
+        waiting = self.waiting.pop(transfer_id, None)
+        if waiting is None:
+            return [Release(transfer_id, "gone")]  # its peer left meanwhile
+        assert waiting.first_chunk is not None
+        until = now + self._deadlines.pin
+        held = Held(transfer_id, finished=True, since=now, pinned_until=until)
+        self.held[transfer_id] = held
+        start = waiting.first_chunk * CHUNK_TOKENS
+        fetch = msgspec.structs.replace(waiting.fetch, ranges=((start, start + chunks * CHUNK_TOKENS),))
+        have = Send(waiting.session, transfer_id, Have(chunks))
+        return [have, *self._start(held, transfer_id, waiting.session, fetch, now)]
+
     # ------------------------------------------------------------ from a peer
 
     def fetch(self, transfer_id: bytes, session: int, fetch: Fetch, now: float) -> list[Effect]:
@@ -161,10 +196,38 @@ class HeldPrefills:
         self.waiting[fetch.prefill_id] = _Waiting(transfer_id, session, fetch, deadline)
         return effects
 
+    def fetch_content(
+        self, transfer_id: bytes, session: int, message: FetchContent, now: float
+    ) -> list[Effect]:
+        if self._is_used(transfer_id) or transfer_id in self.held or self._tombstones.get(transfer_id):
+            reason = "integrity"
+        elif message.receivers != 1:
+            reason = "unsupported"
+        elif self._pins >= MOST_PINS:
+            reason = "busy"
+        else:
+            fetch = Fetch(
+                transfer_id, 0, 1, (), message.receiver_rank, message.head_start, message.head_count
+            )
+            deadline = now + self._deadlines.fetch_wait
+            self.waiting[transfer_id] = _Waiting(transfer_id, session, fetch, deadline, message.first_chunk)
+            return [Pin(transfer_id, message.chunks, message.first_chunk)]
+        return [Send(session, transfer_id, Aborted(reason, 0))]
+
+    @property
+    def _pins(self) -> int:
+        """FETCH_CONTENTs that wait for the engine or are being served."""
+        waiting = sum(w.first_chunk is not None for w in self.waiting.values())
+        return waiting + sum(held.pinned_until is not None for held in self.held.values())
+
+    def _is_used(self, transfer_id: bytes) -> bool:
+        """Ids are drawn fresh for each FETCH."""
+        return transfer_id in self.open or any(w.transfer_id == transfer_id for w in self.waiting.values())
+
     def _refusal(self, transfer_id: bytes, fetch: Fetch) -> Reason | None:
         """Why a FETCH cannot start or wait. None: it can."""
-        if transfer_id in self.open or any(w.transfer_id == transfer_id for w in self.waiting.values()):
-            return "integrity"  # ids are drawn fresh for each FETCH
+        if self._is_used(transfer_id) or self._is_used(fetch.prefill_id):
+            return "integrity"
         if fetch.receivers != 1:
             return "unsupported"
         held, waiting = self.held.get(fetch.prefill_id), self.waiting.get(fetch.prefill_id)
@@ -205,7 +268,7 @@ class HeldPrefills:
             del self.waiting[prefill_id]
             effects.append(Waiting(prefill_id, gone=True))
         for held in [h for h in self.open.values() if h.session == session]:
-            effects += [e for e in self._end_transfer(held, "gone", now) if isinstance(e, Stop)]
+            effects += [e for e in self._end_transfer(held, "gone", now) if not isinstance(e, Send)]
         return effects
 
     # ------------------------------------------------------------ frames and time
@@ -239,6 +302,10 @@ class HeldPrefills:
         for held in list(self.held.values()):
             if not held.finished:
                 continue  # the router bounds how long a prefill computes
+            if held.pinned_until is not None and now >= held.pinned_until:
+                effects.append(Expired("pin", f"{held.sent} frames left"))
+                effects += self._release(held, "deadline", now)
+                continue
             moved = max(held.moved, held.since, flow.get(held.session, 0.0))
             if held.state is not HoldState.READY and now >= moved + limits.progress:
                 effects.append(Expired("progress", f"{held.sent} frames left"))
@@ -260,7 +327,9 @@ class HeldPrefills:
         return [Start(held.prefill_id, transfer_id, session, fetch)]
 
     def _end_transfer(self, held: Held, reason: Reason, now: float) -> list[Effect]:
-        """STREAMING or COMMITTED → READY."""
+        """STREAMING or COMMITTED → READY. A pin serves one transfer, so it is released."""
+        if held.pinned_until is not None:
+            return self._release(held, reason, now)
         transfer_id = held.transfer_id
         assert transfer_id is not None
         del self.open[transfer_id]

@@ -138,6 +138,20 @@ class Incoming:
         self.state = TransferState.RECEIVING
         return self._check_complete()
 
+    def narrow(self, stop: int) -> None:
+        """The sender has only the positions of the one range below `stop`. Raises Fault if frames came that
+        contradict this."""
+        assert self.live
+        [(start, _)] = self.ranges
+        if any(parts[-1][1] > stop for layer in self._covered for parts in layer.values()):
+            raise Fault("frame_range", f"a frame came of positions beyond {stop}")
+        less = self._layer_bytes
+        self.ranges = ((start, stop),)
+        self._layer_bytes = (stop - start) * (self.heads[1] - self.heads[0]) * self._layout.head_bytes
+        less -= self._layer_bytes
+        self._missing = [missing - less for missing in self._missing]
+        self._missing_frames = sum(-(-missing // self._slot_bytes) for missing in self._missing)
+
     def injected(self) -> None:
         assert self.state is TransferState.COMPLETE
         self.state = TransferState.INJECTED

@@ -1,11 +1,20 @@
-"""A decode worker asks a prefill worker only for the KV that its prefix cache lacks. Tiny model."""
+"""KV that some worker has is neither moved nor computed again. Tiny model."""
 
 import random
 
 import pytest
 
 from rpc import worker_pb2 as pb
-from tests.cluster_helpers import Pair, assert_whole, metrics, paired, request, sampling
+from tests.cluster_helpers import (
+    Pair,
+    WorkerProcess,
+    WorkerStream,
+    assert_whole,
+    metrics,
+    paired,
+    request,
+    sampling,
+)
 
 from .conftest import Workers, retarget, status
 
@@ -43,11 +52,7 @@ async def test_the_next_turn_moves_only_what_decode_lacks(
         known = (length + len(tokens) - 1) // 16 * 16  # full blocks; the last token has no KV
         again, moved = await handed_over(caching_workers, pair, second)
         assert moved == len(second) - known
-        # The same request on a worker that computes everything itself.
-        here = request(second, SHORT)
-        await pair.prefill.send(decode=pb.SubmitDecode(decode_id=here.request_id, request=here))
-        await pair.prefill.reserved(here.request_id)
-        assert [t.token_id for t, _ in await pair.prefill.tokens(here.request_id)] == again
+        assert await answered(pair.prefill, second, SHORT) == again, "computed by one worker"
         await assert_whole(*caching_workers)
 
 
@@ -75,4 +80,86 @@ async def test_a_retarget_fetches_what_is_missing_of_the_longer_text(caching_wor
         decoded = await pair.decode.tokens(decode_id)
         assert [token.token_id for token, _ in decoded] == tokens[1:]
         assert (await received(caching_workers, pair) - before) / TOKEN_BYTES == 71 - 64
+        await assert_whole(*caching_workers)
+
+
+def cache_of(worker: WorkerProcess) -> pb.ContentSource:
+    return pb.ContentSource(kv_address=worker.ready["kv_address"], incarnation=worker.ready["incarnation"])
+
+
+async def answered(stream: WorkerStream, prompt: list[int], params: pb.SamplingParams) -> list[int]:
+    """The tokens of a request that one worker computes and decodes."""
+    here = request(prompt, params)
+    await stream.send(decode=pb.SubmitDecode(decode_id=here.request_id, request=here))
+    await stream.reserved(here.request_id)
+    return [token.token_id for token, _ in await stream.tokens(here.request_id)]
+
+
+async def prefilled(stream: WorkerStream, prompt: list[int], content: pb.ContentSource) -> tuple[int, int]:
+    """The first token of a prompt, and how many positions were cached."""
+    prefill_id = await stream.submit_prefill(
+        request(prompt, sampling(max_tokens=1)), handover=False, content=content
+    )
+    token, _ = await stream.token(prefill_id)
+    return token.token_id, token.cached_tokens
+
+
+async def test_the_kv_of_an_answer_comes_back_for_the_next_turn(caching_workers: Workers) -> None:
+    _, decode = caching_workers
+    async with paired(*caching_workers) as pair:
+        first = text(200, 7)
+        answer = await answered(pair.decode, first, sampling(max_tokens=100, ignore_eos=True))
+        second = [*first, *answer, *text(20, 8)]
+        token, cached = await prefilled(pair.prefill, second, cache_of(decode))
+        assert cached == 288 // 64 * 64, "full blocks of 299 positions, in chunks"
+        assert [token] == await answered(pair.decode, second, sampling(max_tokens=1))
+        await status(pair.prefill)
+        assert metrics(caching_workers[0])["baton:prefix_fetched_tokens_total"] == cached
+        longer = [*second, *text(400, 9)]
+        token, cached = await prefilled(pair.prefill, longer, cache_of(decode))
+        assert cached == len(second) // 16 * 16, "what it computed itself"
+        assert [token] == await answered(pair.decode, longer, sampling(max_tokens=1))
+        await assert_whole(*caching_workers)
+
+
+@pytest.mark.parametrize("wrong", ["nothing cached", "another incarnation", "nobody listens", "itself"])
+async def test_a_stale_hint_costs_time_alone(caching_workers: Workers, wrong: str) -> None:
+    prefill, decode = caching_workers
+    content = {
+        "nothing cached": cache_of(decode),
+        "another incarnation": pb.ContentSource(kv_address=decode.ready["kv_address"], incarnation=1),
+        "nobody listens": pb.ContentSource(kv_address="127.0.0.1:1", incarnation=1),
+        "itself": cache_of(prefill),
+    }[wrong]
+    async with paired(*caching_workers) as pair:
+        prompt = text(150, sum(map(ord, wrong)))
+        token, cached = await prefilled(pair.prefill, prompt, content)
+        assert cached == 0
+        assert [token] == await answered(pair.decode, prompt, sampling(max_tokens=1))
+        await assert_whole(*caching_workers)
+
+
+async def test_prompts_with_the_same_beginning_wait_for_one_fetch(
+    caching_workers: Workers,
+) -> None:
+    _, decode = caching_workers
+    async with paired(*caching_workers) as pair:
+        shared = text(640, 11)
+        await answered(pair.decode, [*shared, 1], SHORT)
+        await status(pair.prefill)
+        before = metrics(caching_workers[0]).get("baton:prefix_fetched_tokens_total", 0)
+        ids = [
+            await pair.prefill.submit_prefill(
+                request([*shared, number], SHORT), handover=True, content=cache_of(decode)
+            )
+            for number in range(4)
+        ]
+        await pair.prefill.cancel(ids[0])
+        await pair.prefill.cancel(ids[3])
+        for prefill_id in ids[1:3]:
+            token, _ = await pair.prefill.token(prefill_id)
+            assert token.cached_tokens == 640
+            await pair.prefill.cancel(prefill_id)
+        await status(pair.prefill)
+        assert metrics(caching_workers[0])["baton:prefix_fetched_tokens_total"] - before == 640
         await assert_whole(*caching_workers)

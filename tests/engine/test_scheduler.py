@@ -435,7 +435,8 @@ def test_prefix_hits_end_before_the_last_position() -> None:
     third = add(scheduler, 3, 9)
     assert tokens(step(scheduler)) == [(2, 8, 9), (3, 8, 9)]
     assert third.blocks[0] == second.blocks[0], "shared"
-    assert (scheduler.prefix_queries, scheduler.prefix_hits) == (25, 12)
+    assert scheduler.cache is not None
+    assert (scheduler.cache.queries, scheduler.cache.hits) == (25, 12)
     scheduler.drop(second)
     scheduler.drop(third)
     scheduler.assert_whole()

@@ -76,6 +76,8 @@ class Prefill(Worker):
         self.sender = self.transport.sender(self.ranks.kv)
         self.released: dict[bytes, str] = {}
         self.held: dict[bytes, list[int]] = {}
+        self.cached: list[bytes] | None = None  # names of the chunks of one prompt, from its beginning on
+        self.cached_blocks: list[int] = []  # with the KV of these
 
     def filled(self, layer: torch.Tensor) -> torch.Tensor:
         return layer.normal_()
@@ -95,9 +97,32 @@ class Prefill(Worker):
 
     def poll(self) -> None:
         for event in self.sender.poll():
+            if isinstance(event, kv.ContentWanted):
+                self.answer(event)
+                continue
             assert event.prefill_id not in self.released, "released twice"
             self.released[event.prefill_id] = event.reason
             self.free += self.held.pop(event.prefill_id)
+
+    def cache(self, num_chunks: int) -> list[bytes]:
+        """Keeps the KV of a prompt. Returns the names of its chunks."""
+        self.cached = [os.urandom(16) for _ in range(num_chunks)]
+        self.cached_blocks = self.allocate(num_chunks * 64)
+        return self.cached
+
+    def answer(self, wanted: kv.ContentWanted) -> None:
+        first, chunks = wanted.first_chunk, list(wanted.chunks)
+        if self.cached is None:
+            self.sender.close(wanted.transfer_id, "unsupported")
+            return
+        while chunks and self.cached[first : first + len(chunks)] != chunks:
+            chunks.pop()
+        if chunks:
+            stop = (first + len(chunks)) * 64
+            self.held[wanted.transfer_id] = []
+            self.sender.serve(wanted.transfer_id, self.cached_blocks, first * 64, stop)
+        else:
+            self.sender.close(wanted.transfer_id, "gone")
 
     def close(self) -> None:
         self.sender.shutdown()
@@ -122,6 +147,15 @@ class Decode(Worker):
             start=start, **where,
         )  # fmt: skip
         return decode_id
+
+    def fetch_content(self, source: Prefill, chunks: list[bytes], first_chunk: int = 0) -> bytes:
+        fetch_id = os.urandom(16)
+        self.reserved[fetch_id] = self.allocate((first_chunk + len(chunks)) * 64)
+        self.receiver.fetch_content(
+            fetch_id, chunks=chunks, first_chunk=first_chunk, kv_address=source.address,
+            incarnation=source.incarnation, block_ids=self.reserved[fetch_id],
+        )  # fmt: skip
+        return fetch_id
 
     def poll(self) -> None:
         for event in self.receiver.poll():

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from kv_transfer.config import TransferDeadlines
 from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.held import HeldPrefills, HoldState, Release, Start, Stop, Waiting
-from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FirstToken, Reason
+from kv_transfer.protocol.held import HeldPrefills, HoldState, Pin, Release, Start, Stop, Waiting
+from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, FirstToken, Have, Reason
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
 FETCH = Fetch(P, 0, 1, ((0, 8),), 0, 0, 4)
@@ -132,6 +132,72 @@ def test_a_committed_transfer_survives_its_session() -> None:
     held.commit(T1, COMMIT, 1)
     assert held.session_down(A, 2) == [Stop(P, T1)]
     assert held.ack(T1, 3) == [Release(P, "acked")]
+
+
+CONTENT = FetchContent((b"a" * 16, b"b" * 16, b"c" * 16), 2, 1, 0, 0, 4)
+
+
+def pinned() -> HeldPrefills:
+    held = table()
+    assert held.fetch_content(T1, A, CONTENT, 0) == [Pin(T1, CONTENT.chunks, 2)]
+    fetch = Fetch(T1, 0, 1, ((128, 256),), 0, 0, 4)
+    assert held.pinned(T1, 2, 1) == [Send(A, T1, Have(2)), Start(T1, T1, A, fetch)]
+    return held
+
+
+def test_content_is_pinned_sent_and_released() -> None:
+    held = pinned()
+    assert held.begin_send(T1, 2)
+    assert held.commit(T1, COMMIT, 2) == [Send(A, T1, COMMIT)]
+    assert held.ack(T1, 3) == [Release(T1, "acked")]
+    assert not held.held
+    assert not held.open
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_pin_ends_with_its_transfer(committed: bool) -> None:
+    for end in ("abort", "session", "progress", "pin"):
+        held = pinned()
+        if committed:
+            held.commit(T1, COMMIT, 2)
+        if end == "abort":
+            assert held.abort(T1, "cancelled", 2) == [Release(T1, "cancelled"), aborted("cancelled")]
+        elif end == "session":
+            assert held.session_down(A, 2) == [Release(T1, "gone")]
+        elif end == "progress":
+            assert expire(held, 12) == ["progress", Release(T1, "deadline"), aborted("deadline")]
+        else:
+            assert expire(held, 30.9, {A: 30.9}) == []
+            assert expire(held, 31, {A: 31}) == ["pin", Release(T1, "deadline"), aborted("deadline")]
+        assert not held.held
+        assert held.ack(T1, 32) == []
+        assert expire(held, 40) == []
+
+
+def test_content_that_is_not_there_or_whose_peer_left() -> None:
+    held = table()
+    held.fetch_content(T1, A, CONTENT, 0)
+    assert held.close(T1, "gone", 1) == [aborted("gone"), Waiting(T1, gone=True)]
+    held.fetch_content(T2, A, CONTENT, 1)
+    assert held.session_down(A, 2) == [Waiting(T2, gone=True)]
+    assert held.pinned(T2, 1, 3) == [Release(T2, "gone")]
+    assert not held.held
+
+
+def test_two_pins_at_a_time() -> None:
+    held = pinned()
+    held.fetch_content(T2, A, CONTENT, 1)
+    assert held.fetch_content(Q, B, CONTENT, 1) == [aborted("busy", session=B, transfer=Q)]
+    held.abort(T1, "cancelled", 2)
+    assert held.fetch_content(P, B, CONTENT, 2) == [Pin(P, CONTENT.chunks, 2)]
+
+
+def test_a_fetch_may_not_name_a_pin() -> None:
+    held = pinned()
+    fetch = Fetch(T1, 9, 1, (), 0, 0, 4)
+    assert held.fetch(T2, B, fetch, 2) == [aborted("integrity", session=B, transfer=T2)]
+    assert held.fetch_content(T1, B, CONTENT, 2) == [aborted("integrity", session=B)]
+    assert T1 in held.open
 
 
 @pytest.mark.parametrize("committed", [True, False])

@@ -1,0 +1,69 @@
+"""The prefix cache: which blocks of the pool are found by the names of their content. Pure."""
+
+from collections.abc import Sequence
+
+from content import CHUNK_TOKENS
+from engine.api.request import CacheObserver, EngineRequest
+from engine.core.block_pool import BlockPool
+from engine.core.prefix_names import PrefixNames
+
+
+class PrefixCache:
+    """Names blocks and chunks. The pool owns the blocks.
+
+    Attributes:
+        queries, hits: tokens that requests looked up, and how many of these were found.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, content_root: bytes, observer: CacheObserver | None
+    ) -> None:
+        self.queries = 0
+        self.hits = 0
+        self._pool = pool
+        self._block_size = block_size
+        self._root = content_root
+        self._observer = observer
+        self._blocks_of: dict[bytes, list[bytes]] = {}  # chunk → the blocks with its positions, in order
+        self._chunks_in: dict[bytes, Sequence[bytes]] = {}  # cached block → chunks that end in it
+        pool.on_evicted = self._evicted
+
+    def names(self, request: EngineRequest) -> PrefixNames:
+        """Names for the tokens of a request."""
+        return PrefixNames(self._root, request.cache_salt, self._block_size)
+
+    def publish(self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int) -> None:
+        """Offers the blocks with indices [start, stop) of a block table. Their KV is verified."""
+        entered = [
+            index for index in range(start, stop) if self._pool.publish(blocks[index], names.blocks[index])
+        ]
+        for index, block in zip(entered, names.cached(entered), strict=True):
+            self._chunks_in[block.name] = block.chunks
+            last = (index + 1) * self._block_size // CHUNK_TOKENS
+            for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
+                first = chunk * CHUNK_TOKENS // self._block_size
+                self._blocks_of[name] = names.blocks[first : index + 1]
+        if entered and self._observer is not None:
+            self._observer.cached(names.cached(entered))
+
+    def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
+        """Finds the KV of consecutive chunks, of which the first is chunk `first_chunk` of its prompt.
+
+        Returns how many are cached, from the first on, in at most `most` blocks; and these blocks."""
+        first = first_chunk * CHUNK_TOKENS // self._block_size
+        table: dict[int, int] = {}  # index → block
+        for count, name in enumerate(chunks):
+            start = (first_chunk + count) * CHUNK_TOKENS // self._block_size
+            blocks = self._pool.lookup(names := self._blocks_of.get(name, ()))
+            indices = range(start - first, start - first + len(blocks))
+            if not names or len(blocks) < len(names) or indices.stop > most:
+                return count, list(table.values())
+            table.update(zip(indices, blocks, strict=True))
+        return len(chunks), list(table.values())
+
+    def _evicted(self, name: bytes) -> None:
+        for chunk in self._chunks_in.pop(name):
+            if self._blocks_of.get(chunk, [None])[-1] == name:
+                del self._blocks_of[chunk]
+        if self._observer is not None:
+            self._observer.evicted(name)

@@ -1,0 +1,87 @@
+"""Prefixes that travel between the caches of two workers. Pure.
+
+    pinned      cached blocks that another worker reads
+    importing   new blocks that get the KV of another worker's cache, beside the cached blocks before them
+
+What holds blocks here, and what it waits for:
+
+    importing ──▶ pinned, on the other worker ──▶ a transfer into blocks that are reserved
+
+Both end with the transfer, at the latest at its deadlines. A pin is made at once or not at all. So is an
+import. A request that waits for an import has no block. So nothing here waits in a circle.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from content import CHUNK_TOKENS
+from engine.api.request import EngineRequest, PrefixImport
+from engine.core.block_pool import BlockPool
+from engine.core.prefix_cache import PrefixCache
+from engine.core.prefix_names import PrefixNames
+
+PINNED_SHARE = 4
+"""One in so many blocks may be pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Import:
+    names: PrefixNames
+    hits: list[int]
+    blocks: list[int]  # the table, with its new blocks from `first` on
+    first: int
+
+
+class PrefixExchange:
+    """Owns pins and imports, by the ids that their callers draw."""
+
+    def __init__(self, pool: BlockPool, cache: PrefixCache, block_size: int) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._block_size = block_size
+        self._pins: dict[bytes, list[int]] = {}
+        self._imports: dict[bytes, _Import] = {}
+
+    @property
+    def empty(self) -> bool:
+        return not self._pins and not self._imports
+
+    def pin(self, pin_id: bytes, chunks: Sequence[bytes], first_chunk: int) -> tuple[int, list[int]]:
+        """Keeps the blocks of these chunks until `unpin`. Returns how many chunks are pinned, from the first
+        on, and a block table up to their end. Its entries before the first chunk mean nothing."""
+        assert pin_id not in self._pins, "ids are unique"
+        most = self._pool.num_blocks // PINNED_SHARE - sum(map(len, self._pins.values()))
+        count, blocks = self._cache.table(chunks, first_chunk, most)
+        if count:
+            self._pool.share(blocks)
+            self._pins[pin_id] = blocks
+        return count, [*[0] * (first_chunk * CHUNK_TOKENS // self._block_size), *blocks]
+
+    def unpin(self, pin_id: bytes) -> None:
+        self._pool.release(self._pins.pop(pin_id))
+
+    def start_import(self, import_id: bytes, request: EngineRequest, free: int) -> PrefixImport | None:
+        """Takes at most `free` blocks for what the cache lacks of a prompt, except for its end. None: nothing
+        is missing, or there is no room."""
+        tokens = [*request.prompt_ids, *request.output_ids]
+        usable = (len(tokens) - 1) // self._block_size  # as for a prefill
+        names = self._cache.names(request)
+        names.extend(tokens, usable * self._block_size)
+        hits = self._pool.lookup(names.blocks)
+        first_chunk = len(hits) * self._block_size // CHUNK_TOKENS
+        chunks = names.chunks[first_chunk:]
+        # A chunk may begin in a cached block, which nothing may write: such a block is fetched again.
+        first = first_chunk * CHUNK_TOKENS // self._block_size
+        last = -(-(first_chunk + len(chunks)) * CHUNK_TOKENS // self._block_size)
+        if not chunks or last - first + self._pool.unreferenced(hits) > free:
+            return None
+        self._pool.share(hits)
+        blocks = [*hits[:first], *self._pool.allocate(last - first)]
+        self._imports[import_id] = _Import(names, hits, blocks, first)
+        return PrefixImport(chunks, first_chunk, blocks)
+
+    def end_import(self, import_id: bytes, num_tokens: int) -> None:
+        """The first `num_tokens` positions of an import have their KV, verified. It enters the cache."""
+        ended = self._imports.pop(import_id)
+        self._cache.publish(ended.names, ended.blocks, len(ended.hits), num_tokens // self._block_size)
+        self._pool.release([*ended.hits, *ended.blocks[ended.first :]])

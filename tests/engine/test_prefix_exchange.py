@@ -1,0 +1,168 @@
+"""Prefixes travel from one pool to another: what is pinned, imported and cached, and who owns the blocks."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from content import CHUNK_TOKENS
+from engine.api.request import EngineRequest, PrefixImport
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import Scheduler
+
+ROOT = b"root"
+
+
+class Worker:
+    """A scheduler without a model. `kv` has the (position, tokens before it) whose KV each row has."""
+
+    def __init__(self, block_size: int, num_blocks: int = 256) -> None:
+        self.block_size = block_size
+        self.scheduler = Scheduler(
+            BlockPool(num_blocks),
+            block_size=block_size,
+            max_num_seqs=4,
+            max_num_batched_tokens=4096,
+            content_root=ROOT,
+        )
+        self.kv: dict[int, object] = {}
+        assert self.scheduler.exchange is not None
+        self.exchange = self.scheduler.exchange
+        self._ids = iter(range(1 << 30))
+
+    def row(self, blocks, position: int) -> int:
+        return blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    def compute(self, prompt: list[int], salt: bytes = b"") -> int:
+        """Returns the number of positions that were cached, whose KV must be right."""
+        request = EngineRequest(next(self._ids).to_bytes(4), prompt, cache_salt=salt)
+        live = self.scheduler.start(request)
+        assert live is not None
+        for position in range(len(prompt)):
+            expected = content(prompt, position, salt)
+            row = self.row(live.blocks, position)
+            if position < live.num_cached:
+                assert self.kv[row] == expected
+            self.kv[row] = expected
+        self.scheduler.verified(live, len(prompt))
+        self.scheduler.drop(live)
+        return live.num_cached
+
+    def start_import(self, prompt: list[int], salt: bytes = b"") -> PrefixImport | None:
+        request = EngineRequest(b"r", prompt, cache_salt=salt)
+        return self.exchange.start_import(b"i", request, self.scheduler.spare_blocks)
+
+
+def content(prompt: list[int], position: int, salt: bytes) -> object:
+    return position, tuple(prompt[: position + 1]), salt
+
+
+def move(holder: Worker, asker: Worker, wanted: PrefixImport) -> int:
+    """Copies what the holder has, into blocks that no request reads. Returns the number of chunks."""
+    count, blocks = holder.exchange.pin(b"p", wanted.chunks, wanted.first_chunk)
+    first = wanted.first_chunk * CHUNK_TOKENS
+    stop = first + count * CHUNK_TOKENS
+    for position in range(first, stop):
+        row = asker.row(wanted.block_ids, position)
+        assert wanted.block_ids[position // asker.block_size] in asker.scheduler.pool._private
+        asker.kv[row] = holder.kv[holder.row(blocks, position)]
+    asker.exchange.end_import(b"i", stop)
+    if count:
+        holder.exchange.unpin(b"p")
+    return count
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+SIZES = [16, 48, 64, 96, 128]
+
+
+@pytest.mark.parametrize("there", SIZES)
+@pytest.mark.parametrize("here", SIZES)
+def test_a_prefix_moves_between_pools_of_any_block_sizes(there: int, here: int) -> None:
+    holder, asker = Worker(there), Worker(here)
+    prompt = text(600)
+    holder.compute([*prompt, 1])
+    wanted = asker.start_import([*prompt, 2, 3])
+    assert wanted is not None
+    moved = move(holder, asker, wanted)
+    assert moved == min(600 // there * there, 601 // here * here) // CHUNK_TOKENS
+    assert asker.compute([*prompt, 2, 3]) == moved * CHUNK_TOKENS // here * here
+    for worker in (holder, asker):
+        worker.scheduler.assert_whole()
+
+
+@pytest.mark.parametrize("here", SIZES)
+def test_only_what_is_missing_is_asked_for(here: int) -> None:
+    holder, asker = Worker(16), Worker(here)
+    prompt = text(600)
+    holder.compute(prompt)
+    known = asker.compute(prompt[:301]) or 301 // here * here
+    wanted = asker.start_import(prompt)
+    assert wanted is not None
+    assert wanted.first_chunk == known // CHUNK_TOKENS
+    move(holder, asker, wanted)
+    assert asker.compute(prompt) >= 512 // here * here
+    assert asker.start_import(prompt) is None or here == 16, "a part of a chunk may be left"
+
+
+def test_tenants_do_not_find_the_prefixes_of_others() -> None:
+    holder, asker = Worker(16), Worker(16)
+    prompt = text(300)
+    holder.compute(prompt, b"one")
+    wanted = asker.start_import(prompt, b"other")
+    assert wanted is not None
+    assert move(holder, asker, wanted) == 0
+    assert asker.compute(prompt, b"other") == 0
+
+
+def test_pins_keep_their_blocks_and_take_a_bounded_share() -> None:
+    holder, asker = Worker(16, num_blocks=40), Worker(16)
+    prompt = text(400)
+    holder.compute(prompt)
+    wanted = asker.start_import(prompt)
+    assert wanted is not None
+    count, blocks = holder.exchange.pin(b"p", wanted.chunks, 0)
+    assert (count, len(blocks)) == (2, 8), "a quarter of 40 blocks has room for two chunks"
+    assert holder.exchange.pin(b"q", wanted.chunks, 0)[0] == 0
+    pool = holder.scheduler.pool
+    taken = pool.allocate(pool.free)
+    assert not {*taken} & {*blocks}
+    pool.release(taken)
+    with pytest.raises(AssertionError, match="left behind"):
+        holder.scheduler.assert_whole()
+    holder.exchange.unpin(b"p")
+    holder.scheduler.assert_whole()
+    asker.exchange.end_import(b"i", 0)
+    asker.scheduler.assert_whole()
+    assert asker.compute(prompt) == 0
+
+
+def test_an_import_needs_room_beside_the_queue() -> None:
+    asker = Worker(16, num_blocks=40)
+    prompt = text(400)
+    asker.scheduler.add(EngineRequest(b"w", text(300, 1)), handover=True)
+    assert asker.start_import(prompt) is None
+    asker.scheduler.drop(asker.scheduler.requests[b"w"])
+    assert asker.start_import(prompt) is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from(SIZES),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 500), st.booleans()), min_size=1, max_size=12),
+)
+def test_prompts_that_grow_and_branch_move_with_the_right_kv(there: int, here: int, turns) -> None:
+    """`Worker.compute` checks the KV of each cached position. The pools are too small for all prompts."""
+    holder, asker = (Worker(size, num_blocks=1536 // size) for size in (there, here))
+    for number, (family, length, fetched) in enumerate(turns):
+        prompt = [*text(length, family), number]
+        if fetched and (wanted := asker.start_import(prompt)) is not None:
+            move(holder, asker, wanted)
+        (asker if fetched else holder).compute(prompt)
+        for worker in (holder, asker):
+            worker.scheduler.assert_whole()
