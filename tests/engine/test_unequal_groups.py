@@ -144,6 +144,7 @@ class Pair:
             if not (prefill.engine.has_work or decode.engine.has_work):
                 select.select([prefill.sender, decode.receiver], [], [], 0.001)
             for released in prefill.sender.poll():
+                assert isinstance(released, kv.Released)
                 assert released.reason == "acked"
                 prefill.engine.release(released.prefill_id)
             for output in prefill.engine.step().outputs:

@@ -51,6 +51,27 @@ def test_layers_stream_while_the_prefill_computes(make_pair: Any) -> None:
     pair.assert_whole()
 
 
+@GROUPS
+def test_chunks_of_a_prefix_cache_travel(make_pair: Any, ranks: tuple[int, int]) -> None:
+    """From blocks of 128 into blocks of 16. The holder lacks the last chunk."""
+    pair = make_pair(
+        {"block_size": 128, "blocks": 8, "ranks": ranks[0]}, {"block_size": 16, "ranks": ranks[1]}
+    )
+    names = pair.prefill.cache(6)
+    fetch_id = pair.decode.fetch_content(pair.prefill, [*names[1:], os.urandom(16)], first_chunk=1)
+    event = pair.event(fetch_id)
+    assert isinstance(event, kv.Injected)
+    assert event.stats.bytes == 5 * 64 * pair.prefill.layout.bytes_per_token
+    pair.assert_same(pair.prefill.cached_blocks, fetch_id, 64, 384)
+    pair.until(lambda: [*pair.prefill.released.values()] == ["acked"], "the pin to be released")
+    fetch_id = pair.decode.fetch_content(pair.prefill, [os.urandom(16)], first_chunk=1)
+    assert pair.event(fetch_id) == kv.FetchFailed(fetch_id, "gone")
+    cancelled = pair.decode.fetch_content(pair.prefill, names)
+    pair.decode.receiver.cancel(cancelled)
+    assert pair.event(cancelled) == kv.Closed(cancelled)
+    pair.assert_whole()
+
+
 def test_only_missing_positions_travel(make_pair: Any) -> None:
     pair = make_pair({"block_size": 32, "blocks": 16}, {"block_size": 16})
     prefill_id = pair.prefill.hold(100)
