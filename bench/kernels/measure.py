@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -128,29 +129,31 @@ def moe_choices(cases: MoeCases) -> Choices:
     from engine.kernels.grouped_linear import Tiling
 
     few = [
-        Tiling(16, 64, 128, 4, 4),
-        Tiling(16, 64, 256, 4, 3),
-        Tiling(16, 128, 64, 4, 5),
-        Tiling(16, 128, 128, 4, 3),
-        Tiling(16, 32, 256, 4, 4),
-        Tiling(32, 64, 128, 4, 4),
-    ]
+        Tiling(rows, *of_weight, True, None)
+        for rows in (16, 32)
+        for of_weight in (
+            (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (64, 64, 4, 6), (128, 128, 4, 3),
+            (128, 64, 4, 4),
+        )
+    ] + [Tiling(16, 64, 128, 4, 4, False, None), Tiling(16, 32, 256, 4, 4, False, None)]  # fmt: skip
     many = [
-        Tiling(64, 128, 64, 4, 3),
-        Tiling(64, 256, 64, 8, 3),
-        Tiling(128, 128, 64, 8, 3),
-        Tiling(128, 256, 64, 8, 3),
-        Tiling(128, 256, 64, 8, 4),
-    ]
-    most = [tokens for tokens in cases.shape.tokens if tokens >= 2000] or cases.shape.tokens[-1:]
-    products = (cases.gate_up, cases.down)
+        Tiling(*tile, False, group)
+        for tile in (
+            (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 3), (128, 128, 64, 8, 3),
+            (128, 256, 64, 8, 3), (128, 256, 64, 8, 4),
+        )
+        for group in (8, None)
+    ] + [Tiling(64, 128, 64, 4, 4, True, 8), Tiling(128, 128, 64, 8, 3, False, 32)]  # fmt: skip
+    constants = ((8, "FEW", few), (32, "SOME", few), (256, "MANY", many), (math.inf, "MOST", many))
+
+    def of(tokens: int) -> dict[str, list[Any]]:
+        """The constant that applies to so many tokens, and its choices."""
+        mean = tokens * cases.shape.chosen / cases.shape.experts
+        return next({name: values} for below, name, values in constants if mean < below)
+
+    products = itertools.product((cases.gate_up, cases.down), cases.shape.tokens)
     return [
-        (grouped_linear, {"FEW": few}, partial(product, tokens, loop=False))
-        for product, tokens in itertools.product(products, cases.shape.tokens)
-        if tokens not in most
-    ] + [
-        (grouped_linear, {"MANY": many}, partial(product, tokens, loop=False))
-        for product, tokens in itertools.product(products, most)
+        (grouped_linear, of(tokens), partial(product, tokens, loop=False)) for product, tokens in products
     ]
 
 

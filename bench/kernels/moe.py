@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.cases import Case, Make, nbytes
+from engine.kernels.combine import combine
 from engine.kernels.grouped_linear import grouped_linear
 from engine.kernels.shuffle import Shuffled, shuffle
 from engine.model_config import Scoring
@@ -113,7 +114,7 @@ class MoeCases:
     def down(self, tokens: int, *, loop: bool) -> Case:
         x = self.normal(tokens * self.shape.chosen, self.shape.inner)
         return self._product(
-            f"moe_down.t{tokens}", x, self.shape.hidden, self._routed(tokens), loop=loop, scatter_add=True
+            f"moe_down.t{tokens}", x, self.shape.hidden, self._routed(tokens), loop=loop, combined=True
         )
 
     def _routed(self, tokens: int) -> Shuffled:
@@ -128,7 +129,7 @@ class MoeCases:
         shuffled: Shuffled,
         *,
         loop: bool,
-        scatter_add: bool = False,
+        combined: bool = False,
     ) -> Case:
         """The products of x with the weights [size, in] of all experts, or the same in a loop."""
         (tokens, chosen), experts, inner = shuffled.weights.shape, len(shuffled.counts), x.shape[1]
@@ -139,9 +140,8 @@ class MoeCases:
         ordered, ends = x[rows], shuffled.counts.cumsum(0).int()
 
         def ours() -> object:
-            return grouped_linear(
-                x, weight, shuffled, dtype=x.dtype, weighted=scatter_add, scatter_add=scatter_add
-            )
+            y = grouped_linear(x, weight, shuffled, dtype=x.dtype, weighted=False)
+            return combine(y, shuffled.weights, weighted=True) if combined else y
 
         def one_by_one() -> object:
             parts = zip(ordered.split(counts), weight, strict=True)
@@ -150,7 +150,7 @@ class MoeCases:
         def theirs() -> object:
             return torch._grouped_mm(ordered, weight.transpose(1, 2), offs=ends)
 
-        out = tokens * size * 4 if scatter_add else len(rows) * size * x.itemsize
+        out = (tokens if combined else len(rows)) * size * x.itemsize
         moved = nbytes(x) + sum(count > 0 for count in counts) * size * inner * x.itemsize + out
         flops = 2 * len(rows) * size * inner
         if loop:

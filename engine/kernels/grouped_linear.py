@@ -3,14 +3,17 @@
     gather        x has a row for each token: the pairs of a token read the same row
     bias          each row of the result gets the bias of its expert
     weighted      each row of the result is multiplied by the weight of its pair
-    scatter-add   the result has a row for each token: each pair adds its row
 
 A program computes a tile: BLOCK_M pairs of one expert by BLOCK_N rows of that expert's W. It finds its expert
 from the counts, which only the device knows. The grid has as many programs as any counts can need, so that a
 CUDA graph can replay it; those without a tile end at once. No pair is padding.
 
-In a scatter-add, up to `chosen` terms meet in one element. They are added in float32 by atomic operations, in
-an order that depends on timing.
+With few pairs for each expert, the time goes into reading W. Then the rows of W are the large side of the
+tensor core product (SWAPPED, yᵀ = W xᵀ), so few pairs waste little of it. With many pairs, programs that run
+side by side share what they read: they compute a few tiles (GROUP), for all rows of W.
+
+MetaShuffling (Meta 2025) adds the rows of a token in the epilogue, by atomic operations. Here
+`engine.kernels.combine` adds them, so that timing never changes a result.
 """
 
 from typing import NamedTuple
@@ -19,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized, overlap
 from engine.kernels.overlap import inputs_ready
@@ -30,25 +34,28 @@ class Tiling(NamedTuple):
     block_n: int  # rows of W
     block_k: int  # columns of W at a time
     warps: int
-    stages: int
+    stages: int  # loaded ahead
+    swapped: bool
+    group: int | None  # None: all tiles
 
 
-# Not measured yet.
-FEW = Tiling(16, 64, 128, 4, 4)
-MANY = Tiling(64, 128, 64, 4, 3)
-FLOAT32 = Tiling(16, 64, 64, 4, 3)
-FEW_FP8 = Tiling(16, 64, FP8_GROUP, 4, 6)
-MANY_FP8 = Tiling(64, 128, FP8_GROUP, 4, 4)
-MANY_FROM = 32  # pairs of an expert, on average
+# By the mean number of pairs of an expert. Not measured yet.
+FEW = Tiling(16, 64, 128, 4, 4, True, None)  # below 8
+SOME = Tiling(32, 64, 128, 4, 4, True, None)  # below 32
+MANY = Tiling(64, 128, 64, 4, 4, False, 8)  # below 256
+MOST = Tiling(128, 256, 64, 8, 3, False, 8)
+FLOAT32 = Tiling(16, 64, 64, 4, 3, False, None)
+FEW_FP8 = Tiling(16, 64, FP8_GROUP, 4, 6, True, None)  # below 32
+MANY_FP8 = Tiling(64, 128, FP8_GROUP, 4, 4, False, 8)
 
 
 def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
     if dtype is torch.float32:
         return FLOAT32
-    many = pairs >= MANY_FROM * experts
+    mean = pairs / experts
     if dtype is FP8:
-        return MANY_FP8 if many else FEW_FP8
-    return MANY if many else FEW
+        return FEW_FP8 if mean < 32 else MANY_FP8
+    return FEW if mean < 8 else SOME if mean < 32 else MANY if mean < 256 else MOST
 
 
 def grouped_linear(
@@ -59,14 +66,11 @@ def grouped_linear(
     *,
     dtype: torch.dtype,
     weighted: bool,
-    scatter_add: bool = False,
-    partial: bool = False,
 ) -> Tensor:
     """The products for weight [experts, out, in]. bias [experts, out] is added before the weights apply.
 
-    x [tokens, in] or [pairs, in], quantised if the weight is in FP8. Returns [pairs, out] of `dtype`; with
-    `scatter_add`, the sum of each token's rows, [tokens, out], in float32 if there are several. A pair in no
-    list of `shuffled` adds nothing to the sum; its row is zero if `partial`, else undefined."""
+    x [tokens, in] or [pairs, in], quantised if the weight is in FP8. Returns [pairs, out] of `dtype`. The row
+    of a pair in no list of `shuffled` is undefined."""
     x, x_scales = x if isinstance(x, Quantized) else (x, None)
     weight, weight_scales = weight if isinstance(weight, Fp8Experts) else (weight, None)
     assert x.is_contiguous(), "the kernel assumes dense rows"
@@ -74,23 +78,25 @@ def grouped_linear(
     (tokens, chosen), (experts, size, inner) = shuffled.weights.shape, weight.shape
     pairs = tokens * chosen
     shape = tiling(pairs, experts, x.dtype)
-    scatter_add = scatter_add and chosen > 1  # else a pair is a token
-    if scatter_add:
-        out = torch.zeros(tokens, size, dtype=torch.float32, device=x.device)
-    else:
-        make = torch.zeros if partial else torch.empty
-        out = make(pairs, size, dtype=dtype, device=x.device)
+    out = torch.empty(pairs, size, dtype=dtype, device=x.device)
     # Each expert may have a tile that is partly empty.
     most_tiles = pairs // shape.block_m + min(pairs, experts)
-    _grouped_linear[(most_tiles, triton.cdiv(size, shape.block_n))](
+    group = shape.group or most_tiles
+    # The copy engine needs rows of a multiple of 16 bytes.
+    copied = inner * weight.itemsize % 16 == 0
+    tile = [shape.block_n, shape.block_k]
+    _grouped_linear[(triton.cdiv(most_tiles, group) * group * triton.cdiv(size, shape.block_n),)](
         x,
         x_scales,
-        weight,
+        TensorDescriptor.from_tensor(weight.view(-1, inner), tile) if copied else weight,
         weight_scales,
         bias,
-        *shuffled,
+        shuffled.weights,
+        shuffled.counts,
+        shuffled.pairs,
         out,
         tokens,
+        group,
         experts,
         size,
         inner,
@@ -98,11 +104,12 @@ def grouped_linear(
         CHOSEN=chosen,
         GATHER=len(x) == tokens,
         WEIGHTED=weighted,
-        SCATTER_ADD=scatter_add,
+        COPIED=copied,
         EXPERTS=triton.next_power_of_2(experts),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
+        SWAPPED=shape.swapped,
         num_warps=shape.warps,
         num_stages=shape.stages,
         **overlap.options(),
@@ -110,7 +117,7 @@ def grouped_linear(
     return out
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "group"])
 def _grouped_linear(
     x,
     x_scales,
@@ -122,6 +129,7 @@ def _grouped_linear(
     pairs,
     out,
     tokens,
+    group,
     experts,
     size,
     inner,
@@ -129,55 +137,69 @@ def _grouped_linear(
     CHOSEN: tl.constexpr,
     GATHER: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    SCATTER_ADD: tl.constexpr,
+    COPIED: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    tile = tl.program_id(0)
-    of_expert = tl.arange(0, EXPERTS)
-    tiles = (tl.load(counts + of_expert, mask=of_expert < experts, other=0) + BLOCK_M - 1) // BLOCK_M
-    before = tl.cumsum(tiles, axis=0) <= tile  # experts with all their tiles before this one
-    expert = tl.sum(before.to(tl.int32), axis=0)
+    of_group = group * tl.cdiv(size, BLOCK_N)  # programs
+    in_group = tl.program_id(0) % of_group
+    tile = tl.program_id(0) // of_group * group + in_group % group
+    expert, of_its = _find(tile, counts, experts, EXPERTS, BLOCK_M)
     if expert < experts:
-        first = (tile - tl.sum(tl.where(before, tiles, 0), axis=0)) * BLOCK_M
-        place = first + tl.arange(0, BLOCK_M)
+        place = of_its * BLOCK_M + tl.arange(0, BLOCK_M)
         real = place < tl.load(counts + expert)
         index = expert.to(tl.int64)
         pair = tl.load(pairs + index * tokens + place, mask=real, other=0).to(tl.int64)
         row = pair // CHOSEN if GATHER else pair
-        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        first_column = in_group // group * BLOCK_N
+        column = first_column + tl.arange(0, BLOCK_N)
         used = column < size
         k = tl.arange(0, BLOCK_K)
         x_at = x + row[:, None] * inner + k[None, :]
-        w_at = weight + (index * size + column)[None, :] * inner + k[:, None]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, inner, BLOCK_K):
             inside = k < inner - start
             a = tl.load(x_at + start, mask=real[:, None] & inside[None, :], other=0.0)
-            b = tl.load(w_at + start, mask=used[None, :] & inside[:, None], other=0.0)
-            if GROUPED:
-                group, groups = start // BLOCK_K, tl.cdiv(inner, BLOCK_K)
-                of_x = tl.load(x_scales + row * groups + group, mask=real, other=0.0)
-                of_w = tl.load(weight_scales + (index * groups + group) * size + column, mask=used, other=0.0)
-                acc += tl.dot(a, b) * (of_x[:, None] * of_w[None, :])
+            if COPIED:
+                w = weight.load([expert * size + first_column, start])  # past the columns: zeros
             else:
-                acc = tl.dot(a, b, acc, input_precision="ieee")
+                w_at = weight + (index * size + column)[:, None] * inner + start + k[None, :]
+                w = tl.load(w_at, mask=used[:, None] & inside[None, :], other=0.0)
+            if GROUPED:
+                groups = tl.cdiv(inner, BLOCK_K)
+                of_x = tl.load(x_scales + row * groups + start // BLOCK_K, mask=real, other=0.0)
+                w_scales = weight_scales + (index * groups + start // BLOCK_K) * size
+                of_w = tl.load(w_scales + column, mask=used, other=0.0)
+                if SWAPPED:
+                    acc += tl.dot(w, tl.trans(a)) * (of_w[:, None] * of_x[None, :])
+                else:
+                    acc += tl.dot(a, tl.trans(w)) * (of_x[:, None] * of_w[None, :])
+            elif SWAPPED:
+                acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        y = tl.trans(acc) if SWAPPED else acc
         if weight_scales is not None and not GROUPED:
             of_x = tl.load(x_scales + row, mask=real, other=0.0)
             of_w = tl.load(weight_scales + index * size + column, mask=used, other=0.0)
-            acc *= of_x[:, None] * of_w[None, :]
-        mask = real[:, None] & used[None, :]
+            y *= of_x[:, None] * of_w[None, :]
         if bias is not None:
-            acc += tl.load(bias + index * size + column, mask=used, other=0.0).to(tl.float32)[None, :]
+            y += tl.load(bias + index * size + column, mask=used, other=0.0).to(tl.float32)[None, :]
         if WEIGHTED:
-            acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
-        if SCATTER_ADD:
-            to = out + (pair // CHOSEN)[:, None] * size + column[None, :]
-            tl.atomic_add(to, acc, mask=mask, sem="relaxed")
-        else:
-            to = out + pair[:, None] * size + column[None, :]
-            tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
+            y *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
+        to = out + pair[:, None] * size + column[None, :]
+        tl.store(to, y.to(out.dtype.element_ty), mask=real[:, None] & used[None, :])
+
+
+@triton.jit
+def _find(tile, counts, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a tile, and which of the expert's tiles it is. Past all tiles: `experts`."""
+    index = tl.arange(0, EXPERTS)
+    tiles = (tl.load(counts + index, mask=index < experts, other=0) + BLOCK_M - 1) // BLOCK_M
+    before = tl.cumsum(tiles, axis=0) <= tile  # experts with all their tiles before this one
+    return tl.sum(before.to(tl.int32), axis=0), tile - tl.sum(tl.where(before, tiles, 0), axis=0)

@@ -26,23 +26,22 @@ LOWEST = tl.constexpr(-(1 << 62))  # below the key of every logit
 class Shuffled(NamedTuple):
     """The pairs of a step, by expert."""
 
-    weights: Tensor  # [tokens, chosen] float32: of each pair
+    weights: Tensor  # [tokens, chosen] float32: of each pair; 0: in no list
     counts: Tensor  # [experts] int32: pairs of each expert
     pairs: Tensor  # [experts, tokens] int32: of each expert, the first counts[expert] are defined
 
-    def of(self, first: int, experts: int) -> "Shuffled":
-        """The pairs of these experts alone. The weights are still those of all pairs."""
-        held = slice(first, first + experts)
-        return Shuffled(self.weights, self.counts[held], self.pairs[held])
 
-
-def shuffle(logits: Tensor, counts: Tensor, num_chosen: int, scoring: Scoring) -> Shuffled:
+def shuffle(
+    logits: Tensor, counts: Tensor, num_chosen: int, scoring: Scoring, held: range | None = None
+) -> Shuffled:
     """Routes as `engine.kernels.experts.route` does, by logits [tokens, experts] with dense rows. Of equal
-    logits, the first is chosen. `counts` must be zero, and becomes that of the result."""
+    logits, the first is chosen. `counts` must be zero, and becomes the pairs of each expert. The result has
+    the pairs of the experts `held`; None: of all."""
     assert logits.is_contiguous(), "the kernel assumes dense rows"
     (tokens, experts), device = logits.shape, logits.device
     weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=device)
-    pairs = torch.empty(experts, tokens, dtype=torch.int32, device=device)
+    held = held or range(experts)
+    pairs = torch.empty(len(held), tokens, dtype=torch.int32, device=device)
     columns = triton.next_power_of_2(experts)
     rows = max(1, BLOCK // columns)
     _shuffle[(triton.cdiv(tokens, rows),)](
@@ -51,31 +50,35 @@ def shuffle(logits: Tensor, counts: Tensor, num_chosen: int, scoring: Scoring) -
         counts,
         pairs,
         tokens,
+        held.start,
         experts,
         ROWS=rows,
         COLUMNS=columns,
         CHOSEN=num_chosen,
         CHOICES=triton.next_power_of_2(num_chosen),
+        HELD=len(held),
         SIGMOID=scoring is Scoring.SIGMOID_ON_INPUT,
         NORMALIZED=scoring is Scoring.NORMALIZED_SOFTMAX,
         num_warps=4,
         **overlap.options(),
     )
-    return Shuffled(weights, counts, pairs)
+    return Shuffled(weights, counts[held.start : held.stop], pairs)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "first"])
 def _shuffle(
     logits,
     weights,
     counts,
     pairs,
     tokens,
+    first,
     experts,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOICES: tl.constexpr,
+    HELD: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -109,10 +112,11 @@ def _shuffle(
         weight /= tl.sum(among, axis=1)[:, None]
     is_pair = real[:, None] & used
     pair = token[:, None] * CHOSEN + choice[None, :]
-    tl.store(weights + pair, weight, mask=is_pair)
     chosen = COLUMNS - 1 - lower
+    is_held = (chosen >= first) & (chosen < first + HELD)
+    tl.store(weights + pair, tl.where(is_held, weight, 0.0), mask=is_pair)
     place = tl.atomic_add(counts + chosen, 1, mask=is_pair, sem="relaxed")
-    tl.store(pairs + chosen * tokens + place, pair, mask=is_pair)
+    tl.store(pairs + (chosen - first) * tokens + place, pair, mask=is_pair & is_held)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels import Fp8Experts, HeadNorm, Quantized, fp8, norm, rope, sampling, silu
 from engine.kernels.attention import AttentionMetadata
+from engine.kernels.combine import combine
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
 from engine.kernels.fp8_linear import Fp8Linear
 from engine.kernels.grouped_linear import grouped_linear
@@ -81,25 +82,18 @@ class TritonKernels:
         activation: ClampedSwiGLU | None = None,
     ) -> Tensor:
         experts = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
-        held = shuffle(logits, counts, num_chosen, scoring).of(first, experts)
+        shuffled = shuffle(logits, counts, num_chosen, scoring, range(first, first + experts))
         on_input = scoring is Scoring.SIGMOID_ON_INPUT
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
-        product = grouped_linear(inputs, gate_up, held, gate_up_bias, dtype=x.dtype, weighted=on_input)
+        product = grouped_linear(inputs, gate_up, shuffled, gate_up_bias, dtype=x.dtype, weighted=on_input)
         if isinstance(down, Fp8Experts):
             inner = silu.silu_mul_quantized(product, activation, grouped=down.grouped)
         else:
             inner = silu.silu_mul(product, activation)
-        out = grouped_linear(
-            inner,
-            down,
-            held,
-            down_bias,
-            dtype=x.dtype,
-            weighted=not on_input,
-            scatter_add=True,
-            partial=experts < len(counts),
-        )
-        return out.to(x.dtype)
+        y = grouped_linear(inner, down, shuffled, down_bias, dtype=x.dtype, weighted=False)
+        if on_input and num_chosen == 1 and experts == len(counts):
+            return y
+        return combine(y, shuffled.weights, weighted=not on_input)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor

@@ -174,7 +174,9 @@ def test_shuffle_chooses_an_expert_for_any_logits(kernel_device: str) -> None:
     [
         (1, 1, 64, 32, Scoring.SOFTMAX),
         (3, 3, 72, 24, Scoring.NORMALIZED_SOFTMAX),
+        (20, 4, 72, 12, Scoring.NORMALIZED_SOFTMAX),
         (50, 4, 136, 24, Scoring.NORMALIZED_SOFTMAX),
+        (400, 4, 64, 24, Scoring.SOFTMAX),
         (50, 1, 136, 24, Scoring.SIGMOID_ON_INPUT),
     ],
 )
@@ -189,7 +191,8 @@ def test_mix_experts(
     inner: int,
     scoring: Scoring,
 ) -> None:
-    """Both tilings, tiles that are partly empty in each dimension, and experts without a token."""
+    """All tilings, tiles that are partly empty in each dimension, rows that the copy engine cannot read, and
+    experts without a token."""
     x, gate_up, down = (
         normal(*shape, seed=i).to(dtype)
         for i, shape in enumerate([(tokens, size), (6, 2 * inner, size), (6, size, inner)])
