@@ -15,12 +15,14 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
     dtype: str = "auto"
-    """Type of weights and KV. `auto`: the checkpoint's; for GGUF, float32 on a CPU and bfloat16 on CUDA."""
+    """Type of weights and KV. `auto`: the checkpoint's; for GGUF, bfloat16 on CUDA and on a CPU that
+    reads packed weights, else float32."""
     device: str = "cpu"
     load_format: str = "auto"
     """`dummy`: random weights that depend on `seed`. Only the model's configuration is read."""
     quantization: str = "auto"
-    """Format of the matrices: a name in `engine.loader.formats`. `auto`: the checkpoint's own."""
+    """Format of the matrices: a name in `engine.loader.formats`. `auto`: the checkpoint's own; a GGUF file
+    stays packed where that is fast. `none`: plain, if the file allows it."""
     block_size: int | None = None
     """Positions per KV block. None: 128 on CUDA, 16 on a CPU."""
     num_blocks: int | None = None

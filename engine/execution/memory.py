@@ -89,7 +89,7 @@ def choose_limits(
     `device` is that of this rank."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: no CUDA device here; use --device cpu")
-    dtype = choose_dtype(config, model, device)
+    dtype = choose_dtype(config, model, weight_format, device)
     block_size = config.block_size or (128 if device.type == "cuda" else 16)
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
@@ -116,12 +116,14 @@ def choose_limits(
     return CacheLimits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity), cache)
 
 
-def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    config: EngineConfig, model: ModelConfig, weight_format: WeightFormat, device: torch.device
+) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if model.dtype in ("float32", "bfloat16", "float16"):
         return getattr(torch, model.dtype)
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if device.type == "cuda" or weight_format.identity else torch.float32
 
 
 def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int) -> None:

@@ -226,6 +226,7 @@ class ModelRunner:
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)
+        self.model.step_rows.decodes = attention.num_decodes
         if self.model.expert_load is not None:
             self.model.expert_load.begin_step()
         return self.model(known, positions, attend)

@@ -18,6 +18,13 @@ from torch import Tensor
 
 from engine.model_config import Span
 
+KEYS = 16
+"""The number of keys is padded to a multiple of this. So the kernel has no rest of a vector, which it would
+sum in another order: in bfloat16 a query has the same result in any chunk of its prompt."""
+
+MOST_QUERIES = 512
+"""Queries of a prompt at a time. From 768 on the kernel computes in other blocks, with the same effect."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -55,9 +62,12 @@ class PrefillGroup:
     rows: slice
     blocks: Tensor  # [blocks] int32
     length: int  # positions in these blocks, up to that of the last query
-    mask: (
-        Tensor | None
-    )  # [queries, length], 0 or -inf; None: the queries start the sequence and see all of it
+    mask: Tensor | None  # [queries, padded length], 0 or -inf; None: the queries start the sequence
+
+    @property
+    def padded(self) -> int:
+        """Length with padding."""
+        return _padded(self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,7 @@ def plan_attention(metadata: AttentionMetadata, span: Span | None, dtype: torch.
     row = metadata.num_decodes
     for request, (start, stop) in enumerate(metadata.prefills, metadata.num_decodes):
         # Few queries at a time, so that most of the keys in a group's blocks are seen.
-        most = span.length if span else stop - start
+        most = min(span.length, MOST_QUERIES) if span else MOST_QUERIES
         for begin in range(start, stop, most):
             end = min(begin + most, stop)
             prefills.append(_prefill_group(tables[request], range(begin, end), block_size, row, span, dtype))
@@ -120,13 +130,18 @@ def _prefill_group(
     at = torch.arange(queries.start, queries.stop)[:, None]
     first = first_seen(at, span)
     first_block = int(first[0]) // block_size
-    mask = None
+    start, mask = first_block * block_size, None
+    length = queries.stop - start
     if queries.start or first[-1]:
-        keys = torch.arange(first_block * block_size, queries.stop)
+        keys = torch.arange(start, start + _padded(length))
         mask = _minus_infinity((keys < first) | (keys > at), dtype)
-    blocks = table[first_block : -(-queries.stop // block_size)]
+    blocks = torch.arange(first_block, first_block - (-_padded(length) // block_size))
     rows = slice(row, row + len(queries))
-    return PrefillGroup(rows, blocks, queries.stop - first_block * block_size, mask)
+    return PrefillGroup(rows, table[blocks.clamp_max(len(table) - 1)], length, mask)
+
+
+def _padded(length: int) -> int:
+    return -(-length // KEYS) * KEYS
 
 
 def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,7 +172,9 @@ def _decode(q: Tensor, kv: Tensor, group: DecodeGroup, sinks: Tensor | None) -> 
 
 
 def _prefill(q: Tensor, kv: Tensor, group: PrefillGroup, sinks: Tensor | None) -> Tensor:
-    keys, values = kv.index_select(1, group.blocks).flatten(1, 2)[:, : group.length].transpose(1, 2)
+    gathered = kv.index_select(1, group.blocks).flatten(1, 2)[:, : group.padded]
+    gathered[:, group.length :] = 0
+    keys, values = gathered.transpose(1, 2)
     of_query = None if sinks is None else sinks[:, None]
     return _attend(q.transpose(0, 1)[None], keys[None], values[None], group.mask, of_query)[0].transpose(0, 1)
 

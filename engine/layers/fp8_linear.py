@@ -124,6 +124,9 @@ class Fp8Format:
                 f"{ALIGNED}; change --tensor-parallel-size"
             )
 
+    def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
+        return PlainLinear(embedding)
+
 
 def spread(weight: Scaled) -> Tensor:
     """values · scales [rows, columns] float32."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.ranks import Part
-from engine.layers.weights import Weights
+from engine.layers.weights import LinearMethod, Weights
 
 
 class PlainLinear:
@@ -58,6 +58,9 @@ class PlainFormat:
             [(part, columns) for expert, part in zip(names, rows, strict=True) for _ in expert],
         )
         return stacked.unflatten(0, (sum(part.length > 0 for part in rows), -1))
+
+    def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
+        return PlainLinear(embedding)
 
 
 def _packs(dtype: torch.dtype, device: torch.device) -> bool:

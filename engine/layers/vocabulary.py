@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import PlainLinear
 from engine.layers.ranks import whole
 from engine.layers.weights import LinearMethod, Weights
 from engine.model_config import ModelConfig
@@ -35,7 +34,10 @@ class OutputProjection:
 
     def __init__(self, config: ModelConfig, weights: Weights, embedding: Embedding) -> None:
         if config.tie_embeddings:
-            self.product: LinearMethod = PlainLinear(embedding.weight)
+            name = "model.embed_tokens"
+            self.product: LinearMethod = weights.tied(
+                name, embedding.tokens, whole(config.hidden_size), embedding.weight
+            )
         else:
             self.product = weights.linear(["lm_head"], [embedding.tokens], whole(config.hidden_size))
         self.all_gather = weights.ranks.all_gather

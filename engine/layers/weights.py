@@ -8,7 +8,7 @@ more time than the copy.
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,11 @@ from torch import Tensor
 from engine.kernels import Fp8Experts, kernels_for
 from engine.layers.expert_load import ExpertLoad
 from engine.layers.ranks import Part, Ranks, whole
+from engine.layers.step_rows import StepRows
 from engine.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from engine.layers.groups import Groups
 
 FINGERPRINT_SAMPLE = 256
 """Elements of each tensor that its fingerprint covers. Training changes all tensors, so a sample of each is
@@ -50,6 +54,14 @@ class Checkpoint(Protocol):
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
         """These parts of the dimensions of the tensor, in the checkpoint's own dtype. The result may lie in a
         mapped file."""
+        ...
+
+
+class GroupedCheckpoint(Checkpoint, Protocol):
+    """A file whose matrices may have groups of columns with a scale."""
+
+    def groups(self, name: str, parts: Sequence[Part]) -> "Groups | None":
+        """These parts of a matrix. None: it has no groups, or the parts cut one."""
         ...
 
 
@@ -95,6 +107,13 @@ class WeightFormat(Protocol):
         `ValueError` as `linear` does, also if the format has no kernel for experts."""
         ...
 
+    def tied(
+        self, weights: "Weights", name: str, rows: Part, columns: Part, embedding: Tensor
+    ) -> LinearMethod:
+        """The output projection of a model that has no other one than its input embedding. `embedding` has
+        these rows and columns of `name`, in the model's dtype."""
+        ...
+
 
 class Weights:
     """Reads, checks and places the tensors of one checkpoint."""
@@ -115,6 +134,7 @@ class Weights:
         experts = checkpoint.config.experts
         self.expert_load = ExpertLoad(experts, device) if experts else None
         """None: a dense model."""
+        self.step_rows = StepRows()
         self._format = weight_format
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
@@ -134,6 +154,21 @@ class Weights:
     ) -> Tensor | Fp8Experts:
         """The weights of several experts; see `WeightFormat.experts`."""
         return self._format.experts(self, names, rows, columns)
+
+    def tied(self, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
+        """See `WeightFormat.tied`."""
+        return self._format.tied(self, name, rows, columns, embedding)
+
+    def groups(self, name: str, parts: Sequence[Part]) -> "Groups | None":
+        """See `GroupedCheckpoint.groups`; the result is on the device."""
+        self._check(name, tuple(part.size for part in parts))
+        groups = cast("GroupedCheckpoint", self._checkpoint).groups(name, parts)
+        if groups is None:
+            return None
+        groups = groups.on(self.device)
+        self._extremes[name] = torch.stack((groups.scales + groups.zeros).aminmax())
+        self._note(name, parts, groups.codes)
+        return groups
 
     def bias(self, names: Sequence[str], rows: Sequence[Part], columns: Part) -> Tensor | None:
         """The stacked biases of `names`, which the first rank alone adds if ranks have parts of the columns.
@@ -281,6 +316,9 @@ class DeclaredWeights(Weights):
         parts = self._parts(name, parts)
         self._taken[name] = ""
         return torch.empty([part.length for part in parts], dtype=dtypes[0], device=self.device)
+
+    def groups(self, name: str, parts: Sequence[Part]) -> None:
+        """None: the matrix is checked as a plain one."""
 
     def _read(self, name: str, parts: Sequence[Part], to: Tensor) -> None:
         self._taken[name] = ""

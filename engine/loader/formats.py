@@ -8,7 +8,7 @@ import torch
 from engine.api.config import EngineConfig
 from engine.layers.linear import PlainFormat
 from engine.layers.weights import WeightFormat
-from engine.loader import fp8_formats
+from engine.loader import fp8_formats, gguf_groups
 from engine.model_config import ModelConfig
 
 FromSettings = Callable[[Mapping[str, Any], str, torch.device], WeightFormat]
@@ -27,7 +27,11 @@ def _compressed(settings: Mapping[str, Any], source: str, device: torch.device) 
     return COMPRESSED[name](settings, source, device)
 
 
-STORED: dict[str, FromSettings] = {"compressed-tensors": _compressed, "fp8": fp8_formats.fp8}
+STORED: dict[str, FromSettings] = {
+    "compressed-tensors": _compressed,
+    "fp8": fp8_formats.fp8,
+    "gguf": gguf_groups.gguf,
+}
 """Formats of quantized checkpoints, by the `quant_method` of their `quantization_config`. A function gets
 this configuration, the checkpoint's source and the device. It raises `ValueError` naming the source for
 settings that are not supported, and for a device that cannot use the format."""
@@ -40,11 +44,16 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
     supported, with the list of those that are."""
     wanted, settings = engine.quantization, model.quantization
-    if wanted != "auto" and wanted not in STORED and wanted not in ON_LOAD:
-        names = sorted({"auto", *STORED, *ON_LOAD})
+    if settings is not None and settings.get("quant_method") == "gguf":
+        if wanted == "none" or (wanted == "auto" and not _serves_packed(engine, settings, device)):
+            return PlainFormat()
+        if wanted in ON_LOAD or engine.load_format == "dummy":
+            settings = None
+    if wanted not in ("auto", "none") and wanted not in STORED and wanted not in ON_LOAD:
+        names = sorted({"auto", "none", *STORED, *ON_LOAD})
         raise ValueError(f"--quantization {wanted!r}: choose one of {', '.join(names)}")
     if settings is None:
-        if wanted == "auto":
+        if wanted in ("auto", "none"):
             return PlainFormat()
         if wanted not in ON_LOAD:
             raise ValueError(f"--quantization {wanted}: {engine.model} has plain weights; leave the flag out")
@@ -60,3 +69,8 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     if engine.load_format == "dummy":
         raise ValueError(f"--load-format dummy: {engine.model} has weights in the format {method}; use auto")
     return STORED[method](settings, engine.model, device)
+
+
+def _serves_packed(engine: EngineConfig, settings: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether a GGUF file is served packed by default."""
+    return engine.dtype in ("auto", "bfloat16") and gguf_groups.serves_packed(settings, device)

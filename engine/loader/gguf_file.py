@@ -20,7 +20,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from engine.layers.groups import Groups
 from engine.layers.ranks import Part
+from engine.loader.gguf_groups import UNPACK
 from engine.loader.interleaved import read_halves
 from engine.model_config import ModelConfig, RopeScaling
 
@@ -98,17 +100,22 @@ class GGUFFile:
             if self._data_start + info.offset + info.num_bytes > len(self._data):
                 raise ValueError(f"{path}: cut short, tensor {name} is incomplete; download it again")
 
-    def read(self, name: str, parts: Sequence[Part]) -> np.ndarray:
-        """Returns these parts of the dimensions of the tensor, as float32. Only the quantized blocks that
-        hold them are dequantized."""
+    def blocks(self, name: str) -> np.ndarray:
+        """[…, blocks in a row, bytes of a block] uint8: the tensor as it is stored."""
         info = self.tensors[name]
-        values, size = GGML_QUANT_SIZES[info.kind]
-        blocks = np.frombuffer(
+        return np.frombuffer(
             self._data,
             dtype=np.uint8,
             count=info.num_bytes,
             offset=self._data_start + info.offset,
-        ).reshape(*info.shape[:-1], -1, size)
+        ).reshape(*info.shape[:-1], -1, GGML_QUANT_SIZES[info.kind][1])
+
+    def read(self, name: str, parts: Sequence[Part]) -> np.ndarray:
+        """Returns these parts of the dimensions of the tensor, as float32. Only the quantized blocks that
+        hold them are dequantized."""
+        info = self.tensors[name]
+        values = GGML_QUANT_SIZES[info.kind][0]
+        blocks = self.blocks(name)
         *rows, columns = parts
         first, last = columns.start // values, -(-columns.stop // values)
         raw = blocks[(*(part.indices for part in rows), slice(first, last))]
@@ -190,9 +197,30 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._name_of[name]].shape
 
+    def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
+        """These parts of a matrix as they are stored. None: its type has no groups of 4 or 8 bits, or the
+        parts cut a block."""
+        rows, columns = parts
+        info = self._file.tensors[self._name_of[name]]
+        values = GGML_QUANT_SIZES[info.kind][0]
+        if info.kind.name not in UNPACK or columns.start % values or columns.length % values:
+            return None
+        stored = self._file.blocks(self._name_of[name])
+
+        def read(parts: Sequence[Part]) -> Tensor:
+            return torch.from_numpy(stored[tuple(part.indices for part in parts)].copy())
+
+        blocks = [rows, Part(columns.start // values, columns.stop // values, columns.size // values)]
+        interleaves = self._interleaves(name)
+        raw = read_halves(read, blocks, self.config.head_dim) if interleaves else read(blocks)
+        return UNPACK[info.kind.name](raw)
+
+    def _interleaves(self, name: str) -> bool:
+        return self.config.architecture == "LlamaForCausalLM" and INTERLEAVED.search(name) is not None
+
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
         stored, head_dim = self._name_of[name], self.config.head_dim
-        if self.config.architecture != "LlamaForCausalLM" or not INTERLEAVED.search(name):
+        if not self._interleaves(name):
             return torch.from_numpy(self._file.read(stored, parts))
         return read_halves(lambda whole: torch.from_numpy(self._file.read(stored, whole)), parts, head_dim)
 
@@ -253,6 +281,10 @@ class GGUFCheckpoint:
             attention_bias="blk.0.attn_output.bias" in self._file.tensors,
             eos_ids=tuple(sorted(eos)),
             dtype=None,
+            quantization={
+                "quant_method": "gguf",
+                "types": sorted({info.kind.name for info in self._file.tensors.values()} - {"F32"}),
+            },
         )
         config.check(self.source)
         return config

@@ -91,6 +91,7 @@ class Llama:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.expert_load = weights.expert_load
+        self.step_rows = weights.step_rows
         self.embedding = Embedding(config, weights)
         self.rotary = Rotary(config, weights)
         self.layers = [

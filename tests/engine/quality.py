@@ -25,15 +25,17 @@ class Quality(NamedTuple):
 
 
 @torch.inference_mode()
-def logits(engine: Engine, chunk: int = len(TEXT)) -> Tensor:
-    """[positions, vocabulary] float32 on the host: for each position of TEXT, in chunks."""
-    runner, found = engine._runner, []
+def logits(engine: Engine, chunk: int = len(TEXT), decoded: int = 0) -> Tensor:
+    """[positions, vocabulary] float32 on the host: for each position of TEXT, in chunks; the last `decoded`
+    positions are decoded one by one."""
+    runner, prompt, found = engine._runner, len(TEXT) - decoded, []
     blocks = torch.arange(-(-len(TEXT) // runner.block_size), dtype=torch.int32, device=runner.device)
-    for start in range(0, len(TEXT), chunk):
-        stop = min(start + chunk, len(TEXT))
+    for start in (*range(0, prompt, chunk), *range(prompt, len(TEXT))):
+        stop = min(start + chunk, prompt) if start < prompt else start + 1
         positions = torch.arange(start, stop, device=runner.device)
         contexts = torch.tensor([stop], dtype=torch.int32, device=runner.device)
-        step = AttentionMetadata(runner.block_size, positions, blocks[None], contexts, 0, [(start, stop)])
+        decodes, chunks = (0, [(start, stop)]) if start < prompt else (1, [])
+        step = AttentionMetadata(runner.block_size, positions, blocks[None], contexts, decodes, chunks)
         ids = torch.tensor(TEXT[start:stop], device=runner.device)
         hidden = runner.forward(ids, positions, step, lambda layer: None)
         found.append(runner.logits(hidden).float().cpu())

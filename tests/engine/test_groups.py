@@ -1,0 +1,110 @@
+"""Weights of 4 and 8 bits in groups: their layouts, their products, and the tokens of their engines."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize
+
+from engine import EngineConfig, build_engine
+from engine.layers.groups import MOST_DECODES, TILE, ByRows, Groups, PackedLinear, packs
+from engine.layers.linear import PlainLinear
+from engine.layers.step_rows import StepRows
+from engine.loader.gguf_groups import UNPACK
+from tests.engine.test_disaggregation import Pair
+
+PACKS = packs(torch.bfloat16, torch.device("cpu"))
+needs_packing = pytest.mark.skipif(not PACKS, reason="this CPU has no AVX-512")
+
+
+def random_groups(rows: int, columns: int, size: int, bits: int = 4) -> Groups:
+    generator = torch.Generator().manual_seed(rows + columns + size + bits)
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator, dtype=torch.uint8)
+    shape = (rows, columns // size)
+    scales = torch.rand(shape, generator=generator).add_(0.5).div_((1 << bits) * columns**0.5)
+    return Groups(codes, scales, torch.randn(shape, generator=generator) * scales, bits)
+
+
+@pytest.mark.parametrize("kind", UNPACK)
+def test_groups_of_gguf_types_have_the_values_of_the_gguf_package(kind: str) -> None:
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (6, 3, size), dtype=np.uint8)
+    for at in (0, 2) if kind in ("Q4_1", "Q4_K") else (0,):  # scales that are finite
+        raw[..., at : at + 2] = rng.normal(size=(6, 3, 1)).astype(np.float16).view(np.uint8)
+    expected = dequantize(raw.reshape(6, -1), gguf.GGMLQuantizationType[kind])
+    found = UNPACK[kind](torch.from_numpy(raw)).values()
+    assert found.shape == (6, 3 * values)
+    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
+
+
+@needs_packing
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_packed_products_are_those_of_the_values(size: int, bits: int) -> None:
+    groups, bias = random_groups(48, 256, size, bits), torch.randn(48).bfloat16()
+    x = torch.randn(5, 256).bfloat16()
+    found = PackedLinear(groups, bias)(x).float()
+    expected = x.float() @ groups.values().T + bias.float()
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@needs_packing
+def test_a_row_does_not_depend_on_the_other_rows_of_its_step() -> None:
+    """Not on the number of decodes up to `MOST_DECODES`, nor on the prompts of the step and their chunks."""
+    groups, rows = random_groups(96, 256, 32), StepRows()
+    linear = ByRows(PackedLinear(groups, None), PlainLinear(groups.values().bfloat16()), rows)
+    x = torch.randn(3 * TILE, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows.decodes = 1
+    decoded = torch.cat([linear(row[None]) for row in x[:MOST_DECODES]])
+    rows.decodes = 0
+    prompts = linear(x)
+    for decodes, count in ((0, 1), (0, 200), (1, 0), (1, 5), (MOST_DECODES, 0), (MOST_DECODES, TILE + 3)):
+        rows.decodes = decodes
+        y = linear(torch.cat((x[:decodes], x[7 : 7 + count])))
+        assert y[:decodes].equal(decoded[:decodes])
+        assert y[decodes:].equal(prompts[7 : 7 + count])
+    rows.decodes = 2 * MOST_DECODES
+    assert linear(x[: 2 * MOST_DECODES + 3]).shape == (2 * MOST_DECODES + 3, 96)
+
+
+@needs_packing
+def test_the_embedded_model_is_served_packed_by_default(shallow_model_path: Path) -> None:
+    def engine(**settings: Any) -> Any:
+        return build_engine(EngineConfig(str(shallow_model_path), num_blocks=4, **settings))
+
+    engines = {
+        "packed": engine(),
+        "asked": engine(quantization="gguf", dtype="bfloat16"),
+        "plain": engine(quantization="none", dtype="bfloat16"),
+        "float32": engine(dtype="float32"),
+    }
+    assert engines["packed"].kv_cache[0].dtype is torch.bfloat16
+    prints = {name: engine.model_fingerprint for name, engine in engines.items()}
+    assert prints["packed"] == prints["asked"] != prints["plain"] == prints["float32"]
+
+
+@needs_packing
+def test_a_disaggregated_run_gives_the_tokens_of_a_single_engine(
+    shallow_model_path: Path, run: Any, request_of: Callable[..., Any]
+) -> None:
+    """Alone and in a batch, in whole prompts and in chunks: a token's bits do not depend on its step."""
+
+    def engine(**settings: Any) -> Any:
+        return build_engine(EngineConfig(str(shallow_model_path), num_blocks=256, num_threads=1, **settings))
+
+    lengths = [3, 40, 129, 250, 17, 64]
+    requests = [
+        request_of(i, range(100 + 31 * i, 100 + 31 * i + n), max_tokens=24, ignore_eos=True)
+        for i, n in enumerate(lengths)
+    ]
+    single = engine()
+    batch = {request_id: result.tokens for request_id, result in run(single, requests).items()}
+    for request in requests[1:4:2]:
+        assert run(single, [request])[request.id].tokens == batch[request.id]
+    pair = Pair(engine(max_num_seqs=4, max_num_batched_tokens=48), engine(block_size=32))
+    assert pair.run(requests) == batch
