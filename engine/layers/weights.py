@@ -8,19 +8,17 @@ more time than the copy.
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from engine.kernels import Fp8Experts, kernels_for
 from engine.layers.expert_load import ExpertLoad
+from engine.layers.groups import Groups
 from engine.layers.ranks import Part, Ranks, whole
 from engine.layers.step_rows import StepRows
 from engine.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from engine.layers.groups import Groups
 
 FINGERPRINT_SAMPLE = 256
 """Elements of each tensor that its fingerprint covers. Training changes all tensors, so a sample of each is
@@ -60,7 +58,7 @@ class Checkpoint(Protocol):
 class GroupedCheckpoint(Checkpoint, Protocol):
     """A file whose matrices may have groups of columns with a scale."""
 
-    def groups(self, name: str, parts: Sequence[Part]) -> "Groups | None":
+    def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
         """These parts of a matrix. None: it has no groups, or the parts cut one."""
         ...
 
@@ -159,7 +157,7 @@ class Weights:
         """See `WeightFormat.tied`."""
         return self._format.tied(self, name, rows, columns, embedding)
 
-    def groups(self, name: str, parts: Sequence[Part]) -> "Groups | None":
+    def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
         """See `GroupedCheckpoint.groups`; the result is on the device."""
         self._check(name, tuple(part.size for part in parts))
         groups = cast("GroupedCheckpoint", self._checkpoint).groups(name, parts)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Fp8Experts
-from engine.layers.groups import Groups, bytes_per_parameter, grouped_linear, packs, stacked
+from engine.layers.grouped_linear import bytes_per_parameter, grouped_linear, packs
+from engine.layers.groups import Groups, stacked
 from engine.layers.linear import PlainFormat, PlainLinear
 from engine.layers.ranks import Part
 from engine.layers.weights import LinearMethod, Weights

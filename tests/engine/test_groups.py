@@ -11,7 +11,8 @@ import torch
 from gguf.quants import dequantize
 
 from engine import EngineConfig, build_engine
-from engine.layers.groups import MOST_DECODES, TILE, ByRows, Groups, PackedLinear, packs
+from engine.layers.grouped_linear import MOST_DECODES, TILE, ByRows, PackedLinear, packs
+from engine.layers.groups import Groups
 from engine.layers.linear import PlainLinear
 from engine.layers.step_rows import StepRows
 from engine.loader.gguf_groups import UNPACK

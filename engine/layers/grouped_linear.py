@@ -1,0 +1,100 @@
+"""Matrix products with `Groups`.
+
+CPU, bfloat16   decodes   torch's kernel for 4 bits, which computes a row in the same way among any rows
+                prompts   oneDNN, from a copy in bfloat16, in tiles of equally many rows
+other           dequantised at load
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.groups import Groups
+from engine.layers.linear import PlainLinear
+from engine.layers.step_rows import StepRows
+from engine.layers.weights import LinearMethod, Weights
+
+MOST_DECODES = 8
+"""Rows that the kernel for 4 bits computes. Measured: oneDNN is faster for more, since it uses the matrix
+unit of the CPU."""
+
+TILE = 128
+"""Rows of a product with oneDNN. It sums in another order for other numbers of rows."""
+
+GROUP_SIZES = (32, 64, 128, 256)
+"""What torch's kernel for 4 bits supports."""
+
+
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products read the packed weights. Else they are dequantised at load."""
+    return device.type == "cpu" and dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def bytes_per_parameter(bits: int, size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Bytes of one parameter in memory, the copy for prompts included."""
+    return bits / 8 + 4 / size + dtype.itemsize if packs(dtype, device) else dtype.itemsize
+
+
+def grouped_linear(
+    groups: Groups, bias: Tensor | None, weights: Weights, *, output: bool = False
+) -> LinearMethod:
+    """The product with these weights. `output`: it gives the logits, so it gets one row of each request."""
+    rows = len(groups.codes)
+    if not packs(weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
+        return PlainLinear(groups.values().to(weights.dtype), bias)
+    plain = PlainLinear(groups.values().bfloat16(), bias)
+    return ByRows(PackedLinear(groups, bias), plain, None if output else weights.step_rows)
+
+
+class PackedLinear:
+    """y = x Wᵀ + b with torch's kernel for 4 bits on a CPU. It sums the halves of codes of 8 bits."""
+
+    def __init__(self, groups: Groups, bias: Tensor | None) -> None:
+        codes, scales, zeros, bits = groups
+        if bits == 4:
+            halves = [(codes, scales, zeros)]
+        else:  # code − 128 = 16 · (high − 8) + (low − 8) + 8
+            halves = [(codes >> 4, 16 * scales, zeros), (codes & 15, scales, 8 * scales)]
+        self.size = groups.size
+        self.bias = bias
+        self.halves = [
+            (
+                torch.ops.aten._convert_weight_to_int4pack_for_cpu(half.int(), 1),
+                torch.stack((scale.T, zero.T), dim=2).bfloat16().contiguous(),  # [groups, rows, 2]
+            )
+            for half, scale, zero in halves
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        (packed, scales), *low = self.halves
+        y = multiply(x, packed, self.size, scales)
+        for packed, scales in low:
+            y += multiply(x, packed, self.size, scales)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class ByRows:
+    """Few decodes with one method, all else with another one: prompts in tiles.
+
+    More decodes than `MOST_DECODES` have results that depend on their number, as without groups."""
+
+    def __init__(self, packed: LinearMethod, plain: LinearMethod, rows: StepRows | None) -> None:
+        """`rows` None: no row is of a prompt."""
+        self.packed = packed
+        self.plain = plain
+        self.rows = rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        count = len(x) if self.rows is None else self.rows.decodes
+        decodes = self.packed if count <= MOST_DECODES else self.plain
+        if count == len(x):
+            return decodes(x)
+        prompts = self._in_tiles(x[count:])
+        return torch.cat((decodes(x[:count]), prompts)) if count else prompts
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        rows = len(x)
+        padded = F.pad(x, (0, 0, 0, -rows % TILE))
+        tiles = [self.plain(tile) for tile in padded.split(TILE)]
+        return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows]
