@@ -17,6 +17,7 @@ from engine.kernels import FP8
 from engine.layers.ranks import Part, whole
 from engine.layers.weights import DeclaredWeights
 from engine.loader import check_model, choose_format, open_checkpoint
+from tests.engine.test_disaggregation import Pair
 from tests.engine.test_models import greedy
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -181,6 +182,21 @@ def test_two_ranks_compute_the_tokens_of_one(
 def quantized_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU computes as a GPU does."""
     monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
+
+
+@pytest.mark.usefixtures("quantized_activations")
+def test_prefill_and_decode_give_the_tokens_of_one_engine(
+    tiny_path: Path, run: Any, request_of: Any, prompts: list[list[int]]
+) -> None:
+    prefill, decode, single = (
+        engine_of(
+            tiny_path, quantization="fp8", block_size=size, max_num_batched_tokens=budget, max_num_seqs=8
+        )
+        for size, budget in ((4, 32), (16, 64), (4, 2048))
+    )
+    requests = [request_of(i, prompt, max_tokens=10, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    found = Pair(prefill, decode).run(requests)
+    assert [found[request.id] for request in requests] == tokens(single, run, request_of, prompts)
 
 
 @pytest.mark.usefixtures("quantized_activations")
