@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from cluster import model, options
 from cluster.gpus import default_device, visible_gpus
@@ -96,28 +96,24 @@ class Plan:
             served_model_name=self.served_name(),
         )
         device = self.engine.device or default_device()
-        engine = replace(
-            self.engine, device=device, num_threads=self.engine.num_threads or self._threads(device)
-        )
         shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}
         observe = replace(self.observe, otlp_endpoint=self.observe.endpoint)
         tls = self.secret.tls()
         shared_args = to_argv(
             named, self.drain, observe, replace(self.secret, cluster_secret_file=None), title=self.title
         )
-        worker_args = (
-            *shared_args,
-            *to_argv(engine, self.transfer, self.deadlines, self.traces, ttit_target=self.pool.ttit_target),
-        )
+        engines = {pool: self._engine(pool, device) for pool in get_args(Pool)}
+        more = to_argv(self.transfer, self.deadlines, self.traces, ttit_target=self.pool.ttit_target)
+        worker_args = {pool: (*shared_args, *to_argv(engine), *more) for pool, engine in engines.items()}
         pairs = self._pairs()
         workers = [
             RoleSpec(
                 role,
                 index,
-                worker_args,
+                worker_args[role],
                 shared,
-                gpus=engine.tensor_parallel_size if device.startswith("cuda") else 0,
-                cpus=engine.num_threads or 1,
+                gpus=engines[role].tensor_parallel_size if device.startswith("cuda") else 0,
+                cpus=engines[role].num_threads or 1,
                 placement="pair" if index < pairs else "pack" if self.ray.placement == "pack" else "spread",
                 labels=_labels(f"--{role}-nodes", nodes),
                 tls=tls,
@@ -141,22 +137,36 @@ class Plan:
         router = RoleSpec("router", 0, router_args, shared | keys)
         return [*workers, router]
 
+    def engine_of(self, pool: Pool) -> options.EngineOptions:
+        """The options of the engines of a pool, which may have a group size of its own."""
+        own = {
+            "prefill": self.pool.prefill_tensor_parallel_size,
+            "decode": self.pool.decode_tensor_parallel_size,
+        }
+        return replace(self.engine, tensor_parallel_size=own[pool] or self.engine.tensor_parallel_size)
+
     def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
         """The GPUs of this machine. Raises ValueError if the pools could need more of them."""
-        each = max(spec.gpus for spec in roles)
-        needed = each * (self.pool.prefill.most + self.pool.decode.most)
+        each = {spec.role: spec.gpus for spec in roles}
+        pools = [(self.pool.prefill, each.get("prefill", 0)), (self.pool.decode, each.get("decode", 0))]
+        if all(size.least < size.most for size, _ in pools):
+            # Such pools flip workers. So a worker of either size may be started in the place of the other.
+            pools = [(size, max(each.values())) for size, _ in pools]
+        needed = sum(size.most * gpus for size, gpus in pools)
         present = visible_gpus()
         if needed > len(present):
-            flags, remedy = (
-                f"--prefill {self.pool.prefill} --decode {self.pool.decode}",
-                "start fewer workers",
-            )
-            if each > 1:
-                flags += f" --tensor-parallel-size {each}"
-                remedy += ", lower --tensor-parallel-size"
+            sizes = {
+                "--tensor-parallel-size": self.engine.tensor_parallel_size,
+                "--prefill-tensor-parallel-size": self.pool.prefill_tensor_parallel_size or 1,
+                "--decode-tensor-parallel-size": self.pool.decode_tensor_parallel_size or 1,
+            }
+            large = {flag: size for flag, size in sizes.items() if size > 1}
+            flags = "".join(f" {flag} {size}" for flag, size in large.items())
+            remedy = "".join(f", lower {flag}" for flag in large)
             raise ValueError(
-                f"{flags}: these workers need {needed} GPUs, but this machine has {len(present)}; "
-                f"{remedy}, or run them on the CPU with --device cpu"
+                f"--prefill {self.pool.prefill} --decode {self.pool.decode}{flags}: these workers need "
+                f"{needed} GPUs, but this machine has {len(present)}; start fewer workers{remedy}, or run "
+                "them on the CPU with --device cpu"
             )
         return present
 
@@ -178,12 +188,18 @@ class Plan:
             return load_secret(self.secret.cluster_secret_file).decode()
         return secrets.token_hex(32)  # this command starts every process that needs it
 
-    def _threads(self, device: str) -> int:
-        """Each engine's share of the cores. Engines that all use every core slow each other down."""
+    def _engine(self, pool: Pool, device: str) -> options.EngineOptions:
+        """With the device, and with its share of the cores.
+
+        Engines that all use every core would slow each other down.
+        """
+        engine = self.engine_of(pool)
         if device.startswith("cuda"):
-            return self.engine.tensor_parallel_size  # one for each rank
-        cores = len(os.sched_getaffinity(0))
-        return max(1, cores // (self.pool.prefill.most + self.pool.decode.most))
+            threads = engine.tensor_parallel_size  # one for each rank
+        else:
+            cores = len(os.sched_getaffinity(0))
+            threads = max(1, cores // (self.pool.prefill.most + self.pool.decode.most))
+        return replace(engine, device=device, num_threads=engine.num_threads or threads)
 
 
 def _labels(flag: str, given: list[str]) -> dict[str, str]:

@@ -55,7 +55,8 @@ def run(plan: Plan) -> int:
         check_ports(plan.front)
     found = model.resolve(plan.model.model)
     model.reach_hub(found.location)
-    check_files(found, plan.engine)
+    for engine in {plan.engine_of("prefill"), plan.engine_of("decode")}:
+        check_files(found, engine)
     if plan.ray.ray_address is not None:
         from cluster.joined import serve  # imports ray
 

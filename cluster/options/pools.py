@@ -65,6 +65,14 @@ class PoolOptions:
         ),
     ] = ONE
     decode: Annotated[PoolSize, pool_size("Decode workers; 1:4 follows the load.")] = ONE
+    prefill_tensor_parallel_size: Annotated[
+        int | None,
+        opt("GPUs of one prefill worker.", "N", shown="as --tensor-parallel-size", check=between(1)),
+    ] = None
+    decode_tensor_parallel_size: Annotated[
+        int | None,
+        opt("GPUs of one decode worker.", "N", shown="as --tensor-parallel-size", check=between(1)),
+    ] = None
     ttft_target: Annotated[
         float, opt("Target time to first token, for which prefill grows.", "MS", check=between(1))
     ] = 1000.0

@@ -303,6 +303,29 @@ def test_a_worker_of_several_ranks_reserves_gpus_and_cores(served: list[Plan]) -
     assert [(role.name, role.gpus, role.cpus) for role in workers] == [("decode 0", 2, 2), ("decode 1", 2, 2)]
 
 
+def test_pools_may_have_workers_of_different_sizes(
+    served: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.plan.visible_gpus", lambda: ["0", "1", "2", "3"])
+    mixed = ("serve", "--device", "cuda", "--prefill-tensor-parallel-size", "2")
+    baton(*mixed, "--decode", "2")
+    baton(*mixed, "--decode", "3")
+    baton(*mixed, "--prefill", "1:2", "--decode", "1:2")
+    fits, too_many, flips = served
+    workers = fits.roles()[:-1]
+    assert [(role.name, role.gpus, role.cpus) for role in workers] == [
+        ("prefill 0", 2, 2), ("decode 0", 1, 1), ("decode 1", 1, 1),
+    ]  # fmt: skip
+    flag = "--tensor-parallel-size"
+    assert [role.args[role.args.index(flag) + 1] for role in workers if flag in role.args] == ["2"]
+    assert len(fits.gpus(fits.roles())) == 4
+    said = r"--prefill 1 --decode 3 --prefill-tensor-parallel-size 2: .* 5 GPUs.*, lower --prefill-tensor-par"
+    with pytest.raises(ValueError, match=said):
+        too_many.gpus(too_many.roles())
+    with pytest.raises(ValueError, match="need 8 GPUs"):  # a flip may bring a second worker of two GPUs
+        flips.gpus(flips.roles())
+
+
 def test_only_the_prefill_pool_may_be_left_out(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     routers: list[RouterRole] = []
     monkeypatch.setattr(cluster.roles, "run_router", lambda given: routers.append(given) or 0)

@@ -175,13 +175,17 @@ def test_a_cluster_without_prefill_workers() -> None:
 
 
 def test_each_pool_names_the_devices_of_its_workers() -> None:
-    description = WORKER["description"] | {"device": "cuda", "tensor_parallel_size": 2}  # type: ignore[operator]
-    found = workers(
-        [worker("prefill", 0), *(worker("decode", i, description=description) for i in (0, 1))], complete=True
-    )
+    """Pools and workers of different sizes are no fault."""
+
+    def of(role: str, index: int, gpus: int) -> dict[str, Any]:
+        size = {"device": "cuda", "tensor_parallel_size": gpus}
+        return worker(role, index, description=WORKER["description"] | size)  # type: ignore[operator]
+
+    found = [*workers([of("prefill", 0, 2), of("decode", 0, 1), of("decode", 1, 4)], complete=True)]
+    assert {f.level for f in found} == {"good"}
     told = {f.check: f.found for f in found}
-    assert told["prefill workers"] == "1 ready"
-    assert told["decode workers"] == "2 ready, each on 2 GPUs"
+    assert told["prefill workers"] == "1 ready, each on 2 GPUs"
+    assert told["decode workers"] == "2 ready, each on 1 GPU or 4 GPUs"
 
 
 @pytest.mark.parametrize(
