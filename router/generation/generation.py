@@ -302,6 +302,7 @@ class Generation:
             request=self._request(self.output_ids, prefill.within),
             handover=prefill.handover,
             report_start=prefill.queued,
+            content=self._pool.prefix_source(prefill.worker, self._job.chunks, self._length),
         )
         prefill.worker.submit_prefill(submit, self, prefill.work)
 

@@ -56,6 +56,7 @@ class Candidates:
         self._rows: dict[WorkerConnection, int] = {}
         self._workers: dict[int, WorkerConnection] = {}
         self._decode_loads: dict[int, DecodeLoad] = {}
+        self._all = 0  # a set of rows
         self._choices = 0
 
     # ------------------------------------------------------------ reports of the connections
@@ -74,6 +75,7 @@ class Candidates:
             self._loads.leave(row)
             self._decode_caches.leave(row)
             del self._rows[connection], self._workers[row]
+            self._all ^= 1 << row
 
     def _join(self, connection: WorkerConnection) -> int:
         load, block_size = connection.attempts.load, connection.description.block_size
@@ -81,6 +83,7 @@ class Candidates:
         row = self._loads.join(connection.address, block_size=block_size, now=time.monotonic())
         self._decode_caches.join(row, load)
         self._rows[connection], self._workers[row] = row, connection
+        self._all |= 1 << row
         self.prefill_reported(connection)
         return row
 
@@ -142,6 +145,15 @@ class Candidates:
         load, utilisation = self._decode_caches.loads[row], self._loads.utilisation(row)
         offer = prefill_offer(snapshot, request, row, worker.status, load, utilisation)
         return PrefillTarget(worker, work, offer, work.tokens / float(snapshot.speed[row]), queues)
+
+    def prefix_source(
+        self, worker: WorkerConnection, chunks: list[int], tokens: int, rng: random.Random
+    ) -> WorkerConnection | None:
+        """A worker of any pool that has more of a prompt cached than `worker`; None if there is none."""
+        cached = self._loads.index.overlap(chunks, tokens, CHUNK_TOKENS, self._all)
+        if worker not in self._rows or cached.most < cached.of(self._rows[worker]) + CHUNK_TOKENS:
+            return None
+        return self._workers[rng.choice(cached.holders())]
 
     def nearest_decode(
         self,

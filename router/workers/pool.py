@@ -185,6 +185,16 @@ class WorkerPool:
         """
         return self._candidates.choose_prefill(key, chunks, tokens, avoid)
 
+    def prefix_source(
+        self, worker: WorkerConnection, chunks: list[int], tokens: int
+    ) -> pb.ContentSource | None:
+        """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere."""
+        source = self._candidates.prefix_source(worker, chunks, tokens, self._rng)
+        if source is None:
+            return None
+        described = source.description
+        return pb.ContentSource(kv_address=described.kv_address, incarnation=described.incarnation)
+
     def choose_decode(
         self, chunks: list[int], tokens: int, avoid: Collection[str], *, promised: bool = False
     ) -> WorkerConnection | None:

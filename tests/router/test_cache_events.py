@@ -75,9 +75,9 @@ def test_a_router_that_reads_too_slowly_gets_only_tokens():
 
 @pytest.fixture
 async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
-    """Three prefill workers with empty prefix caches."""
+    """Three prefill workers and a decode worker with empty prefix caches."""
     async with make_cluster(tokenizer, tmp_path, prefill=3, wait=False) as made:
-        for worker in made.prefills:
+        for worker in made.workers:
             worker.cache = set()
         pool = made.router.services.pool
         await made.until(lambda: len(pool.ready(pb.POOL_PREFILL)) == 3 and pool.has_decode)
@@ -145,3 +145,29 @@ async def test_a_worker_that_reports_more_chunks_than_blocks_is_refused(caching:
     await caching.until(lambda: len(pool.ready(pb.POOL_PREFILL)) == 2)
     [refused] = [c for c in pool.connections if c.address == worker.address]
     assert "more cached chunks" in refused.reason
+
+
+async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_prompt(caching: Cluster):
+    prompt, [decode] = list(range(3, 503)), caching.decodes
+    home = caching.prefills[await went_to(caching, prompt, "a")]
+
+    async def source() -> int | None:
+        """The incarnation that the next prefill is told to fetch from."""
+        await caching.complete(prompt=prompt, user="a", max_tokens=1)
+        submitted = home.submitted[-1].prefill
+        return submitted.content.incarnation if submitted.HasField("content") else None
+
+    assert await source() is None
+    index = caching.router.services.pool._candidates._loads.index
+    decode.change_cache(prompt_hints(prompt, b"", b"")[:3])
+    await caching.until(lambda: len(index) == 3)
+    assert await source() == decode.incarnation
+    home.change_cache(prompt_hints(prompt, b"", b"")[:2])
+    await caching.until(lambda: reported(caching)[caching.prefills.index(home)] == 2)
+    assert await source() == decode.incarnation
+    home.change_cache(prompt_hints(prompt, b"", b"")[2:3])
+    await caching.until(lambda: reported(caching)[caching.prefills.index(home)] == 3)
+    assert await source() is None
+    decode.change_cache(prompt_hints(prompt, b"", b"")[3:])
+    await caching.until(lambda: len(index) == 7)
+    assert await source() == decode.incarnation
