@@ -228,7 +228,7 @@ class ModelRunner:
         known = torch.where(token_ids < 0, pending, token_ids)
         self.model.step_rows.decodes = attention.num_decodes
         if self.model.expert_load is not None:
-            self.model.expert_load.begin_step()
+            self.model.expert_load.begin_step(attention.slots)
         return self.model(known, positions, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:

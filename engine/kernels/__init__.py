@@ -117,6 +117,7 @@ class Kernels(Protocol):
         num_chosen: int,
         scoring: Scoring,
         *,
+        slots: Tensor | None = None,
         first: int = 0,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
@@ -129,8 +130,9 @@ class Kernels(Protocol):
         experts from `first` on; others add nothing to the sum. counts [experts] int32 must be zero, and
         becomes the number of tokens of each expert. Returns [tokens, size].
 
-        gate_up_bias [held, 2 * inner] and down_bias [held, size] are added to the products, and `activation`
-        replaces silu(gate) * up. Inputs of weights in FP8 are quantised."""
+        slots [tokens]: a row with slot −1 pads a graph. It has no expert, and its result is undefined. None:
+        no row is padding. gate_up_bias [held, 2 * inner] and down_bias [held, size] are added to the
+        products, and `activation` replaces silu(gate) * up. Inputs of weights in FP8 are quantised."""
         ...
 
     def rope_and_write(

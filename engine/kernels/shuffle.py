@@ -32,11 +32,17 @@ class Shuffled(NamedTuple):
 
 
 def shuffle(
-    logits: Tensor, counts: Tensor, num_chosen: int, scoring: Scoring, held: range | None = None
+    logits: Tensor,
+    counts: Tensor,
+    num_chosen: int,
+    scoring: Scoring,
+    slots: Tensor | None = None,
+    held: range | None = None,
 ) -> Shuffled:
     """Routes as `engine.kernels.experts.route` does, by logits [tokens, experts] with dense rows. Of equal
     logits, the first is chosen. `counts` must be zero, and becomes the pairs of each expert. The result has
-    the pairs of the experts `held`; None: of all."""
+    the pairs of the experts `held`; None: of all. A token whose slot is −1 has no pair. slots [tokens] int64;
+    None: all tokens have pairs."""
     assert logits.is_contiguous(), "the kernel assumes dense rows"
     (tokens, experts), device = logits.shape, logits.device
     weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=device)
@@ -46,6 +52,7 @@ def shuffle(
     rows = max(1, BLOCK // columns)
     _shuffle[(triton.cdiv(tokens, rows),)](
         logits,
+        slots,
         weights,
         counts,
         pairs,
@@ -68,6 +75,7 @@ def shuffle(
 @triton.jit(do_not_specialize=["tokens", "first"])
 def _shuffle(
     logits,
+    slots,
     weights,
     counts,
     pairs,
@@ -111,11 +119,14 @@ def _shuffle(
         among = tl.where(used, weight, 0.0) if NORMALIZED else tl.exp(x - highest)
         weight /= tl.sum(among, axis=1)[:, None]
     is_pair = real[:, None] & used
+    has_experts = real
+    if slots is not None:
+        has_experts = tl.load(slots + token, mask=real, other=-1) >= 0
     pair = token[:, None] * CHOSEN + choice[None, :]
     chosen = COLUMNS - 1 - lower
-    is_held = (chosen >= first) & (chosen < first + HELD)
+    is_held = (chosen >= first) & (chosen < first + HELD) & has_experts[:, None]
     tl.store(weights + pair, tl.where(is_held, weight, 0.0), mask=is_pair)
-    place = tl.atomic_add(counts + chosen, 1, mask=is_pair, sem="relaxed")
+    place = tl.atomic_add(counts + chosen, 1, mask=is_pair & has_experts[:, None], sem="relaxed")
     tl.store(pairs + (chosen - first) * tokens + place, pair, mask=is_pair & is_held)
 
 

@@ -55,6 +55,7 @@ class TorchKernels:
         num_chosen: int,
         scoring: Scoring,
         *,
+        slots: Tensor | None = None,
         first: int = 0,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,

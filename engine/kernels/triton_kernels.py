@@ -76,13 +76,14 @@ class TritonKernels:
         num_chosen: int,
         scoring: Scoring,
         *,
+        slots: Tensor | None = None,
         first: int = 0,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         activation: ClampedSwiGLU | None = None,
     ) -> Tensor:
         experts = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
-        shuffled = shuffle(logits, counts, num_chosen, scoring, range(first, first + experts))
+        shuffled = shuffle(logits, counts, num_chosen, scoring, slots, range(first, first + experts))
         on_input = scoring is Scoring.SIGMOID_ON_INPUT
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
         product = grouped_linear(inputs, gate_up, shuffled, gate_up_bias, dtype=x.dtype, weighted=on_input)

@@ -17,16 +17,19 @@ class ExpertLoad:
         self._counts = torch.zeros(shape, dtype=torch.int32, device=device)
         self._layers = iter(self._counts)
         self.totals = torch.zeros(2, *shape, dtype=torch.int64, device=device)
-        """[2, layers, experts]: tokens of each expert, and steps in which it had any. A CUDA graph also
-        counts the rows that pad its step."""
+        """[2, layers, experts]: tokens of each expert, and steps in which it had any."""
         self.steps = torch.full((), -1, dtype=torch.int64, device=device)
         """Number of these steps; −1: no step has begun."""
+        self.slots = torch.empty(0, dtype=torch.int64, device=device)
+        """Where the KV of each row of this step goes. −1: the row pads a graph, and has no expert."""
 
     def next_layer(self) -> Tensor:
         """The counts [experts] int32 of the next layer with experts. They are zero when a step begins."""
         return next(self._layers)
 
-    def begin_step(self) -> None:
+    def begin_step(self, slots: Tensor) -> None:
+        """slots [tokens] of the step's rows."""
+        self.slots = slots
         tokens, reads = self.totals
         tokens += self._counts
         reads += self._counts > 0

@@ -48,7 +48,8 @@ class MoE:
             size = experts.shared_intermediate_size
             self.shared = GatedMLP(config, weights, f"{name}.shared_expert", size)
         assert weights.expert_load is not None, "the model has experts"
-        self.counts = weights.expert_load.next_layer()
+        self.load = weights.expert_load
+        self.counts = self.load.next_layer()
         self.num_chosen = experts.num_chosen
         self.scoring = experts.scoring
         self.activation = experts.activation
@@ -63,6 +64,7 @@ class MoE:
             self.counts,
             self.num_chosen,
             self.scoring,
+            slots=self.load.slots,
             first=self.first,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,

@@ -156,6 +156,18 @@ def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, 
         assert sorted(found[:count].tolist()) == of_expert.tolist()
 
 
+def test_rows_that_pad_a_graph_have_no_expert(kernel_device: str) -> None:
+    from engine.kernels.shuffle import shuffle
+
+    logits, slots = expert_logits(5, LEANINGS["even"]), torch.tensor([7, 3, -1, 0, -1])
+    counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
+    slots = slots.to(kernel_device)
+    weights, _, pairs = shuffle(logits.to(kernel_device), counts, 2, Scoring.SOFTMAX, slots)
+    listed = [pair for expert, count in enumerate(counts.tolist()) for pair in pairs[expert, :count].tolist()]
+    assert sorted(listed) == [0, 1, 2, 3, 6, 7]
+    assert (weights > 0).all(dim=1).tolist() == [True, True, False, True, False]
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_shuffle_chooses_an_expert_for_any_logits(kernel_device: str) -> None:
     """The rows that pad a graph may have any logits. Of equal logits, the first are chosen."""
