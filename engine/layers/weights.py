@@ -254,18 +254,24 @@ class Weights:
                 f"supported ({', '.join(map(str, DTYPES))} are)"
             )
         if to.numel():
-            to.copy_(tensor)
+            to.copy_(self._placed(tensor))
             self._extremes[name] = torch.stack(to.aminmax())
         self._note(name, parts, tensor)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device if its rows are stored as columns. A CPU would copy these one by one, and
+        a GPU transposes faster."""
+        if tensor.dim() < 2 or tensor.stride(-1) == 1:
+            return tensor
+        return tensor.mT.contiguous().to(self.device).mT
 
     def _note(self, name: str, parts: Sequence[Part], tensor: Tensor) -> None:
         """Keeps the digest of a tensor, of which `tensor` is these parts."""
         shape = tuple(part.size for part in parts)
+        rows = min(-(-FINGERPRINT_SAMPLE // math.prod(shape[1:])), shape[0])
         if tensor.shape != shape:  # the fingerprint of a part is that of the whole
-            rows = -(-FINGERPRINT_SAMPLE // math.prod(shape[1:]))
-            first = Part(0, min(rows, shape[0]), shape[0])
-            tensor = self._checkpoint.read(name, [first, *map(whole, shape[1:])])
-        sample = tensor.flatten()[:FINGERPRINT_SAMPLE].float().cpu().numpy()
+            tensor = self._checkpoint.read(name, [Part(0, rows, shape[0]), *map(whole, shape[1:])])
+        sample = tensor[:rows].flatten()[:FINGERPRINT_SAMPLE].float().cpu().numpy()
         self._taken[name] = hashlib.sha256(f"{name} {shape}".encode() + sample.tobytes()).hexdigest()
         if self._names:
             self._progress("loading weights", len(self._taken) / len(self._names))
