@@ -64,6 +64,7 @@ bench: venv
 	$(BIN)/python -m bench.disagg $(ARGS)
 	$(BIN)/python -m bench.discovery $(ARGS)
 	$(BIN)/python -m bench.flip $(ARGS)
+	$(BIN)/python -m bench.reuse $(ARGS)
 	$(BIN)/python -m bench.routing_sim $(ARGS)
 
 # The virtual path rpc= makes protoc write `from rpc import ..._pb2` into the stubs.

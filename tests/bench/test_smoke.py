@@ -36,7 +36,7 @@ from rpc import worker_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
-ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap")
+ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse")
 ON_CPU = ("chaos", "discovery", "router", "routing_sim")
 ELSEWHERE = {
     "load": "tests/bench/test_cli.py",
@@ -310,6 +310,15 @@ def test_runs_overlap(
     )  # fmt: skip
     of = "overlap.tcp.2to1"
     assert {f"{of}.n100.hidden", f"{of}.n100.ttit.b3", f"{of}.growth.n16"} <= {*rows}
+
+
+def test_runs_reuse(
+    run: Callable[..., dict[str, Any]], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "gpus", list)
+    rows = run("reuse", "--short", "--history", "150", "--answer", "20", "--model", str(checkpoint))
+    assert {"reuse.cpu.second_turn", "reuse.cpu.from_decode", "reuse.cpu.computed"} <= {*rows}
+    assert rows["reuse.cpu.bytes_over_missing"] == 1
 
 
 def test_overlap_gives_each_rank_a_gpu(

@@ -1,0 +1,227 @@
+"""How much sooner the second turn of a chat begins if KV is reused, and how many bytes travel for it.
+
+    python -m bench.reuse [--json PATH] [--device cpu|cuda] [--short]
+
+A prefill and a decode worker run as real processes. The bench submits to both as a router does. Rounds of
+three second turns alternate; each has a history, an answer, and a few new tokens:
+
+second_turn   the prefill worker has the history, and the decode worker has history and answer
+from_decode   the decode worker alone has both
+computed      no worker has any of it: as many tokens that no prompt had before
+
+The rows are times to first token, as ratios to `computed`. `bytes_over_missing` is the KV that the decode
+worker received in `second_turn`, over the KV of the positions that no full block of its prefix cache had.
+
+On a GPU it is the 8B Llama shape with random weights, each worker on a GPU of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+import bench.contract as contract
+from bench.contract import Report, Row
+from bench.overlap.streams import prompt_of
+from bench.roles import Driver, Roles, request
+from bench.shapes import DENSE, write_shape
+from cluster.gpus import visible_gpus
+from rpc import worker_pb2 as pb
+
+ROUNDS = 9
+NEW_TOKENS = 32
+
+
+class Turns(NamedTuple):
+    """Tokens of the parts of a second turn."""
+
+    history: int
+    answer: int
+
+
+ON_CPU, SHORT_ON_CPU, ON_CUDA = Turns(700, 40), Turns(400, 24), Turns(8000, 200)
+# `second_turn` and `from_decode` over `computed`
+GOALS = {"cpu": (0.5, 0.5), "cuda": (0.08, 0.35)}
+
+
+@dataclass
+class Worker:
+    driver: Driver
+    told: dict[str, Any]  # the report of its start
+
+    @property
+    def content(self) -> pb.ContentSource:
+        return pb.ContentSource(kv_address=self.told["kv_address"], incarnation=int(self.told["incarnation"]))
+
+    async def received(self) -> float:
+        """Bytes of KV that it has received and verified."""
+        await self.driver.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
+        return await asyncio.to_thread(_received, f"http://{self.told['metrics_address']}/metrics")
+
+
+def _received(url: str) -> float:
+    with urllib.request.urlopen(url, timeout=10) as page:
+        families = text_string_to_metric_families(page.read().decode())
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "baton:kv_bytes_total" and sample.labels["direction"] == "receive"
+    )
+
+
+@dataclass
+class Pair:
+    prefill: Worker
+    decode: Worker
+
+    async def handover(
+        self, prompt: list[int], length: int, content: pb.ContentSource | None = None
+    ) -> tuple[float, list[int]]:
+        """Prefill on one worker, decode on the other. Returns the time to first token and the answer."""
+        work, prefill_id, decode_id = request(prompt, length), os.urandom(16), os.urandom(16)
+        source = pb.PrefillSource(
+            prefill_id=prefill_id,
+            kv_address=self.prefill.content.kv_address,
+            incarnation=self.prefill.content.incarnation,
+        )
+        began = asyncio.get_running_loop().time()
+        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=True, content=content)
+        await self.prefill.driver.send(pb.RouterMessage(prefill=submit))
+        decode = pb.SubmitDecode(decode_id=decode_id, request=work, source=source)
+        await self.decode.driver.send(pb.RouterMessage(decode=decode))
+        [(first, _)] = await self.prefill.driver.tokens(prefill_id, 1)
+        tokens = await self.decode.driver.tokens(decode_id, length)
+        return first - began, [event.token_id for _, event in tokens]
+
+    async def on_decode(self, prompt: list[int], length: int) -> list[int]:
+        """The decode worker does both. Returns the answer."""
+        decode_id = os.urandom(16)
+        submit = pb.SubmitDecode(decode_id=decode_id, request=request(prompt, length))
+        await self.decode.driver.send(pb.RouterMessage(decode=submit))
+        return [event.token_id for _, event in await self.decode.driver.tokens(decode_id, length)]
+
+
+@dataclass
+class Runs:
+    """Times to first token in seconds, and ratios of bytes."""
+
+    second_turn: list[float] = field(default_factory=list)
+    from_decode: list[float] = field(default_factory=list)
+    computed: list[float] = field(default_factory=list)
+    bytes_over_missing: list[float] = field(default_factory=list)
+
+
+async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs: Runs) -> None:
+    def text(length: int, kind: int) -> list[int]:
+        return prompt_of(length, 10 * number + kind)
+
+    content = pair.decode.content
+    history, start = text(turns.history, 0), await pair.decode.received()
+    _, answer = await pair.handover(history, turns.answer)
+    second = [*history, *answer, *text(NEW_TOKENS, 1)]
+    before = await pair.decode.received()
+    seconds, _ = await pair.handover(second, 2, content)
+    known = (len(history) + len(answer) - 1) // block_size * block_size  # the last token has no KV
+    sent_per_token = (before - start) / len(history)
+    sent = await pair.decode.received() - before
+    runs.second_turn.append(seconds)
+    runs.bytes_over_missing.append(sent / sent_per_token / (len(second) - known))
+
+    history = text(turns.history, 2)
+    answer = await pair.on_decode(history, turns.answer)
+    seconds, _ = await pair.handover([*history, *answer, *text(NEW_TOKENS, 3)], 2, content)
+    runs.from_decode.append(seconds)
+
+    seconds, _ = await pair.handover(text(len(second), 4), 2)
+    runs.computed.append(seconds)
+
+
+def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The flags of both workers, and the environment of each. Exits if there are too few GPUs."""
+    if args.device == "cpu":
+        # One thread each: otherwise two engines would compete for the cores of a small machine.
+        model = ["--model", args.model] if args.model else []
+        return ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", *model], [{}, {}]
+    gpus = visible_gpus()
+    if len(gpus) < 2:
+        print(f"bench.reuse needs 2 GPUs, and there are {len(gpus)}", file=sys.stderr)
+        sys.exit(contract.EXIT_CANNOT_MEASURE)
+    model = args.model or str(write_shape(DENSE, directory))
+    common = ["--device", "cuda", "--model", model, "--load-format", "dummy", "--max-model-len", "16384"]
+    return [*common, "--kv-lanes", "8"], [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:2]]
+
+
+async def measure(args: argparse.Namespace, turns: Turns) -> Runs:
+    runs = Runs()
+    with tempfile.TemporaryDirectory() as name, Roles() as roles:
+        common, environments = flags(args, Path(name))
+        workers = []
+        for role, environment in zip(("prefill", "decode"), environments, strict=True):
+            told = roles.start(role, *common, environment=environment)
+            workers.append(Worker(Driver(told["address"], roles.secret), told))
+        for worker in workers:
+            await worker.driver.attach()
+        pair = Pair(*workers)
+        described = await pair.decode.driver.stub.Describe(pb.DescribeRequest())
+        for number in range(args.rounds + 1):  # the first one warms up: lanes, page faults
+            measured = runs if number else Runs()
+            await one_round(pair, turns, number, described.block_size, measured)
+        for worker in workers:
+            await worker.driver.close()
+    return runs
+
+
+def report_rows(report: Report, device: str, runs: Runs) -> None:
+    for name, goal in zip(("second_turn", "from_decode"), GOALS[device], strict=True):
+        series: list[float] = getattr(runs, name)
+        ratio, spread = contract.paired_ratio(series, runs.computed)
+        report.add(
+            Row(
+                f"reuse.{device}.{name}", statistics.median(series) * 1e3, "ms", p99=max(series) * 1e3,
+                ratio=ratio, ratio_to="computing it all", spread=spread, goal=goal, better="lower",
+            )
+        )  # fmt: skip
+    report.add(Row(f"reuse.{device}.computed", statistics.median(runs.computed) * 1e3, "ms"))
+    worst = max(runs.bytes_over_missing)
+    report.add(Row(f"reuse.{device}.bytes_over_missing", worst, "ratio", goal=1.02, better="lower"))
+
+
+def main() -> int:
+    p = contract.parser(__doc__ or "")
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (default: %(default)s)")
+    p.add_argument(
+        "--history", type=int, help=f"tokens (default: {ON_CPU.history} on a CPU, {ON_CUDA.history} on a GPU)"
+    )
+    p.add_argument(
+        "--answer", type=int, help=f"tokens (default: {ON_CPU.answer} on a CPU, {ON_CUDA.answer} on a GPU)"
+    )
+    p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
+    args = p.parse_args()
+    default = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
+    turns = Turns(args.history or default.history, args.answer or default.answer)
+    if args.short:
+        args.rounds = contract.MIN_PAIRS
+    if args.rounds < contract.MIN_PAIRS:
+        p.error(f"--rounds: at least {contract.MIN_PAIRS}")
+    runs = asyncio.run(measure(args, turns))
+    parameters = {k: v for k, v in vars(args).items() if k != "json"} | turns._asdict()
+    report = Report("reuse", parameters, args.json)
+    report_rows(report, args.device, runs)
+    report.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
