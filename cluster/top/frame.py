@@ -22,6 +22,8 @@ class WorkerRow:
         device: such as "2 GPUs"; "" if it is not known.
         tokens_per_s: prompt tokens computed (in the prefill pool) or tokens sampled (in the decode pool).
         kv_used: share of the KV blocks, 0 to 1.
+        cached: share of the prompt tokens that its prefix cache had, 0 to 1, fetched ones included.
+        fetched_per_s: prompt tokens with KV from the prefix caches of other workers.
         kv_bytes_per_s: KV sent (prefill) or received and verified (decode).
         hidden: mean share of the time of a transfer that overlapped the prefill, 0 to 1; decode only.
     """
@@ -35,6 +37,8 @@ class WorkerRow:
     kv_used: float | None
     tokens_per_s: float | None
     step_seconds: float | None
+    cached: float | None
+    fetched_per_s: float | None
     kv_bytes_per_s: float | None
     hidden: float | None
     transfers: int | None
@@ -108,6 +112,8 @@ def _row(worker: dict[str, Any], before: Scrape | None, after: Scrape, seconds: 
         kv_used=(total - load["blocks_free"]) / total if total else None,
         tokens_per_s=change.rate(TOKENS.get(pool_of(worker), "")),
         step_seconds=load.get("step_seconds") or None,
+        cached=change.share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+        fetched_per_s=change.rate("baton:prefix_fetched_tokens_total"),
         kv_bytes_per_s=change.rate("baton:kv_bytes_total"),
         hidden=change.mean("baton:kv_hidden_share"),
         transfers=load.get("transfers_open"),
@@ -140,6 +146,10 @@ class Change:
     def rate(self, counter: str) -> float | None:
         more = self.added(counter)
         return more / self.seconds if more is not None and self.seconds > 0 else None
+
+    def share(self, part: str, whole: str) -> float | None:
+        found, looked_up = self.added(part), self.added(whole)
+        return found / looked_up if found is not None and looked_up else None
 
     def quantiles(self, metric: str) -> tuple[float, float] | None:
         found = self._histogram(metric)

@@ -50,6 +50,12 @@ vllm:generation_tokens_total {tokens}
 {TTFT}_bucket{{le="+Inf"}} {all_}
 {TTFT}_sum 1
 {TTFT}_count {all_}
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total {10 * tokens}
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total {4 * tokens}
+# TYPE baton:prefix_fetched_tokens counter
+baton:prefix_fetched_tokens_total {3 * tokens}
 """
     )
 
@@ -66,8 +72,8 @@ def at(seconds: float, router: Page, worker: Page | None, incarnation: str = "a"
 
 def test_rates_cover_the_time_between_two_scrapes() -> None:
     found = frame(
-        at(10, page(tokens=100, ttft=(1000, 0, 0)), page(kv_bytes=5e9)),
-        at(14, page(tokens=900, ttft=(1090, 9, 1)), page(kv_bytes=25e9)),
+        at(10, page(tokens=100, ttft=(1000, 0, 0)), page(kv_bytes=5e9, tokens=10)),
+        at(14, page(tokens=900, ttft=(1090, 9, 1)), page(kv_bytes=25e9, tokens=50)),
     )
     assert found.output_tokens_per_s == 200
     p50, p99 = found.latencies["TTFT"] or pytest.fail("nothing measured")
@@ -76,6 +82,7 @@ def test_rates_cover_the_time_between_two_scrapes() -> None:
     [row] = found.workers
     assert (row.name, row.pool, row.device, row.running) == ("decode 3", "decode", "2 GPUs", 7)
     assert (row.kv_used, row.kv_bytes_per_s) == (0.75, 5e9)
+    assert (row.cached, row.fetched_per_s) == (0.4, 30)
     assert found.latencies["TTIT"] is None, "of which there is no histogram"
 
 
