@@ -43,6 +43,7 @@ from rpc.tracing import open_tracer
 
 log = logging.getLogger(__name__)
 
+LAG_PERIOD = 0.01  # seconds
 ERROR_SECONDS = 5.0
 """Time to send clients the error that ends their request."""
 _M_MMAP_THRESHOLD = -3  # malloc.h
@@ -147,6 +148,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
     )
     await runner.setup()
     following = asyncio.create_task(pool.run(), name="workers")
+    lag = asyncio.create_task(observe_lag(services.metrics.loop_lag.observe), name="lag")
     try:
         context = None if config.tls is None else config.tls.server_context()
         listening = listen("--port", config.host, config.port, share=config.supervised)
@@ -173,8 +175,9 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
         await runner.cleanup()
         await grpc_endpoint.close()
         await frontend.close()
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        for task in (following, lag):
+            task.cancel()
+        await asyncio.gather(following, lag, return_exceptions=True)
         await asyncio.to_thread(services.tracer.close)
 
 
@@ -238,6 +241,15 @@ async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float
     await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
+
+
+async def observe_lag(observe: Callable[[float], None]) -> None:
+    """Measures how late timers run. A stall of the event loop delays all streams and all new requests."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + LAG_PERIOD
+        await asyncio.sleep(LAG_PERIOD)
+        observe(max(0.0, loop.time() - due))
 
 
 async def _cut(services: Services) -> None:

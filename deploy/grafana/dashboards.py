@@ -131,6 +131,10 @@ ROUTER = [
         "Handover gap", "s", quantiles("baton:handover_gap_seconds", "router"),
         "Between the tokens of prefill and decode, as clients see it.",
     ),
+    Panel(
+        "Event loop lag", "s", quantiles("baton:event_loop_lag_seconds", "router"),
+        "All streams and new requests wait as long. More --router-processes help.",
+    ),
     Panel("Deadlines expired", "ops", rate("baton:deadlines_expired_total", "router", "deadline")),
     Panel("Errors", "reqps", rate("baton:request_errors_total", "router", "code")),
     Panel("Retries", "ops", rate("baton:retries_total", "router", "cause")),

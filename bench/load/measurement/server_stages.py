@@ -20,6 +20,7 @@ STAGES: Mapping[str, str] = {
     "transfer": "baton:kv_transfer_seconds",
     "exposed_transfer": "baton:kv_exposed_seconds",
     "handover": "baton:handover_gap_seconds",
+    "router_lag": "baton:event_loop_lag_seconds",
     "decode": "vllm:request_decode_time_seconds",
     "ttft": "vllm:time_to_first_token_seconds",
     "e2e": "vllm:e2e_request_latency_seconds",
