@@ -6,8 +6,8 @@ programs of the kernel before it have called `inputs_ready` or ended. The code b
 then overlaps with that kernel. Only after this call may it write, or read results of kernels of this step.
 
 Each kernel lets the next one begin only after its own inputs are ready. So at most two kernels run at once.
-When a kernel begins, all kernels but the one before it are over. A kernel launched without the option, such
-as torch's or cuBLAS', waits for all kernels before it, as always.
+When a kernel begins, all kernels of its stream but the one before it are over. A kernel launched without the
+option, such as torch's or cuBLAS', waits for all kernels before it, as always.
 """
 
 import functools

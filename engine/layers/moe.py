@@ -4,8 +4,13 @@ from torch import Tensor
 
 from engine.layers.mlp import GatedMLP
 from engine.layers.ranks import whole
+from engine.layers.side_stream import beside, join, side_stream
 from engine.layers.weights import Weights
 from engine.model_config import ExpertsConfig, ModelConfig
+
+MOST_BESIDE = 64
+"""Tokens of a step in which a GPU computes the shared expert on a second stream. With more tokens, the
+products of either stream fill the GPU."""
 
 
 class MoE:
@@ -43,10 +48,12 @@ class MoE:
             down_bias = weights.bias([f"{name}.down_proj" for name in names], rows, inner)
             self.down_bias = None if down_bias is None else down_bias.unflatten(0, (own.length, -1))
         self.first = own.start
-        self.shared = None
+        self.shared, self.side = None, None
         if experts.shared_intermediate_size:
             size = experts.shared_intermediate_size
             self.shared = GatedMLP(config, weights, f"{name}.shared_expert", size)
+            if weights.device.type == "cuda":
+                self.side = side_stream(weights.device)
         assert weights.expert_load is not None, "the model has experts"
         self.load = weights.expert_load
         self.counts = self.load.next_layer()
@@ -56,7 +63,18 @@ class MoE:
         self.kernels = weights.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        mixed = self.kernels.mix_experts(
+        if self.shared is None:
+            return self._mixed(x)
+        if self.side is None or len(x) > MOST_BESIDE:
+            return self._mixed(x).add_(self.shared(x))
+        with beside(self.side):
+            shared = self.shared(x)
+        mixed = self._mixed(x)
+        join(self.side)
+        return mixed.add_(shared)
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        return self.kernels.mix_experts(
             x,
             self.router(x),
             self.gate_up,
@@ -70,4 +88,3 @@ class MoE:
             down_bias=self.down_bias,
             activation=self.activation,
         )
-        return mixed if self.shared is None else mixed.add_(self.shared(x))

@@ -137,6 +137,25 @@ def test_a_cached_prefix_ends_within_an_attention_chunk(
     engine.assert_whole()
 
 
+@pytest.mark.gpu
+def test_a_shared_expert_beside_the_others_gives_the_same_tokens(
+    tmp_path: Path, save_tiny: Any, run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, with CUDA graphs, and without. Two streams that raced would give other tokens."""
+    save_tiny(tmp_path, "Llama4", hidden_size=512, head_dim=64, intermediate_size=256)
+    requests = [request_of(i, range(3, 30 + i), max_tokens=150, ignore_eos=True) for i in range(8)]
+
+    def tokens(*, cuda_graphs: bool) -> list[list[int]]:
+        config = EngineConfig(
+            str(tmp_path), dtype="bfloat16", device="cuda", num_blocks=64, cuda_graphs=cuda_graphs
+        )
+        return [result.tokens for result in run(build_engine(config), requests).values()]
+
+    found = [tokens(cuda_graphs=True), tokens(cuda_graphs=True), tokens(cuda_graphs=False)]
+    monkeypatch.setattr("engine.layers.moe.MOST_BESIDE", 0)
+    assert found == [tokens(cuda_graphs=True), tokens(cuda_graphs=True), tokens(cuda_graphs=False)]
+
+
 @torch.inference_mode()
 def greedy(model: Any, prompt: list[int], count: int) -> list[tuple[int, torch.Tensor]]:
     tokens = list(prompt)
