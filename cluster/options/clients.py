@@ -60,6 +60,10 @@ class SizingOptions:
             "MODEL",
         ),
     ] = "llama-3.1-8b"
+    prefill_tensor_parallel_size: Annotated[
+        int, opt("GPUs of one prefill worker.", "N", check=between(1))
+    ] = 1
+    decode_tensor_parallel_size: Annotated[int, opt("GPUs of one decode worker.", "N", check=between(1))] = 1
     gpu: Annotated[Literal["h200"], opt("GPU whose measured speeds are used.", "GPU")] = "h200"
     measured: Annotated[
         Path | None,

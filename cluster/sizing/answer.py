@@ -52,30 +52,37 @@ class Answer:
     why: tuple[str, str]
 
 
-def answer(speeds: Speeds, load: Load) -> Answer:
-    """Sizes both pools. Raises ValueError if no number of workers can meet the targets."""
-    alone = speeds.prefill(load.input)
+def answer(of_prefill: Speeds, of_decode: Speeds, load: Load) -> Answer:
+    """Sizes both pools, from the speeds of their workers.
+
+    Raises ValueError if no number of workers can meet the targets.
+    """
+    alone = of_prefill.prefill(load.input)
     if load.ttft < alone:
         raise ValueError(
             f"--slo ttft={load.ttft * 1e3:.0f}: one prefill of {load.input} tokens takes "
-            f"{alone * 1e3:.1f} ms on an idle worker, and no number of workers makes it shorter"
+            f"{alone * 1e3:.1f} ms on an idle worker, and no number of workers makes it shorter; "
+            "a larger --prefill-tensor-parallel-size may"
         )
     context = load.input + load.output
-    shortest = speeds.step(1, context)
+    shortest = of_decode.step(1, context)
     if load.ttit < shortest:
         raise ValueError(
             f"--slo ttit={load.ttit * 1e3:.1f}: a step with a single request takes {shortest * 1e3:.2f} ms, "
-            "and no number of workers makes it shorter"
+            "and no number of workers makes it shorter; a larger --decode-tensor-parallel-size may"
         )
-    room = speeds.kv_room(load.gpu_memory_utilization)
-    in_memory = room // (context * speeds.kv_bytes_per_token)
+    of_prefill.kv_room(load.gpu_memory_utilization)
+    room = of_decode.kv_room(load.gpu_memory_utilization)
+    in_memory = room // (context * of_decode.kv_bytes_per_token)
     if not in_memory:
         raise ValueError(
             f"a request of {context} tokens needs more KV memory than one worker has ({room / 1e9:.1f} GB); "
             "reduce --input or --output, or choose a smaller --model"
         )
-    workers, ttft, prefill_why = _prefill_pool(speeds, load, alone)
-    decoders, decoded, decode_why = _decode_pool(speeds, load, min(load.max_num_seqs, in_memory), in_memory)
+    workers, ttft, prefill_why = _prefill_pool(of_prefill, load, alone)
+    decoders, decoded, decode_why = _decode_pool(
+        of_decode, load, min(load.max_num_seqs, in_memory), in_memory
+    )
     return Answer(
         prefill=workers,
         decode=decoders,
@@ -84,7 +91,7 @@ def answer(speeds: Speeds, load: Load) -> Answer:
         prefill_busy=load.rate * alone / workers,
         decode_busy=decoded.busy if decoded is not None else 0.0,
         batch=decoded.most if decoded is not None else 0,
-        kv_bytes=decoded.most * context * speeds.kv_bytes_per_token if decoded is not None else 0,
+        kv_bytes=decoded.most * context * of_decode.kv_bytes_per_token if decoded is not None else 0,
         kv_room=room,
         why=(prefill_why, decode_why),
     )

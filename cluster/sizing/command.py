@@ -34,8 +34,10 @@ def run(sizing: SizingOptions) -> int:
     )
     model = shape(sizing.model)
     weight_format = choose_format(EngineConfig(sizing.model), model, torch.device("cuda"))
-    speeds = Speeds(gpu, model, weight_format.bytes_per_parameter(torch.bfloat16))
-    show(answer(speeds, load), gpu.source)
+    element = weight_format.bytes_per_parameter(torch.bfloat16)
+    sizes = sizing.prefill_tensor_parallel_size, sizing.decode_tensor_parallel_size
+    of_prefill, of_decode = (Speeds(gpu, model, element, ranks) for ranks in sizes)
+    show(answer(of_prefill, of_decode, load), sizes, gpu.source)
     return 0
 
 
@@ -52,17 +54,20 @@ def parse_slo(text: str) -> tuple[float, float]:
     return found["ttft"], found["ttit"]
 
 
-def show(found: Answer, source: str) -> None:
+def show(found: Answer, sizes: tuple[int, int], source: str) -> None:
+    """`sizes`: GPUs of a prefill worker and of a decode worker."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    table = Table("", "workers", "p50", "p99", "busy", "batch", "KV in use", header_style="bold", box=None)
+    columns = ("", "workers", "GPUs", "p50", "p99", "busy", "batch", "KV in use")
+    table = Table(*columns, header_style="bold", box=None)
     for column in table.columns[1:]:
         column.justify = "right"
+    workers = [str(found.prefill), str(found.prefill * sizes[0])]
     times = [f"{t * 1e3:.0f} ms" for t in (found.ttft.p50, found.ttft.p99)]
-    table.add_row("prefill (TTFT)", str(found.prefill), *times, f"{found.prefill_busy:.0%}", "", "")
+    table.add_row("prefill (TTFT)", *workers, *times, f"{found.prefill_busy:.0%}", "", "")
+    workers = [str(found.decode), str(found.decode * sizes[1])]
     times = [f"{t * 1e3:.1f} ms" for t in (found.ttit.p50, found.ttit.p99)]
     kv = f"≤ {found.kv_bytes / 1e9:.1f} of {found.kv_room / 1e9:.1f} GB"
-    busy = f"{found.decode_busy:.0%}"
-    table.add_row("decode (TTIT)", str(found.decode), *times, busy, f"≤ {found.batch}", kv)
+    table.add_row("decode (TTIT)", *workers, *times, f"{found.decode_busy:.0%}", f"≤ {found.batch}", kv)
     console.print(table)
     console.print(f"prefill: {found.why[0]}\ndecode: {found.why[1]}")
     console.print(f"Simulated, without prefix caches, from: {source}", style="dim", soft_wrap=True)

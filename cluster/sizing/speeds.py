@@ -6,6 +6,7 @@ The measured times are scaled to other models:
   its tokens are expected to choose, and computes with the active parameters
 - prefill attention: by layers × heads × head size, and by the keys in the span of each layer
 - decode attention: by the bytes of KV that it reads, in the span of each layer
+- several GPUs: each computes its share. Then two all-reduces in each layer, as measured on two GPUs
 
 This works for a model of similar width. A much smaller model is bound by kernel launches, so it is slower
 than the estimate.
@@ -17,7 +18,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ class Gpu:
         kv_bytes_per_s: KV bytes per second that decode attention reads.
         decode: batch size -> seconds of a step with `CONTEXT` tokens per request, ascending.
         prefill: prompt tokens -> seconds of one prompt alone; two or more entries.
+        all_reduce: rows of the reference model -> seconds of an all-reduce over two GPUs, ascending.
         source: where `decode` and `prefill` were measured, for people.
     """
 
@@ -48,6 +50,7 @@ class Gpu:
     kv_bytes_per_s: float
     decode: dict[int, float]
     prefill: dict[int, float]
+    all_reduce: dict[int, float]
     source: str
 
 
@@ -58,6 +61,7 @@ GPUS = {
         kv_bytes_per_s=4.3e12,
         decode={1: 4.91e-3, 8: 5.20e-3, 32: 6.24e-3, 64: 7.60e-3, 128: 10.80e-3, 256: 18.43e-3},
         prefill={2000: 49.8e-3, 8000: 210.5e-3},
+        all_reduce={1: 6.3e-6, 8: 6.7e-6, 64: 7.6e-6, 256: 12.9e-6, 2000: 56e-6, 8000: 208e-6},
         source="Llama-3.1-8B in bfloat16 on one H200, vLLM 0.26; Baton was no slower there",
     )
 }
@@ -80,21 +84,29 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
             raise ValueError(
                 f"--measured {file}: needs two rows {pattern}; run python -m bench.engine on a GPU"
             )
-    return Gpu(gpu.memory, gpu.kv_bytes_per_s, source=str(file), **found)
+    return replace(gpu, source=str(file), decode=found["decode"], prefill=found["prefill"])
 
 
 class Speeds:
-    """The speeds of one worker with one GPU and one model."""
+    """The speeds of one worker with one model. `ranks` is the number of its GPUs."""
 
-    def __init__(self, gpu: Gpu, model: ModelConfig, matrix_bytes: float = ELEMENT_BYTES) -> None:
-        """`matrix_bytes`: of one parameter of a matrix, which depends on the format of the weights."""
+    def __init__(
+        self, gpu: Gpu, model: ModelConfig, matrix_bytes: float = ELEMENT_BYTES, ranks: int = 1
+    ) -> None:
+        """`matrix_bytes`: of one parameter of a matrix, which depends on the format of the weights.
+
+        Raises ValueError if the heads of the model do not divide over the ranks.
+        """
+        self.ranks = ranks
         self._gpu = gpu
         self._model = model
         self._matrix_bytes = matrix_bytes
         self._active = gemm_parameters(model, 1) / gemm_parameters(REFERENCE, 1)
         self._attention = _attention_width(model) / _attention_width(REFERENCE)
         cache = cache_spec(model, torch.bfloat16)
-        self.kv_bytes_per_token = cache_bytes_per_token(cache)
+        # Of all ranks. With fewer KV heads than ranks, each head is there several times.
+        copies = ranks * model.of_rank(ranks).num_kv_heads // model.num_kv_heads
+        self.kv_bytes_per_token = cache_bytes_per_token(cache) * copies
         self._spans = Counter(layer.span for layer in cache)
         self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, self._matrix_bytes)
         # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
@@ -107,14 +119,22 @@ class Speeds:
         pairs = uncached * (cached + uncached / 2)
         least = self._products(1) * self._read(uncached)  # even a short prompt reads the weights
         attention = self._quadratic * self._seen(uncached, pairs) * self._attention
-        return max(least, self._linear * uncached * self._active) + attention
+        alone = max(least, self._linear * uncached * self._active) + attention
+        return alone / self.ranks + self._sums(uncached)
 
     def step(self, batch: int, positions: float) -> float:
         """Seconds of a decode step of `batch` requests that have `positions` tokens in total."""
         batch, reading = max(1, batch), self._products(1)
         products = reading * self._read(batch) + (self._products(batch) - reading) * self._active
         kv_bytes = self._seen(batch, positions) * self.kv_bytes_per_token
-        return products + kv_bytes / self._gpu.kv_bytes_per_s
+        return (products + kv_bytes / self._gpu.kv_bytes_per_s) / self.ranks + self._sums(batch)
+
+    def _sums(self, rows: int) -> float:
+        """Seconds of the all-reduces of a step."""
+        if self.ranks == 1:
+            return 0.0
+        wide = rows * self._model.hidden_size / REFERENCE.hidden_size
+        return 2 * self._model.num_layers * interpolated(self._gpu.all_reduce, wide)
 
     def _seen(self, queries: float, pairs: float) -> float:
         """Of `pairs` of a query with a key up to its own, those in the span of a layer, on average."""
@@ -127,29 +147,32 @@ class Speeds:
         return parameters * self._matrix_bytes / ELEMENT_BYTES
 
     def _products(self, batch: int) -> float:
-        """Seconds of the matrix products of the reference model: a step without its reading of KV.
-
-        Interpolates linearly between the measured batch sizes.
-        """
-        points = list(self._gpu.decode.items())
-        pairs = list(itertools.pairwise(points))
-        (low, low_s), (high, high_s) = next((pair for pair in pairs if batch <= pair[1][0]), pairs[-1])
-        seconds = low_s + (high_s - low_s) * (batch - low) / (high - low)
+        """Seconds of the matrix products of the reference model: a step without its reading of KV."""
         kv_bytes = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
+        seconds = interpolated(self._gpu.decode, batch)
         return seconds - batch * CONTEXT * kv_bytes / self._gpu.kv_bytes_per_s
 
     def kv_room(self, utilization: float) -> int:
-        """Bytes for KV, after the weights and 4 GiB for activations, graphs and context.
+        """Bytes for KV, after the weights and 4 GiB of each GPU for activations, graphs and context.
 
         Raises ValueError if none are left.
         """
-        room = int(self._gpu.memory * utilization) - self.weight_bytes - (4 << 30)
+        room = self.ranks * (int(self._gpu.memory * utilization) - (4 << 30)) - self.weight_bytes
         if room <= 0:
+            gpus = "one GPU" if self.ranks == 1 else f"{self.ranks} GPUs"
             raise ValueError(
-                f"the weights ({self.weight_bytes / 1e9:.0f} GB) leave no room for KV, and a worker has one "
-                "GPU; choose a smaller --model"
+                f"the weights ({self.weight_bytes / 1e9:.0f} GB) leave no room for KV, and a worker has "
+                f"{gpus}; choose larger --prefill-tensor-parallel-size and --decode-tensor-parallel-size, or "
+                "a smaller --model"
             )
         return room
+
+
+def interpolated(points: dict[int, float], at: float) -> float:
+    """Between two or more ascending points, and beyond them by the nearest two."""
+    pairs = list(itertools.pairwise(points.items()))
+    (low, low_s), (high, high_s) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
+    return low_s + (high_s - low_s) * (at - low) / (high - low)
 
 
 def gemm_parameters(model: ModelConfig, tokens: int) -> float:

@@ -75,12 +75,12 @@ def test_windows_bound_the_kv_that_a_layer_reads() -> None:
 
 
 def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
-    found = answer(SPEEDS, LOAD)
+    found = answer(SPEEDS, SPEEDS, LOAD)
     again = prefill(SPEEDS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)
     assert again == found.ttft
     assert found.ttft.p99 <= LOAD.ttft
     assert found.ttit.p99 <= LOAD.ttit
-    hurried = answer(SPEEDS, replace(LOAD, ttft=0.1))
+    hurried = answer(SPEEDS, SPEEDS, replace(LOAD, ttft=0.1))
     assert hurried.ttft.p99 <= 0.1 < found.ttft.p99
     assert "TTFT decides" in hurried.why[0]
     assert LOAD.rate * SPEEDS.prefill(LOAD.input) < found.prefill, "no queue that only grows"
@@ -93,7 +93,7 @@ def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
 
 
 def pools(**changes: Any) -> tuple[int, int]:
-    found = answer(SPEEDS, replace(LOAD, **{"output": 40} | changes))
+    found = answer(SPEEDS, SPEEDS, replace(LOAD, **{"output": 40} | changes))
     return found.prefill, found.decode
 
 
@@ -120,12 +120,13 @@ def test_more_load_or_stricter_targets_never_need_fewer_workers() -> None:
 )
 def test_impossible_targets_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        answer(SPEEDS, replace(LOAD, **changes))
+        answer(SPEEDS, SPEEDS, replace(LOAD, **changes))
 
 
 def test_kv_memory_or_max_num_seqs_can_limit_the_pool() -> None:
     def why(load: Load, memory: int) -> Answer:
-        return answer(Speeds(replace(H200, memory=memory), REFERENCE), load)
+        speeds = Speeds(replace(H200, memory=memory), REFERENCE)
+        return answer(speeds, speeds, load)
 
     slow = replace(LOAD, ttft=5.0, ttit=1.0, output=30)
     assert "KV memory decides" in why(slow, 23 << 30).why[1]
@@ -134,8 +135,34 @@ def test_kv_memory_or_max_num_seqs_can_limit_the_pool() -> None:
         why(LOAD, 16 << 30)
 
 
+def test_workers_of_several_gpus() -> None:
+    """The bounds are those of two H200."""
+    two = Speeds(H200, REFERENCE, ranks=2)
+    for tokens in (2000, 8000):
+        assert 1.65 < SPEEDS.prefill(tokens) / two.prefill(tokens) < 1.85
+    for batch in (1, 64):
+        assert 1.45 < SPEEDS.step(batch, batch * 1064) / two.step(batch, batch * 1064) < 1.8
+    assert two.kv_room(0.9) > 2 * SPEEDS.kv_room(0.9), "the weights are there once"
+    assert two.kv_bytes_per_token == SPEEDS.kv_bytes_per_token
+    assert Speeds(H200, REFERENCE, ranks=16).kv_bytes_per_token == 2 * SPEEDS.kv_bytes_per_token
+    with pytest.raises(ValueError, match="--tensor-parallel-size 3: the model has 32 query heads"):
+        Speeds(H200, REFERENCE, ranks=3)
+
+
+def test_each_pool_has_workers_of_its_own_size() -> None:
+    two, hurried = Speeds(H200, REFERENCE, ranks=2), replace(LOAD, ttft=0.045)
+    with pytest.raises(ValueError, match="a larger --prefill-tensor-parallel-size may"):
+        answer(SPEEDS, SPEEDS, hurried)
+    mixed, alike = answer(two, SPEEDS, hurried), answer(SPEEDS, SPEEDS, LOAD)
+    assert mixed.ttft.p99 <= hurried.ttft
+    assert (mixed.decode, mixed.kv_room) == (alike.decode, alike.kv_room)
+    large = Speeds(H200, replace(REFERENCE, num_layers=320), ranks=2)
+    with pytest.raises(ValueError, match="and a worker has one GPU; choose larger --prefill-tensor-par"):
+        answer(Speeds(H200, replace(REFERENCE, num_layers=320)), large, replace(LOAD, ttft=9.0, ttit=1.0))
+
+
 def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
-    assert answer(SPEEDS, replace(LOAD, output=1)).decode == 0
+    assert answer(SPEEDS, SPEEDS, replace(LOAD, output=1)).decode == 0
 
 
 def test_measured_speeds(tmp_path: Path) -> None:
@@ -163,6 +190,9 @@ def test_the_command() -> None:
     printed = CliRunner().invoke(app, ["plan", "--rate", "20", "--slo", "ttft=500,ttit=6.5"])
     assert printed.exit_code == 0, printed.output
     assert "TTIT decides" in printed.output
+    gpus = ["--prefill-tensor-parallel-size", "4", "--decode-tensor-parallel-size", "2"]
+    printed = CliRunner().invoke(app, ["plan", "--rate", "2", *gpus])
+    assert [line.split()[2:4] for line in printed.output.splitlines()[1:3]] == [["1", "4"], ["1", "2"]]
     refused = CliRunner().invoke(app, ["plan", "--slo", "ttft=500"])
     assert refused.exit_code == 2
     assert "ttft=1000,ttit=50" in refused.output
