@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +63,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
 
 
 def limits(device: torch.device, seconds: Seconds) -> Limits:
-    """Measures a copy of 1 GiB, and a product of bfloat16 matrices by cuBLAS."""
+    """Measures an elementwise kernel on 1 GiB, and a product of bfloat16 matrices by cuBLAS."""
     one, other = torch.randn(2, 8192, 8192, device=device).bfloat16()
     into = torch.empty(8, 8192, 8192, dtype=torch.bfloat16, device=device)
     source = torch.randn(into.shape, device=device).bfloat16()
@@ -73,7 +73,7 @@ def limits(device: torch.device, seconds: Seconds) -> Limits:
         return work / statistics.median(once() for _ in range(PAIRS))
 
     return Limits(
-        rate(2 * nbytes(source), lambda: into.copy_(source)), rate(2 * 8192**3, lambda: one @ other)
+        rate(2 * nbytes(source), lambda: torch.neg(source, out=into)), rate(2 * 8192**3, lambda: one @ other)
     )
 
 
@@ -135,26 +135,42 @@ def moe_choices(cases: MoeCases) -> Choices:
             (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (64, 64, 4, 6), (128, 128, 4, 3),
             (128, 64, 4, 4),
         )
-    ] + [Tiling(16, 64, 128, 4, 4, False, None), Tiling(16, 32, 256, 4, 4, False, None)]  # fmt: skip
+    ] + [Tiling(16, 64, 128, 4, 4, False, None)]  # fmt: skip
+    few_gated = [
+        Tiling(rows, *of_weight, True, None)
+        for rows in (16, 32)
+        for of_weight in ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 5), (128, 64, 4, 3))
+    ] + [Tiling(16, 32, 128, 4, 4, False, None)]
     many = [
         Tiling(*tile, False, group)
         for tile in (
-            (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 3), (128, 128, 64, 8, 3),
-            (128, 256, 64, 8, 3), (128, 256, 64, 8, 4),
+            (64, 128, 64, 4, 4), (64, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3),
+            (128, 256, 64, 8, 4),
         )
-        for group in (8, None)
-    ] + [Tiling(64, 128, 64, 4, 4, True, 8), Tiling(128, 128, 64, 8, 3, False, 32)]  # fmt: skip
-    constants = ((8, "FEW", few), (32, "SOME", few), (256, "MANY", many), (math.inf, "MOST", many))
+        for group in (8, 32, None)
+    ]  # fmt: skip
+    many_gated = [
+        Tiling(*tile, False, group)
+        for tile in (
+            (64, 64, 64, 4, 4), (64, 128, 64, 8, 3), (128, 64, 64, 4, 4), (128, 128, 64, 8, 3),
+            (128, 128, 64, 8, 4),
+        )
+        for group in (8, 32, None)
+    ]  # fmt: skip
 
-    def of(tokens: int) -> dict[str, list[Any]]:
+    def choices(tokens: int, *tilings: list[Tiling], suffix: str) -> dict[str, list[Any]]:
         """The constant that applies to so many tokens, and its choices."""
         mean = tokens * cases.shape.chosen / cases.shape.experts
-        return next({name: values} for below, name, values in constants if mean < below)
+        name = ("FEW", "SOME", "MANY", "MOST")[bisect_right(grouped_linear.LIMITS, mean)]
+        return {name + suffix: tilings[mean >= grouped_linear.LIMITS[1]]}
 
-    products = itertools.product((cases.gate_up, cases.down), cases.shape.tokens)
-    return [
-        (grouped_linear, of(tokens), partial(product, tokens, loop=False)) for product, tokens in products
-    ]
+    found: list[tuple[ModuleType, dict[str, list[Any]], Make]] = []
+    for tokens in cases.shape.tokens:
+        gated = choices(tokens, few_gated, many_gated, suffix="_GATED")
+        found.append((grouped_linear, gated, partial(cases.gate_up, tokens, loop=False)))
+        plain = choices(tokens, few, many, suffix="")
+        found.append((grouped_linear, plain, partial(cases.down, tokens, loop=False)))
+    return found
 
 
 def fp8_choices(cases: Fp8Cases) -> Choices:

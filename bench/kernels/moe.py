@@ -1,7 +1,8 @@
 """The cases of a mixture of experts: index shuffling, and the products of all experts.
 
-Torch multiplies by `torch._grouped_mm`, of rows that are sorted already, and without the sum over a token's
-experts. Cases named `loop` are cuBLAS products of one expert after the other, of the same rows.
+Torch multiplies by `torch._grouped_mm`, of rows that are sorted already, without SwiGLU and without the sum
+over a token's experts. Cases named `loop` are cuBLAS products of one expert after the other, of the same
+rows.
 
 The products of Llama-4's shapes have as many rows for each expert. They and the sizes of index shuffling are
 those of MetaShuffling (Meta 2025). The others have random routes.
@@ -108,7 +109,7 @@ class MoeCases:
     def gate_up(self, tokens: int, *, loop: bool) -> Case:
         x = self.normal(tokens, self.shape.hidden)
         return self._product(
-            f"moe_gate_up.t{tokens}", x, 2 * self.shape.inner, self._routed(tokens), loop=loop
+            f"moe_gate_up.t{tokens}", x, 2 * self.shape.inner, self._routed(tokens), loop=loop, gated=True
         )
 
     def down(self, tokens: int, *, loop: bool) -> Case:
@@ -129,6 +130,7 @@ class MoeCases:
         shuffled: Shuffled,
         *,
         loop: bool,
+        gated: bool = False,
         combined: bool = False,
     ) -> Case:
         """The products of x with the weights [size, in] of all experts, or the same in a loop."""
@@ -140,7 +142,7 @@ class MoeCases:
         ordered, ends = x[rows], shuffled.counts.cumsum(0).int()
 
         def ours() -> object:
-            y = grouped_linear(x, weight, shuffled, dtype=x.dtype, weighted=False)
+            y = grouped_linear(x, weight, shuffled, dtype=x.dtype, weighted=False, gated=gated)
             return combine(y, shuffled.weights, weighted=True) if combined else y
 
         def one_by_one() -> object:
@@ -150,7 +152,7 @@ class MoeCases:
         def theirs() -> object:
             return torch._grouped_mm(ordered, weight.transpose(1, 2), offs=ends)
 
-        out = (tokens if combined else len(rows)) * size * x.itemsize
+        out = (tokens if combined else len(rows)) * size * x.itemsize // (2 if gated else 1)
         moved = nbytes(x) + sum(count > 0 for count in counts) * size * inner * x.itemsize + out
         flops = 2 * len(rows) * size * inner
         if loop:

@@ -3,6 +3,7 @@
     gather        x has a row for each token: the pairs of a token read the same row
     bias          each row of the result gets the bias of its expert
     weighted      each row of the result is multiplied by the weight of its pair
+    gated         W has gate and up rows. A program computes the same rows of both, and stores silu(gate) * up
 
 A program computes a tile: BLOCK_M pairs of one expert by BLOCK_N rows of that expert's W. It finds its expert
 from the counts, which only the device knows. The grid has as many programs as any counts can need, so that a
@@ -16,6 +17,7 @@ MetaShuffling (Meta 2025) adds the rows of a token in the epilogue, by atomic op
 `engine.kernels.combine` adds them, so that timing never changes a result.
 """
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import torch
@@ -27,6 +29,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized, overlap
 from engine.kernels.overlap import inputs_ready
 from engine.kernels.shuffle import Shuffled
+from engine.kernels.silu import swiglu
+from engine.model_config import ClampedSwiGLU
 
 
 class Tiling(NamedTuple):
@@ -40,22 +44,29 @@ class Tiling(NamedTuple):
 
 
 # By the mean number of pairs of an expert. Not measured yet.
-FEW = Tiling(16, 64, 128, 4, 4, True, None)  # below 8
-SOME = Tiling(32, 64, 128, 4, 4, True, None)  # below 32
-MANY = Tiling(64, 128, 64, 4, 4, False, 8)  # below 256
+LIMITS = (8, 32, 256)
+FEW = Tiling(16, 64, 128, 4, 4, True, None)
+SOME = Tiling(32, 64, 128, 4, 4, True, None)
+MANY = Tiling(64, 128, 64, 4, 4, False, 8)
 MOST = Tiling(128, 256, 64, 8, 3, False, 8)
+# A gated program has two tiles of W at a time.
+FEW_GATED = Tiling(16, 64, 128, 4, 3, True, None)
+SOME_GATED = Tiling(32, 64, 64, 4, 5, True, None)
+MANY_GATED = Tiling(64, 64, 64, 4, 4, False, 8)
+MOST_GATED = Tiling(128, 128, 64, 8, 3, False, 8)
 FLOAT32 = Tiling(16, 64, 64, 4, 3, False, None)
-FEW_FP8 = Tiling(16, 64, FP8_GROUP, 4, 6, True, None)  # below 32
+FEW_FP8 = Tiling(16, 64, FP8_GROUP, 4, 6, True, None)
 MANY_FP8 = Tiling(64, 128, FP8_GROUP, 4, 4, False, 8)
 
 
-def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
+def tiling(pairs: int, experts: int, dtype: torch.dtype, *, gated: bool) -> Tiling:
     if dtype is torch.float32:
         return FLOAT32
     mean = pairs / experts
     if dtype is FP8:
-        return FEW_FP8 if mean < 32 else MANY_FP8
-    return FEW if mean < 8 else SOME if mean < 32 else MANY if mean < 256 else MOST
+        return FEW_FP8 if mean < LIMITS[1] else MANY_FP8
+    tilings = (FEW_GATED, SOME_GATED, MANY_GATED, MOST_GATED) if gated else (FEW, SOME, MANY, MOST)
+    return tilings[bisect_right(LIMITS, mean)]
 
 
 def grouped_linear(
@@ -66,26 +77,29 @@ def grouped_linear(
     *,
     dtype: torch.dtype,
     weighted: bool,
+    gated: bool = False,
+    clamped: ClampedSwiGLU | None = None,
 ) -> Tensor:
     """The products for weight [experts, out, in]. bias [experts, out] is added before the weights apply.
 
-    x [tokens, in] or [pairs, in], quantised if the weight is in FP8. Returns [pairs, out] of `dtype`. The row
-    of a pair in no list of `shuffled` is undefined."""
+    x [tokens, in] or [pairs, in], quantised if the weight is in FP8. Returns [pairs, out] of `dtype`; if
+    `gated`, `silu_mul` of that, [pairs, out / 2]. The row of a pair in no list of `shuffled` is undefined."""
     x, x_scales = x if isinstance(x, Quantized) else (x, None)
     weight, weight_scales = weight if isinstance(weight, Fp8Experts) else (weight, None)
     assert x.is_contiguous(), "the kernel assumes dense rows"
     assert weight.is_contiguous(), "the kernel assumes dense rows"
     (tokens, chosen), (experts, size, inner) = shuffled.weights.shape, weight.shape
     pairs = tokens * chosen
-    shape = tiling(pairs, experts, x.dtype)
-    out = torch.empty(pairs, size, dtype=dtype, device=x.device)
+    shape = tiling(pairs, experts, x.dtype, gated=gated)
+    columns = size // 2 if gated else size
+    out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
     # Each expert may have a tile that is partly empty.
     most_tiles = pairs // shape.block_m + min(pairs, experts)
     group = shape.group or most_tiles
     # The copy engine needs rows of a multiple of 16 bytes.
     copied = inner * weight.itemsize % 16 == 0
     tile = [shape.block_n, shape.block_k]
-    _grouped_linear[(triton.cdiv(most_tiles, group) * group * triton.cdiv(size, shape.block_n),)](
+    _grouped_linear[(triton.cdiv(most_tiles, group) * group * triton.cdiv(columns, shape.block_n),)](
         x,
         x_scales,
         TensorDescriptor.from_tensor(weight.view(-1, inner), tile) if copied else weight,
@@ -98,8 +112,11 @@ def grouped_linear(
         tokens,
         group,
         experts,
-        size,
+        columns,
         inner,
+        GATED=gated,
+        ALPHA=clamped.alpha if clamped else None,
+        LIMIT=clamped.limit if clamped else None,
         GROUPED=weight_scales is not None and weight_scales.shape[1] > 1,
         CHOSEN=chosen,
         GATHER=len(x) == tokens,
@@ -131,8 +148,11 @@ def _grouped_linear(
     tokens,
     group,
     experts,
-    size,
+    columns,
     inner,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     GROUPED: tl.constexpr,
     CHOSEN: tl.constexpr,
     GATHER: tl.constexpr,
@@ -146,7 +166,7 @@ def _grouped_linear(
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    of_group = group * tl.cdiv(size, BLOCK_N)  # programs
+    of_group = group * tl.cdiv(columns, BLOCK_N)  # programs
     in_group = tl.program_id(0) % of_group
     tile = tl.program_id(0) // of_group * group + in_group % group
     expert, of_its = _find(tile, counts, experts, EXPERTS, BLOCK_M)
@@ -158,42 +178,72 @@ def _grouped_linear(
         row = pair // CHOSEN if GATHER else pair
         first_column = in_group // group * BLOCK_N
         column = first_column + tl.arange(0, BLOCK_N)
-        used = column < size
+        used = column < columns
         k = tl.arange(0, BLOCK_K)
         x_at = x + row[:, None] * inner + k[None, :]
+        # Rows of W: this expert's begin at `base`. If gated, those of up follow those of gate.
+        base = index * columns * 2 if GATED else index * columns
         acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
+        of_up = acc
         for start in tl.range(0, inner, BLOCK_K):
             inside = k < inner - start
             a = tl.load(x_at + start, mask=real[:, None] & inside[None, :], other=0.0)
-            if COPIED:
-                w = weight.load([expert * size + first_column, start])  # past the columns: zeros
-            else:
-                w_at = weight + (index * size + column)[:, None] * inner + start + k[None, :]
-                w = tl.load(w_at, mask=used[:, None] & inside[None, :], other=0.0)
+            w = _rows(weight, base, first_column, column, used, start, k, inner, COPIED)
             if GROUPED:
                 groups = tl.cdiv(inner, BLOCK_K)
                 of_x = tl.load(x_scales + row * groups + start // BLOCK_K, mask=real, other=0.0)
-                w_scales = weight_scales + (index * groups + start // BLOCK_K) * size
+                w_scales = weight_scales + (index * groups + start // BLOCK_K) * columns
                 of_w = tl.load(w_scales + column, mask=used, other=0.0)
-                if SWAPPED:
-                    acc += tl.dot(w, tl.trans(a)) * (of_w[:, None] * of_x[None, :])
-                else:
-                    acc += tl.dot(a, tl.trans(w)) * (of_x[:, None] * of_w[None, :])
-            elif SWAPPED:
-                acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+                scales = of_w[:, None] * of_x[None, :] if SWAPPED else of_x[:, None] * of_w[None, :]
+                acc += _product(a, w, tl.zeros_like(acc), SWAPPED) * scales
             else:
-                acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+                acc = _product(a, w, acc, SWAPPED)
+            if GATED:
+                w = _rows(weight, base + columns, first_column, column, used, start, k, inner, COPIED)
+                of_up = _product(a, w, of_up, SWAPPED)
+        weights = tl.load(pair_weights + pair, mask=real, other=0.0) if WEIGHTED else None
         y = tl.trans(acc) if SWAPPED else acc
         if weight_scales is not None and not GROUPED:
             of_x = tl.load(x_scales + row, mask=real, other=0.0)
-            of_w = tl.load(weight_scales + index * size + column, mask=used, other=0.0)
+            of_w = tl.load(weight_scales + base + column, mask=used, other=0.0)
             y *= of_x[:, None] * of_w[None, :]
-        if bias is not None:
-            y += tl.load(bias + index * size + column, mask=used, other=0.0).to(tl.float32)[None, :]
-        if WEIGHTED:
-            y *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
-        to = out + pair[:, None] * size + column[None, :]
+        y = _biased(y, bias, base + column, used, weights)
+        if GATED:
+            up = tl.trans(of_up) if SWAPPED else of_up
+            y = swiglu(y, _biased(up, bias, base + columns + column, used, weights), ALPHA, LIMIT)
+        to = out + pair[:, None] * columns + column[None, :]
         tl.store(to, y.to(out.dtype.element_ty), mask=real[:, None] & used[None, :])
+
+
+@triton.jit
+def _rows(weight, base, first_column, column, used, start, k, inner, COPIED: tl.constexpr):
+    """A tile of W: rows `base + column`, columns `start + k`. Columns past the end are zeros."""
+    if COPIED:
+        w = weight.load([(base + first_column).to(tl.int32), start])
+    else:
+        at = weight + (base + column)[:, None] * inner + start + k[None, :]
+        w = tl.load(at, mask=used[:, None] & (k < inner - start)[None, :], other=0.0)
+    return w
+
+
+@triton.jit
+def _product(a, w, acc, SWAPPED: tl.constexpr):
+    """acc + a wᵀ, or its transpose."""
+    if SWAPPED:
+        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _biased(y, bias, at, used, weights):
+    """(y + bias) · weights."""
+    if bias is not None:
+        y += tl.load(bias + at, mask=used, other=0.0).to(tl.float32)[None, :]
+    if weights is not None:
+        y *= weights[:, None]
+    return y
 
 
 @triton.jit

@@ -76,13 +76,20 @@ def _silu_mul(
     inside = columns < size
     gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
+    y = swiglu(gate, up, ALPHA, LIMIT)
+    if scales is None:
+        tl.store(out + row * size + columns, y.to(out.dtype.element_ty), mask=inside)
+    else:
+        store_quantized(y, out, scales, row, first, size, GROUP)
+
+
+@triton.jit
+def swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """LIMIT None: plain."""
     if LIMIT is None:
         y = gate * tl.sigmoid(gate) * up
     else:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         y = gate * tl.sigmoid(gate * ALPHA) * (up + 1)
-    if scales is None:
-        tl.store(out + row * size + columns, y.to(out.dtype.element_ty), mask=inside)
-    else:
-        store_quantized(y, out, scales, row, first, size, GROUP)
+    return y

@@ -86,11 +86,21 @@ class TritonKernels:
         shuffled = shuffle(logits, counts, num_chosen, scoring, slots, range(first, first + experts))
         on_input = scoring is Scoring.SIGMOID_ON_INPUT
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
-        product = grouped_linear(inputs, gate_up, shuffled, gate_up_bias, dtype=x.dtype, weighted=on_input)
+        gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        inner = grouped_linear(
+            inputs,
+            gate_up,
+            shuffled,
+            gate_up_bias,
+            dtype=x.dtype,
+            weighted=on_input,
+            gated=gated,
+            clamped=activation,
+        )
         if isinstance(down, Fp8Experts):
-            inner = silu.silu_mul_quantized(product, activation, grouped=down.grouped)
-        else:
-            inner = silu.silu_mul(product, activation)
+            inner = silu.silu_mul_quantized(inner, activation, grouped=down.grouped)
+        elif not gated:
+            inner = silu.silu_mul(inner, activation)
         y = grouped_linear(inner, down, shuffled, down_bias, dtype=x.dtype, weighted=False)
         if on_input and num_chosen == 1 and experts == len(counts):
             return y

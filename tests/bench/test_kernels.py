@@ -79,7 +79,7 @@ def test_every_case_of_a_mixture_runs(kernel_device: str, monkeypatch: pytest.Mo
     assert rows["kernels.shuffle.t5.e4.top1.time"].value == 0.5e6, "of one of two layers"
     read = 2 * (6 * 16 + 3 * 24 * 16 + 6 * 24)
     assert rows["kernels.grouped.g3x2"].value == pytest.approx(read / 1e9)
-    one_token = 2 * (32 + 2 * 32 * 32 + 2 * 32)  # in, the weights of two experts, out
+    one_token = 2 * (32 + 2 * 32 * 32 + 2 * 16)  # in, the weights of two experts, out
     assert rows["kernels.moe_gate_up.t1"].value == pytest.approx(one_token / 1e9)
     tried = [(module, name) for module, values, _ in bench.moe_choices(cases) for name in values]
     assert all(hasattr(module, name) for module, name in tried)

@@ -221,6 +221,29 @@ def test_mix_experts(
     assert counts.tolist() == expected_counts.tolist()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40, 100, 300, 3000])
+def test_a_mixture_does_not_depend_on_timing(tokens: int) -> None:
+    """Each tiling of bfloat16. The lists of pairs have another order each time."""
+    from engine.kernels.triton_kernels import TritonKernels
+
+    x, logits, gate_up, down = (
+        normal(*shape, seed=i).cuda()
+        for i, shape in enumerate([(tokens, 1024), (tokens, 32), (32, 2 * 256, 1024), (32, 1024, 256)])
+    )
+    x, gate_up, down = x.to(BF16), (gate_up / 32).to(BF16), down.to(BF16)
+    counts = torch.zeros(32, dtype=torch.int32, device="cuda")
+    expected = TorchKernels().mix_experts(
+        x.double(), logits, gate_up.double(), down.double(), counts.clone(), 4, Scoring.SOFTMAX
+    )
+    kernels = TritonKernels(torch.device("cuda"), 128)
+    first, *others = (
+        kernels.mix_experts(x, logits, gate_up, down, counts.clone(), 4, Scoring.SOFTMAX) for _ in range(30)
+    )
+    close(first, expected.cpu())
+    assert all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the undefined rows of pairs elsewhere
 @pytest.mark.parametrize("leaning", LEANINGS)
 @pytest.mark.parametrize(
