@@ -24,27 +24,41 @@ from kv_transfer.process.tcp import _connecting
 
 
 @pytest.mark.parametrize(
-    ("config", "fetch", "reason"),
+    ("config", "fetch", "reason", "named"),
     [
-        ({"secret": b"another secret, not ours"}, {}, "secret"),
-        ({"model_fingerprint": "another model"}, {}, "model"),
-        ({"layout": kv.KVLayout(2, 2, 16, "float32"), "slot_bytes": 4096}, {}, "layout"),
-        ({"layout": kv.KVLayout(3, 2, 16, "float16"), "slot_bytes": 4096}, {}, "dtype"),
-        ({}, {"incarnation": 12345}, "incarnation"),
+        ({"secret": b"another secret, not ours"}, {}, "secret", ""),
+        (
+            {"model_fingerprint": "another model"}, {}, "model",
+            "model_fingerprint: decode 0 has 'another model', prefill 0 has 'model of the tests'",
+        ),
+        (
+            {"layout": kv.KVLayout(2, 2, 16, "float32")}, {}, "layout",
+            "layout_fingerprint: decode 0 has 'kv3 layers=2 kv_heads=2 head_dim=16', "
+            "prefill 0 has 'kv3 layers=3 kv_heads=2 head_dim=16'",
+        ),
+        (
+            {"layout": kv.KVLayout(3, 2, 16, "float16")}, {}, "dtype",
+            "kv_dtype: decode 0 has 'float16', prefill 0 has 'float32'",
+        ),
+        ({}, {"incarnation": 12345}, "incarnation", "prefill 0 is now "),
     ],
-)
+)  # fmt: skip
 def test_refused_at_hello(
     make_prefill: Any,
     bare_decode: Any,
     until: Any,
+    capfd: pytest.CaptureFixture[str],
     config: dict[str, Any],
     fetch: dict[str, Any],
     reason: str,
+    named: str,
 ) -> None:
-    prefill = make_prefill()
+    """Between unequal groups, too. The log names what differs, with the values of both workers."""
+    prefill = make_prefill(ranks=2)
     decode = bare_decode(config)
     assert decode.failure(prefill, **fetch) == reason
     assert reason in decode.stats().refused
+    assert named in capfd.readouterr().err
     if reason in ("model", "layout", "dtype"):  # proven peers: the other side knows why, too
         until(lambda: reason in prefill.stats().refused, "prefill to refuse, too")
     until(lambda: prefill.stats().lanes == 0, "the lanes to close")

@@ -50,9 +50,9 @@ def slices(n: int) -> list[tuple[dict[str, int], bytes]]:
 def fetching(make_decode: Any) -> Any:
     """A decode worker (one lane) that has asked a fake prefill worker for 10 positions."""
 
-    def make(**deadlines: float) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
+    def make(ranks: int = 1, **deadlines: float) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
         fake = FakePrefill()
-        decode = make_decode(lanes=1, deadlines=kv.TransferDeadlines(**deadlines))
+        decode = make_decode(lanes=1, ranks=ranks, deadlines=kv.TransferDeadlines(**deadlines))
         blocks = decode.reserved[b"d"] = decode.allocate(10)
         decode.receiver.fetch(
             b"d",
@@ -147,6 +147,53 @@ def test_as_a_prefill_worker(fetching: Any, until: Any) -> None:
     assert said == {ACK: (transfer, []), CREDIT: (bytes(16), [4, True])}
     lane.say(CREDIT, [4, 3])
     until(lambda: decode.stats().receiver_slots_free == 16, "the slots to come home")
+
+
+def test_frames_of_a_group_have_the_heads_of_one_rank_each(make_prefill: Any, until: Any) -> None:
+    """To its peer a worker of two ranks is one: all frames have sender rank 0, and one COMMIT counts them."""
+    prefill = make_prefill(ranks=2)
+    prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
+    expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
+    lane = connect(prefill.port)
+    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
+    assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 6, 3 * 2560])
+    lane.say(CREDIT, [6, False])
+    came = set()
+    for seq in range(6):
+        kind, which, head, payload = lane.read()
+        assert (kind, which, head["seq"], head["sender_rank"], head["head_count"]) == (
+            KV,
+            transfer,
+            seq,
+            0,
+            1,
+        )
+        got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 1, 16)
+        assert torch.equal(got[:, :, 0], expected[head["layer"]][:, :, head["head_start"]])
+        came.add((head["layer"], head["head_start"]))
+    assert len(came) == 6
+    lane.say(ACK, [], transfer)
+    until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)
+
+
+def test_a_group_takes_frames_with_any_heads(fetching: Any, until: Any) -> None:
+    """Four ranks, of which two hold each head. Some frames have one head, and some have both."""
+    decode, _, lane, transfer, blocks = fetching(ranks=4)
+    whole = slices(10)
+    frames = []
+    for head, body in whole:
+        kv_of_layer = torch.frombuffer(bytearray(body), dtype=torch.int32).view(2, 10, 2, 16)
+        for first, count in ((0, 2),) if head["layer"] == 1 else ((1, 1), (0, 1)):
+            part = kv_of_layer[:, :, first : first + count].contiguous().numpy().tobytes()
+            named = {"head_start": first, "head_count": count, "seq": len(frames)}
+            frames.append((head | named, part))
+    lane.say(COMMIT, [[77, None, [], []], 5, 3 * 2560], transfer)
+    for head, body in frames:
+        while lane.sent == lane.granted:
+            assert lane.read()[0] == CREDIT
+        lane.send(KV, body, transfer, **head)
+    assert ended(decode, until).first_token == kv.FirstToken(77)
+    assert_pool(decode, blocks, whole)
 
 
 def test_a_fetch_of_nothing_is_answered(make_prefill: Any, until: Any) -> None:
