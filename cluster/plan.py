@@ -138,12 +138,16 @@ class Plan:
         return [*workers, router]
 
     def engine_of(self, pool: Pool) -> options.EngineOptions:
-        """The options of the engines of a pool, which may have a group size of its own."""
-        own = {
-            "prefill": self.pool.prefill_tensor_parallel_size,
-            "decode": self.pool.decode_tensor_parallel_size,
+        """The options of the engines of a pool, which may have a group size of its own. If only the other
+        pool has several ranks, expert parallelism is for that one."""
+        size = self.engine.tensor_parallel_size
+        sizes = {
+            "prefill": self.pool.prefill_tensor_parallel_size or size,
+            "decode": self.pool.decode_tensor_parallel_size or size,
         }
-        return replace(self.engine, tensor_parallel_size=own[pool] or self.engine.tensor_parallel_size)
+        alone = sizes[pool] == 1 < max(sizes.values())
+        expert_parallel = self.engine.enable_expert_parallel and not alone
+        return replace(self.engine, tensor_parallel_size=sizes[pool], enable_expert_parallel=expert_parallel)
 
     def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
         """The GPUs of this machine. Raises ValueError if the pools could need more of them."""

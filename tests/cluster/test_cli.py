@@ -308,7 +308,7 @@ def test_pools_may_have_workers_of_different_sizes(
 ) -> None:
     monkeypatch.setattr("cluster.plan.visible_gpus", lambda: ["0", "1", "2", "3"])
     mixed = ("serve", "--device", "cuda", "--prefill-tensor-parallel-size", "2")
-    baton(*mixed, "--decode", "2")
+    baton(*mixed, "--decode", "2", "--enable-expert-parallel")
     baton(*mixed, "--decode", "3")
     baton(*mixed, "--prefill", "1:2", "--decode", "1:2")
     fits, too_many, flips = served
@@ -318,6 +318,7 @@ def test_pools_may_have_workers_of_different_sizes(
     ]  # fmt: skip
     flag = "--tensor-parallel-size"
     assert [role.args[role.args.index(flag) + 1] for role in workers if flag in role.args] == ["2"]
+    assert ["--enable-expert-parallel" in role.args for role in workers] == [True, False, False]
     assert len(fits.gpus(fits.roles())) == 4
     said = r"--prefill 1 --decode 3 --prefill-tensor-parallel-size 2: .* 5 GPUs.*, lower --prefill-tensor-par"
     with pytest.raises(ValueError, match=said):

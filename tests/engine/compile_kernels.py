@@ -114,7 +114,7 @@ def main() -> None:
 
     print("-- experts")
     for dtype in (torch.bfloat16, torch.float32):
-        for tokens in (8, 1024):
+        for tokens in (8, 40, 1024):
             kernels = TritonKernels(torch.device("cpu"), 128)
             x, logits = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 16, dtype=dtype)
             gate_up = torch.zeros(16, 2 * 768, 2048, dtype=dtype)
