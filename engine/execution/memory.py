@@ -121,7 +121,9 @@ def choose_dtype(
 ) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    if model.dtype in ("float32", "bfloat16", "float16"):
+    # A CPU computes slowly in float16, in which many quantized checkpoints have their other weights.
+    slow = model.dtype == "float16" and weight_format.identity and device.type == "cpu"
+    if model.dtype in ("float32", "bfloat16", "float16") and not slow:
         return getattr(torch, model.dtype)
     return torch.bfloat16 if device.type == "cuda" or weight_format.identity else torch.float32
 

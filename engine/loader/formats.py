@@ -8,12 +8,15 @@ import torch
 from engine.api.config import EngineConfig
 from engine.layers.linear import PlainFormat
 from engine.layers.weights import WeightFormat
-from engine.loader import fp8_formats, gguf_groups
+from engine.loader import fp8_formats, gguf_groups, int4_formats
 from engine.model_config import ModelConfig
 
 FromSettings = Callable[[Mapping[str, Any], str, torch.device], WeightFormat]
 
-COMPRESSED: dict[str, FromSettings] = {"float-quantized": fp8_formats.compressed_float}
+COMPRESSED: dict[str, FromSettings] = {
+    "float-quantized": fp8_formats.compressed_float,
+    "pack-quantized": int4_formats.compressed_int,
+}
 """Formats of compressed-tensors checkpoints, by their `format`."""
 
 
@@ -28,9 +31,11 @@ def _compressed(settings: Mapping[str, Any], source: str, device: torch.device) 
 
 
 STORED: dict[str, FromSettings] = {
+    "awq": int4_formats.awq,
     "compressed-tensors": _compressed,
     "fp8": fp8_formats.fp8,
     "gguf": gguf_groups.gguf,
+    "gptq": int4_formats.gptq,
 }
 """Formats of quantized checkpoints, by the `quant_method` of their `quantization_config`. A function gets
 this configuration, the checkpoint's source and the device. It raises `ValueError` naming the source for

@@ -1,0 +1,197 @@
+"""INT4 weights of Hugging Face checkpoints: what `quantization_config` means, and where the groups are.
+
+All keep integers of 4 bits in words of 32 bits, the first one in the lowest bits, unless told otherwise:
+
+    gptq                 qweight [in / 8, out], qzeros [groups, out / 8] less 1, scales [groups, out]
+    awq                  qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]; the eight
+                         integers of a word are in the order AWQ_ORDER
+    compressed-tensors   weight_packed [out, in / 8], weight_scale [out, groups], and if asymmetric
+                         weight_zero_point [out / 8, groups]
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels import Fp8Experts
+from engine.layers.grouped_linear import bytes_per_parameter, grouped_linear
+from engine.layers.groups import Groups, stacked
+from engine.layers.linear import PlainFormat, PlainLinear
+from engine.layers.ranks import Part, whole
+from engine.layers.weights import LinearMethod, Weights
+
+WORD = 8
+"""Integers in a word."""
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Output i of a word is at this place in it."""
+
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Int4Format:
+    """The `WeightFormat` of INT4 matrices in groups."""
+
+    name: str
+    size: int
+    """Columns of a group."""
+    marker: str
+    """Suffix of a tensor that each quantised matrix has; matrices without it are plain."""
+    read: Callable[[Weights, str, Part, Part], Groups]
+    """Reads rows × columns of a projection; the columns are whole groups."""
+    device: torch.device
+    identity = "int4"
+
+    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
+        return bytes_per_parameter(4, self.size, dtype, self.device)
+
+    def linear(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
+    ) -> LinearMethod:
+        quantized = [name for name in names if weights.has(f"{name}.{self.marker}")]
+        if not quantized:
+            return PlainFormat().linear(weights, names, rows, columns, bias=bias)
+        if len(quantized) < len(names):
+            raise ValueError(f"{weights.source}: of {', '.join(names)} only some are quantised")
+        if columns.start % self.size or columns.length % self.size:
+            raise ValueError(
+                f"{weights.source}: a rank has the columns [{columns.start}, {columns.stop}) of {names[0]}, "
+                f"and groups of {self.size} columns share a scale; change --tensor-parallel-size"
+            )
+        parts = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
+        groups = stacked(parts)
+        assert groups is not None, "all are read with one size"
+        return grouped_linear(groups, weights.bias(names, rows, columns) if bias else None, weights)
+
+    def experts(
+        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
+    ) -> Tensor | Fp8Experts:
+        if any(weights.has(f"{name}.{self.marker}") for expert in names for name in expert):
+            raise ValueError(f"{weights.source}: experts in the format {self.name} are not supported")
+        return PlainFormat().experts(weights, names, rows, columns)
+
+    def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
+        return PlainLinear(embedding)
+
+
+def gptq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
+    _require(settings, source, bits=(4,), desc_act=(False, None))
+    version = settings.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise ValueError(f"{source}: quantization_config: checkpoint_format {version!r} is not supported")
+    size = _size(settings.get("group_size"), source)
+    less = 1 if version == "gptq" else 0
+    return Int4Format(f"gptq int4 in groups of {size}", size, "qweight", partial(_gptq, size, less), device)
+
+
+def awq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
+    _require(settings, source, bits=(4,), version=("gemm", "GEMM", None))
+    size = _size(settings.get("group_size", settings.get("q_group_size")), source)
+    return Int4Format(f"awq int4 in groups of {size}", size, "qweight", partial(_awq, size), device)
+
+
+def compressed_int(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
+    """`quant_method` compressed-tensors, `format` pack-quantized."""
+    groups = list((settings.get("config_groups") or {}).values())
+    kept = [group.get("weights") or {} for group in groups]
+    sizes = {_size(weights.get("group_size"), source) for weights in kept}
+    for group, weights in zip(groups, kept, strict=True):
+        if group.get("input_activations"):
+            raise ValueError(f"{source}: quantization_config: quantised activations are not supported")
+        _require(
+            weights, source, num_bits=(4,), type=("int",), strategy=("group",),
+            actorder=(None, False, "static", "weight"),
+        )  # fmt: skip
+    if len(sizes) != 1:
+        raise ValueError(f"{source}: quantization_config: groups of {sorted(sizes)} in one model")
+    (size,) = sizes
+    read = partial(_compressed, size)
+    return Int4Format(f"compressed-tensors int4 in groups of {size}", size, "weight_packed", read, device)
+
+
+def _require(settings: Mapping[str, Any], source: str, **allowed: tuple[Any, ...]) -> None:
+    for key, values in allowed.items():
+        if settings.get(key) not in values:
+            raise ValueError(
+                f"{source}: quantization_config: {key} {settings.get(key)!r} is not supported "
+                f"({', '.join(str(value) for value in values if value is not None)} is)"
+            )
+
+
+def _size(size: Any, source: str) -> int:
+    if type(size) is not int or size not in (32, 64, 128):
+        raise ValueError(
+            f"{source}: quantization_config: groups of {size!r} are not supported (32, 64, 128 are)"
+        )
+    return size
+
+
+def _gptq(size: int, less: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
+    words = weights.stored(f"{name}.qweight", (_words(columns), rows), torch.int32)
+    codes = _unpacked(words.T.contiguous())
+    if weights.has(f"{name}.g_idx"):
+        index = weights.stored(f"{name}.g_idx", (columns,), torch.int32)
+        ordered = torch.arange(columns.start, columns.stop, dtype=torch.int32) // size
+        if not index.is_meta and not index.cpu().equal(ordered):
+            raise ValueError(f"{weights.source}: {name}.g_idx: groups in another order are not supported")
+    scales = weights.stored(f"{name}.scales", (_groups(columns, size), rows), *SCALES).float()
+    packed = weights.stored(f"{name}.qzeros", (_groups(columns, size), _words(rows)), torch.int32)
+    zeros = _within(_unpacked(packed), rows).float() + less
+    return _around(codes, scales.T, zeros.T)
+
+
+def _awq(size: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
+    def unpacked(suffix: str, first: Part) -> Tensor:
+        words = weights.stored(f"{name}.{suffix}", (first, _words(rows)), torch.int32)
+        ordered = _unpacked(words).unflatten(1, (-1, WORD))[:, :, list(AWQ_ORDER)]
+        return _within(ordered.flatten(1), rows).T
+
+    codes = unpacked("qweight", columns).contiguous()
+    zeros = unpacked("qzeros", _groups(columns, size)).float()
+    scales = weights.stored(f"{name}.scales", (_groups(columns, size), rows), *SCALES).float()
+    return _around(codes, scales.T, zeros)
+
+
+def _compressed(size: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
+    codes = _unpacked(weights.stored(f"{name}.weight_packed", (rows, _words(columns)), torch.int32))
+    scales = weights.stored(f"{name}.weight_scale", (rows, _groups(columns, size)), *SCALES).float()
+    shape = weights.stored(f"{name}.weight_shape", (whole(2),), torch.int64, torch.int32)
+    if not shape.is_meta and shape.tolist() != [rows.size, columns.size]:
+        raise ValueError(f"{weights.source}: {name}.weight_shape is {shape.tolist()}")
+    if not weights.has(f"{name}.weight_zero_point"):
+        return Groups(codes, scales, torch.zeros_like(scales), 4)
+    parts = (_words(rows), _groups(columns, size))
+    packed = weights.stored(f"{name}.weight_zero_point", parts, torch.int32)
+    zeros = _within(_unpacked(packed.T.contiguous()), rows).float()
+    return _around(codes, scales, zeros.T)
+
+
+def _around(codes: Tensor, scales: Tensor, zeros: Tensor) -> Groups:
+    """(code − zero) · scale"""
+    return Groups(codes, scales.contiguous(), ((8 - zeros) * scales).contiguous(), 4)
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """[rows, words] int32 → [rows, 8 · words] uint8."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> shifts).bitwise_and_(15).to(torch.uint8).flatten(1)
+
+
+def _words(part: Part) -> Part:
+    """The words that hold these integers."""
+    return Part(part.start // WORD, -(-part.stop // WORD), part.size // WORD)
+
+
+def _within(unpacked: Tensor, part: Part) -> Tensor:
+    """The columns of this part, from those of its words."""
+    first = part.start % WORD
+    return unpacked[:, first : first + part.length]
+
+
+def _groups(columns: Part, size: int) -> Part:
+    return Part(columns.start // size, columns.stop // size, columns.size // size)

@@ -1,0 +1,200 @@
+"""INT4 checkpoints (GPTQ, AWQ, compressed-tensors): their values, their ranks, and what cannot be used."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine import EngineConfig, build_engine
+from engine.layers.grouped_linear import packs
+from engine.layers.ranks import Part, Ranks, whole
+from engine.layers.weights import Weights
+from engine.loader import check_model, choose_format, open_checkpoint
+from engine.loader.int4_formats import Int4Format
+
+CPU = torch.device("cpu")
+SIZE = 32
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AutoAWQ: place i of a word has output AWQ_PLACES[i]."""
+
+
+def words(integers: Tensor, places: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """[rows, 8 n] → [rows, n] int32, the integer at places[i] in the bits from 4 i on."""
+    eight = integers.to(torch.int64).unflatten(1, (-1, 8))
+    packed = sum(eight[:, :, place] << (4 * i) for i, place in enumerate(places))
+    assert isinstance(packed, Tensor)
+    return packed.to(torch.int64).where(packed < 1 << 31, packed - (1 << 32)).to(torch.int32)
+
+
+def gptq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """The stored zeros are less by 1."""
+    return {
+        "qweight": words(codes).T,
+        "qzeros": words(zeros.T - 1),
+        "scales": scales.T,
+        "g_idx": torch.arange(codes.shape[1], dtype=torch.int32) // SIZE,
+    }
+
+
+def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    return {
+        "qweight": words(codes.T, AWQ_PLACES),
+        "qzeros": words(zeros.T, AWQ_PLACES),
+        "scales": scales.T,
+    }
+
+
+def compressed(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    return {
+        "weight_packed": words(codes),
+        "weight_zero_point": words(zeros.T).T,
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(codes.shape),
+    }
+
+
+def symmetric(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    tensors = compressed(codes, zeros, scales)
+    del tensors["weight_zero_point"]
+    return tensors
+
+
+def pack_quantized(**weights: Any) -> dict[str, Any]:
+    kept = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": SIZE, **weights}
+    groups = {"group_0": {"targets": ["Linear"], "weights": kept, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": SIZE, "desc_act": False, "sym": False}, gptq),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": SIZE, "version": "gemm"}, awq),
+    "compressed": (pack_quantized(symmetric=False), compressed),
+    "symmetric": (pack_quantized(symmetric=True), symmetric),
+}
+
+
+def save_quantized(directory: Path, kind: str, save_tiny: Any, model: str = "Llama", **changes: Any) -> Path:
+    """Writes a tiny checkpoint. Returns a directory with the values that its weights stand for."""
+    settings, stored = KINDS[kind]
+    save_tiny(directory, model, **{**SIZES, **changes})
+    exact = shutil.copytree(directory, directory / "exact")
+    tensors, values = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors.pop(name).unflatten(1, (-1, SIZE))
+        least, most = weight.amin(dim=2), weight.amax(dim=2)
+        scales = ((most - least) / 13).to(torch.float16)
+        zeros = (-least / scales.float()).round().clamp(1, 15)
+        if kind == "symmetric":
+            scales, zeros = (weight.abs().amax(dim=2) / 7).to(torch.float16), torch.full_like(zeros, 8)
+        each, zero = scales.float()[:, :, None], zeros[:, :, None]
+        codes = (weight / each + zero).round().clamp(0, 15)
+        values[name] = ((codes - zero) * each).flatten(1)
+        for suffix, tensor in stored(codes.flatten(1), zeros, scales).items():
+            tensors[f"{name.removesuffix('weight')}{suffix}"] = tensor.contiguous()
+    save_file({**load_file(exact / "model.safetensors"), **values}, exact / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors")
+    configure(directory, settings)
+    return exact
+
+
+def configure(directory: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_values(
+    kind: str, tmp_path: Path, save_tiny: Any, run: Any, request_of: Any
+) -> None:
+    """In float32. Embedding, norms, biases and the output projection stay as they are."""
+    exact = save_quantized(tmp_path, kind, save_tiny, "Qwen2" if kind == "awq" else "Llama")
+    check_model(EngineConfig(str(tmp_path)))
+    engines = [
+        build_engine(EngineConfig(str(path), dtype="float32", num_blocks=32)) for path in (tmp_path, exact)
+    ]
+    requests = [request_of(i, range(3, 9 + 11 * i), max_tokens=12, ignore_eos=True) for i in range(3)]
+    ours, expected = (run(engine, requests) for engine in engines)
+    assert [ours[request.id].tokens for request in requests] == [
+        expected[request.id].tokens for request in requests
+    ]
+    assert engines[0].model_fingerprint != engines[1].model_fingerprint
+
+
+@pytest.mark.skipif(not packs(torch.bfloat16, CPU), reason="this CPU has no AVX-512")
+@pytest.mark.parametrize("kind", ["gptq", "symmetric"])
+def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path, save_tiny: Any) -> None:
+    exact = save_quantized(tmp_path, kind, save_tiny)
+    values = load_file(exact / "model.safetensors")
+    weights = weights_of(tmp_path, torch.bfloat16)
+    stem = "model.layers.1.mlp"
+    linear = weights.linear([f"{stem}.gate_proj", f"{stem}.up_proj"], [whole(192)] * 2, whole(128))
+    expected = torch.cat([values[f"{stem}.{name}_proj.weight"] for name in ("gate", "up")])
+    x = torch.randn(20, 128).bfloat16()
+    for decodes in (0, 3):
+        weights.step_rows.decodes = decodes
+        torch.testing.assert_close(linear(x).float(), x.float() @ expected.T, rtol=0.03, atol=0.3)
+
+
+def weights_of(directory: Path, dtype: torch.dtype) -> Weights:
+    config = EngineConfig(str(directory))
+    checkpoint = open_checkpoint(config, CPU)
+    weight_format = choose_format(config, checkpoint.config, CPU)
+    return Weights(checkpoint, dtype, CPU, lambda *_: None, weight_format, Ranks())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_reads_its_part(kind: str, tmp_path: Path, save_tiny: Any) -> None:
+    """Rows anywhere, also within a word; columns between groups."""
+    values = load_file(save_quantized(tmp_path, kind, save_tiny) / "model.safetensors")
+    weights = weights_of(tmp_path, torch.float32)
+    weight_format = weights._format
+    assert isinstance(weight_format, Int4Format)
+    name = "model.layers.0.mlp.down_proj"
+    for rows, columns in (((0, 128), (0, 192)), ((21, 102), (64, 160)), ((64, 128), (96, 192))):
+        groups = weight_format.read(weights, name, Part(*rows, 128), Part(*columns, 192))
+        expected = values[f"{name}.weight"][slice(*rows), slice(*columns)]
+        torch.testing.assert_close(groups.values(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"columns \[48, 96\) of .*down_proj, and groups of 32 .*parallel-size"
+    ):
+        weights.linear([name], [whole(128)], Part(48, 96, 192))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (KINDS["gptq"][0] | {"bits": 3}, r"bits 3 is not supported \(4 is\)"),
+        (KINDS["gptq"][0] | {"desc_act": True}, "desc_act True is not supported"),
+        (KINDS["gptq"][0] | {"group_size": -1}, r"groups of -1 are not supported \(32, 64, 128 are\)"),
+        (KINDS["gptq"][0] | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
+        (KINDS["awq"][0] | {"version": "gemv"}, "version 'gemv' is not supported"),
+        (pack_quantized(num_bits=8), "num_bits 8 is not supported"),
+        (pack_quantized(strategy="channel"), "strategy 'channel' is not supported"),
+        (pack_quantized(actorder="group"), "actorder 'group' is not supported"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24' of compressed-tensors"),
+        (KINDS["gptq"][0], r"tensor model\.layers\.0\.self_attn\.q_proj\.weight is missing"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    settings: dict[str, Any], message: str, tmp_path: Path, save_tiny: Any
+) -> None:
+    save_quantized(tmp_path, "compressed", save_tiny)
+    configure(tmp_path, settings)
+    with pytest.raises(ValueError, match=message):
+        check_model(EngineConfig(str(tmp_path)))
+
+
+def test_groups_in_another_order_are_refused(tmp_path: Path, save_tiny: Any) -> None:
+    save_quantized(tmp_path, "gptq", save_tiny)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.g_idx"] = tensors["model.layers.1.mlp.down_proj.g_idx"].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.g_idx: groups in another order"):
+        build_engine(EngineConfig(str(tmp_path), dtype="float32", num_blocks=8))
