@@ -26,6 +26,7 @@ from engine.execution import host_ranks
 from engine.execution.commands import SLOTS, Commands, Sample
 from engine.execution.host_ranks import HostRanks
 from engine.execution.rank_files import RankFiles
+from engine.kernels import Fp8Experts
 from engine.loader import check_model
 from engine.step import Draws, Step, Variant, arrange
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
@@ -76,30 +77,52 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
         assert tokens(size) == expected, size
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize(
+    ("kind", "changes", "config", "sizes"),
+    [
+        pytest.param("Qwen3Moe", {}, {}, (2, 4), id="qwen3-moe"),
+        pytest.param("Qwen3Moe", {"hidden_size": 128}, {"quantization": "fp8"}, (2,), id="qwen3-moe-fp8"),
+        pytest.param("Llama4", {}, {}, (2,), id="llama4"),
+        pytest.param("GptOss", {}, {}, (2,), id="gpt-oss"),
+    ],
+)
 def test_whole_experts_on_each_rank_give_the_same_tokens(
-    kind: str, tmp_path: Path, ranks: Callable[..., Engine], save_tiny: Any, run: Any, request_of: Any
+    kind: str,
+    changes: dict[str, Any],
+    config: dict[str, Any],
+    sizes: tuple[int, ...],
+    tmp_path: Path,
+    ranks: Callable[..., Engine],
+    save_tiny: Any,
+    run: Any,
+    request_of: Any,
 ) -> None:
-    save_tiny(tmp_path, kind)
+    save_tiny(tmp_path, kind, **changes)
     requests = [
         request_of(i, range(3 + i, 3 + i + length), max_tokens=10, ignore_eos=True, seed=i, temperature=i % 2)
         for i, length in enumerate((1, 5, 40))
     ]
-    counted = []
 
-    def tokens(size: int, **config: Any) -> tuple[str, list[list[int]]]:
-        engine = ranks(tmp_path, size, max_num_batched_tokens=24, max_num_seqs=3, **config)
+    def outcome(size: int) -> tuple[str, list[list[int]], Any]:
+        """The fingerprint, the tokens, and how many tokens each expert of each layer computed."""
+        engine = ranks(
+            tmp_path,
+            size,
+            max_num_batched_tokens=24,
+            max_num_seqs=3,
+            enable_expert_parallel=size > 1,
+            **config,
+        )
         results = run(engine, requests)
-        model = engine._runner.model
-        held = 8 // size if config else 8
-        assert [len(layer.mlp.gate_up) for layer in model.layers] == [held] * 3
-        counted.append(model.expert_load.totals.tolist())
-        return engine.model_fingerprint, [results[request.id].tokens for request in requests]
+        load, gate_up = engine._runner.model.expert_load, engine._runner.model.layers[-1].mlp.gate_up
+        experts = gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up
+        assert len(experts) * size == 8
+        tokens = [results[request.id].tokens for request in requests]
+        return engine.model_fingerprint, tokens, load.totals.tolist()
 
-    expected = tokens(1)
-    for size in (2, 4):
-        assert tokens(size) == tokens(size, enable_expert_parallel=True) == expected, size
-    assert all(counts == counted[0] for counts in counted), "each rank counts the tokens of all experts"
+    expected = outcome(1)
+    for size in sizes:
+        assert outcome(size) == expected, size
 
 
 def test_every_kind_of_request_gets_the_tokens_of_one_rank(
