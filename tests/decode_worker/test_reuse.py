@@ -1,5 +1,6 @@
 """KV that some worker has is neither moved nor computed again. Tiny model."""
 
+import asyncio
 import random
 
 import pytest
@@ -162,4 +163,23 @@ async def test_prompts_with_the_same_beginning_wait_for_one_fetch(
             await pair.prefill.cancel(prefill_id)
         await status(pair.prefill)
         assert metrics(caching_workers[0])["baton:prefix_fetched_tokens_total"] - before == 640
+        await assert_whole(*caching_workers)
+
+
+async def test_two_workers_that_fetch_from_each_other_all_go_on(caching_workers: Workers) -> None:
+    """More prompts than a worker serves at a time. Some are computed, since the other worker is busy."""
+    async with paired(*caching_workers) as pair:
+        streams = (pair.prefill, pair.decode)
+        prompts = [[text(400, 100 * side + number) for number in range(5)] for side in range(2)]
+        for stream, own in zip(streams, prompts, strict=True):
+            for prompt in own:
+                await answered(stream, [*prompt, 1], SHORT)
+        asked = [
+            prefilled(streams[1 - side], [*prompt, 2], cache_of(caching_workers[side]))
+            for side in range(2)
+            for prompt in prompts[side]
+        ]
+        tokens = await asyncio.gather(*asked)
+        assert {cached for _, cached in tokens} <= {0, 384}
+        assert sum(cached > 0 for _, cached in tokens) >= 4
         await assert_whole(*caching_workers)

@@ -1,0 +1,147 @@
+"""When a worker fetches a prefix instead of computing it, and what it does if the fetch ends badly."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from content import CHUNK_TOKENS
+from engine import EngineRequest, PrefixImport
+from kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, KVLayout
+from worker import prefix_fetches
+from worker.messages import ContentSource, RequestCounts
+from worker.prefix_fetches import PrefixFetches
+
+LAYOUT = KVLayout(2, 1, 16, "float32")
+TOKEN_BYTES = LAYOUT.bytes_per_token
+SOURCE = ContentSource("127.0.0.1:7000", 8)
+CHUNKS = [bytes([i]) * 16 for i in range(4)]
+
+
+class World:
+    """`PrefixFetches` beside an engine and a receiver that only note calls, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(prefix_fetches, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.speed = 0.0
+        self.chunks: list[bytes] | None = CHUNKS
+        self.imports: dict[bytes, int | None] = {}  # how many positions were complete; None: it goes on
+        self.asked: list[bytes] = []  # fetch ids
+        self.cancelled: list[bytes] = []
+        self.added: list[bytes] = []
+        self.counts = RequestCounts()
+        engine: Any = SimpleNamespace(
+            stats=lambda: SimpleNamespace(prefill_tokens_per_s=self.speed),
+            start_import=self.start_import,
+            end_import=self.imports.__setitem__,
+        )
+        receiver: Any = SimpleNamespace(
+            fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id), cancel=self.cancelled.append
+        )
+        self.fetches = PrefixFetches(engine, receiver, LAYOUT, 7, self.counts)
+
+    def start_import(self, import_id: bytes, request: EngineRequest) -> PrefixImport | None:
+        if self.chunks is None:
+            return None
+        self.imports[import_id] = None
+        return PrefixImport(self.chunks, 1, range(99))
+
+    def start(self, name: bytes = b"r", source: ContentSource = SOURCE) -> bool:
+        return self.fetches.start(EngineRequest(name, [1]), source, lambda: self.added.append(name))
+
+    def inject(self, chunks: int, seconds: float) -> None:
+        size = chunks * CHUNK_TOKENS * TOKEN_BYTES
+        stats = InjectStats(size, 1, self.now - seconds, 0, 0, 0, 0, self.now)
+        self.fetches.handle(Injected(self.asked[-1], FirstToken(0), stats))
+
+    @property
+    def empty(self) -> bool:
+        return not self.fetches._fetches and not self.fetches._open and None not in self.imports.values()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_what_came_enters_the_cache_before_the_prompt_is_added(world: World) -> None:
+    assert world.start()
+    assert not world.added
+    world.inject(3, 0.1)
+    assert [*world.imports.values()] == [4 * CHUNK_TOKENS], "one chunk was there, and three of four came"
+    assert world.added == [b"r"]
+    assert world.counts.prefix_fetched_tokens == 3 * CHUNK_TOKENS
+    assert world.empty
+
+
+def test_nothing_is_fetched_from_itself_or_without_need_or_room(world: World) -> None:
+    assert not world.start(source=ContentSource("127.0.0.1:7000", 7))
+    world.chunks = None
+    assert not world.start()
+    assert world.empty
+    assert not world.asked
+
+
+def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world: World) -> None:
+    world.speed = 1000
+    assert world.start()
+    world.inject(4, seconds=0.3)  # as many tokens take 0.256 s to compute
+    assert not world.start()
+    world.speed = 800
+    assert world.start()
+    world.inject(4, seconds=0.01)
+    world.speed = 1000
+    assert world.start(), "the bandwidth follows what is measured"
+    world.inject(4, seconds=0.1)
+    assert world.empty
+    assert len(world.added) == 3
+
+
+@pytest.mark.parametrize("outcome", [FetchFailed, Closed])
+def test_a_prompt_is_computed_if_the_fetch_fails(world: World, outcome: Any) -> None:
+    world.start()
+    world.fetches.handle(
+        outcome(world.asked[0], "gone") if outcome is FetchFailed else outcome(world.asked[0])
+    )
+    assert world.added == [b"r"]
+    assert [*world.imports.values()] == [0]
+    assert world.empty
+
+
+def test_a_fetch_that_takes_too_long_is_given_up(world: World) -> None:
+    world.speed = 256.0  # a second
+    world.start()
+    world.now = 2.9
+    world.fetches.expire()
+    assert not world.added
+    world.now = 3.0
+    world.fetches.expire()
+    assert world.added == [b"r"]
+    assert world.cancelled == world.asked
+    assert world.start(b"next"), "not the fetch that was given up"
+    world.inject(4, 0.1)
+    assert None in world.imports.values(), "the receiver may still write into the blocks"
+    world.fetches.handle(Closed(world.asked[0]))
+    assert world.added == [b"r", b"next"]
+    assert world.empty
+
+
+def test_prompts_with_the_same_missing_chunk_wait_for_one_fetch(world: World) -> None:
+    for name in (b"1", b"2", b"3"):
+        assert world.start(name)
+    [fetch_id] = world.asked
+    world.fetches.cancel(b"1")
+    assert not world.cancelled
+    world.inject(4, 0.1)
+    assert world.added == [b"2", b"3"]
+    assert sorted(world.imports.values(), key=bool) == [0, 0, 5 * CHUNK_TOKENS]
+    assert world.empty
+    for name in (b"4", b"5"):
+        world.start(name)
+        world.fetches.cancel(name)
+    assert world.cancelled == world.asked[1:]
+    for fetch_id in world.asked[1:]:
+        world.fetches.handle(Closed(fetch_id))
+    assert world.added == [b"2", b"3"]
+    assert world.empty
