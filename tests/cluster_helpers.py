@@ -139,10 +139,13 @@ def start_worker(
 
 @contextmanager
 def started_pair(
-    model: Path, directory: Path, **settings: Any
+    model: Path, directory: Path, *, engine: dict[str, Any], ranks: tuple[int, int] = (1, 1), **settings: Any
 ) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
-    """A prefill and a decode worker, alike; they must stop cleanly in the end."""
-    started = [start_worker(role, model, directory, **settings) for role in ("prefill", "decode")]
+    """A prefill and a decode worker, alike but for their ranks. They must stop cleanly in the end."""
+    started = [
+        start_worker(role, model, directory, engine=engine | {"tensor_parallel_size": size}, **settings)
+        for role, size in zip(("prefill", "decode"), ranks, strict=True)
+    ]
     try:
         prefill, decode = (worker.wait_ready() for worker in started)
         yield prefill, decode

@@ -9,18 +9,27 @@ import pytest
 
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import Pair, WorkerProcess, WorkerStream, sampling, started_pair, tiny_model
+from tests.device import DEVICE
 
 BLOCKS = 300  # of 16 positions
 TINY = {"load_format": "dummy", "num_blocks": BLOCKS, "block_size": 16, "max_num_batched_tokens": 64}
 ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 Workers = tuple[WorkerProcess, WorkerProcess]
+RANKS = [
+    pytest.param((1, 1), id="one rank"),
+    pytest.param(
+        (2, 4), id="2 to 4 ranks",
+        marks=[pytest.mark.long, pytest.mark.skipif(DEVICE != "cpu", reason="needs several devices")],
+    ),
+]  # fmt: skip
+"""Of the prefill worker and of the decode worker."""
 
 
-@pytest.fixture(scope="package")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+@pytest.fixture(scope="package", params=RANKS)
+def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     directory = tmp_path_factory.mktemp("tiny")
     with started_pair(
-        tiny_model(directory / "model"), directory, engine=TINY, deadlines={"peer": 3.0}
+        tiny_model(directory / "model"), directory, engine=TINY, ranks=request.param, deadlines={"peer": 3.0}
     ) as started:
         yield started
 

@@ -62,6 +62,10 @@ class Worker(TransferProcess):
         [layers] = self.ranks.caches
         return layers
 
+    def stop(self) -> None:
+        self.ranks.close()
+        super().stop()
+
     def allocate(self, num_tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-num_tokens // self.block_size))]
 

@@ -56,6 +56,11 @@ class Ranks:
     def layer_done_on_rank_0(self) -> None:
         self._layers_ready += 1
 
+    def close(self) -> None:
+        """Ends the threads of the ranks."""
+        for end in (self.sending, self.receiving):
+            end.close_channels()
+
     def rows(self, layer: int, rows: Sequence[int]) -> torch.Tensor:
         """As the function `rows_of`."""
         return rows_of([cache[layer] for cache in self.caches], self.heads, rows)

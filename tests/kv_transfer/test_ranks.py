@@ -54,6 +54,7 @@ class Group(Ranks):
     def close(self) -> None:
         self.gathers.close()
         self.scatters.close()
+        super().close()
 
 
 @contextmanager
