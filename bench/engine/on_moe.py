@@ -4,12 +4,13 @@ weights.
 Rows are those of `on_cuda`, with two bounds: the goal of a row is its *must*, and `.goal` is the time to aim
 at. A decode step is bound by the bytes that it reads, so `.floor` is their time at the bandwidth of the
 datasheet. Only experts that have tokens are read; `.experts` is their number, per layer and step, counted
-while the requests decode.
+while the requests decode. A profile says how long each kernel takes in a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from bench.contract import Report, Row
 from bench.engine.bounded import add_bounded
 from bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
 from bench.engine.on_cuda import CONTEXT, GEMM_FLOPS, HBM_BYTES_PER_S, dummy_engine
+from bench.engine.profile import STEPS, Profile, profiled, profiled_decodes
 from bench.shapes import MOE
 from engine import Engine
 
@@ -42,6 +44,7 @@ FP8_DECODE_MS = {
 }
 FP8_PREFILL_MS = {(1, 2000): (40.0, 30.0), (1, 8000): (120.0, 100.0), (4, 2000): (92.0, 80.0)}
 """With FP8 weights."""
+PROFILED_BATCHES, PROFILED_PROMPT, PROFILED_KERNELS = (1, 64, 256), 8000, 12
 COUNTED = 32
 """Decode steps that `.experts` is the mean of."""
 
@@ -58,6 +61,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         for batch, bounds in (FP8_DECODE_MS if fp8 else DECODE_MS).items():
             name, steps = f"{prefix}.decode.b{batch}", 32 if args.short else 128
             _decode(engine, report, name, batch, bounds, steps, matrix)
+        _profiles(engine, report, prefix)
 
 
 def _prefill(
@@ -99,6 +103,28 @@ def _decode(
     floor, rate = moved / HBM_BYTES_PER_S * 1e3, moved / (took / 1e3)
     report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="4.8 TB/s"))
     report.add(Row(f"{name}.bytes", rate / 1e9, "GB/s", ratio=rate / HBM_BYTES_PER_S, ratio_to="4.8 TB/s"))
+
+
+def _profiles(engine: Any, report: Report, prefix: str) -> None:
+    """Adds the time of a step, or of a prefill, by kernel."""
+    for batch in PROFILED_BATCHES:
+        found = profiled_decodes(engine, batch, CONTEXT)
+        _add_profile(report, f"{prefix}.decode.b{batch}", found, STEPS)
+    warm_up, measured = ([prompt(PROFILED_PROMPT, seed)] for seed in (1, 2))
+    prefill_seconds(engine, warm_up)
+
+    def prefill() -> None:
+        prefill_seconds(engine, measured)
+
+    found = profiled(prefill)
+    _add_profile(report, f"{prefix}.prefill.1x{PROFILED_PROMPT}", found, 1)
+
+
+def _add_profile(report: Report, name: str, found: Profile, steps: int) -> None:
+    report.add(Row(f"{name}.idle", found.idle / steps, "µs"))
+    for kernel, took in itertools.islice(found.kernels.items(), PROFILED_KERNELS):
+        report.add(Row(f"{name}.kernel.{kernel[:48]}", took / steps, "µs", ratio=took / found.microseconds,
+                       ratio_to="all"))  # fmt: skip
 
 
 def experts_read(engine: Engine, batch: int, context: int) -> float:

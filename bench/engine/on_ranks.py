@@ -9,18 +9,19 @@ its work as JSON from stdin, and prints what it measured as its last line.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import bench.contract as contract
 from bench.contract import Report, Row
-from bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
+from bench.engine.drive import decode_step_seconds, greedy, median_ms, prefill_seconds, prompt
+from bench.engine.profile import STEPS, profiled_decodes
 from bench.engine.ranks import running
 from bench.shapes import MOE, write_shape
 from cluster.model import embedded_path
@@ -32,8 +33,6 @@ LARGE_MS = {2: {"decode.b1": 20.5, "prefill.2000": 265.0}, 4: {"decode.b1": 11.5
 """What the 70B shape must take at most, by ranks."""
 SAME = 8, 200, 48
 """Requests, prompt tokens and output tokens of the comparison of tokens."""
-PROFILED = 64
-"""Decode steps of a profile."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,11 @@ def _experts(work: Work, size: int, report: Report) -> None:
                     ratio=before[name] / took, ratio_to=f"{base}, same run",
                 )
             )  # fmt: skip
-        for name, share in measured["profile"].items():
+        for name, share in measured["profile"].get("shares", {}).items():
             report.add(Row(f"engine.{form}{size}.moe.{name}", 100 * share, "%"))
+        if work.profiled:
+            kernels = f"{form}{size}.moe.decode.b{work.profiled}.kernels"
+            report.detail = (report.detail or {}) | {kernels: measured["profile"]["kernels"]}
         before, base = times, "a part of every expert"
 
 
@@ -192,32 +194,14 @@ def _tokens(engine: Engine) -> list[list[int]]:
 
 def _profile(engine: Any, batch: int, context: int) -> dict[str, dict[str, float]]:
     """Of decode steps on rank 0: shares of the time, and µs of a step by kernel."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    for number in range(batch):
-        engine.add(greedy(prompt(context, number), 200))
-    while engine.stats().tokens_waiting:
-        engine.step()
-    for _ in range(16):
-        engine.step()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED):
-            engine.step()
-    drain(engine)
-    kernels = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in kernels)
-    busy, until = 0.0, spans[0][0]
-    for start, end, _ in spans:
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    whole = until - spans[0][0]
-    of_kernel: Counter[str] = Counter()
-    for start, end, name in spans:
-        of_kernel[name] += end - start
-    collective = sum(took for name, took in of_kernel.items() if "sum_norm" in name or "nccl" in name)
-    shares = {f"decode.b{batch}.collectives": collective / whole, f"decode.b{batch}.idle": 1 - busy / whole}
-    return {"shares": shares, "kernels": {name: took / PROFILED for name, took in of_kernel.most_common(25)}}
+    found = profiled_decodes(engine, batch, context)
+    collective = sum(took for name, took in found.kernels.items() if "sum_norm" in name or "nccl" in name)
+    shares = {"collectives": collective / found.microseconds, "idle": found.idle / found.microseconds}
+    longest = itertools.islice(found.kernels.items(), 25)
+    return {
+        "shares": {f"decode.b{batch}.{name}": share for name, share in shares.items()},
+        "kernels": {name: took / STEPS for name, took in longest},
+    }
 
 
 if __name__ == "__main__":

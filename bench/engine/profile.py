@@ -1,0 +1,54 @@
+"""Where the device's time goes, by kernel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from bench.engine.drive import drain, fill
+
+STEPS = 64
+"""Decode steps of a profile."""
+
+
+class Profile(NamedTuple):
+    microseconds: float
+    """From the start of the first kernel to the end of the last."""
+    idle: float
+    """In which no kernel ran."""
+    kernels: dict[str, float]
+    """By name. Kernels may overlap."""
+
+
+def profiled(work: Callable[[], None]) -> Profile:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    busy, until = 0.0, spans[0][0]
+    of_kernel: Counter[str] = Counter()
+    for start, end, name in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+        of_kernel[name] += end - start
+    whole = until - spans[0][0]
+    return Profile(whole, whole - busy, dict(of_kernel.most_common()))
+
+
+def profiled_decodes(engine: Any, batch: int, context: int) -> Profile:
+    """Of `STEPS` steps in which `batch` requests decode."""
+    fill(engine, batch, context, 200)
+    for _ in range(16):
+        engine.step()
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            engine.step()
+
+    found = profiled(steps)
+    drain(engine)
+    return found
