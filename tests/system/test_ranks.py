@@ -1,8 +1,9 @@
-"""A cluster of workers with three ranks each: no client reads another token than of workers with one rank."""
+"""Clusters whose two pools have workers of different sizes: clients read the tokens of one rank."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,18 +15,22 @@ from .recovery import FLAGS, MIXED, Broken, each_has
 
 pytestmark = pytest.mark.long
 
-ROUNDS = [("rank 1", "rank 2"), ("rank 2", "engine"), ("engine", "rank 1")]
-"""What is killed of the prefill worker, and then of the decode worker. The engine process is rank 0."""
+KINDS = {1: ("engine",), 3: ("rank 1", "rank 2", "engine")}
+"""What is killed of a worker, by its ranks. The engine process is rank 0."""
 
 
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(3, 1), (1, 3)])
 async def test_each_rank_is_killed_in_mid_stream(
-    broken: Broken, tmp_path: Path, shallow_model: list[str]
+    broken: Broken, tmp_path: Path, shallow_model: list[str], prefill_ranks: int, decode_ranks: int
 ) -> None:
     """Greedy and seeded requests, some with a grammar; prompts of several chunks."""
-    flags = [*FLAGS, *shallow_model, "--tensor-parallel-size", "3"]
+    size = "--tensor-parallel-size"
     with LocalCluster(
-        tmp_path, prefill=1, decode=1, worker_flags=flags, router_flags=["--no-overflow"]
-    ) as cluster:
+        tmp_path, prefill=1, decode=1,
+        worker_flags=[*FLAGS, *shallow_model, size, str(prefill_ranks), "--block-size", "32"],
+        decode_flags=[size, str(decode_ranks), "--block-size", "48"],
+        router_flags=["--no-overflow"],
+    ) as cluster:  # fmt: skip
         ranked = Broken(cluster, broken.right)
         await ranked.ride(MIXED)
         await ranked.settled()
@@ -39,7 +44,7 @@ async def test_each_rank_is_killed_in_mid_stream(
 
             return strike
 
-        for of_prefill, of_decode in ROUNDS:
+        for of_prefill, of_decode in itertools.product(KINDS[prefill_ranks], KINDS[decode_ranks]):
             await asyncio.to_thread(ranked.all_back)
             await ranked.ride(
                 MIXED,
