@@ -159,7 +159,9 @@ def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], list[di
         sys.exit(contract.EXIT_CANNOT_MEASURE)
     model = args.model or str(write_shape(DENSE, directory))
     common = ["--device", "cuda", "--model", model, "--load-format", "dummy", "--max-model-len", "16384"]
-    return [*common, "--kv-lanes", "8"], [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:2]]
+    return [*common, "--kv-lanes", "8", "--kv-slots", "256"], [
+        {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:2]
+    ]
 
 
 async def measure(args: argparse.Namespace, turns: Turns) -> Runs:

@@ -25,8 +25,9 @@ LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""
 SLACK = 1.0
 """Seconds that a fetch may take beyond twice the time to compute its tokens."""
-WEIGHT = 0.3
-"""Of the newest fetch in the measured bandwidth."""
+MEMORY = 0.7
+"""Weight of the fetches before, against the newest one, in the measured bandwidth. Bytes and seconds are
+added up, so that short fetches, whose time is mostly latency, hardly count."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +52,7 @@ class PrefixFetches:
         self._counts = counts
         self._fetches: dict[bytes, _Fetch] = {}  # by fetch id, until the receiver writes no more
         self._open: dict[bytes, bytes] = {}  # key → fetch id, of those that prompts may wait for
-        self._bandwidth = 0.0  # bytes/s of recent fetches; 0: not known
+        self._bytes = self._seconds = 0.0  # of recent fetches
 
     def start(self, request: EngineRequest, source: ContentSource, then: Callable[[], None]) -> bool:
         """Fetches what is missing of a prompt, and calls `then` when this has ended, in any way.
@@ -69,7 +70,7 @@ class PrefixFetches:
             self._engine.end_import(fetch_id, 0)
             self._fetches[self._open[key]].waiting[request.id] = then
             return True
-        if self._bandwidth and seconds and self._transfer_seconds(len(chunks)) >= seconds:
+        if seconds and self._transfer_seconds(len(chunks)) >= seconds:
             self._engine.end_import(fetch_id, 0)
             return False
         until = time.monotonic() + (SLACK + 2 * seconds if seconds else LONGEST)
@@ -91,7 +92,8 @@ class PrefixFetches:
         return chunks * CHUNK_TOKENS / speed if speed else 0.0
 
     def _transfer_seconds(self, chunks: int) -> float:
-        return chunks * CHUNK_TOKENS * self._token_bytes / self._bandwidth
+        """0: the bandwidth is not known."""
+        return chunks * CHUNK_TOKENS * self._token_bytes * self._seconds / self._bytes if self._bytes else 0.0
 
     def cancel(self, request_id: bytes) -> None:
         """The request has ended. Its `then` is not called."""
@@ -110,8 +112,8 @@ class PrefixFetches:
             fetched = stats.bytes // self._token_bytes
             tokens = fetch.first_chunk * CHUNK_TOKENS + fetched
             self._counts.prefix_fetched_tokens += fetched
-            measured = stats.bytes / max(stats.fetch_seconds, 1e-6)
-            self._bandwidth += (WEIGHT if self._bandwidth else 1.0) * (measured - self._bandwidth)
+            self._bytes = MEMORY * self._bytes + stats.bytes
+            self._seconds = MEMORY * self._seconds + stats.fetch_seconds
         self._engine.end_import(event.decode_id, tokens)
         for then in fetch.waiting.values():
             then()

@@ -49,7 +49,8 @@ from bench.router.ends import (
 )
 from bench.router.stall import large_requests, longest_stalls
 from cluster.model import EMBEDDED_NAME
-from router.policy import DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
+from content import CHUNK_TOKENS
+from router.policy import DecodeCaches, DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
 
 LOADED_STEP_S = 0.02
 SATURATED_STEP_S = 0.005
@@ -109,17 +110,19 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
     """Microseconds of each choice of a prefill and a decode worker, among `workers` of each.
 
     Prompts have 2,000 tokens: 8 chunks of a system prompt that every worker has cached, 12 chunks of a
-    session that usually one worker has cached, and 11 new chunks. `busy` is the share of decode workers
-    without room.
+    session that usually one worker of each pool has cached, and 11 new chunks. `busy` is the share of decode
+    workers without room.
     """
     rng = random.Random(1)
     loads = prefill_loads(workers, rng)
     system = [rng.getrandbits(64) for _ in range(8)]
     sessions = [[rng.getrandbits(64) for _ in range(12)] for _ in range(20 * workers)]
-    for row in range(workers):
+    loads.index.grow(2 * workers)
+    for row in range(2 * workers):
         loads.index.add(row, system)
     for session in sessions:
         loads.index.add(rng.randrange(workers), session)
+        loads.index.add(workers + rng.randrange(workers), session)
     decodes = [
         DecodeLoad(
             f"10.1.{i // 256}.{i % 256}:7000", block_size=128, blocks_total=4_000, max_running=256,
@@ -127,6 +130,12 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
         )
         for i in range(workers)
     ]  # fmt: skip
+    caches = DecodeCaches(loads.index)
+    for row, load in enumerate(decodes, workers):
+        caches.join(row, load)
+        caches.serve(row, True)
+    rows = {load.worker: row for row, load in enumerate(decodes, workers)}
+    everywhere = (1 << 2 * workers) - 1
     took: list[float] = []
     for i in range(count):
         key, session = rng.getrandbits(64), rng.choice(sessions)
@@ -137,6 +146,9 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
         assert snapshot is not None
         sticky(snapshot, request)
         decode = two_choices(decodes, tokens=2_150, rng=rng)
+        if decode is not None:
+            caches.nearest(rows[decode], chunks=chunks, tokens=2_150, rng=rng, avoid=())
+        loads.index.overlap(chunks, 2_000, CHUNK_TOKENS, everywhere)  # the source of a prefix
         took.append(1e6 * (time.perf_counter() - began))
         assert decode is not None
     return took

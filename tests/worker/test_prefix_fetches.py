@@ -93,9 +93,11 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world:
     world.inject(4, seconds=0.01)
     world.speed = 1000
     assert world.start(), "the bandwidth follows what is measured"
+    world.inject(1, seconds=0.2)
+    assert world.start(), "which short fetches say little about"
     world.inject(4, seconds=0.1)
     assert world.empty
-    assert len(world.added) == 3
+    assert len(world.added) == 4
 
 
 @pytest.mark.parametrize("outcome", [FetchFailed, Closed])
