@@ -152,21 +152,20 @@ def paged_attention(q: Tensor, kv: Tensor, plan: TorchPlan, sinks: Tensor | None
     """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request that it sees.
     The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. Returns
     [tokens, num_heads, head_dim]."""
-    out = torch.empty(q.shape, dtype=q.dtype)
-    for group in plan.decodes:
-        out[group.rows] = _decode(q[group.rows], kv, group, sinks)
-    for group in plan.prefills:
-        out[group.rows] = _prefill(q[group.rows], kv, group, sinks)
-    return out
+    parts = [_decode(q[group.rows], kv, group, sinks) for group in plan.decodes]
+    parts += [_prefill(q[group.rows], kv, group, sinks) for group in plan.prefills]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _decode(q: Tensor, kv: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
     requests, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[3]
-    gathered = kv.index_select(1, group.blocks).flatten(1, 2).index_fill_(1, group.hidden, 0)
-    keys, values = gathered.unflatten(1, (requests, -1)).transpose(2, 3)
+    gathered = kv.index_select(1, group.blocks).view(2, -1, num_kv_heads, head_dim)
+    if len(group.hidden):
+        gathered.index_fill_(1, group.hidden, 0)
+    keys, values = gathered.view(2, requests, -1, num_kv_heads, head_dim).transpose(2, 3)
     # The query heads that share a KV head become several queries of one head.
-    grouped = q.unflatten(1, (num_kv_heads, -1))
+    grouped = q.reshape(requests, num_kv_heads, -1, head_dim)
     of_query = None if sinks is None else sinks.view(num_kv_heads, -1)
     return _attend(grouped, keys, values, group.mask, of_query).reshape(requests, num_heads, head_dim)
 

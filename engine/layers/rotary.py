@@ -23,7 +23,9 @@ class Rotary:
             sin *= config.rope_scaling.attention_factor
         # The sign of "rotate half" sits in the table.
         table = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
-        self.table = table.to(weights.device)  # [positions, 2, head_dim] float32
+        # The kernels of a CPU compute in the model's dtype, those of a GPU in float32.
+        dtype = weights.dtype if weights.device.type == "cpu" else torch.float32
+        self.table = table.to(weights.device, dtype)  # [positions, 2, head_dim]
 
     @staticmethod
     def _scaled(frequencies: Tensor, config: ModelConfig, weights: Weights) -> Tensor:
@@ -42,7 +44,7 @@ class Rotary:
         return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
     def at(self, positions: Tensor) -> Tensor:
-        """[tokens, 2, head_dim] float32 for positions [tokens]: (cos θ, cos θ), then (−sin θ, sin θ). So x
+        """[tokens, 2, head_dim] for positions [tokens]: (cos θ, cos θ), then (−sin θ, sin θ). So x
         rotated by θ is x · first + (x with its halves exchanged) · second."""
         return self.table.index_select(0, positions)
 
