@@ -1,0 +1,159 @@
+"""A prefix that travels by content: every order of events, as in test_lifecycle.py. The holder has one of the
+two chunks that are asked for, or none."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import Any
+
+from kv_transfer.protocol.effects import Send
+from kv_transfer.protocol.fetches import FrameRefused
+from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.protocol.held import Pin, Release, Start
+from kv_transfer.protocol.incoming import TransferState
+from kv_transfer.protocol.messages import Ack, Commit, FetchContent, FirstToken, Have
+
+from .test_lifecycle import DEADLINES, LAYOUT, PEER, World
+
+CHUNKS = (b"1" * 16, b"2" * 16)
+FRAME_BYTES = 64 * LAYOUT.bytes_per_token_layer
+
+
+class ContentWorld(World):
+    """Up to two transfers. Their pins belong to the engine of the holder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: list[bytes] = []  # the engine is asked
+        self.pins: set[bytes] = set()
+        self.unpinned: list[bytes] = []
+
+    def moves(self) -> list[tuple[Any, ...]]:
+        known = {"fetch", "begin", "frame", "to_decode", "to_prefill", "abort", "inject", "session_up"}
+        out = [move for move in super().moves() if move[0] in known or move[0] == "lose_session"]
+        for transfer_id in self.wanted:
+            out += [("pin", transfer_id), ("refuse", transfer_id)]
+        return out
+
+    # ------------------------------------------------------------ holder
+
+    def do_pin(self, transfer_id: bytes) -> None:
+        self.wanted.remove(transfer_id)
+        self.pins.add(transfer_id)
+        self.apply(self.held.pinned(transfer_id, 1, self.now))
+
+    def do_refuse(self, transfer_id: bytes) -> None:
+        self.wanted.remove(transfer_id)
+        self.apply(self.held.close(transfer_id, "gone", self.now))
+
+    def apply(self, effects: list[Any]) -> None:
+        for e in effects:
+            match e:
+                case Pin(transfer_id, chunks, first_chunk):
+                    assert (chunks, first_chunk) == (CHUNKS, 3)
+                    self.wanted.append(transfer_id)
+                case Start(_, transfer_id, _, fetch):
+                    assert fetch.ranges == ((192, 256),)
+                    self.queued += [(transfer_id, 0), (transfer_id, 1)]
+                    commit = Commit(FirstToken(0), 2, 2 * FRAME_BYTES)
+                    super().apply(self.held.commit(transfer_id, commit, self.now))
+                case Release(transfer_id):
+                    self.pins.remove(transfer_id)
+                    self.unpinned.append(transfer_id)
+                case Send():
+                    super().apply([e])
+
+    def do_to_prefill(self) -> None:
+        session, transfer_id, message = self.to_prefill.pop(0)
+        match message:
+            case FetchContent():
+                effects = self.held.fetch_content(transfer_id, session, message, self.now)
+            case Ack():
+                effects = self.held.ack(transfer_id, self.now)
+            case _:
+                effects = self.held.abort(transfer_id, message.reason, self.now)
+        self.apply(effects)
+
+    # ------------------------------------------------------------ asker
+
+    def do_fetch(self) -> None:
+        self.used += 1
+        transfer_id, ranges = bytes([self.used]) * 16, ((192, 320),)
+        effects = self.fetches.fetch(transfer_id, PEER, b"", 0, ranges, (0, 1), self.now, CHUNKS)
+        self.apply_decode(effects)
+
+    def do_frame(self, i: int) -> None:
+        session, transfer_id, layer = self.flying.pop(i)
+        h = Header(
+            FrameType.KV, transfer_id, layer=layer, head_count=1, token_start=192, token_count=64, seq=layer,
+            length=FRAME_BYTES,
+        )  # fmt: skip
+        try:
+            transfer = self.fetches.begin(session, h, self.now)
+            if self.fetches.verified(transfer, h, self.now):
+                self.complete.append(transfer.id)
+        except FrameRefused as refused:
+            self.apply_decode(refused.effects)
+
+    def do_to_decode(self) -> None:
+        if isinstance(self.to_decode[0][2], Have):
+            session, transfer_id, message = self.to_decode.pop(0)
+            self.apply_decode(self.fetches.have(session, transfer_id, message, self.now))
+        else:
+            super().do_to_decode()
+
+    def do_inject(self, transfer_id: bytes) -> None:
+        self.injected.append(transfer_id)
+        self.apply_decode(self.fetches.injected(transfer_id, self.now))
+
+    # ------------------------------------------------------------ what must hold
+
+    def check(self) -> None:
+        assert len(set(self.unpinned)) == len(self.unpinned), "released twice"
+        assert not self.pins & {*self.unpinned}
+        assert {*self.held.held} == self.pins, "a pin without a deadline"
+        assert len(self.pins) + len(self.wanted) <= 3
+        for transfer_id in self.injected:
+            assert transfer_id in self.complete
+        for transfer in self.fetches.open.values():
+            if transfer.incoming.state is TransferState.COMPLETE:
+                assert transfer.incoming.bytes == 2 * FRAME_BYTES
+
+    def settled(self) -> None:
+        """The engine answers, and time passes: every pin ends."""
+        for transfer_id in list(self.wanted):
+            self.do_pin(transfer_id)
+        self.now += DEADLINES.pin
+        self.apply(self.held.expire(self.now, {self.session: self.now}))
+        assert not self.pins
+        assert not self.held.held
+        assert not self.held.open
+
+    def key(self) -> tuple[Any, ...]:
+        return (
+            *super().key(), tuple(self.wanted), tuple(sorted(self.pins)), tuple(self.unpinned),
+            tuple((t.id, t.narrowed) for t in self.fetches.open.values()),
+        )  # fmt: skip
+
+
+def test_every_order_of_events() -> None:
+    frontier = [ContentWorld()]
+    seen = {frontier[0].key()}
+    ends: Counter[str] = Counter()
+    while frontier:
+        following = []
+        for world in frontier:
+            dumped = pickle.dumps(world)
+            if world.wanted or len(world.pins) > 1:
+                pickle.loads(dumped).settled()  # noqa: S301
+            for move in world.moves():
+                after = pickle.loads(dumped)  # noqa: S301
+                after.do(move)
+                if (key := after.key()) not in seen:
+                    seen.add(key)
+                    following.append(after)
+                    ends["injected"] += bool(after.injected)
+                    ends["unpinned"] += bool(after.unpinned)
+        frontier = following
+    assert min(ends["injected"], ends["unpinned"]) > 500, "the exploration became trivial"
