@@ -26,7 +26,7 @@ class Ranks:
         sending: ArenaEnd,
         receiving: ArenaEnd,
     ) -> None:
-        """`layers`: the cache with all heads, [2, blocks, block_size, heads, head_dim] each. It is copied."""
+        """`layers`: the cache with all heads, [2, blocks, block_size, heads, head_dim] each."""
         device = str(layers[0].device)
         self._layout = layout
         self._layers_ready = 0
