@@ -1,8 +1,10 @@
 """Matrix products with `Groups`.
 
-CPU, bfloat16   decodes   torch's kernel for 4 bits, which computes a row in the same way among any rows
-                prompts   oneDNN, from a copy in bfloat16, in tiles of equally many rows
-other           dequantised at load
+CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in the same way among any rows
+                  prompts    oneDNN, from a copy in bfloat16, in tiles of equally many rows
+GPU, 16 bits      few rows   a kernel that reads the codes (`engine.kernels.int4_linear`)
+                  many rows  dequantised for each product
+other             dequantised at load
 """
 
 import torch
@@ -32,6 +34,8 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 def bytes_per_parameter(bits: int, size: int, dtype: torch.dtype, device: torch.device) -> float:
     """Bytes of one parameter in memory, the copy for prompts included."""
+    if device.type == "cuda" and bits == 4 and dtype is not torch.float32:
+        return 1 / 2 + 8 / size
     return bits / 8 + 4 / size + dtype.itemsize if packs(dtype, device) else dtype.itemsize
 
 
@@ -40,10 +44,22 @@ def grouped_linear(
 ) -> LinearMethod:
     """The product with these weights. `output`: it gives the logits, so it gets one row of each request."""
     rows = len(groups.codes)
+    if weights.device.type == "cuda":
+        return _on_gpu(groups, bias, weights)
     if not packs(weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
         return PlainLinear(groups.values().to(weights.dtype), bias)
     plain = PlainLinear(groups.values().bfloat16(), bias)
     return ByRows(PackedLinear(groups, bias), plain, None if output else weights.step_rows)
+
+
+def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMethod:
+    from engine.kernels.int4_linear import Int4Linear
+
+    codes, scales, zeros, bits = groups
+    if bits != 4 or not Int4Linear.suits(codes, scales, weights.dtype):
+        return PlainLinear(groups.values().to(weights.dtype), bias)
+    device = torch.cuda.get_device_properties(weights.device)
+    return Int4Linear(codes, scales, zeros, bias, device.multi_processor_count)
 
 
 class PackedLinear:

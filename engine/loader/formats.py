@@ -52,6 +52,10 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     if settings is not None and settings.get("quant_method") == "gguf":
         if wanted == "none" or (wanted == "auto" and not _serves_packed(engine, settings, device)):
             return PlainFormat()
+        if wanted == "gguf" and engine.dtype == "float32":
+            raise ValueError(
+                "--quantization gguf: products of packed weights are in 16 bits; use --dtype auto"
+            )
         if wanted in ON_LOAD or engine.load_format == "dummy":
             settings = None
     if wanted not in ("auto", "none") and wanted not in STORED and wanted not in ON_LOAD:

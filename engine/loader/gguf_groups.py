@@ -96,7 +96,8 @@ class GGUFFormat:
         return PlainFormat().experts(weights, names, rows, columns)
 
     def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        groups = self._read(weights, [name], [rows], columns)
+        packed = packs(weights.dtype, weights.device)
+        groups = self._read(weights, [name], [rows], columns) if packed else None
         if groups is None:
             return PlainLinear(embedding)
         return grouped_linear(groups, None, weights, output=True)

@@ -42,6 +42,7 @@ def main() -> None:
 
     from engine.kernels import FP8, AttentionMetadata, Fp8Experts, HeadNorm, sampling
     from engine.kernels.fp8_linear import Fp8Linear
+    from engine.kernels.int4_linear import Int4Linear
     from engine.kernels.skinny_linear import SkinnyLinear
     from engine.kernels.sum_norm import SumNorm
     from engine.kernels.thresholds import thresholds
@@ -105,6 +106,13 @@ def main() -> None:
     step(torch.bfloat16, 8, 4, 256, 128, norm=True)  # the largest head
     step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128))  # gpt-oss
     step(torch.bfloat16, 40, 8, 128, 128, norm=False, span=Span(8192, chunked=True))  # Llama 4
+
+    print("-- INT4 weights")
+    for size, dtype in ((32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)):
+        scales = torch.zeros(4096, 4096 // size)
+        int4 = Int4Linear(torch.zeros(4096, 4096, dtype=torch.uint8), scales, scales, None, 132)
+        for tokens in (1, 20, 64, 80):
+            int4(torch.zeros(tokens, 4096, dtype=dtype))
 
     print("-- sums over ranks")
     for ranks, rank in ((2, 0), (2, 1), (4, 3)):

@@ -15,6 +15,7 @@ from engine.layers.grouped_linear import MOST_DECODES, TILE, ByRows, PackedLinea
 from engine.layers.groups import Groups
 from engine.layers.linear import PlainLinear
 from engine.layers.step_rows import StepRows
+from engine.loader import choose_format, open_checkpoint
 from engine.loader.gguf_groups import UNPACK
 from tests.engine.test_disaggregation import Pair
 
@@ -71,6 +72,24 @@ def test_a_row_does_not_depend_on_the_other_rows_of_its_step() -> None:
         assert y[decodes:].equal(prompts[7 : 7 + count])
     rows.decodes = 2 * MOST_DECODES
     assert linear(x[: 2 * MOST_DECODES + 3]).shape == (2 * MOST_DECODES + 3, 96)
+
+
+def test_which_gguf_files_stay_packed(embedded_model_path: Path) -> None:
+    """By default on this CPU alone; a GPU is asked to, and float32 is no type for packed weights."""
+
+    def chosen(device: str, **settings: Any) -> str:
+        config = EngineConfig(str(embedded_model_path), **settings)
+        checkpoint = open_checkpoint(config, torch.device("cpu"))
+        return choose_format(config, checkpoint.config, torch.device(device)).name
+
+    packed = "gguf (Q4_1, Q8_0)"
+    assert chosen("cpu") == (packed if PACKS else "plain")
+    assert chosen("cpu", dtype="float32") == chosen("cpu", quantization="none") == chosen("cuda") == "plain"
+    assert chosen("cuda", quantization="gguf") == packed
+    assert chosen("cpu", quantization="fp8").startswith("fp8")
+    assert chosen("cpu", load_format="dummy") == "plain"
+    with pytest.raises(ValueError, match=r"--quantization gguf: .* in 16 bits; use --dtype auto"):
+        chosen("cpu", quantization="gguf", dtype="float32")
 
 
 @needs_packing
