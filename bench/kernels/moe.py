@@ -102,7 +102,7 @@ class MoeCases:
         counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
         pairs = torch.zeros(experts, tokens, dtype=torch.int32, device=device)
         pairs[:, :rows] = torch.arange(tokens, device=device).view(experts, rows)
-        shuffled = Shuffled(torch.ones(tokens, 1, device=device), counts, pairs)
+        shuffled = Shuffled(torch.ones(tokens, 1, device=device), counts, pairs, experts)
         x = self.normal(tokens, self.shape.group_in)
         return self._product(f"grouped.g{experts}x{rows}", x, self.shape.group_out, shuffled, loop=loop)
 

@@ -59,10 +59,10 @@ FEW_FP8 = Tiling(16, 64, FP8_GROUP, 4, 6, True, None)
 MANY_FP8 = Tiling(64, 128, FP8_GROUP, 4, 4, False, 8)
 
 
-def tiling(pairs: int, experts: int, dtype: torch.dtype, *, gated: bool) -> Tiling:
+def tiling(mean: float, dtype: torch.dtype, *, gated: bool) -> Tiling:
+    """The tiling for `mean` pairs of an expert."""
     if dtype is torch.float32:
         return FLOAT32
-    mean = pairs / experts
     if dtype is FP8:
         return FEW_FP8 if mean < LIMITS[1] else MANY_FP8
     tilings = (FEW_GATED, SOME_GATED, MANY_GATED, MOST_GATED) if gated else (FEW, SOME, MANY, MOST)
@@ -90,7 +90,7 @@ def grouped_linear(
     assert weight.is_contiguous(), "the kernel assumes dense rows"
     (tokens, chosen), (experts, size, inner) = shuffled.weights.shape, weight.shape
     pairs = tokens * chosen
-    shape = tiling(pairs, experts, x.dtype, gated=gated)
+    shape = tiling(pairs / shuffled.among, x.dtype, gated=gated)
     columns = size // 2 if gated else size
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
     # Each expert may have a tile that is partly empty.

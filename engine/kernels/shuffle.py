@@ -29,6 +29,7 @@ class Shuffled(NamedTuple):
     weights: Tensor  # [tokens, chosen] float32: of each pair; 0: in no list
     counts: Tensor  # [experts] int32: pairs of each expert
     pairs: Tensor  # [experts, tokens] int32: of each expert, the first counts[expert] are defined
+    among: int  # experts that tokens choose from, those of other ranks included
 
 
 def shuffle(
@@ -69,7 +70,7 @@ def shuffle(
         num_warps=4,
         **overlap.options(),
     )
-    return Shuffled(weights, counts[held.start : held.stop], pairs)
+    return Shuffled(weights, counts[held.start : held.stop], pairs, experts)
 
 
 @triton.jit(do_not_specialize=["tokens", "first"])

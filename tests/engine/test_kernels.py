@@ -148,7 +148,8 @@ def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, 
     logits = expert_logits(tokens, leaning)
     expected = route(logits, chosen, scoring)
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    weights, counts, pairs = (x.cpu() for x in shuffle(logits.to(kernel_device), counts, chosen, scoring))
+    shuffled = shuffle(logits.to(kernel_device), counts, chosen, scoring)
+    weights, counts, pairs = (x.cpu() for x in (shuffled.weights, shuffled.counts, shuffled.pairs))
     torch.testing.assert_close(weights, expected.weights)
     assert counts.tolist() == expected.experts.flatten().bincount(minlength=6).tolist()
     for expert, (count, found) in enumerate(zip(counts.tolist(), pairs, strict=True)):
@@ -162,7 +163,7 @@ def test_rows_that_pad_a_graph_have_no_expert(kernel_device: str) -> None:
     logits, slots = expert_logits(5, LEANINGS["even"]), torch.tensor([7, 3, -1, 0, -1])
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
     slots = slots.to(kernel_device)
-    weights, _, pairs = shuffle(logits.to(kernel_device), counts, 2, Scoring.SOFTMAX, slots)
+    weights, _, pairs, _ = shuffle(logits.to(kernel_device), counts, 2, Scoring.SOFTMAX, slots)
     listed = [pair for expert, count in enumerate(counts.tolist()) for pair in pairs[expert, :count].tolist()]
     assert sorted(listed) == [0, 1, 2, 3, 6, 7]
     assert (weights > 0).all(dim=1).tolist() == [True, True, False, True, False]
