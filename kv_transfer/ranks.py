@@ -9,9 +9,11 @@ heads, however many ranks share it. The sender cuts slices so that each has the 
 receiver takes any slice, and each rank copies the heads that it holds.
 
 A rank may be behind rank 0. It gathers a layer only when its own device has written that layer: ranks count
-the layers of all steps that hand over KV, and a Copy names the count at which its layer is ready. A scatter
-waits for nothing. No step under way touches its blocks: a step ends on rank 0 only after all ranks have added
-to the sums of its last layer. Rank 0 starts a step with the KV only after every rank has copied.
+the layers of all steps that hand over KV, and a Copy names the count at which its layer is ready. KV in a
+prefix cache is there on all ranks, because it comes from steps that have ended.
+
+A scatter waits for nothing. No step under way touches its blocks: a step ends on rank 0 only after all ranks
+have added to the sums of its last layer. Rank 0 starts a step with the KV only after every rank has copied.
 """
 
 from __future__ import annotations

@@ -34,12 +34,16 @@ def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield started
 
 
-@pytest.fixture(scope="package")
-def caching_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+@pytest.fixture(scope="package", params=RANKS)
+def caching_workers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Workers]:
     """Both keep a prefix cache."""
     directory = tmp_path_factory.mktemp("caching")
     engine = TINY | {"enable_prefix_caching": True}
-    with started_pair(tiny_model(directory / "model"), directory, engine=engine) as started:
+    with started_pair(
+        tiny_model(directory / "model"), directory, engine=engine, ranks=request.param
+    ) as started:
         yield started
 
 
