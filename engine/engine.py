@@ -30,7 +30,7 @@ from engine.core.chunk_limit import ChunkLimit
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.meters import Meters
 from engine.core.pace import Pace
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import FULL_STEP, Scheduler
 from engine.core.step_builder import build_adjustments, build_step, is_plain
 from engine.execution.moments import Landings
 from engine.execution.runner import ModelRunner
@@ -98,6 +98,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
+            full_step=int(FULL_STEP * model_config.num_parameters / model_config.parameters_read(1)),
             content_root=content_root if config.enable_prefix_caching else None,
             cache_observer=cache_observer,
         )
@@ -110,6 +111,7 @@ class Engine:
         """Set by the caller: most of the KV of a reservation is there."""
         self._joined = False  # a request from another worker decodes from the next step on
         self._pace = Pace()
+        self._graph_rows = runner.mixed_rows[-1] if runner.mixed_rows else math.inf
         self._flights: list[Flight] = []  # in the order of their launch
         self._landings = Landings()
 
@@ -131,7 +133,11 @@ class Engine:
     def _may_launch(self) -> bool:
         if not self._flights:
             return True
-        return self._overlap and len(self._flights) == 1 and self._scheduler.may_look_ahead
+        if not self._overlap or len(self._flights) > 1 or not self._scheduler.may_look_ahead:
+            return False
+        if self._scheduler.next_prompt <= self._graph_rows:
+            return True
+        return not self._flights[0].launched.over and self._pace.fits_slow_launch(time.monotonic())
 
     def _launch(self, result: StepResult) -> bool:
         """False: there was nothing to compute."""
@@ -167,9 +173,14 @@ class Engine:
         self._flights.append(flight)
         if not flight.waits:
             self._sample(flight)
-        size = launched.size
-        only_decodes = size is not None and not size.chunks
-        self._pace.launched(size if only_decodes else None, started, time.monotonic())
+        size, speed = launched.size, self._meters.prefill_tokens_per_s
+        self._pace.launched(
+            size if size is not None and not size.chunks else None,
+            started,
+            time.monotonic(),
+            slow=size is None,
+            expected=plan.prompt_tokens / speed if speed else 0.0,
+        )
         return True
 
     def _prompt_limit(self, now: float) -> int:

@@ -13,6 +13,7 @@ from functools import partial
 
 from engine.core.chunk_limit import MIXED_STEPS, ChunkLimit, without_padding
 from engine.core.meters import Meters
+from engine.core.scheduler import FULL_STEP
 from rpc import worker_pb2 as pb
 from simulator.steps import GRAPH_ROWS, step_seconds
 
@@ -245,12 +246,16 @@ class Worker:
         return min(BUDGET - decodes, without_padding(tokens, decodes, GRAPH_ROWS))
 
     def _chunks(self, budget: int) -> Iterator[tuple[Request, int]]:
+        taken = 0
         for request in self._prompts:
             if (count := min(budget, request.left)) <= 0:
+                return
+            if taken and not self._decodes and taken + request.left > FULL_STEP:
                 return
             if request.left == request.prompt:
                 request.started()
             budget -= count
+            taken += count
             request.left -= count
             yield request, count
 

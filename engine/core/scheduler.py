@@ -47,6 +47,10 @@ from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.prefix_names import PrefixNames
 
+FULL_STEP = 512
+"""Prompt tokens with which products, and not reading the weights, bound a step of a dense model. From there
+on the time of a step grows with its tokens."""
+
 
 class Chunk(NamedTuple):
     """Positions [start, stop) of one request, computed in one step."""
@@ -87,10 +91,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         mixed_rows: Sequence[int] = (),
+        full_step: int = FULL_STEP,
         content_root: bytes | None = None,
         cache_observer: CacheObserver | None = None,
     ) -> None:
         """`mixed_rows`: tokens of a step with decodes and prompts that waste nothing, in ascending order.
+        `full_step`: prompt tokens from which on a step gains nothing from further prompts.
         `content_root`: root of the names in the prefix cache. None: no prefix cache."""
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
@@ -98,6 +104,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._mixed_rows = mixed_rows
+        self._full_step = full_step
         self.cache: PrefixCache | None = None
         self.exchange: PrefixExchange | None = None
         if content_root is not None:
@@ -228,7 +235,8 @@ class Scheduler:
         room = budget
         for live in prefills:
             room -= self._admit(room, alone, plan, before=live)
-            room -= self._go_on(live, room, plan)
+            if self._may_join(live, plan):
+                room -= self._go_on(live, room, plan)
         room -= self._admit(room, alone, plan)
         if plan.decodes:
             self._mixed_steps = self._mixed_steps + 1 if room < budget else 0
@@ -254,11 +262,18 @@ class Scheduler:
                 break
             if before is not None and before.order < live.order:
                 break
+            if not self._may_join(live, plan):
+                break
             self.waiting.pop(0)
             self._begin(live)
             plan.started.append(live)
             used += self._add_chunk(live, budget - used, plan)
         return used
+
+    def _may_join(self, live: LiveRequest, plan: Schedule) -> bool:
+        """Whether the next chunk of a prompt may share the step. Without decodes, prompts go one after
+        another: together they would take as long, and the first would wait for the last."""
+        return plan.decodes or not plan.chunks or plan.prompt_tokens + live.num_left <= self._full_step
 
     def _add_chunk(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
         """Adds the next chunk of a request to the plan. Returns its number of tokens."""
@@ -298,6 +313,14 @@ class Scheduler:
             return False
         free = self.pool.free  # a request grows by at most one block in a step
         return len(self.running) <= free or sum(self._grows(live) for live in self.running) <= free
+
+    @property
+    def next_prompt(self) -> int:
+        """Tokens that the first prompt of the next step lacks. 0: that step decodes, or has no prompt."""
+        first = [live for live in self.running if not live.ends_with_pending] or self.waiting[:1]
+        if not first or any(live.num_left <= 1 for live in first):
+            return 0
+        return first[0].num_left
 
     @property
     def has_next(self) -> bool:

@@ -137,6 +137,27 @@ def test_a_nan_fails_one_request_though_the_next_step_is_launched(
     engine.assert_whole()
 
 
+def test_a_slow_launch_does_not_delay_the_tokens_of_the_step_before(
+    late_engine: Callable[..., Engine], request_of: Any
+) -> None:
+    """The launch of a prompt without a graph takes long. If the step under way would end meanwhile, its
+    tokens come first."""
+    engine = late_engine()
+    engine._graph_rows = engine._scheduler._full_step = len(PROMPT) - 1
+    requests = [request_of(number, PROMPT, max_tokens=1) for number in range(3)]
+    for request in requests:
+        engine.add(request, handover=True)
+    assert not engine.step().outputs
+    engine._pace.fits_slow_launch = lambda now: True
+    assert not engine.step().outputs, "there is time, so a second step is launched"
+    assert land_one(engine).outputs[0].id == requests[0].id
+    engine._pace.fits_slow_launch = lambda now: False
+    assert engine.rest == float("inf"), "no launch before the second prompt has landed"
+    assert land_one(engine).outputs[0].id == requests[1].id
+    assert engine.rest == 0
+    assert land_one(engine).outputs[0].id == requests[2].id
+
+
 class ToldMoment:
     """A moment that passes when the test calls `happens`."""
 
@@ -203,3 +224,14 @@ def test_pace() -> None:
     pace.landed(0.5, now + 0.5)
     pace.launched(8, now + 0.6, now + 0.601)
     assert now + 0.607 < pace.due < now + 0.611, "it began when it was launched"
+
+
+def test_pace_of_slow_launches() -> None:
+    """A launch without a graph must end before the step under way."""
+    pace = Pace()
+    pace.launched(None, 0.0, 0.02, slow=True, expected=0.05)
+    assert pace.fits_slow_launch(0.044)
+    assert not pace.fits_slow_launch(0.046)
+    pace.landed(0.05, 0.1)
+    pace.launched(8, 0.1, 0.1)
+    assert not pace.fits_slow_launch(0.1), "how long it takes is not known"

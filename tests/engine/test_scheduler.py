@@ -13,7 +13,7 @@ from engine.api.sampling_params import SamplingParams
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import MIXED_STEPS
 from engine.core.live_request import LiveRequest, Phase
-from engine.core.scheduler import Chunk, Schedule, Scheduler
+from engine.core.scheduler import FULL_STEP, Chunk, Schedule, Scheduler
 
 BLOCK = 4
 
@@ -24,6 +24,7 @@ def make(
     budget: int = 16,
     prefix_cache: bool = False,
     mixed_rows: tuple[int, ...] = (),
+    full_step: int = FULL_STEP,
 ) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks),
@@ -31,6 +32,7 @@ def make(
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         mixed_rows=mixed_rows,
+        full_step=full_step,
         content_root=b"root" if prefix_cache else None,
     )
 
@@ -257,6 +259,37 @@ def test_a_step_mixes_decodes_with_chunks_of_prefills_to_the_exact_budget() -> N
     assert tokens(step(scheduler)) == [(1, 3, 4), (2, 0, 9)]
     assert tokens(step(scheduler)) == [(1, 4, 5), (2, 9, 15), (3, 0, 3)]
     assert tokens(step(scheduler)) == [(1, 5, 6), (2, 15, 16), (3, 3, 5)]
+
+
+def test_prompts_share_a_step_only_until_it_is_full() -> None:
+    scheduler = make(num_blocks=64, full_step=8)
+    for number, prompt in enumerate([20, 3, 4, 2, 9]):
+        add(scheduler, number, prompt, handover=True)
+    assert tokens(step(scheduler)) == [(0, 0, 16)], "the first has the whole budget"
+    assert tokens(step(scheduler)) == [(0, 16, 20), (1, 0, 3)]
+    assert tokens(step(scheduler)) == [(2, 0, 4), (3, 0, 2)]
+    assert tokens(step(scheduler)) == [(4, 0, 9)]
+
+
+def test_beside_decodes_prompts_fill_the_budget() -> None:
+    scheduler = make(num_blocks=64, full_step=8)
+    add(scheduler, 0, 2)
+    step(scheduler)
+    for number in (1, 2):
+        add(scheduler, number, 7)
+    assert tokens(step(scheduler)) == [(0, 2, 3), (1, 0, 7), (2, 0, 7)]
+
+
+def test_the_first_prompt_of_the_next_step() -> None:
+    scheduler = make(num_blocks=64, full_step=8)
+    assert scheduler.next_prompt == 0
+    add(scheduler, 0, 20)
+    assert scheduler.next_prompt == 20
+    step(scheduler)
+    assert scheduler.next_prompt == 4
+    step(scheduler)
+    add(scheduler, 1, 9)
+    assert scheduler.next_prompt == 0, "the next step decodes"
 
 
 def test_requests_start_by_priority_then_arrival_and_never_overtake() -> None:
