@@ -26,11 +26,11 @@ from engine.api.request import (
     StepResult,
 )
 from engine.core.block_pool import BlockPool
-from engine.core.chunk_limit import ChunkLimit
+from engine.core.chunk_limit import FULL_STEP, ChunkLimit
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.meters import Meters
 from engine.core.pace import Pace
-from engine.core.scheduler import FULL_STEP, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.core.step_builder import build_adjustments, build_step, is_plain
 from engine.execution.moments import Landings
 from engine.execution.runner import ModelRunner

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine.core.chunk_limit import MIXED_STEPS, ChunkLimit, without_padding
+from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, ChunkLimit, without_padding
 from engine.core.meters import Meters
-from engine.core.scheduler import FULL_STEP
 from rpc import worker_pb2 as pb
 from simulator.steps import GRAPH_ROWS, step_seconds
 

@@ -40,6 +40,10 @@ MIXED_STEPS = 31
 """Most steps in a row that both decode and take prompt tokens. The next one only decodes, and the chunk limit
 learns from it what decoding costs now."""
 
+FULL_STEP = 512
+"""Prompt tokens with which products, and not reading the weights, bound a step of a dense model. From there
+on the time of a step grows with its tokens."""
+
 
 def without_padding(tokens: int, decodes: int, rows: Sequence[int]) -> int:
     """Returns at most `tokens` prompt tokens for a step with so many decodes.

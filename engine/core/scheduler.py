@@ -41,15 +41,11 @@ from typing import NamedTuple
 
 from engine.api.request import CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool
-from engine.core.chunk_limit import MIXED_STEPS, without_padding
+from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, without_padding
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.prefix_names import PrefixNames
-
-FULL_STEP = 512
-"""Prompt tokens with which products, and not reading the weights, bound a step of a dense model. From there
-on the time of a step grows with its tokens."""
 
 
 class Chunk(NamedTuple):

@@ -11,9 +11,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from engine.api.request import EngineRequest
 from engine.api.sampling_params import SamplingParams
 from engine.core.block_pool import BlockPool
-from engine.core.chunk_limit import MIXED_STEPS
+from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS
 from engine.core.live_request import LiveRequest, Phase
-from engine.core.scheduler import FULL_STEP, Chunk, Schedule, Scheduler
+from engine.core.scheduler import Chunk, Schedule, Scheduler
 
 BLOCK = 4
 
