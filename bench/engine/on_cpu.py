@@ -1,4 +1,4 @@
-"""The embedded model in float32 on a CPU.
+"""The embedded model on a CPU, in float32 except where a row names another format (`cpu_formats`).
 
 Measures the time of a new process to its first token, tokens/s in turns with `generate` of transformers and
 the same threads, and the host's time for a step (`host`).
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import bench.contract as contract
+import bench.engine.cpu_formats as cpu_formats
 import bench.engine.host as host
 from bench.contract import MIN_PAIRS, Report, Row
 from bench.engine.drive import drain, greedy, prompt
@@ -33,6 +34,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     path = embedded_path()
     _start(path, report, rounds=3 if args.short else 7)
     host.measure(report, steps=300)
+    cpu_formats.measure(path, report, rounds=MIN_PAIRS, steps=8 if args.short else 32)
     engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=512))
     reference = _transformers(path)
     pairs, tokens = (MIN_PAIRS, 16) if args.short else (9, 48)

@@ -156,7 +156,7 @@ def test_runs_engine(
 ) -> None:
     from transformers import LlamaForCausalLM
 
-    from bench.engine import host, on_cpu, start
+    from bench.engine import cpu_formats, host, on_cpu, start
 
     def first_token(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert command[:3] == [sys.executable, "-m", "bench.engine.start"], command
@@ -173,11 +173,13 @@ def test_runs_engine(
     monkeypatch.setattr(contract, "MIN_PAIRS", 1)
     monkeypatch.setattr(host, "measure", partial(host.measure, steps=20))
     monkeypatch.setattr(host, "CONTEXT", 100)
+    monkeypatch.setattr(cpu_formats, "PROMPT_TOKENS", 16)
     monkeypatch.setattr(on_cpu, "subprocess", SimpleNamespace(run=first_token))
     rows = run("engine", "--short")
-    assert {"engine.cpu.start.first_step", "engine.cpu.host.b256", "engine.cpu.vs_transformers.b16"} <= {
-        *rows
-    }
+    assert {
+        "engine.cpu.start.first_step", "engine.cpu.host.b256", "engine.cpu.default.ttft",
+        "engine.cpu.vs_transformers.b16",
+    } <= {*rows}  # fmt: skip
 
 
 def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
