@@ -53,3 +53,13 @@ def test_packed_weights(engine_of: Callable[..., Engine], reference: Tensor) -> 
     found = quality(logits(engine_of(dtype="auto", device="cpu"), decoded=160), reference)
     assert found.perplexity <= 1.01 * quality(reference, reference).perplexity
     assert found.equal >= 0.94
+
+
+@pytest.mark.gpu
+def test_packed_weights_on_a_gpu(engine_of: Callable[..., Engine], reference: Tensor) -> None:
+    """Dequantised for a long chunk, then the kernel for few rows."""
+    engine = engine_of(dtype="bfloat16", quantization="gguf", device=DEVICE)
+    for chunk in (640, 48):
+        found = quality(logits(engine, chunk), reference)
+        assert found.perplexity <= 1.01 * quality(reference, reference).perplexity
+        assert found.equal >= 0.94
