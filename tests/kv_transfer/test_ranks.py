@@ -21,7 +21,7 @@ from kv_transfer.device import Event, Pool, Staged
 from kv_transfer.layout import KVLayout, cut
 from kv_transfer.ranks import open_ranks
 
-from .ranks import Ranks, as_bytes, positions
+from .ranks import Ranks, as_bytes, mapped, positions
 
 BLOCKS = 40
 SLOT = 4096
@@ -47,7 +47,7 @@ class Group(Ranks):
     def __init__(self, heads: int, size: int, block_size: int, arena: Arena, device: str) -> None:
         shape = (2, BLOCKS, block_size, heads, 8)
         layers = [torch.randn(shape, device=device) for _ in range(2)]
-        ends = [ArenaEnd(channel_pair()[0], arena) for _ in range(2)]
+        ends = [mapped(ArenaEnd(channel_pair()[0], arena)) for _ in range(2)]
         super().__init__(layers, block_size, layout_of(heads), size, *ends)
         self.gathers, self.scatters = (open_ranks(self.kv, end) for end in (self.sending, self.receiving))
 
