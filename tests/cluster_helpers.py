@@ -155,13 +155,13 @@ def started_pair(
             worker.popen.kill()
 
 
-def tiny_model(directory: Path) -> Path:
+def tiny_model(directory: Path, intermediate_size: int = 128) -> Path:
     """A Llama of two small layers, for `--load-format dummy`: all of the machinery, none of the waiting."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,
-        "intermediate_size": 128,
+        "intermediate_size": intermediate_size,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -36,12 +36,12 @@ class Pace:
     ) -> None:
         """Notes that the host spent [began, now) on launching a step. Steps of one kind take about equally
         long. None: their averages learn nothing from this step, and it should take `expected` seconds.
-        `slow`: without a graph."""
+        `slow`: without a graph, so the device begins with the first kernel."""
         if kind is not None:
             self._host = _averaged(self._host, now - began)
         elif slow:
             self._slow_host = _averaged(self._slow_host, now - began)
-        self._under_way.append((kind, now, expected))
+        self._under_way.append((kind, began if slow else now, expected))
 
     def landed(self, device_seconds: float, now: float) -> None:
         """Notes that the oldest step is over. The next step begins now, if it is launched already."""

@@ -38,11 +38,11 @@ def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def caching_workers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Workers]:
-    """Both keep a prefix cache."""
+    """Both keep a prefix cache. Prompts take long to compute, so fetching them pays on a busy machine."""
     directory = tmp_path_factory.mktemp("caching")
     engine = TINY | {"enable_prefix_caching": True}
     with started_pair(
-        tiny_model(directory / "model"), directory, engine=engine, ranks=request.param
+        tiny_model(directory / "model", intermediate_size=8192), directory, engine=engine, ranks=request.param
     ) as started:
         yield started
 
