@@ -170,7 +170,8 @@ async def test_two_workers_that_fetch_from_each_other_all_go_on(caching_workers:
     """More prompts than a worker serves at a time. Some are computed, since the other worker is busy."""
     async with paired(*caching_workers) as pair:
         streams = (pair.prefill, pair.decode)
-        prompts = [[text(400, 100 * side + number) for number in range(5)] for side in range(2)]
+        # Few enough tokens for the pool: else fetched blocks may be evicted before their prompt starts.
+        prompts = [[text(200, 100 * side + number) for number in range(5)] for side in range(2)]
         for stream, own in zip(streams, prompts, strict=True):
             for prompt in own:
                 await answered(stream, [*prompt, 1], SHORT)
@@ -180,6 +181,6 @@ async def test_two_workers_that_fetch_from_each_other_all_go_on(caching_workers:
             for prompt in prompts[side]
         ]
         tokens = await asyncio.gather(*asked)
-        assert {cached for _, cached in tokens} <= {0, 384}
+        assert {cached for _, cached in tokens} <= {0, 192}
         assert sum(cached > 0 for _, cached in tokens) >= 4
         await assert_whole(*caching_workers)
