@@ -10,7 +10,7 @@ from_decode   the decode worker alone has both
 computed      no worker has any of it: as many tokens that no prompt had before
 
 The rows are times to first token, as ratios to `computed`. `bytes_over_missing` is the KV that the decode
-worker received in `second_turn`, over the KV of the positions that no full block of its prefix cache had.
+worker received in `second_turn`, over the KV that it lacked: positions in no full block of its prefix cache.
 
 On a GPU it is the 8B Llama shape with random weights, each worker on a GPU of its own.
 """

@@ -5,11 +5,12 @@ everything else that their KV depends on:
 
     root ─▶ root of the tenant's salt ─▶ name of chunk 0 ─▶ name of chunk 1 ─▶ …
 
-Each arrow is blake2b, keyed by what is left of it. So a name depends on no block size, no rank and no worker.
-Prefix caches and KV transfers compare whole names. Routers index the first 64 bits of a name as a hint.
+Each arrow is blake2b. What stands left of it is the key. The salt, or the tokens of the chunk, are hashed. So
+a name depends on no block size, no rank and no worker. Prefix caches and KV transfers compare whole names.
+Routers index the first 64 bits of a name as a hint.
 
 The values are part of the protocol: workers and routers of different releases compare them. The package
-imports nothing.
+imports no other package of Baton.
 """
 
 import sys

@@ -361,8 +361,8 @@ class Engine:
     def pin(self, pin_id: bytes, chunks: Sequence[bytes], first_chunk: int) -> tuple[int, Sequence[int]]:
         """Keeps the cached KV of these chunks in its blocks, until `unpin`. `first_chunk`: the position of
         the first one in its prompt, in chunks. Returns how many chunks are pinned, from the first on, and a
-        block table up to their end. Its entries before the first chunk mean nothing. Nothing is pinned, and
-        `unpin` must not be called, if that is 0."""
+        block table up to their end. Its entries before the first chunk mean nothing. If no chunk is pinned,
+        `unpin` must not be called."""
         exchange = self._scheduler.exchange
         return (0, ()) if exchange is None else exchange.pin(pin_id, chunks, first_chunk)
 

@@ -197,7 +197,7 @@ class RankCopier:
                 look = EVENT_POLL if under_way else None
                 if is_gather:
                     self._orders_wait = bool(orders)
-                    if self._is_ready(orders):  # from before `layer_done` saw that orders wait
+                    if self._is_ready(orders):  # the layer was done before `_orders_wait` was set
                         look = 0
                 if self._wake in wait(watched, look):
                     os.eventfd_read(self._wake)

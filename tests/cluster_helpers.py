@@ -30,7 +30,6 @@ from tests.device import DEVICE, environment
 
 K = TypeVar("K")
 SECRET = b"a secret of the tests, no other"
-START_TIMEOUT = 60.0
 DEADLINE_MS = 60_000
 ENGINE: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "num_blocks": 512, "num_threads": 1}
 

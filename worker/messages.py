@@ -175,7 +175,7 @@ class RequestCounts:
     no_room: int = 0
     """Refused reservations."""
     prefix_fetched_tokens: int = 0
-    """Prompt tokens whose KV came from prefix caches of other workers."""
+    """Prompt tokens with KV from prefix caches of other workers."""
 
     def count(self, output: Output) -> None:
         self.generation_tokens += 1

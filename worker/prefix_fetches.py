@@ -27,7 +27,7 @@ SLACK = 1.0
 """Seconds that a fetch may take beyond twice the time to compute its tokens."""
 MEMORY = 0.7
 """Weight of the fetches before, against the newest one, in the measured bandwidth. Bytes and seconds are
-added up, so that short fetches, whose time is mostly latency, hardly count."""
+added up, so that short fetches hardly count: their time is mostly latency."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +119,7 @@ class PrefixFetches:
             then()
 
     def expire(self) -> None:
-        """Computes the prompts whose fetch takes too long."""
+        """Computes the prompts that wait for a fetch which takes too long."""
         now = time.monotonic()
         for fetch_id, fetch in self._fetches.items():
             if fetch.waiting and fetch.until <= now:

@@ -27,8 +27,8 @@ from bench.contract import Report
 from bench.disagg.loads import LOADS, MIN_SECONDS, SHORT, Load, Pace, command, warm_up
 from bench.disagg.page import page
 from bench.disagg.results import Point, line, point, rows, run
-from bench.disagg.sides import COLOCATED, LAYOUTS, SHAPE, Side, against, baton, pools
-from bench.shapes import SHAPES
+from bench.disagg.sides import COLOCATED, LAYOUTS, Side, against, baton, pools
+from bench.shapes import DENSE, SHAPES
 
 REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate; with --short
 
@@ -151,7 +151,7 @@ def arguments() -> argparse.ArgumentParser:
         "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of each worker of Baton"
     )
     p.add_argument(
-        "--model-shape", choices=SHAPES, default=SHAPE, metavar="NAME", help=f"on GPUs (default: {SHAPE})"
+        "--model-shape", choices=SHAPES, default=DENSE, metavar="NAME", help=f"on GPUs (default: {DENSE})"
     )
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     p.add_argument("--html", type=Path, metavar="PATH", help="draw the results as a page")

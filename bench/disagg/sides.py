@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.chaos.cluster import LocalCluster
-from bench.shapes import write_shape
+from bench.shapes import DENSE, write_shape
 
 COLOCATED = "colocated"
-SHAPE = "llama-3.1-8b"
 LAYOUTS = ("1p1d", "2p2d", "3p1d", "1p3d")
 ON_CPU = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1")
 ON_CUDA = ("--load-format", "dummy", "--max-model-len", "33000")
@@ -52,7 +51,7 @@ def pools(layout: str) -> tuple[int, int]:
 
 
 def baton(
-    layout: str, device: str, worker_flags: str, directory: Path, *, shape: str = SHAPE, ranks: int = 1
+    layout: str, device: str, worker_flags: str, directory: Path, *, shape: str = DENSE, ranks: int = 1
 ) -> tuple[Side, Side]:
     """Baton colocated, and with the layout, on as many devices. Workers get `worker_flags` besides.
 

@@ -55,10 +55,9 @@ from bench.overlap.streams import (
 )
 from bench.overlap.trace import Trace
 from bench.roles import Driver, Roles
-from bench.shapes import write_shape
+from bench.shapes import DENSE, write_shape
 from cluster.gpus import visible_gpus
 
-GPU_SHAPE = "llama-3.1-8b"
 CONTEXT = 1000
 """Prompt tokens of the background streams."""
 PERIOD_S = 0.8
@@ -88,7 +87,7 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
     if args.device == "cpu":
         # One thread each: otherwise two engines would compete for the cores of a small machine.
         return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])]
-    model = args.model or str(write_shape(GPU_SHAPE, directory))
+    model = args.model or str(write_shape(DENSE, directory))
     longest = max([args.tokens, 1200, *args.growth]) + 4096
     common += ["--device", "cuda", "--model", model, "--load-format", "dummy"]
     common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
@@ -252,7 +251,7 @@ def main() -> int:
             f"--{side}-ranks", type=int, default=1, metavar="N",
             help=f"GPUs of the {side} worker, or its processes on a CPU (default: %(default)s)",
         )  # fmt: skip
-    p.add_argument("--model", help=f"default: the embedded model on a CPU, {GPU_SHAPE} (dummy) on a GPU")
+    p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
     p.add_argument(
         "--batch", type=int, action="append", default=[], metavar="N",
         help="also measure the handover while N other streams decode; may be repeated",

@@ -137,7 +137,7 @@ class Speeds:
         return 2 * self._model.num_layers * interpolated(self._gpu.all_reduce, wide)
 
     def _seen(self, queries: float, pairs: float) -> float:
-        """Of `pairs` of a query with a key up to its own, those in the span of a layer, on average."""
+        """The pairs of a query and a key in the span of a layer, on average, of `pairs` without a span."""
         seen = {span: pairs if span is None else min(pairs, queries * span.length) for span in self._spans}
         return sum(layers * seen[span] for span, layers in self._spans.items()) / self._model.num_layers
 

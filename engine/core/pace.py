@@ -6,7 +6,7 @@ launching are expected to take the host as long as recently.
 
 The launch of a long prompt takes the host many milliseconds, since no graph has its kernels. If it would end
 after the step under way, the tokens of that step would wait for it. Such a launch comes after these tokens.
-The device starts with its first kernel, so it hardly idles.
+The device hardly idles: it starts when the first kernel is launched.
 
 Pure: callers pass times, in seconds of any clock.
 """

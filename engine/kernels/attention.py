@@ -23,7 +23,8 @@ KEYS = 16
 sum in another order: in bfloat16 a query has the same result in any chunk of its prompt."""
 
 MOST_QUERIES = 512
-"""Queries of a prompt at a time. From 768 on the kernel computes in other blocks, with the same effect."""
+"""Queries of a prompt at a time. From 768 on the kernel computes in other blocks, which also changes the
+order of sums."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Fp8Linear:
     def __init__(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, multiprocessors: int
     ) -> None:
-        """weight [out, in] FP8, scales [groups, out] float32, bias [out]. None is copied. dtype: of y."""
+        """weight [out, in] FP8, scales [groups, out] float32, bias [out]: not copied. dtype: of y."""
         assert weight.shape[1] % 16 == 0, "the copy engine needs rows of a multiple of 16 bytes"
         self._weight, self._scales, self._bias, self._dtype = weight, scales, bias, dtype
         self._multiprocessors = multiprocessors

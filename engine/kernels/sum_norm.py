@@ -12,9 +12,9 @@ The all-reduce alone would read and write the row once more, and take two meetin
 to a peer needs no round trip; reading from it would. The idea of one exchange with few bytes is that of
 TensorRT-LLM's one-shot all-reduce, which is fused with the norm as well.
 
-A row has two inboxes for each source, used in turn. A rank that writes to one of them again has met all
-others in the call between, and these had then left the call before. So a row is read before the next one
-overwrites it.
+A row has two inboxes for each source, used in turn. So a rank writes to an inbox again two calls later. In
+the call between, it has met all other ranks, and these have read the inbox before. So no row is overwritten
+before it is read.
 """
 
 from collections.abc import Sequence

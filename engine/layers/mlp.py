@@ -1,4 +1,4 @@
-"""The feed-forward part of a dense layer, and of one expert that computes every token."""
+"""The feed-forward part of a dense layer, and the shared expert of a mixture."""
 
 from typing import Any
 

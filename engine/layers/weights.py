@@ -56,7 +56,7 @@ class Checkpoint(Protocol):
 
 
 class GroupedCheckpoint(Checkpoint, Protocol):
-    """A file whose matrices may have groups of columns with a scale."""
+    """A file with matrices that may have groups of columns with a scale."""
 
     def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
         """These parts of a matrix. None: it has no groups, or the parts cut one."""
@@ -207,7 +207,7 @@ class Weights:
         return name in self._names
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """What the file says about a tensor that it has. None: any."""
+        """The shape of a tensor in the file. None: dummy weights, which have any shape."""
         return self._checkpoint.shape(name)
 
     def stored(self, name: str, parts: Sequence[Part] | None, *dtypes: torch.dtype) -> Tensor:

@@ -71,7 +71,7 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     if method not in STORED:
         raise ValueError(
             f"{engine.model}: quantization_config: the format {method!r} is not supported "
-            f"({', '.join(STORED) or 'none'} are)"
+            f"({', '.join(STORED)} are)"
         )
     if wanted not in ("auto", method):
         raise ValueError(f"--quantization {wanted}: the weights of {engine.model} are in the format {method}")

@@ -40,7 +40,7 @@ class _OfExpert(NamedTuple):
 
 
 class GptOssCheckpoint:
-    """A `Checkpoint` over the files of one."""
+    """The `Checkpoint` of a gpt-oss model: reads `files`, and gives each expert its tensors."""
 
     def __init__(self, files: Checkpoint) -> None:
         self.config = files.config

@@ -1,4 +1,4 @@
-"""Heads whose two rotated halves a and b are interleaved in the checkpoint: (a0, b0, a1, b1, …).
+"""Heads with two rotated halves a and b that the checkpoint interleaves: (a0, b0, a1, b1, …).
 
 The kernels rotate heads in the order (a0, a1, …, b0, b1, …). Query and key heads take this order when they
 are read. Attention does not change, since it only needs their products.

@@ -33,7 +33,7 @@ class _Matrix(NamedTuple):
 
 
 class Llama4Checkpoint:
-    """A `Checkpoint` over the files of one."""
+    """The `Checkpoint` of a Llama 4 text model: reads `files`, and gives each expert its tensors."""
 
     def __init__(self, files: Checkpoint) -> None:
         if files.config.quantization is not None:

@@ -5,8 +5,8 @@ Only one transfer of it is open at a time: a new FETCH supersedes the old one, a
 makes it READY again. FETCHes for ids not offered yet wait in a bounded table; ended ids leave a tombstone.
 
 A FETCH_CONTENT is a FETCH for a prefill with the id of its transfer. It waits until the engine has pinned the
-chunks, or has refused. The pin ends with the transfer, and at a deadline that no message extends. What waits
-for what: the pin for the peer's credits, which the peer grants for blocks that it has reserved.
+chunks, or has refused. The pin ends with the transfer, and at a deadline that no message extends. A pin
+waits for the peer's credits only. The peer grants them for blocks that it has reserved.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def test_tenants_share_no_name():
 
 
 def test_a_prompt_made_for_xxh3_collides_there_and_not_here():
-    """Routers once named chunks by xxh3-64, whose collisions can be written down.
+    """Routers once named chunks by xxh3-64, where collisions can be written down.
 
     For 256 bytes it adds up, in each of eight lanes, products of the halves of 64-bit words, each half xored
     with a known secret. A half that equals the secret makes its product 0, whatever the other half is. So

@@ -11,6 +11,7 @@ from engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, 
 from engine.execution.moments import moment
 from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
+from engine.kernels import Kernels
 from tests.device import DEVICE
 
 torch.set_num_threads(1)
@@ -72,6 +73,42 @@ def request(
 @pytest.fixture(name="request_of", scope="session")
 def request_fixture() -> Callable[..., EngineRequest]:
     return request
+
+
+@pytest.fixture(scope="module")
+def triton_kernels(kernel_device: str) -> Kernels:
+    from engine.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels(torch.device(kernel_device), 64)
+
+
+@pytest.fixture
+def check_tokens_of_kernels(
+    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Asserts that an engine with `triton_kernels` gives the tokens of an engine with torch kernels."""
+    requests = [request(i, range(3 + i, 8 + i), max_tokens=3, ignore_eos=True) for i in range(2)]
+
+    def tokens(path: Path, device: str, quantization: str) -> list[list[int]]:
+        config = EngineConfig(
+            str(path),
+            dtype="float32",
+            quantization=quantization,
+            device=device,
+            num_blocks=8,
+            block_size=4,
+            max_num_batched_tokens=6,
+            max_num_seqs=2,
+        )
+        return [result.tokens for result in run(build_engine(config), requests).values()]
+
+    def check(path: Path, quantization: str = "auto") -> None:
+        expected = tokens(path, "cpu", quantization)
+        for module in ("engine.execution.start", "engine.layers.weights"):
+            monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim: triton_kernels)
+        assert tokens(path, kernel_device, quantization) == expected
+
+    return check
 
 
 TINY: dict[str, Any] = {

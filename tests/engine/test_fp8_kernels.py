@@ -1,6 +1,6 @@
 """FP8 kernels against the torch kernels that define them: compiled on a GPU, else in Triton's interpreter."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import EngineConfig, build_engine
 from engine.kernels import FP8, Fp8Experts, Kernels, Quantized
 from engine.kernels.torch_kernels import TorchKernels
 from engine.model_config import Scoring
@@ -48,13 +47,6 @@ def exact_casts(kernel_device: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", exact)
         yield
-
-
-@pytest.fixture(scope="module")
-def triton_kernels(kernel_device: str) -> Kernels:
-    from engine.kernels.triton_kernels import TritonKernels
-
-    return TritonKernels(torch.device(kernel_device), 64)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -230,36 +222,16 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(bias: bool) -> None:
 @pytest.mark.parametrize("kind", ["on-load", "blocks"])
 def test_an_engine_on_these_kernels(
     kind: str,
-    triton_kernels: Kernels,
-    kernel_device: str,
     tmp_path: Path,
     save_tiny: Any,
-    run: Any,
-    request_of: Any,
+    check_tokens_of_kernels: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine with these kernels gives the tokens of an engine with torch kernels that quantise, too."""
+    """The torch kernels quantise activations, too."""
+    monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
     if kind == "on-load":
         save_tiny(tmp_path, "Llama", num_hidden_layers=1)
+        check_tokens_of_kernels(tmp_path, "fp8")
     else:
         save_quantized(tmp_path, save_tiny, kind, **SIZES, num_key_value_heads=1)
-    monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
-    requests = [request_of(i, range(3 + i, 8 + i), max_tokens=3, ignore_eos=True) for i in range(2)]
-
-    def tokens(device: str) -> list[list[int]]:
-        config = EngineConfig(
-            str(tmp_path),
-            dtype="float32",
-            quantization="fp8" if kind == "on-load" else "auto",
-            device=device,
-            num_blocks=8,
-            block_size=4,
-            max_num_batched_tokens=6,
-            max_num_seqs=2,
-        )
-        return [result.tokens for result in run(build_engine(config), requests).values()]
-
-    expected = tokens("cpu")
-    for module in ("engine.execution.start", "engine.layers.weights"):
-        monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim: triton_kernels)
-    assert tokens(kernel_device) == expected
+        check_tokens_of_kernels(tmp_path)

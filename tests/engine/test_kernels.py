@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import EngineConfig, build_engine
 from engine.kernels import AttentionMetadata, HeadNorm, Kernels
 from engine.kernels.attention import first_seen
 from engine.kernels.experts import route
@@ -29,13 +29,6 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
 CLOSE = {F32: 2e-5, F16: 4e-3, BF16: 3e-2}
 """Largest error, relative to the size of what is compared."""
-
-
-@pytest.fixture(scope="module")
-def triton_kernels(kernel_device: str) -> Kernels:
-    from engine.kernels.triton_kernels import TritonKernels
-
-    return TritonKernels(torch.device(kernel_device), 64)
 
 
 def close(ours: Tensor, reference: Tensor) -> None:
@@ -629,34 +622,12 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
 def test_an_engine_on_these_kernels(
     kind: str,
     changes: dict[str, Any],
-    triton_kernels: Kernels,
-    kernel_device: str,
     tmp_path: Path,
     save_tiny: Any,
-    run: Any,
-    request_of: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    check_tokens_of_kernels: Callable[..., None],
 ) -> None:
-    """An engine with these kernels gives the tokens of an engine with torch kernels."""
     save_tiny(tmp_path, kind, head_dim=16, **changes)
-    requests = [request_of(i, range(3 + i, 8 + i), max_tokens=3, ignore_eos=True) for i in range(2)]
-
-    def tokens(device: str) -> list[list[int]]:
-        config = EngineConfig(
-            model=str(tmp_path),
-            dtype="float32",
-            device=device,
-            num_blocks=8,
-            block_size=4,
-            max_num_batched_tokens=6,
-            max_num_seqs=2,
-        )
-        return [result.tokens for result in run(build_engine(config), requests).values()]
-
-    expected = tokens("cpu")
-    for module in ("engine.execution.start", "engine.layers.weights"):
-        monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim: triton_kernels)
-    assert tokens(kernel_device) == expected
+    check_tokens_of_kernels(tmp_path)
 
 
 def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,13 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def edited_copy(path: Path, tmp_path: Path, **changes: Any) -> Path:
+    """A copy of a checkpoint with these changes in its configuration."""
+    copy = shutil.copytree(path, tmp_path / "copy")
+    edit_json(copy / "config.json", **changes)
+    return copy
+
+
 def flip_last_tensor(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-200:] = bytes(200)
@@ -69,8 +76,7 @@ def test_eos_ids_come_from_the_generation_config(tiny_path: Path, tmp_path: Path
 
 
 def test_dtype_auto_is_that_of_the_checkpoint(tiny_path: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(tiny_path, tmp_path / "copy")
-    edit_json(copy / "config.json", dtype="bfloat16")
+    copy = edited_copy(tiny_path, tmp_path, dtype="bfloat16")
     engine = load(copy, dtype="auto")
     assert engine._runner.model.embedding.weight.dtype is torch.bfloat16
     assert {cache.dtype for cache in engine.kv_cache} == {torch.bfloat16}
@@ -271,8 +277,7 @@ def test_weights_that_are_not_finite_or_of_an_unsupported_type_are_refused(
 def test_a_configuration_that_does_not_fit_is_refused(
     tiny_path: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    copy = shutil.copytree(tiny_path, tmp_path / "copy")
-    edit_json(copy / "config.json", **change)
+    copy = edited_copy(tiny_path, tmp_path, **change)
     with pytest.raises(ValueError, match=message):
         load(copy)
 
@@ -338,8 +343,7 @@ def experts_path(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[.
 def test_experts_that_do_not_fit_are_refused(
     experts_path: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    copy = shutil.copytree(experts_path, tmp_path / "copy")
-    edit_json(copy / "config.json", **change)
+    copy = edited_copy(experts_path, tmp_path, **change)
     with pytest.raises(ValueError, match=message):
         check_model(EngineConfig(str(copy)))
 
@@ -368,8 +372,7 @@ def llama4_path(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[..
 def test_a_llama4_that_does_not_fit_is_refused(
     llama4_path: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    copy = shutil.copytree(llama4_path, tmp_path / "copy")
-    edit_json(copy / "config.json", **change)
+    copy = edited_copy(llama4_path, tmp_path, **change)
     with pytest.raises(ValueError, match=message):
         check_model(EngineConfig(str(copy)))
 
@@ -405,8 +408,7 @@ def test_published_configurations_of_llama4_leave_out_what_follows(llama4_path: 
 def test_the_fingerprint_covers_the_attention_of_llama4(
     llama4_path: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    copy = shutil.copytree(llama4_path, tmp_path / "copy")
-    edit_json(copy / "config.json", **change)
+    copy = edited_copy(llama4_path, tmp_path, **change)
     assert load(copy).model_fingerprint != load(llama4_path).model_fingerprint
 
 
@@ -417,8 +419,7 @@ def test_configurations_of_transformers_4_name_experts_differently(experts_path:
 
 
 def test_the_fingerprint_covers_how_experts_are_weighted(experts_path: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(experts_path, tmp_path / "copy")
-    edit_json(copy / "config.json", norm_topk_prob=True)
+    copy = edited_copy(experts_path, tmp_path, norm_topk_prob=True)
     assert load(copy).model_fingerprint != load(experts_path).model_fingerprint
 
 

@@ -1,4 +1,4 @@
-"""Prefixes travel from one pool to another: what is pinned, imported and cached, and who owns the blocks."""
+"""Prefixes travel from one pool to another: pins, imports, the cache, and the owners of the blocks."""
 
 import random
 
@@ -15,7 +15,7 @@ ROOT = b"root"
 
 
 class Worker:
-    """A scheduler without a model. `kv` has the (position, tokens before it) whose KV each row has."""
+    """A scheduler without a model. `kv` says of which (position, tokens before it) each row has the KV."""
 
     def __init__(self, block_size: int, num_blocks: int = 256) -> None:
         self.block_size = block_size

@@ -28,7 +28,6 @@ class Ranks:
     ) -> None:
         """`layers`: the cache with all heads, [2, blocks, block_size, heads, head_dim] each."""
         device = str(layers[0].device)
-        self._layout = layout
         self._layers_ready = 0
         self.heads: list[Range] = [heads_of(layout, rank, size) for rank in range(size)]
         self.caches = [[x[..., first:last, :].contiguous() for x in layers] for first, last in self.heads]

@@ -40,11 +40,6 @@ def retargets(worker: FakeWorker) -> list[pb.Retarget]:
     return [m.retarget for m in worker.submitted if m.WhichOneof("kind") == "retarget"]
 
 
-async def both_asked(cluster: Cluster) -> None:
-    for workers in (cluster.prefills, cluster.decodes):
-        await cluster.until(lambda: any(w.submitted for w in workers))  # noqa: B023
-
-
 def busy(workers: list[FakeWorker]) -> tuple[FakeWorker, FakeWorker]:
     """Returns the worker that got the request, and the other one."""
     used = next(w for w in workers if w.submitted)

@@ -1,4 +1,4 @@
-"""Chats whose turns land on different workers: the same tokens as without a cache, and little is computed."""
+"""The turns of a chat land on different workers: the same tokens as without a cache, little is computed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def text(length: int, seed: int) -> list[int]:
 def reusing(
     tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]
 ) -> Iterator[Callable[[int], LocalCluster]]:
-    """Makes a cluster whose workers have so many KV blocks."""
+    """Makes a cluster with so many KV blocks for each worker."""
     made: list[LocalCluster] = []
 
     def make(blocks: int) -> LocalCluster:

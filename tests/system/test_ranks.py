@@ -1,4 +1,4 @@
-"""Clusters whose two pools have workers of different sizes: clients read the tokens of one rank."""
+"""Clusters with workers of another size in each pool: clients read the tokens of one rank."""
 
 from __future__ import annotations
 

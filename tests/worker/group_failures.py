@@ -139,7 +139,7 @@ def _rest(stream: WorkerStream, decode_id: bytes) -> list[int]:
 async def _go_on(
     asked: pb.Request, decode: WorkerStream, decode_id: bytes, third: WorkerStream, source: pb.PrefillSource
 ) -> list[int]:
-    """The tokens of a decode whose prefill worker failed, with the KV of a third worker if need be."""
+    """The tokens of a decode after its prefill worker failed, with the KV of a third worker if needed."""
     message = (await decode.next(decode_id)).message
     if isinstance(message, pb.TokenEvent):
         return [message.token_id, *await _collect(decode, decode_id, ended=bool(message.finish_reason))]
