@@ -21,7 +21,6 @@ from engine.api.request import (
     Logprobs,
     Output,
     PrefillChunk,
-    PrefixImport,
     Reservation,
     StepResult,
 )
@@ -30,6 +29,7 @@ from engine.core.chunk_limit import FULL_STEP, ChunkLimit
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.meters import Meters
 from engine.core.pace import Pace
+from engine.core.prefix_exchange import PrefixExchange
 from engine.core.scheduler import Scheduler
 from engine.core.step_builder import build_adjustments, build_step, is_plain
 from engine.execution.moments import Landings
@@ -356,40 +356,10 @@ class Engine:
         not started. The latter stay while a request is running here."""
         return self._scheduler.to_drop(wanted, closing, spare)
 
-    # Prefixes of other workers
-
-    def pin(self, pin_id: bytes, chunks: Sequence[bytes], first_chunk: int) -> tuple[int, Sequence[int]]:
-        """Keeps the cached KV of these chunks in its blocks, until `unpin`. `first_chunk`: the position of
-        the first one in its prompt, in chunks. Returns how many chunks are pinned, from the first on, and a
-        block table up to their end. Its entries before the first chunk mean nothing. If no chunk is pinned,
-        `unpin` must not be called."""
-        exchange = self._scheduler.exchange
-        return (0, ()) if exchange is None else exchange.pin(pin_id, chunks, first_chunk)
-
     @property
-    def caches_prefixes(self) -> bool:
-        return self._scheduler.cache is not None
-
-    def unpin(self, pin_id: bytes) -> None:
-        """Nothing reads the pinned blocks any more."""
-        exchange = self._scheduler.exchange
-        assert exchange is not None
-        exchange.unpin(pin_id)
-
-    def start_import(self, import_id: bytes, request: EngineRequest) -> PrefixImport | None:
-        """Reserves blocks for what the prefix cache lacks of a prompt, before the request is added. The
-        caller writes KV into them. None: nothing is missing, or there is no room."""
-        exchange = self._scheduler.exchange
-        if exchange is None:
-            return None
-        return exchange.start_import(import_id, request, self._scheduler.spare_blocks)
-
-    def end_import(self, import_id: bytes, num_tokens: int) -> None:
-        """Nothing is written into the blocks of an import any more. The prefix cache gets what is complete
-        among its first `num_tokens` positions, whose KV is verified. 0: nothing."""
-        exchange = self._scheduler.exchange
-        assert exchange is not None
-        exchange.end_import(import_id, num_tokens)
+    def prefix_exchange(self) -> PrefixExchange | None:
+        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache."""
+        return self._scheduler.prefix_exchange
 
     def _prepare(self, live: LiveRequest) -> None:
         live.longest = min(live.longest, self.model_config.max_model_len)

@@ -123,21 +123,27 @@ class PrefillRole:
     # ------------------------------------------------------------ KV
 
     def move_kv(self, spare: float) -> None:
+        exchange = self.engine.prefix_exchange
         for event in self._sender.poll():
             if isinstance(event, ContentWanted):
                 self._serve(event)
             elif event.prefill_id in self._pins:
+                assert exchange is not None, "it pinned"
                 self._pins.remove(event.prefill_id)
-                self.engine.unpin(event.prefill_id)
+                exchange.unpin(event.prefill_id)
             else:
                 self._released(event)
 
     def _serve(self, wanted: ContentWanted) -> None:
         """Sends another worker what the prefix cache has of a prompt."""
         transfer_id, first = wanted.transfer_id, wanted.first_chunk
-        count, block_ids = self.engine.pin(transfer_id, wanted.chunks, first)
+        exchange = self.engine.prefix_exchange
+        if exchange is None:
+            self._sender.close(transfer_id, "unsupported")
+            return
+        count, block_ids = exchange.pin(transfer_id, wanted.chunks, first)
         if not count:
-            self._sender.close(transfer_id, "gone" if self.engine.caches_prefixes else "unsupported")
+            self._sender.close(transfer_id, "gone")
             return
         self._pins.add(transfer_id)
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + count))

@@ -58,20 +58,20 @@ class PrefixFetches:
         """Fetches what is missing of a prompt, and calls `then` when this has ended, in any way.
 
         False: there is nothing to wait for, and `then` will not be called."""
-        fetch_id = os.urandom(16)
-        if source.incarnation == self._incarnation:
+        fetch_id, exchange = os.urandom(16), self._engine.prefix_exchange
+        if exchange is None or source.incarnation == self._incarnation:
             return False
-        wanted = self._engine.start_import(fetch_id, request)
+        wanted = exchange.start_import(fetch_id, request)
         if wanted is None:
             return False
         key, chunks = wanted.chunks[0], wanted.chunks[:MAX_CHUNKS]
         seconds = self._compute_seconds(len(chunks))
         if key in self._open:
-            self._engine.end_import(fetch_id, 0)
+            exchange.end_import(fetch_id, 0)
             self._fetches[self._open[key]].waiting[request.id] = then
             return True
         if seconds and self._transfer_seconds(len(chunks)) >= seconds:
-            self._engine.end_import(fetch_id, 0)
+            exchange.end_import(fetch_id, 0)
             return False
         until = time.monotonic() + (SLACK + 2 * seconds if seconds else LONGEST)
         self._fetches[fetch_id] = _Fetch(wanted.first_chunk, key, until, {request.id: then})
@@ -103,7 +103,8 @@ class PrefixFetches:
 
     def handle(self, event: Injected | FetchFailed | Closed) -> None:
         """Handles an event of the receiver about a fetch from here."""
-        fetch = self._fetches.pop(event.decode_id)
+        fetch, exchange = self._fetches.pop(event.decode_id), self._engine.prefix_exchange
+        assert exchange is not None, "it started an import"
         if self._open.get(fetch.key) == event.decode_id:
             del self._open[fetch.key]
         tokens = 0
@@ -114,7 +115,7 @@ class PrefixFetches:
             self._counts.prefix_fetched_tokens += fetched
             self._bytes = MEMORY * self._bytes + stats.bytes
             self._seconds = MEMORY * self._seconds + stats.fetch_seconds
-        self._engine.end_import(event.decode_id, tokens)
+        exchange.end_import(event.decode_id, tokens)
         for then in fetch.waiting.values():
             then()
 

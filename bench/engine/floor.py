@@ -134,7 +134,7 @@ class Floor:
 
 
 class Fp8Floor(Floor):
-    """The same in FP8 with scales of rows, except the output projection. The inputs are quantised already."""
+    """The same in FP8 with scales of rows, except the output projection. The inputs are quantized already."""
 
     def _operand(self, rows: int, columns: int) -> Any:
         return TorchKernels().quantize(_random(rows, columns), grouped=False)

@@ -1,4 +1,4 @@
-"""The 8B Llama shape with FP8 weights on a GPU: random weights, quantised on load.
+"""The 8B Llama shape with FP8 weights on a GPU: random weights, quantized on load.
 
 Rows are those of `on_cuda`, with two bounds: the goal of a row is its *must*, and `.goal` is the time to aim
 at. The floor is that of cuBLAS with FP8 products.

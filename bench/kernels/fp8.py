@@ -1,7 +1,7 @@
-"""The cases of FP8: quantising activations, the products of a layer, and whole layers without attention.
+"""The cases of FP8: quantizing activations, the products of a layer, and whole layers without attention.
 
-A product of few rows is compared with cuBLAS (`torch._scaled_mm`), quantising with the kernel that does not
-quantise. `fp8_layer` is a chain of two norms, four products, the activation function, and the quantising of
+A product of few rows is compared with cuBLAS (`torch._scaled_mm`), quantizing with the kernel that does not
+quantize. `fp8_layer` is a chain of two norms, four products, the activation function, and the quantizing of
 attention's output, in launches that overlap. It is compared with the same layer in bfloat16.
 """
 

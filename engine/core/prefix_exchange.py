@@ -11,7 +11,7 @@ Both end with the transfer, at the latest at its deadlines. A pin is made at onc
 import. A request that waits for an import has no block. So nothing here waits in a circle.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from content import CHUNK_TOKENS
@@ -35,10 +35,14 @@ class _Import:
 class PrefixExchange:
     """Owns pins and imports, by the ids that their callers draw."""
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache, block_size: int) -> None:
+    def __init__(
+        self, pool: BlockPool, cache: PrefixCache, block_size: int, spare_blocks: Callable[[], int]
+    ) -> None:
+        """`spare_blocks`: how many blocks an import may take."""
         self._pool = pool
         self._cache = cache
         self._block_size = block_size
+        self._spare_blocks = spare_blocks
         self._pins: dict[bytes, list[int]] = {}
         self._imports: dict[bytes, _Import] = {}
 
@@ -47,8 +51,11 @@ class PrefixExchange:
         return not self._pins and not self._imports
 
     def pin(self, pin_id: bytes, chunks: Sequence[bytes], first_chunk: int) -> tuple[int, list[int]]:
-        """Keeps the blocks of these chunks until `unpin`. Returns how many chunks are pinned, from the first
-        on, and a block table up to their end. Its entries before the first chunk mean nothing."""
+        """Keeps the cached KV of these chunks in its blocks, until `unpin`.
+
+        `first_chunk`: the position of the first one in its prompt, in chunks. Returns how many chunks are
+        pinned, from the first on, and a block table up to their end. Its entries before the first chunk mean
+        nothing. If no chunk is pinned, `unpin` must not be called."""
         assert pin_id not in self._pins, "ids are unique"
         most = self._pool.num_blocks // PINNED_SHARE - sum(map(len, self._pins.values()))
         count, blocks = self._cache.table(chunks, first_chunk, most)
@@ -58,11 +65,12 @@ class PrefixExchange:
         return count, [*[0] * (first_chunk * CHUNK_TOKENS // self._block_size), *blocks]
 
     def unpin(self, pin_id: bytes) -> None:
+        """Nothing reads the pinned blocks any more."""
         self._pool.release(self._pins.pop(pin_id))
 
-    def start_import(self, import_id: bytes, request: EngineRequest, free: int) -> PrefixImport | None:
-        """Takes at most `free` blocks for what the cache lacks of a prompt, except for its end. None: nothing
-        is missing, or there is no room."""
+    def start_import(self, import_id: bytes, request: EngineRequest) -> PrefixImport | None:
+        """Reserves blocks for what the cache lacks of a prompt, except for its end, before the request is
+        added. The caller writes KV into them. None: nothing is missing, or there is no room."""
         tokens = [*request.prompt_ids, *request.output_ids]
         usable = (len(tokens) - 1) // self._block_size  # as for a prefill
         names = self._cache.names(request)
@@ -73,7 +81,7 @@ class PrefixExchange:
         # A chunk may begin in a cached block, which nothing may write: such a block is fetched again.
         first = first_chunk * CHUNK_TOKENS // self._block_size
         last = -(-(first_chunk + len(chunks)) * CHUNK_TOKENS // self._block_size)
-        if not chunks or last - first + self._pool.unreferenced(hits) > free:
+        if not chunks or last - first + self._pool.unreferenced(hits) > self._spare_blocks():
             return None
         self._pool.share(hits)
         blocks = [*hits[:first], *self._pool.allocate(last - first)]
@@ -81,7 +89,8 @@ class PrefixExchange:
         return PrefixImport(chunks, first_chunk, blocks)
 
     def end_import(self, import_id: bytes, num_tokens: int) -> None:
-        """The first `num_tokens` positions of an import have their KV, verified. It enters the cache."""
+        """Nothing is written into the blocks of an import any more. The cache gets what is complete among its
+        first `num_tokens` positions: their KV is verified. 0: nothing."""
         ended = self._imports.pop(import_id)
         self._cache.publish(ended.names, ended.blocks, len(ended.hits), num_tokens // self._block_size)
         self._pool.release([*ended.hits, *ended.blocks[ended.first :]])

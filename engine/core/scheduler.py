@@ -7,8 +7,9 @@ prefill never stops for lack of blocks. Only a decode needs more blocks. If the 
 request that is last in order is preempted.
 
 Of one priority, tenants get equal shares of the prompt tokens. A request's tag is the virtual time at which
-its prompt would be done if the tenants shared every step (self-clocked fair queueing, Golestani 1994, here
-for each chunk). So a short prompt waits for one step of another tenant's long prompt, not for all of it.
+its prompt would be done if the tenants shared every step. This is self-clocked fair queueing (Golestani
+1994), here for each chunk. So a short prompt waits for one step of another tenant's long prompt, not for all
+of it.
 
 One engine may prefill for other workers and decode for them at the same time. What waits for blocks or seats:
 
@@ -102,10 +103,10 @@ class Scheduler:
         self._mixed_rows = mixed_rows
         self._full_step = full_step
         self.cache: PrefixCache | None = None
-        self.exchange: PrefixExchange | None = None
+        self.prefix_exchange: PrefixExchange | None = None
         if content_root is not None:
             self.cache = PrefixCache(pool, block_size, content_root, cache_observer)
-            self.exchange = PrefixExchange(pool, self.cache, block_size)
+            self.prefix_exchange = PrefixExchange(pool, self.cache, block_size, lambda: self._spare_blocks)
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
         self.requests: dict[bytes, LiveRequest] = {}
@@ -395,7 +396,7 @@ class Scheduler:
         return seats > 0 and need + self._headroom <= self.pool.free
 
     @property
-    def spare_blocks(self) -> int:
+    def _spare_blocks(self) -> int:
         """Blocks that may be taken without a delay for the first request of the queue."""
         first = self._need(self.waiting[0]) if self.waiting else 0
         return max(0, self.pool.free - self._headroom - first)
@@ -433,7 +434,7 @@ class Scheduler:
         return self.pool.lookup(self._names(live, self.cache).blocks[:usable])
 
     def _names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
-        """The names of all full blocks whose tokens are known."""
+        """The names of all full blocks with known tokens."""
         if live.names is None:
             live.names = cache.names(live.request)
         live.names.extend(live.token_ids, live.num_known)
@@ -546,5 +547,6 @@ class Scheduler:
         """Asserts, when idle, that no request and no block was left behind."""
         left = [self.requests, self.waiting, self.running, self.held, self.reserved, self._leaving]
         assert not any(left), f"requests left behind: {left}"
-        assert self.exchange is None or self.exchange.empty, "a pin or an import was left behind"
+        exchange = self.prefix_exchange
+        assert exchange is None or exchange.empty, "a pin or an import was left behind"
         self.pool.assert_whole()

@@ -88,11 +88,11 @@ class Kernels(Protocol):
     def add_rms_norm_quantized(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
     ) -> Quantized:
-        """As `add_rms_norm`, but quantises the result."""
+        """As `add_rms_norm`, but quantizes the result."""
         ...
 
     def silu_mul_quantized(self, gate_up: Tensor, *, grouped: bool) -> Quantized:
-        """As `silu_mul`, but quantises the result."""
+        """As `silu_mul`, but quantizes the result."""
         ...
 
     def quantize(self, x: Tensor, *, grouped: bool) -> Quantized:
@@ -102,7 +102,7 @@ class Kernels(Protocol):
     def fp8_linear(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Callable[[Quantized], Tensor]:
-        """The product x Wᵀ + b for x [rows, in] quantised, W [out, in] FP8 and b [out]. Returns [rows, out]
+        """The product x Wᵀ + b for x [rows, in] quantized, W [out, in] FP8 and b [out]. Returns [rows, out]
         of `dtype`. scales [groups, out] float32: those of W, each for a row of W and a group of its columns.
         x has as many groups. All calls are in one stream."""
         ...
@@ -132,7 +132,7 @@ class Kernels(Protocol):
 
         slots [tokens]: a row with slot −1 pads a graph. It has no expert, and its result is undefined. None:
         no row is padding. gate_up_bias [held, 2 * inner] and down_bias [held, size] are added to the
-        products, and `activation` replaces silu(gate) * up. Inputs of weights in FP8 are quantised."""
+        products, and `activation` replaces silu(gate) * up. Inputs of weights in FP8 are quantized."""
         ...
 
     def rope_and_write(

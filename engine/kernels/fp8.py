@@ -1,4 +1,4 @@
-"""Quantises rows of activations to FP8 (e4m3), with a scale for each row or for each group of its columns.
+"""Quantizes rows of activations to FP8 (e4m3), with a scale for each row or for each group of its columns.
 
     scale  = max |x| / 448          over the row, or over the group
     values = x / scale              rounded to the nearest FP8 number
@@ -61,7 +61,7 @@ def _quantize(x, values, scales, size, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 
 @triton.jit
 def store_quantized(y, values, scales, row, first, size, GROUP: tl.constexpr):
-    """Quantises and stores y, float32: the columns of a row from `first` on, and zeros after its end."""
+    """Quantizes and stores y, float32: the columns of a row from `first` on, and zeros after its end."""
     groups = tl.reshape(y, (y.shape[0] // GROUP, GROUP))
     scale = tl.maximum(tl.max(tl.abs(groups), axis=1), LEAST) / LARGEST
     quotients = tl.reshape(groups / scale[:, None], (y.shape[0],)).to(values.dtype.element_ty)

@@ -82,7 +82,7 @@ def grouped_linear(
 ) -> Tensor:
     """The products for weight [experts, out, in]. bias [experts, out] is added before the weights apply.
 
-    x [tokens, in] or [pairs, in], quantised if the weight is in FP8. Returns [pairs, out] of `dtype`; if
+    x [tokens, in] or [pairs, in], quantized if the weight is in FP8. Returns [pairs, out] of `dtype`; if
     `gated`, `silu_mul` of that, [pairs, out / 2]. The row of a pair in no list of `shuffled` is undefined."""
     x, x_scales = x if isinstance(x, Quantized) else (x, None)
     weight, weight_scales = weight if isinstance(weight, Fp8Experts) else (weight, None)

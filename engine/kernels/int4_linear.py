@@ -53,7 +53,7 @@ class Int4Linear:
         """x [rows, in], contiguous. Returns [rows, out]."""
         if len(x) <= MAX_FEW_ROWS:
             return self.triton(x)
-        return F.linear(x, self.dequantised(x.dtype), self._bias)
+        return F.linear(x, self.dequantized(x.dtype), self._bias)
 
     def triton(self, x: Tensor) -> Tensor:
         """The product by the kernel: of 1 to 64 rows."""
@@ -88,12 +88,12 @@ class Int4Linear:
         )
         return out
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """W [out, in]."""
         size, half = self._packed.shape
         out = torch.empty(size, 2 * half, dtype=dtype, device=self._packed.device)
         grid = (triton.cdiv(size, BLOCK_N), half // self._group)
-        _dequantise[grid](
+        _dequantize[grid](
             self._packed, self._scales, self._zeros, out, size, half, GROUP=self._group, BLOCK_N=BLOCK_N
         )
         return out
@@ -165,7 +165,7 @@ def _int4_linear(
 
 
 @triton.jit
-def _dequantise(packed, scales, zeros, out, size, half, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+def _dequantize(packed, scales, zeros, out, size, half, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
     tile, group = tl.program_id(0), tl.program_id(1)
     n, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, GROUP)
     in_w = n < size

@@ -5,7 +5,7 @@
 
 Two kernels would read the residual stream twice; one reads it once. One program per row, which stays in
 registers. The mean is computed in float32 from the sum as rounded to the residual's dtype, since the next
-layer sees the rounded sum. The result can be quantised before it is stored.
+layer sees the rounded sum. The result can be quantized before it is stored.
 """
 
 import torch

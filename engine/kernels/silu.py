@@ -3,7 +3,7 @@
     out = silu(gate) · up,   silu(x) = x / (1 + exp(−x))
 
 or the `ClampedSwiGLU` of gpt-oss. gate and up are the halves of a row, as the fused gate-up product writes
-them. Computed in float32 and rounded once. The result can be quantised before it is stored.
+them. Computed in float32 and rounded once. The result can be quantized before it is stored.
 """
 
 import triton

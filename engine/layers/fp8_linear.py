@@ -1,11 +1,11 @@
-"""Matrix products with FP8 weights (e4m3), from quantised checkpoints or quantised on load.
+"""Matrix products with FP8 weights (e4m3), from quantized checkpoints or quantized on load.
 
 The numbers of a checkpoint stay as they are. Its scales may be one for each tensor, for each row (*channel*),
 or for each block of 128 × 128. Here a scale belongs to a row of W, and to all columns or a group of 128:
 [groups, out] float32. So projections of one input can be stacked, and ranks can cut W at any row.
 
-    GPUs from Hopper on    W8A8: activations are quantised, too, with the same groups. Norm and activation
-                           function quantise their result (`fp8_groups`), other inputs are quantised alone.
+    GPUs from Hopper on    W8A8: activations are quantized, too, with the same groups. Norm and activation
+                           function quantize their result (`fp8_groups`), other inputs are quantized alone.
     other devices          the weights times their scales, in the model's dtype, once, at load
 """
 
@@ -29,7 +29,7 @@ ALIGNED = 16
 """What the products need of both dimensions of W."""
 
 KEPT_PLAIN = ("lm_head", "gate", "router")
-"""Products that matter most for their size: quantising on load leaves them in the model's dtype."""
+"""Products that matter most for their size: quantizing on load leaves them in the model's dtype."""
 
 
 class Scaled(NamedTuple):
@@ -40,7 +40,7 @@ class Scaled(NamedTuple):
 
 
 class Fp8Linear:
-    """A product of quantised activations with FP8 weights."""
+    """A product of quantized activations with FP8 weights."""
 
     def __init__(self, weight: Scaled, bias: Tensor | None, weights: Weights) -> None:
         self.grouped = len(weight.scales) > 1
@@ -65,7 +65,7 @@ class Fp8Format:
 
     name: str
     read: Callable[[Weights, str, Part, Part], Scaled | None]
-    """Reads rows × columns of a projection. None: it is not quantised."""
+    """Reads rows × columns of a projection. None: it is not quantized."""
     quantizes_activations: bool
     identity = "fp8"
 
@@ -101,7 +101,7 @@ class Fp8Format:
     def _stacked(
         self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
     ) -> Scaled | None:
-        """The rows of all projections. None: they are not quantised."""
+        """The rows of all projections. None: they are not quantized."""
         read = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
         parts = [part for part in read if part is not None]
         if not parts:

@@ -3,8 +3,8 @@
 CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in the same way among any rows
                   prompts    oneDNN, from a copy in bfloat16, in tiles of equally many rows
 GPU, 16 bits      few rows   a kernel that reads the codes (`engine.kernels.int4_linear`)
-                  many rows  dequantised for each product
-other             dequantised at load
+                  many rows  dequantized for each product
+other             dequantized at load
 """
 
 import torch
@@ -28,7 +28,7 @@ GROUP_SIZES = (32, 64, 128, 256)
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products read the packed weights. Else they are dequantised at load."""
+    """Whether products read the packed weights. Else they are dequantized at load."""
     return device.type == "cpu" and dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

@@ -24,7 +24,7 @@ class RMSNorm:
 
 
 class InputNorm:
-    """An `RMSNorm` before a product. If the product takes FP8, the norm quantises its result."""
+    """An `RMSNorm` before a product. If the product takes FP8, the norm quantizes its result."""
 
     def __init__(self, norm: RMSNorm, product: object) -> None:
         self.norm = norm

@@ -11,7 +11,7 @@ from engine.layers.fp8_linear import Fp8Format, block_reader, quantize_on_load, 
 
 def fp8_on_load(device: torch.device) -> Fp8Format:
     return Fp8Format(
-        _name("fp8 by row, quantised on load", device), quantize_on_load, quantizes_activations(device)
+        _name("fp8 by row, quantized on load", device), quantize_on_load, quantizes_activations(device)
     )
 
 
@@ -63,4 +63,4 @@ def _stored(block_scales: str | None, block: Any, source: str, device: torch.dev
 
 
 def _name(stored: str, device: torch.device) -> str:
-    return stored if quantizes_activations(device) else f"{stored}, dequantised at load on this device"
+    return stored if quantizes_activations(device) else f"{stored}, dequantized at load on this device"

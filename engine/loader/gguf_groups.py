@@ -1,4 +1,4 @@
-"""The quantised blocks of GGUF files as `Groups`, and the format that serves them so.
+"""The quantized blocks of GGUF files as `Groups`, and the format that serves them so.
 
 The types are described in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
@@ -67,7 +67,7 @@ UNPACK: dict[str, Callable[[Tensor], Groups]] = {
 
 @dataclass(frozen=True)
 class GGUFFormat:
-    """The `WeightFormat` of the quantised matrices of a GGUF file. Types without groups are plain."""
+    """The `WeightFormat` of the quantized matrices of a GGUF file. Types without groups are plain."""
 
     types: Sequence[str]
     device: torch.device

@@ -41,7 +41,7 @@ class Int4Format:
     size: int
     """Columns of a group."""
     marker: str
-    """Suffix of a tensor that each quantised matrix has; matrices without it are plain."""
+    """Suffix of a tensor that each quantized matrix has; matrices without it are plain."""
     read: Callable[[Weights, str, Part, Part], Groups]
     """Reads rows × columns of a projection; the columns are whole groups."""
     device: torch.device
@@ -57,7 +57,7 @@ class Int4Format:
         if not quantized:
             return PlainFormat().linear(weights, names, rows, columns, bias=bias)
         if len(quantized) < len(names):
-            raise ValueError(f"{weights.source}: of {', '.join(names)} only some are quantised")
+            raise ValueError(f"{weights.source}: of {', '.join(names)} only some are quantized")
         if columns.start % self.size or columns.length % self.size:
             raise ValueError(
                 f"{weights.source}: a rank has the columns [{columns.start}, {columns.stop}) of {names[0]}, "
@@ -102,7 +102,7 @@ def compressed_int(settings: Mapping[str, Any], source: str, device: torch.devic
     sizes = {_size(weights.get("group_size"), source) for weights in kept}
     for group, weights in zip(groups, kept, strict=True):
         if group.get("input_activations"):
-            raise ValueError(f"{source}: quantization_config: quantised activations are not supported")
+            raise ValueError(f"{source}: quantization_config: quantized activations are not supported")
         _require(
             weights, source, num_bits=(4,), type=("int",), strategy=("group",),
             actorder=(None, False, "static", "weight"),

@@ -36,7 +36,7 @@ class Llama4(Llama):
             scale = torch.ones(heads, config.head_dim, dtype=weights.dtype, device=weights.device)
             for i, layer in enumerate(self.layers):
                 if i not in nope.layers:
-                    # The model normalises after it rotates, which does not change the norm of a head.
+                    # The model normalizes after it rotates, which does not change the norm of a head.
                     layer.attention.head_norm = HeadNorm(scale, config.rms_norm_eps)
         ends = torch.arange(1.0, config.max_model_len + 1, device=weights.device)
         self.scales = (ends / nope.floor_scale).floor().log1p() * nope.attention_scale + 1

@@ -1,4 +1,4 @@
-"""FP8 weights: checkpoints of each kind, quantising on load, ranks, and what cannot be used."""
+"""FP8 weights: checkpoints of each kind, quantizing on load, ranks, and what cannot be used."""
 
 import json
 import random
@@ -127,7 +127,7 @@ def engine_of(path: Path, **config: Any) -> Engine:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_the_dequantised_model(
+def test_tokens_are_those_of_the_dequantized_model(
     kind: str, tmp_path: Path, save_tiny: Any, run: Any, request_of: Any, prompts: list[list[int]]
 ) -> None:
     """In transformers. Biases and norms stay as they are."""
@@ -138,7 +138,7 @@ def test_tokens_are_those_of_the_dequantised_model(
     assert tokens(engine_of(tmp_path), run, request_of, prompts) == expected
 
 
-def test_quantising_on_load(
+def test_quantizing_on_load(
     tmp_path: Path, save_tiny: Any, run: Any, request_of: Any, prompts: list[list[int]]
 ) -> None:
     """By row. The output projection stays as it is."""

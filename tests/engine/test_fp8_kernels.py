@@ -227,7 +227,7 @@ def test_an_engine_on_these_kernels(
     check_tokens_of_kernels: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The torch kernels quantise activations, too."""
+    """The torch kernels quantize activations, too."""
     monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
     if kind == "on-load":
         save_tiny(tmp_path, "Llama", num_hidden_layers=1)

@@ -40,7 +40,7 @@ def test_int4_products(
         error = (linear(x).float() - expected).abs().max()
         assert error < (4e-3 if dtype is F16 else 2e-2) * expected.abs().max()
     exact = groups.values().to(dtype)
-    torch.testing.assert_close(linear.dequantised(dtype), exact, rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(linear.dequantized(dtype), exact, rtol=1e-2, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -420,7 +420,7 @@ def test_query_heads_per_kv_head(triton_kernels: Kernels, kernel_device: str, he
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normalised_before_they_are_rotated(
+def test_heads_are_normalized_before_they_are_rotated(
     triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype
 ) -> None:
     step = Step([(20, 21), (0, 6)], (4, 2), 64, 16, dtype)

@@ -27,8 +27,8 @@ class Worker:
             content_root=ROOT,
         )
         self.kv: dict[int, object] = {}
-        assert self.scheduler.exchange is not None
-        self.exchange = self.scheduler.exchange
+        assert self.scheduler.prefix_exchange is not None
+        self.exchange = self.scheduler.prefix_exchange
         self._ids = iter(range(1 << 30))
 
     def row(self, blocks, position: int) -> int:
@@ -51,7 +51,7 @@ class Worker:
 
     def start_import(self, prompt: list[int], salt: bytes = b"") -> PrefixImport | None:
         request = EngineRequest(b"r", prompt, cache_salt=salt)
-        return self.exchange.start_import(b"i", request, self.scheduler.spare_blocks)
+        return self.exchange.start_import(b"i", request)
 
 
 def content(prompt: list[int], position: int, salt: bytes) -> object:

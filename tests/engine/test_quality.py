@@ -57,7 +57,7 @@ def test_packed_weights(engine_of: Callable[..., Engine], reference: Tensor) -> 
 
 @pytest.mark.gpu
 def test_packed_weights_on_a_gpu(engine_of: Callable[..., Engine], reference: Tensor) -> None:
-    """Dequantised for a long chunk, then the kernel for few rows."""
+    """Dequantized for a long chunk, then the kernel for few rows."""
     engine = engine_of(dtype="bfloat16", quantization="gguf", device=DEVICE)
     for chunk in (640, 48):
         found = quality(logits(engine, chunk), reference)

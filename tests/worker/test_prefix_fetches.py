@@ -33,8 +33,9 @@ class World:
         self.counts = RequestCounts()
         engine: Any = SimpleNamespace(
             stats=lambda: SimpleNamespace(prefill_tokens_per_s=self.speed),
-            start_import=self.start_import,
-            end_import=self.imports.__setitem__,
+            prefix_exchange=SimpleNamespace(
+                start_import=self.start_import, end_import=self.imports.__setitem__
+            ),
         )
         receiver: Any = SimpleNamespace(
             fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id), cancel=self.cancelled.append
