@@ -68,7 +68,11 @@ class EngineOptions:
     ] = "auto"  # fmt: skip
     quantization: Annotated[
         str,
-        opt("Format of the matrices: auto (the checkpoint's own), or one to quantize to on load.", "NAME"),
+        opt(
+            "Format of the matrices: auto (the checkpoint's own), fp8 (quantized on load); for GGUF files "
+            "also none and gguf.",
+            "NAME",
+        ),
     ] = "auto"
     tensor_parallel_size: Annotated[int, opt("GPUs of one worker.", "N", check=between(1))] = 1
     enable_expert_parallel: Annotated[

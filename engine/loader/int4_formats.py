@@ -108,7 +108,9 @@ def compressed_int(settings: Mapping[str, Any], source: str, device: torch.devic
             actorder=(None, False, "static", "weight"),
         )  # fmt: skip
     if len(sizes) != 1:
-        raise ValueError(f"{source}: quantization_config: groups of {sorted(sizes)} in one model")
+        raise ValueError(
+            f"{source}: quantization_config: one size of groups is supported, not {sorted(sizes)}"
+        )
     (size,) = sizes
     read = partial(_compressed, size)
     return Int4Format(f"compressed-tensors int4 in groups of {size}", size, "weight_packed", read, device)
@@ -162,7 +164,9 @@ def _compressed(size: int, weights: Weights, name: str, rows: Part, columns: Par
     scales = weights.stored(f"{name}.weight_scale", (rows, _groups(columns, size)), *SCALES).float()
     shape = weights.stored(f"{name}.weight_shape", (whole(2),), torch.int64, torch.int32)
     if not shape.is_meta and shape.tolist() != [rows.size, columns.size]:
-        raise ValueError(f"{weights.source}: {name}.weight_shape is {shape.tolist()}")
+        raise ValueError(
+            f"{weights.source}: {name}.weight_shape is {shape.tolist()}, not {[rows.size, columns.size]}"
+        )
     if not weights.has(f"{name}.weight_zero_point"):
         return Groups(codes, scales, torch.zeros_like(scales), 4)
     parts = (_words(rows), _groups(columns, size))
