@@ -29,7 +29,7 @@ class LocalPrefills(Protocol):
 
 
 class DecodeRole:
-    """Decodes requests, whose KV comes from another worker or is computed here.
+    """Decodes requests. Their KV comes from another worker, or is computed here.
 
     Owns the KV receiver, which also fetches prefixes for the prefill role. The receiver may write into
     reserved blocks. They are freed only after the receiver has reported Closed.

@@ -1,7 +1,7 @@
 """The embedded model on a CPU, in float32 except where a row names another format (`cpu_formats`).
 
-Measures the time of a new process to its first token, tokens/s in turns with `generate` of transformers and
-the same threads, and the host's time for a step (`host`).
+Measures the time of a new process to its first token, and the host's time for a step (`host`). Measures
+tokens/s in turns with `generate` of transformers and the same threads.
 """
 
 from __future__ import annotations

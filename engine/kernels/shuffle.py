@@ -42,7 +42,7 @@ def shuffle(
 ) -> Shuffled:
     """Routes as `engine.kernels.experts.route` does, by logits [tokens, experts] with dense rows. Of equal
     logits, the first is chosen. `counts` must be zero, and becomes the pairs of each expert. The result has
-    the pairs of the experts `held`; None: of all. A token whose slot is −1 has no pair. slots [tokens] int64;
+    the pairs of the experts `held`; None: of all. A token with slot −1 has no pair. slots [tokens] int64;
     None: all tokens have pairs."""
     assert logits.is_contiguous(), "the kernel assumes dense rows"
     (tokens, experts), device = logits.shape, logits.device

@@ -1,4 +1,4 @@
-"""Adds up the parts of a product whose inner dimension several programs share.
+"""Adds up the parts of a product, if several programs share its inner dimension.
 
 Each program stores its part. The program that finishes last for a tile adds up all parts. It adds them in a
 fixed order, so timing never changes the sum.

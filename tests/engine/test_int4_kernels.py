@@ -3,20 +3,11 @@
 import pytest
 import torch
 
-from engine.layers.groups import Groups
 from tests.device import DEVICE
+from tests.engine.test_groups import random_groups
 
 F16 = torch.float16
 DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-
-
-def random_groups(rows: int, columns: int, size: int, device: str) -> Groups:
-    generator = torch.Generator().manual_seed(rows + columns + size)
-    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-    shape = (rows, columns // size)
-    scales = torch.rand(shape, generator=generator).add_(0.5).div_(8 * columns**0.5)
-    groups = Groups(codes, scales, torch.randn(shape, generator=generator) * scales, 4)
-    return groups.on(torch.device(device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -30,7 +21,7 @@ def test_int4_products(
     """Of few rows, which may be split, and of many."""
     from engine.kernels.int4_linear import Int4Linear
 
-    groups = random_groups(out, columns, size, kernel_device)
+    groups = random_groups(out, columns, size).on(torch.device(kernel_device))
     assert Int4Linear.suits(groups.codes, groups.scales, dtype)
     bias = torch.randn(out, device=kernel_device).to(dtype)
     linear = Int4Linear(groups.codes, groups.scales, groups.zeros, bias, 3)
@@ -51,7 +42,7 @@ def test_few_rows_are_faster_than_plain_ones(rows: int) -> None:
 
     from engine.kernels.int4_linear import Int4Linear
 
-    groups = random_groups(14336, 4096, 128, DEVICE)
+    groups = random_groups(14336, 4096, 128).on(torch.device(DEVICE))
     properties = torch.cuda.get_device_properties(DEVICE)
     linear = Int4Linear(groups.codes, groups.scales, groups.zeros, None, properties.multi_processor_count)
     x = torch.randn(rows, 4096, device=DEVICE).bfloat16()

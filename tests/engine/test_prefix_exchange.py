@@ -35,7 +35,7 @@ class Worker:
         return blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def compute(self, prompt: list[int], salt: bytes = b"") -> int:
-        """Returns the number of positions that were cached, whose KV must be right."""
+        """Checks the KV of the positions that were cached. Returns their number."""
         request = EngineRequest(next(self._ids).to_bytes(4), prompt, cache_salt=salt)
         live = self.scheduler.start(request)
         assert live is not None
