@@ -92,7 +92,7 @@ class DecodeRole:
     def _submit(self, message: messages.Decode) -> None:
         request = message.work.request
         decode_id = request.id
-        if self.engine.has(decode_id):
+        if self.engine.has(decode_id) or decode_id in self._attempts:
             self._attempts.refuse_reused(message.stream, decode_id)
             return
         self._attempts.open(message.stream, decode_id)

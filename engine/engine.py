@@ -295,13 +295,15 @@ class Engine:
 
     def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
         """Extends a reservation to a longer output. Returns its block table, which begins with the old one.
-        None: no room, the reservation is unchanged. Raises `ValueError` if the output is shorter than before,
-        or leaves no token to generate."""
+        None: no room, the reservation is unchanged. Raises `ValueError` if the output does not begin with the
+        one before, whose blocks may have names already, or leaves no token to generate."""
         live = self._scheduler.requests[request_id]
         prompt = len(live.request.prompt_ids)
         least, limit = len(live.token_ids) - prompt, live.longest - prompt
         if not least <= len(output_ids) < limit:
             raise ValueError(f"{len(output_ids)} output_ids, but {least} to {limit - 1} are possible")
+        if list(output_ids[:least]) != list(live.token_ids[prompt:]):
+            raise ValueError(f"the first {least} output_ids are not those of the reservation")
         extended = self._scheduler.extend_reservation(live, list(output_ids))
         return tuple(live.blocks) if extended else None
 
@@ -415,6 +417,11 @@ class Engine:
         """Proves, when idle, that no block and no other part of a request was left behind."""
         assert not self._flights, "a step is under way"
         self._scheduler.assert_whole()
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """As in `stats`, which looks at each waiting request."""
+        return self._meters.prefill_tokens_per_s
 
     def stats(self) -> EngineStats:
         experts = None if self._expert_meter is None else self._expert_meter.read()

@@ -65,7 +65,7 @@ class Finished(Local):
 class Pinned(Local):
     """Answers PinOut: the engine has pinned so many chunks, at least one. To refuse it sends CloseOut."""
 
-    transfer_id: bytes
+    pin_id: bytes
     chunks: int
 
 
@@ -107,7 +107,7 @@ class StartOut(Local):
 class PinOut(Local):
     """A FETCH_CONTENT: pin what the prefix cache has of these chunks, from the first on."""
 
-    transfer_id: bytes
+    pin_id: bytes
     chunks: tuple[bytes, ...]
     first_chunk: int
 

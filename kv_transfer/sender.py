@@ -110,9 +110,9 @@ class ArenaSender:
     def close(self, prefill_id: bytes, reason: Reason) -> None:
         self._command(self._close, prefill_id, reason)
 
-    def serve(self, transfer_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
+    def serve(self, pin_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
         table = self._pool.table(block_ids, stop)
-        self._command(self._serve, transfer_id, table, start, stop, self._pool.record())
+        self._command(self._serve, pin_id, table, start, stop, self._pool.record())
 
     def poll(self) -> list[Released | ContentWanted]:
         with contextlib.suppress(BlockingIOError):
@@ -268,12 +268,12 @@ class ArenaSender:
             if prefill.transfer is not None:
                 self._plan(prefill.transfer, *entry)
 
-    def _serve(self, transfer_id: bytes, table: Any, start: int, stop: int, event: Any) -> None:
+    def _serve(self, pin_id: bytes, table: Any, start: int, stop: int, event: Any) -> None:
         ready = [(layer, start, stop, event) for layer in range(self._layout.num_layers)]
-        self._prefills[transfer_id] = OutgoingPrefill(
-            transfer_id, table, stop, ready, launched=True, first_token=NO_TOKEN
+        self._prefills[pin_id] = OutgoingPrefill(
+            pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN
         )
-        self._channel.send(Pinned(transfer_id, (stop - start) // CHUNK_TOKENS))
+        self._channel.send(Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
 
     def _commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         prefill = self._prefills.get(prefill_id)
@@ -305,8 +305,8 @@ class ArenaSender:
                     account.grant(total)
             case StartOut():
                 self._start(message)
-            case PinOut(transfer_id, chunks, first_chunk):
-                self._report(ContentWanted(transfer_id, chunks, first_chunk))
+            case PinOut(pin_id, chunks, first_chunk):
+                self._report(ContentWanted(pin_id, chunks, first_chunk))
             case StopOut(prefill_id, transfer_id):
                 prefill = self._prefills.get(prefill_id)
                 if (

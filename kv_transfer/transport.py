@@ -46,16 +46,16 @@ class PagedKV:
 class Released:
     """Nothing reads the prefill's blocks any more. Reported exactly once for each `open` and `serve`."""
 
-    prefill_id: bytes  # or the transfer id given to `serve`
+    prefill_id: bytes  # or the pin id given to `serve`
     reason: str  # "acked" | "deadline" | "reused" (its id) | what close() was given
 
 
 @dataclass(frozen=True, slots=True)
 class ContentWanted:
     """A peer wants the KV of these chunks of 64 tokens. The answer is `serve` for the first of them that the
-    prefix cache has, or `close` with the transfer id."""
+    prefix cache has, or `close` with the pin id."""
 
-    transfer_id: bytes
+    pin_id: bytes
     chunks: Sequence[bytes]  # names (`content`)
     first_chunk: int  # its position in the prompt, in chunks
 
@@ -140,7 +140,7 @@ class Sender(Protocol):
     def close(self, prefill_id: bytes, reason: Reason) -> None:
         """The engine ends the prefill. Idempotent, also for ids that were never opened."""
 
-    def serve(self, transfer_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
+    def serve(self, pin_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
         """Sends positions [start, stop) of these blocks, which are complete and stay until `Released`.
 
         This answers `ContentWanted`. The positions are those of its first chunks."""

@@ -51,7 +51,7 @@ class PrefillRole:
         self._sender = self._sink.sender = parts.transport.sender(kv)
         self._prefix_fetches = prefix_fetches
         self._prefills: dict[bytes, PrefillAttempt] = {}  # by prefill id, in order of arrival
-        self._pins: set[bytes] = set()  # transfers that read the prefix cache
+        self._pins: set[bytes] = set()  # what transfers read of the prefix cache
 
     def owns(self, attempt_id: bytes) -> bool:
         return attempt_id in self._prefills
@@ -66,7 +66,7 @@ class PrefillRole:
 
     @property
     def empty(self) -> bool:
-        return not self._prefills and self._sender.idle
+        return not self._prefills and not self._pins and self._sender.idle
 
     # ------------------------------------------------------------ messages
 
@@ -74,7 +74,7 @@ class PrefillRole:
         assert isinstance(message, messages.Prefill)
         request = message.work.request
         prefill_id = request.id
-        if self.engine.has(prefill_id) or self.owns(prefill_id):
+        if self.engine.has(prefill_id) or prefill_id in self._attempts:
             self._attempts.refuse_reused(message.stream, prefill_id)
             return
         self._attempts.open(message.stream, prefill_id)
@@ -136,18 +136,18 @@ class PrefillRole:
 
     def _serve(self, wanted: ContentWanted) -> None:
         """Sends another worker what the prefix cache has of a prompt."""
-        transfer_id, first = wanted.transfer_id, wanted.first_chunk
+        pin_id, first = wanted.pin_id, wanted.first_chunk
         exchange = self.engine.prefix_exchange
         if exchange is None:
-            self._sender.close(transfer_id, "unsupported")
+            self._sender.close(pin_id, "unsupported")
             return
-        count, block_ids = exchange.pin(transfer_id, wanted.chunks, first)
+        count, block_ids = exchange.pin(pin_id, wanted.chunks, first)
         if not count:
-            self._sender.close(transfer_id, "gone")
+            self._sender.close(pin_id, "gone")
             return
-        self._pins.add(transfer_id)
+        self._pins.add(pin_id)
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + count))
-        self._sender.serve(transfer_id, block_ids, start, stop)
+        self._sender.serve(pin_id, block_ids, start, stop)
 
     def wanted(self, prefill_id: bytes) -> bool:
         return self._sender.has_fetch(prefill_id)

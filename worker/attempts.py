@@ -26,6 +26,9 @@ class Attempts:
     def __len__(self) -> int:
         return len(self._streams)
 
+    def __contains__(self, attempt_id: bytes) -> bool:
+        return attempt_id in self._streams
+
     def open(self, stream: int, attempt_id: bytes) -> None:
         assert attempt_id not in self._streams, "the role refuses ids that are in use"
         self._streams[attempt_id] = stream

@@ -28,13 +28,18 @@ SLACK = 1.0
 MEMORY = 0.7
 """Weight of the fetches before, against the newest one, in the measured bandwidth. Bytes and seconds are
 added up, so that short fetches hardly count: their time is mostly latency."""
+FORGET = 0.97
+"""What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
+fetch would be the last one."""
 
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
     first_chunk: int
     key: bytes  # the name of the first missing chunk
-    until: float  # time.monotonic()
+    bytes: int  # of all chunks that are asked for
+    started: float  # time.monotonic()
+    until: float
     waiting: dict[bytes, Callable[[], None]] = field(default_factory=dict)  # by request id
 
 
@@ -72,9 +77,11 @@ class PrefixFetches:
             return True
         if seconds and self._transfer_seconds(len(chunks)) >= seconds:
             exchange.end_import(fetch_id, 0)
+            self._seconds *= FORGET
             return False
-        until = time.monotonic() + (SLACK + 2 * seconds if seconds else LONGEST)
-        self._fetches[fetch_id] = _Fetch(wanted.first_chunk, key, until, {request.id: then})
+        size, now = len(chunks) * CHUNK_TOKENS * self._token_bytes, time.monotonic()
+        until = now + (SLACK + 2 * seconds if seconds else LONGEST)
+        self._fetches[fetch_id] = _Fetch(wanted.first_chunk, key, size, now, until, {request.id: then})
         self._open[key] = fetch_id
         self._receiver.fetch_content(
             fetch_id,
@@ -88,12 +95,16 @@ class PrefixFetches:
 
     def _compute_seconds(self, chunks: int) -> float:
         """0: the speed of prefills is not known."""
-        speed = self._engine.stats().prefill_tokens_per_s
+        speed = self._engine.prefill_tokens_per_s
         return chunks * CHUNK_TOKENS / speed if speed else 0.0
 
     def _transfer_seconds(self, chunks: int) -> float:
         """0: the bandwidth is not known."""
         return chunks * CHUNK_TOKENS * self._token_bytes * self._seconds / self._bytes if self._bytes else 0.0
+
+    def _measured(self, size: int, seconds: float) -> None:
+        self._bytes = MEMORY * self._bytes + size
+        self._seconds = MEMORY * self._seconds + seconds
 
     def cancel(self, request_id: bytes) -> None:
         """The request has ended. Its `then` is not called."""
@@ -113,8 +124,7 @@ class PrefixFetches:
             fetched = stats.bytes // self._token_bytes
             tokens = fetch.first_chunk * CHUNK_TOKENS + fetched
             self._counts.prefix_fetched_tokens += fetched
-            self._bytes = MEMORY * self._bytes + stats.bytes
-            self._seconds = MEMORY * self._seconds + stats.fetch_seconds
+            self._measured(stats.bytes, stats.fetch_seconds)
         exchange.end_import(event.decode_id, tokens)
         for then in fetch.waiting.values():
             then()
@@ -124,6 +134,8 @@ class PrefixFetches:
         now = time.monotonic()
         for fetch_id, fetch in self._fetches.items():
             if fetch.waiting and fetch.until <= now:
+                if self._receiver.began(fetch_id):  # else the time says nothing about the bandwidth
+                    self._measured(fetch.bytes, now - fetch.started)
                 waiting, fetch.waiting = fetch.waiting, {}
                 self._give_up(fetch_id, fetch)
                 for then in waiting.values():

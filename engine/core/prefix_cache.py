@@ -24,7 +24,8 @@ class PrefixCache:
         self._block_size = block_size
         self._root = content_root
         self._observer = observer
-        self._blocks_of: dict[bytes, list[bytes]] = {}  # chunk → the blocks with its positions, in order
+        # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
+        self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
         self._chunks_in: dict[bytes, Sequence[bytes]] = {}  # cached block → chunks that end in it
         pool.on_evicted = self._evicted
 
@@ -42,28 +43,30 @@ class PrefixCache:
             last = (index + 1) * self._block_size // CHUNK_TOKENS
             for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
                 first = chunk * CHUNK_TOKENS // self._block_size
-                self._blocks_of[name] = names.blocks[first : index + 1]
+                self._blocks_of[name] = chunk, names.blocks[first : index + 1]
         if entered and self._observer is not None:
             self._observer.cached(names.cached(entered))
 
     def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
         """Finds the KV of consecutive chunks, of which the first is chunk `first_chunk` of its prompt.
 
-        Returns how many are cached, from the first on, in at most `most` blocks; and these blocks."""
+        Returns how many are cached, from the first on, in at most `most` blocks; and these blocks. A chunk
+        with another position than the caller says counts as not cached."""
         first = first_chunk * CHUNK_TOKENS // self._block_size
         table: dict[int, int] = {}  # index → block
         for count, name in enumerate(chunks):
             start = (first_chunk + count) * CHUNK_TOKENS // self._block_size
-            blocks = self._pool.lookup(names := self._blocks_of.get(name, ()))
+            chunk, names = self._blocks_of.get(name, (-1, []))
+            blocks = self._pool.lookup(names)
             indices = range(start - first, start - first + len(blocks))
-            if not names or len(blocks) < len(names) or indices.stop > most:
+            if chunk != first_chunk + count or len(blocks) < len(names) or indices.stop > most:
                 return count, list(table.values())
             table.update(zip(indices, blocks, strict=True))
         return len(chunks), list(table.values())
 
     def _evicted(self, name: bytes) -> None:
         for chunk in self._chunks_in.pop(name):
-            if self._blocks_of.get(chunk, [None])[-1] == name:
+            if chunk in self._blocks_of and self._blocks_of[chunk][1][-1] == name:
                 del self._blocks_of[chunk]
         if self._observer is not None:
             self._observer.evicted(name)

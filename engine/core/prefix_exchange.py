@@ -59,9 +59,10 @@ class PrefixExchange:
         assert pin_id not in self._pins, "ids are unique"
         most = self._pool.num_blocks // PINNED_SHARE - sum(map(len, self._pins.values()))
         count, blocks = self._cache.table(chunks, first_chunk, most)
-        if count:
-            self._pool.share(blocks)
-            self._pins[pin_id] = blocks
+        if not count:
+            return 0, []  # `first_chunk` comes from a peer, and may be any number
+        self._pool.share(blocks)
+        self._pins[pin_id] = blocks
         return count, [*[0] * (first_chunk * CHUNK_TOKENS // self._block_size), *blocks]
 
     def unpin(self, pin_id: bytes) -> None:

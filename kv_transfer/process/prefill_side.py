@@ -89,8 +89,8 @@ class PrefillSide:
                 self._apply(self.table.offer(prefill_id, now))
             case Finished(prefill_id):
                 self._apply(self.table.finish(prefill_id, now))
-            case Pinned(transfer_id, chunks):
-                self._apply(self.table.pinned(transfer_id, chunks, now))
+            case Pinned(pin_id, chunks):
+                self._apply(self.table.pinned(pin_id, chunks, now))
             case CommitOut(transfer_id, first_token, frames, size):
                 self._apply(self.table.commit(transfer_id, Commit(first_token, frames, size), now))
             case RefuseFetch(transfer_id):
@@ -206,8 +206,8 @@ class PrefillSide:
                             fetch.ranges, fetch.head_start, fetch.head_count,
                         )
                     )  # fmt: skip
-                case Pin(transfer_id, chunks, first_chunk):
-                    self._channel.post(PinOut(transfer_id, chunks, first_chunk))
+                case Pin(pin_id, chunks, first_chunk):
+                    self._channel.post(PinOut(pin_id, chunks, first_chunk))
                 case Stop(prefill_id, transfer_id):
                     self._channel.post(StopOut(prefill_id, transfer_id))
                 case Release(prefill_id, reason):

@@ -4,9 +4,10 @@ A prefill is *held* from `offer` until the ACK of its current transfer, the engi
 Only one transfer of it is open at a time: a new FETCH supersedes the old one, an ABORT or a lost session
 makes it READY again. FETCHes for ids not offered yet wait in a bounded table; ended ids leave a tombstone.
 
-A FETCH_CONTENT is a FETCH for a prefill with the id of its transfer. It waits until the engine has pinned the
-chunks, or has refused. The pin ends with the transfer, and at a deadline that no message extends. A pin
-waits for the peer's credits only. The peer grants them for blocks that it has reserved.
+A FETCH_CONTENT is a FETCH for a *pin*. It waits until the engine has pinned the chunks, or has refused. The
+pin ends with the transfer, and at a deadline that no message extends. A pin waits for the peer's credits
+only. The peer grants them for blocks that it has reserved. The id of a pin is longer than that of a prefill.
+So no peer can draw the id of a prefill for a pin, or name a pin in a FETCH.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from kv_transfer.protocol.tombstones import Tombstones
 
 MOST_PINS = 2
 """Transfers by content at the same time. More would delay the prefills of this worker."""
+_PIN = b"pin:"
+"""Begins the id of a pin. The id of its transfer follows."""
 
 
 class HoldState(enum.Enum):
@@ -73,7 +76,7 @@ class Waiting:
 class Pin:
     """To the engine: pin the chunks that it has, and say how many (`HeldPrefills.pinned`); or `close`."""
 
-    transfer_id: bytes
+    pin_id: bytes
     chunks: tuple[bytes, ...]
     first_chunk: int
 
@@ -83,7 +86,7 @@ Effect = Start | Stop | Release | Waiting | Pin | Send | Expired
 
 @dataclass(slots=True, eq=False)
 class Held:
-    prefill_id: bytes
+    prefill_id: bytes  # or the id of a pin
     state: HoldState = HoldState.READY
     transfer_id: bytes | None = None  # of the open transfer; in READY of one that may still be ACKed
     session: int = 0
@@ -93,7 +96,7 @@ class Held:
     moved: float = 0.0  # when the open transfer last made progress
     finished: bool = False  # the prefill is computed: the hold deadline runs
     since: float = 0.0  # finished, last FETCHed or last READY again
-    pinned_until: float | None = None  # of a FETCH_CONTENT, with the id of its transfer; None: a prefill
+    pinned_until: float | None = None  # of a pin; None: a prefill
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ class _Waiting:
     session: int
     fetch: Fetch
     deadline: float
-    first_chunk: int | None = None  # of a FETCH_CONTENT, with the id of its transfer; None: of a FETCH
+    first_chunk: int | None = None  # of a FETCH_CONTENT; None: of a FETCH
 
 
 class HeldPrefills:
@@ -112,6 +115,7 @@ class HeldPrefills:
         self.held: dict[bytes, Held] = {}  # by prefill id
         self.open: dict[bytes, Held] = {}  # by the id of the open transfer
         self.waiting: dict[bytes, _Waiting] = {}  # by prefill id
+        self._asked: set[bytes] = set()  # pins that the engine has not answered, also if their peer has left
         self._tombstones: Tombstones[Reason] = Tombstones(deadlines.tombstone)
         self._deadlines = deadlines
         self._max_waiting = max_waiting
@@ -160,22 +164,23 @@ class HeldPrefills:
         held = self.held.get(prefill_id)
         if held is not None:
             effects += [e for e in self._release(held, reason, now) if isinstance(e, Send)]
+        self._asked.discard(prefill_id)
         self._tombstones.bury(prefill_id, reason, now)
         return effects
 
-    def pinned(self, transfer_id: bytes, chunks: int, now: float) -> list[Effect]:
+    def pinned(self, pin_id: bytes, chunks: int, now: float) -> list[Effect]:
         """The engine has pinned so many chunks of a FETCH_CONTENT, at least one."""
-        waiting = self.waiting.pop(transfer_id, None)
+        self._asked.remove(pin_id)
+        waiting = self.waiting.pop(pin_id, None)
         if waiting is None:
-            return [Release(transfer_id, "gone")]  # its peer left meanwhile
+            return [Release(pin_id, "gone")]  # its peer left meanwhile
         assert waiting.first_chunk is not None
         until = now + self._deadlines.pin
-        held = Held(transfer_id, finished=True, since=now, pinned_until=until)
-        self.held[transfer_id] = held
+        held = self.held[pin_id] = Held(pin_id, finished=True, since=now, pinned_until=until)
         start = waiting.first_chunk * CHUNK_TOKENS
         fetch = msgspec.structs.replace(waiting.fetch, ranges=((start, start + chunks * CHUNK_TOKENS),))
-        have = Send(waiting.session, transfer_id, Have(chunks))
-        return [have, *self._start(held, transfer_id, waiting.session, fetch, now)]
+        have = Send(waiting.session, waiting.transfer_id, Have(chunks))
+        return [have, *self._start(held, waiting.transfer_id, waiting.session, fetch, now)]
 
     # ------------------------------------------------------------ from a peer
 
@@ -199,26 +204,25 @@ class HeldPrefills:
     def fetch_content(
         self, transfer_id: bytes, session: int, message: FetchContent, now: float
     ) -> list[Effect]:
-        if self._is_used(transfer_id) or transfer_id in self.held or self._tombstones.get(transfer_id):
+        pin_id = _PIN + transfer_id
+        if self._is_used(transfer_id) or pin_id in self._asked or self._tombstones.get(pin_id):
             reason = "integrity"
         elif message.receivers != 1:
             reason = "unsupported"
         elif self._pins >= MOST_PINS:
             reason = "busy"
         else:
-            fetch = Fetch(
-                transfer_id, 0, 1, (), message.receiver_rank, message.head_start, message.head_count
-            )
+            fetch = Fetch(pin_id, 0, 1, (), message.receiver_rank, message.head_start, message.head_count)
             deadline = now + self._deadlines.fetch_wait
-            self.waiting[transfer_id] = _Waiting(transfer_id, session, fetch, deadline, message.first_chunk)
-            return [Pin(transfer_id, message.chunks, message.first_chunk)]
+            self.waiting[pin_id] = _Waiting(transfer_id, session, fetch, deadline, message.first_chunk)
+            self._asked.add(pin_id)
+            return [Pin(pin_id, message.chunks, message.first_chunk)]
         return [Send(session, transfer_id, Aborted(reason, 0))]
 
     @property
     def _pins(self) -> int:
-        """FETCH_CONTENTs that wait for the engine or are being served."""
-        waiting = sum(w.first_chunk is not None for w in self.waiting.values())
-        return waiting + sum(held.pinned_until is not None for held in self.held.values())
+        """Those that the engine is asked for, and those that it has made."""
+        return len(self._asked) + sum(held.pinned_until is not None for held in self.held.values())
 
     def _is_used(self, transfer_id: bytes) -> bool:
         """Ids are drawn fresh for each FETCH."""
@@ -226,7 +230,7 @@ class HeldPrefills:
 
     def _refusal(self, transfer_id: bytes, fetch: Fetch) -> Reason | None:
         """Why a FETCH cannot start or wait. None: it can."""
-        if self._is_used(transfer_id) or self._is_used(fetch.prefill_id):
+        if self._is_used(transfer_id):
             return "integrity"
         if fetch.receivers != 1:
             return "unsupported"

@@ -33,6 +33,8 @@ def check_fit(
         raise Refused("its description has no block size, number of blocks or context length")
     if described.first_pool == pb.POOL_PREFILL and not described.kv_address:
         raise Refused("its description has no KV address, from which other workers fetch")
+    if len(described.content_root) > 64:
+        raise Refused(f"its content root has {len(described.content_root)} bytes, more than 64")
     fingerprint = described.vocabulary_fingerprint
     if fingerprint and fingerprint != model.vocabulary_fingerprint:
         raise Refused(

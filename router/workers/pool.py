@@ -190,8 +190,8 @@ class WorkerPool:
     ) -> pb.ContentSource | None:
         """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere."""
         source = self._candidates.prefix_source(worker, chunks, tokens, self._rng)
-        if source is None:
-            return None
+        if source is None or not source.description.kv_address:
+            return None  # a worker of an older version may serve no KV
         described = source.description
         return pb.ContentSource(kv_address=described.kv_address, incarnation=described.incarnation)
 

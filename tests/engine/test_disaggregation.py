@@ -233,6 +233,8 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     for length in (1, 9):
         with pytest.raises(ValueError, match=f"{length} output_ids, but 2 to 8 are possible"):
             decode.extend_reservation(request.id, [3] * length)
+    with pytest.raises(ValueError, match="first 2 output_ids are not those"):
+        decode.extend_reservation(request.id, [*reversed(expected[:2]), 3])
     decode.cancel(neighbour.id)
     pair = Pair(prefill, decode)
     prefill.add(longer, handover=True)

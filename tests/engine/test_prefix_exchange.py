@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from content import CHUNK_TOKENS
 from engine.api.request import EngineRequest, PrefixImport
 from engine.core.block_pool import BlockPool
+from engine.core.prefix_names import PrefixNames
 from engine.core.scheduler import Scheduler
 
 ROOT = b"root"
@@ -166,3 +167,23 @@ def test_prompts_that_grow_and_branch_move_with_the_right_kv(there: int, here: i
         (asker if fetched else holder).compute(prompt)
         for worker in (holder, asker):
             worker.scheduler.assert_whole()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_peer_that_names_wrong_positions_gets_nothing(size: int) -> None:
+    """A block table for these positions would be of any length, and have no block for some of them."""
+    holder = Worker(size)
+    prompt = text(600)
+    holder.compute(prompt)
+    names = PrefixNames(ROOT, b"", size)
+    names.extend(prompt, len(prompt))
+    chunks = names.chunks
+    assert holder.exchange.pin(b"p", chunks, (1 << 32) - 1) == (0, [])
+    assert holder.exchange.pin(b"p", [b"?" * 16], (1 << 32) - 1) == (0, [])
+    for first in range(4):
+        count, blocks = holder.exchange.pin(b"p", [chunks[2], chunks[2], *chunks[3:6]], first)
+        assert count == (first == 2)
+        assert len(blocks) * size >= (first + count) * CHUNK_TOKENS * bool(count)
+        if count:
+            holder.exchange.unpin(b"p")
+    holder.scheduler.assert_whole()

@@ -117,16 +117,16 @@ class Prefill(Worker):
     def answer(self, wanted: kv.ContentWanted) -> None:
         first, chunks = wanted.first_chunk, list(wanted.chunks)
         if self.cached is None:
-            self.sender.close(wanted.transfer_id, "unsupported")
+            self.sender.close(wanted.pin_id, "unsupported")
             return
         while chunks and self.cached[first : first + len(chunks)] != chunks:
             chunks.pop()
         if chunks:
             stop = (first + len(chunks)) * 64
-            self.held[wanted.transfer_id] = []
-            self.sender.serve(wanted.transfer_id, self.cached_blocks, first * 64, stop)
+            self.held[wanted.pin_id] = []
+            self.sender.serve(wanted.pin_id, self.cached_blocks, first * 64, stop)
         else:
-            self.sender.close(wanted.transfer_id, "gone")
+            self.sender.close(wanted.pin_id, "gone")
 
     def close(self) -> None:
         self.sender.shutdown()

@@ -10,7 +10,7 @@ from typing import Any
 from kv_transfer.protocol.effects import Send
 from kv_transfer.protocol.fetches import FrameRefused
 from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.held import Pin, Release, Start
+from kv_transfer.protocol.held import MOST_PINS, Pin, Release, Start
 from kv_transfer.protocol.incoming import TransferState
 from kv_transfer.protocol.messages import Ack, Commit, FetchContent, FirstToken, Have
 
@@ -32,35 +32,35 @@ class ContentWorld(World):
     def moves(self) -> list[tuple[Any, ...]]:
         known = {"fetch", "begin", "frame", "to_decode", "to_prefill", "abort", "inject", "session_up"}
         out = [move for move in super().moves() if move[0] in known or move[0] == "lose_session"]
-        for transfer_id in self.wanted:
-            out += [("pin", transfer_id), ("refuse", transfer_id)]
+        for pin_id in self.wanted:
+            out += [("pin", pin_id), ("refuse", pin_id)]
         return out
 
     # ------------------------------------------------------------ holder
 
-    def do_pin(self, transfer_id: bytes) -> None:
-        self.wanted.remove(transfer_id)
-        self.pins.add(transfer_id)
-        self.apply(self.held.pinned(transfer_id, 1, self.now))
+    def do_pin(self, pin_id: bytes) -> None:
+        self.wanted.remove(pin_id)
+        self.pins.add(pin_id)
+        self.apply(self.held.pinned(pin_id, 1, self.now))
 
-    def do_refuse(self, transfer_id: bytes) -> None:
-        self.wanted.remove(transfer_id)
-        self.apply(self.held.close(transfer_id, "gone", self.now))
+    def do_refuse(self, pin_id: bytes) -> None:
+        self.wanted.remove(pin_id)
+        self.apply(self.held.close(pin_id, "gone", self.now))
 
     def apply(self, effects: list[Any]) -> None:
         for e in effects:
             match e:
-                case Pin(transfer_id, chunks, first_chunk):
+                case Pin(pin_id, chunks, first_chunk):
                     assert (chunks, first_chunk) == (CHUNKS, 3)
-                    self.wanted.append(transfer_id)
+                    self.wanted.append(pin_id)
                 case Start(_, transfer_id, _, fetch):
                     assert fetch.ranges == ((192, 256),)
                     self.queued += [(transfer_id, 0), (transfer_id, 1)]
                     commit = Commit(FirstToken(0), 2, 2 * FRAME_BYTES)
                     super().apply(self.held.commit(transfer_id, commit, self.now))
-                case Release(transfer_id):
-                    self.pins.remove(transfer_id)
-                    self.unpinned.append(transfer_id)
+                case Release(pin_id):
+                    self.pins.remove(pin_id)
+                    self.unpinned.append(pin_id)
                 case Send():
                     super().apply([e])
 
@@ -113,7 +113,7 @@ class ContentWorld(World):
         assert len(set(self.unpinned)) == len(self.unpinned), "released twice"
         assert not self.pins & {*self.unpinned}
         assert {*self.held.held} == self.pins, "a pin without a deadline"
-        assert len(self.pins) + len(self.wanted) <= 3
+        assert len(self.pins) + len(self.wanted) <= MOST_PINS
         for transfer_id in self.injected:
             assert transfer_id in self.complete
         for transfer in self.fetches.open.values():
@@ -122,8 +122,8 @@ class ContentWorld(World):
 
     def settled(self) -> None:
         """The engine answers, and time passes: every pin ends."""
-        for transfer_id in list(self.wanted):
-            self.do_pin(transfer_id)
+        for pin_id in list(self.wanted):
+            self.do_pin(pin_id)
         self.now += DEADLINES.pin
         self.apply(self.held.expire(self.now, {self.session: self.now}))
         assert not self.pins

@@ -134,14 +134,15 @@ def test_a_committed_transfer_survives_its_session() -> None:
     assert held.ack(T1, 3) == [Release(P, "acked")]
 
 
+PIN, PIN2 = b"pin:" + T1, b"pin:" + T2
 CONTENT = FetchContent((b"a" * 16, b"b" * 16, b"c" * 16), 2, 1, 0, 0, 4)
 
 
 def pinned() -> HeldPrefills:
     held = table()
-    assert held.fetch_content(T1, A, CONTENT, 0) == [Pin(T1, CONTENT.chunks, 2)]
-    fetch = Fetch(T1, 0, 1, ((128, 256),), 0, 0, 4)
-    assert held.pinned(T1, 2, 1) == [Send(A, T1, Have(2)), Start(T1, T1, A, fetch)]
+    assert held.fetch_content(T1, A, CONTENT, 0) == [Pin(PIN, CONTENT.chunks, 2)]
+    fetch = Fetch(PIN, 0, 1, ((128, 256),), 0, 0, 4)
+    assert held.pinned(PIN, 2, 1) == [Send(A, T1, Have(2)), Start(PIN, T1, A, fetch)]
     return held
 
 
@@ -149,7 +150,7 @@ def test_content_is_pinned_sent_and_released() -> None:
     held = pinned()
     assert held.begin_send(T1, 2)
     assert held.commit(T1, COMMIT, 2) == [Send(A, T1, COMMIT)]
-    assert held.ack(T1, 3) == [Release(T1, "acked")]
+    assert held.ack(T1, 3) == [Release(PIN, "acked")]
     assert not held.held
     assert not held.open
 
@@ -161,14 +162,14 @@ def test_a_pin_ends_with_its_transfer(committed: bool) -> None:
         if committed:
             held.commit(T1, COMMIT, 2)
         if end == "abort":
-            assert held.abort(T1, "cancelled", 2) == [Release(T1, "cancelled"), aborted("cancelled")]
+            assert held.abort(T1, "cancelled", 2) == [Release(PIN, "cancelled"), aborted("cancelled")]
         elif end == "session":
-            assert held.session_down(A, 2) == [Release(T1, "gone")]
+            assert held.session_down(A, 2) == [Release(PIN, "gone")]
         elif end == "progress":
-            assert expire(held, 12) == ["progress", Release(T1, "deadline"), aborted("deadline")]
+            assert expire(held, 12) == ["progress", Release(PIN, "deadline"), aborted("deadline")]
         else:
             assert expire(held, 30.9, {A: 30.9}) == []
-            assert expire(held, 31, {A: 31}) == ["pin", Release(T1, "deadline"), aborted("deadline")]
+            assert expire(held, 31, {A: 31}) == ["pin", Release(PIN, "deadline"), aborted("deadline")]
         assert not held.held
         assert held.ack(T1, 32) == []
         assert expire(held, 40) == []
@@ -177,10 +178,10 @@ def test_a_pin_ends_with_its_transfer(committed: bool) -> None:
 def test_content_that_is_not_there_or_whose_peer_left() -> None:
     held = table()
     held.fetch_content(T1, A, CONTENT, 0)
-    assert held.close(T1, "gone", 1) == [aborted("gone"), Waiting(T1, gone=True)]
+    assert held.close(PIN, "gone", 1) == [aborted("gone"), Waiting(PIN, gone=True)]
     held.fetch_content(T2, A, CONTENT, 1)
-    assert held.session_down(A, 2) == [Waiting(T2, gone=True)]
-    assert held.pinned(T2, 1, 3) == [Release(T2, "gone")]
+    assert held.session_down(A, 2) == [Waiting(PIN2, gone=True)]
+    assert held.pinned(PIN2, 1, 3) == [Release(PIN2, "gone")]
     assert not held.held
 
 
@@ -189,15 +190,36 @@ def test_two_pins_at_a_time() -> None:
     held.fetch_content(T2, A, CONTENT, 1)
     assert held.fetch_content(Q, B, CONTENT, 1) == [aborted("busy", session=B, transfer=Q)]
     held.abort(T1, "cancelled", 2)
-    assert held.fetch_content(P, B, CONTENT, 2) == [Pin(P, CONTENT.chunks, 2)]
+    assert held.fetch_content(P, B, CONTENT, 2) == [Pin(b"pin:" + P, CONTENT.chunks, 2)]
 
 
-def test_a_fetch_may_not_name_a_pin() -> None:
+def test_a_peer_that_leaves_early_is_asked_for_once() -> None:
+    """The engine still looks for the chunks. More of this would be work without bound."""
+    held = table()
+    held.fetch_content(T1, A, CONTENT, 0)
+    assert held.abort(T1, "cancelled", 1) == [aborted("cancelled"), Waiting(PIN, gone=True)]
+    assert held.fetch_content(T1, A, CONTENT, 1) == [aborted("integrity")]
+    held.fetch_content(T2, A, CONTENT, 1)
+    held.session_down(A, 2)
+    assert held.fetch_content(Q, B, CONTENT, 2) == [aborted("busy", session=B, transfer=Q)]
+    assert held.pinned(PIN, 2, 3) == [Release(PIN, "gone")]
+    held.close(PIN2, "gone", 3)
+    for transfer in (P, Q):
+        assert held.fetch_content(transfer, B, CONTENT, 3) == [Pin(b"pin:" + transfer, CONTENT.chunks, 2)]
+    assert not held.held
+
+
+def test_a_pin_is_never_a_prefill() -> None:
     held = pinned()
     fetch = Fetch(T1, 9, 1, (), 0, 0, 4)
-    assert held.fetch(T2, B, fetch, 2) == [aborted("integrity", session=B, transfer=T2)]
+    assert held.fetch(T2, B, fetch, 2) == [Waiting(T1)]
     assert held.fetch_content(T1, B, CONTENT, 2) == [aborted("integrity", session=B)]
-    assert T1 in held.open
+    assert held.offer(T1, 3) == [Start(T1, T2, B, fetch)]
+    assert held.ack(T2, 4) == [aborted("integrity", session=B, transfer=T2), Stop(T1, T2)]
+    assert held.open == {T1: held.held[PIN]}
+    held.fetch_content(P, A, CONTENT, 5)
+    assert held.fetch(T2, B, FETCH, 5) == [Waiting(P)], "the FETCH of a prefill stays"
+    assert held.offer(P, 6) == [Start(P, T2, B, FETCH)]
 
 
 @pytest.mark.parametrize("committed", [True, False])

@@ -39,6 +39,7 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
         ({"first_pool": 7}, "is unknown", "log"),
         ({"block_size": 0}, "no block size", "log"),
         ({"first_pool": pb.POOL_PREFILL}, "no KV address", "log"),
+        ({"content_root": bytes(65)}, "65 bytes, more than 64", "log"),
         (
             {"vocabulary_fingerprint": "v2"},
             r"its tokenizer \(theirs\) is not the router's \(ours\)",

@@ -1,6 +1,10 @@
 """The table of attempts in the engine process."""
 
-from engine import Logprobs, Output
+from types import SimpleNamespace
+from typing import Any
+
+from decode_worker.role import DecodeRole
+from engine import EngineRequest, Logprobs, Output
 from worker import messages
 from worker.attempts import Attempts
 from worker.messages import Code, FromEngine
@@ -65,3 +69,19 @@ def test_an_attempt_is_owned_by_the_stream_that_submitted_it() -> None:
     assert table.owned(1, A)
     assert not table.owned(2, A)
     assert not table.owned(1, b"unknown")
+
+
+def test_a_decode_may_not_have_the_id_of_a_prefill_that_the_engine_does_not_know_yet() -> None:
+    """The prefill waits for a prefix of another worker. The engine would get two requests with one id."""
+    table, sent = attempts()
+    engine: Any = SimpleNamespace(has=lambda _: False)
+    parts: Any = SimpleNamespace(
+        attempts=table, counts=None, link=None, trace=None, config=SimpleNamespace(incarnation=1)
+    )
+    unused: Any = None
+    role = DecodeRole(parts, engine, unused, unused, unused)
+    work = messages.Work(EngineRequest(A, [1]), timeout=1.0, name="r", traceparent="")
+    role.handle(messages.Decode(2, work, None))
+    assert sent == [messages.Failed(2, A, Code.INVALID, "this id is in use")]
+    assert table.owned(1, A)
+    assert not role.owns(A)

@@ -24,7 +24,6 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(prefix_fetches, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.speed = 0.0
         self.chunks: list[bytes] | None = CHUNKS
         self.imports: dict[bytes, int | None] = {}  # how many positions were complete; None: it goes on
         self.asked: list[bytes] = []  # fetch ids
@@ -32,14 +31,17 @@ class World:
         self.added: list[bytes] = []
         self.counts = RequestCounts()
         engine: Any = SimpleNamespace(
-            stats=lambda: SimpleNamespace(prefill_tokens_per_s=self.speed),
             prefix_exchange=SimpleNamespace(
                 start_import=self.start_import, end_import=self.imports.__setitem__
             ),
+            prefill_tokens_per_s=0.0,
         )
+        self.engine = engine
         receiver: Any = SimpleNamespace(
-            fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id), cancel=self.cancelled.append
-        )
+            fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id), cancel=self.cancelled.append,
+            began=lambda fetch_id: fetch_id in self.began,
+        )  # fmt: skip
+        self.began: set[bytes] = set()
         self.fetches = PrefixFetches(engine, receiver, LAYOUT, 7, self.counts)
 
     def start_import(self, import_id: bytes, request: EngineRequest) -> PrefixImport | None:
@@ -85,20 +87,41 @@ def test_nothing_is_fetched_from_itself_or_without_need_or_room(world: World) ->
 
 
 def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world: World) -> None:
-    world.speed = 1000
+    world.engine.prefill_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, seconds=0.3)  # as many tokens take 0.256 s to compute
     assert not world.start()
-    world.speed = 800
+    world.engine.prefill_tokens_per_s = 800.0
     assert world.start()
     world.inject(4, seconds=0.01)
-    world.speed = 1000
+    world.engine.prefill_tokens_per_s = 1000.0
     assert world.start(), "the bandwidth follows what is measured"
     world.inject(1, seconds=0.2)
     assert world.start(), "which short fetches say little about"
     world.inject(4, seconds=0.1)
     assert world.empty
     assert len(world.added) == 4
+
+
+def test_a_worker_that_does_not_answer_says_nothing_about_the_bandwidth(world: World) -> None:
+    world.engine.prefill_tokens_per_s = 256.0
+    world.start()
+    world.now = 3.0
+    world.fetches.expire()
+    assert world.start(b"next")
+
+
+def test_a_slow_fetch_is_not_the_last_one(world: World) -> None:
+    world.engine.prefill_tokens_per_s = 1000.0
+    assert world.start()
+    world.inject(4, seconds=1.0)  # as many tokens take 0.256 s to compute
+    refused = 0
+    while not world.start():
+        refused += 1
+        assert refused < 100
+    assert refused > 20
+    world.inject(4, seconds=0.01)
+    assert world.start(), "it is fast again"
 
 
 @pytest.mark.parametrize("outcome", [FetchFailed, Closed])
@@ -113,8 +136,9 @@ def test_a_prompt_is_computed_if_the_fetch_fails(world: World, outcome: Any) -> 
 
 
 def test_a_fetch_that_takes_too_long_is_given_up(world: World) -> None:
-    world.speed = 256.0  # a second
+    world.engine.prefill_tokens_per_s = 256.0  # a second
     world.start()
+    world.began = {*world.asked}
     world.now = 2.9
     world.fetches.expire()
     assert not world.added
@@ -122,6 +146,8 @@ def test_a_fetch_that_takes_too_long_is_given_up(world: World) -> None:
     world.fetches.expire()
     assert world.added == [b"r"]
     assert world.cancelled == world.asked
+    assert not world.start(b"early"), "it would take 3 s again, and to compute it takes one"
+    world.engine.prefill_tokens_per_s = 64.0
     assert world.start(b"next"), "not the fetch that was given up"
     world.inject(4, 0.1)
     assert None in world.imports.values(), "the receiver may still write into the blocks"
