@@ -38,7 +38,7 @@ class PrefixExchange:
     def __init__(
         self, pool: BlockPool, cache: PrefixCache, block_size: int, spare_blocks: Callable[[], int]
     ) -> None:
-        """`spare_blocks`: how many blocks an import may take."""
+        """`spare_blocks`: how many of the free blocks an import or a pin may take."""
         self._pool = pool
         self._cache = cache
         self._block_size = block_size
@@ -59,8 +59,9 @@ class PrefixExchange:
         assert pin_id not in self._pins, "ids are unique"
         most = self._pool.num_blocks // PINNED_SHARE - sum(map(len, self._pins.values()))
         count, blocks = self._cache.table(chunks, first_chunk, most)
-        if not count:
-            return 0, []  # `first_chunk` comes from a peer, and may be any number
+        # Otherwise pins could delay the first request of the queue forever.
+        if not count or self._pool.unreferenced(blocks) > self._spare_blocks():
+            return 0, []  # not the table: `first_chunk` comes from a peer, and may be any number
         self._pool.share(blocks)
         self._pins[pin_id] = blocks
         return count, [*[0] * (first_chunk * CHUNK_TOKENS // self._block_size), *blocks]

@@ -142,6 +142,19 @@ def test_pins_keep_their_blocks_and_take_a_bounded_share() -> None:
     assert asker.compute(prompt) == 0
 
 
+def test_a_pin_needs_room_beside_the_queue() -> None:
+    holder, asker = Worker(16, num_blocks=40), Worker(16)
+    prompt = text(400)
+    holder.compute(prompt)
+    wanted = asker.start_import(prompt)
+    assert wanted is not None
+    holder.scheduler.add(EngineRequest(b"w", text(600, 1)), handover=True)
+    assert holder.exchange.pin(b"p", wanted.chunks, 0) == (0, [])
+    holder.scheduler.drop(holder.scheduler.requests[b"w"])
+    assert holder.exchange.pin(b"p", wanted.chunks, 0)[0] == 2
+    holder.exchange.unpin(b"p")
+
+
 def test_an_import_needs_room_beside_the_queue() -> None:
     asker = Worker(16, num_blocks=40)
     prompt = text(400)
