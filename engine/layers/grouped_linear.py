@@ -36,7 +36,9 @@ def bytes_per_parameter(bits: int, size: int, dtype: torch.dtype, device: torch.
     """Bytes of one parameter in memory, the copy for prompts included."""
     if device.type == "cuda" and bits == 4 and dtype is not torch.float32:
         return 1 / 2 + 8 / size
-    return bits / 8 + 4 / size + dtype.itemsize if packs(dtype, device) else dtype.itemsize
+    if not packs(dtype, device):
+        return dtype.itemsize
+    return bits / 4 * (1 / 2 + 4 / size) + dtype.itemsize  # each half of 8 bits has scales
 
 
 def grouped_linear(

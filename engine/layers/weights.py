@@ -165,7 +165,7 @@ class Weights:
             return None
         groups = groups.on(self.device)
         self._extremes[name] = torch.stack((groups.scales + groups.zeros).aminmax())
-        self._note(name, parts, groups.codes)
+        self._note(name, parts, None)  # as where the matrix is plain: on another device, or cut in ranks
         return groups
 
     def bias(self, names: Sequence[str], rows: Sequence[Part], columns: Part) -> Tensor | None:
@@ -265,14 +265,20 @@ class Weights:
             return tensor
         return tensor.mT.contiguous().to(self.device).mT
 
-    def _note(self, name: str, parts: Sequence[Part], tensor: Tensor) -> None:
-        """Keeps the digest of a tensor, of which `tensor` is these parts."""
+    def _note(self, name: str, parts: Sequence[Part], tensor: Tensor | None) -> None:
+        """Keeps the digest of a tensor, of which `tensor` is these parts. None: it is read."""
         shape = tuple(part.size for part in parts)
-        rows = min(-(-FINGERPRINT_SAMPLE // math.prod(shape[1:])), shape[0])
-        if tensor.shape != shape:  # the fingerprint of a part is that of the whole
-            tensor = self._checkpoint.read(name, [Part(0, rows, shape[0]), *map(whole, shape[1:])])
-        sample = tensor[:rows].flatten()[:FINGERPRINT_SAMPLE].float().cpu().numpy()
-        self._taken[name] = hashlib.sha256(f"{name} {shape}".encode() + sample.tobytes()).hexdigest()
+        sampled = [whole(size) for size in shape]
+        if shape:
+            rows = min(-(-FINGERPRINT_SAMPLE // max(1, math.prod(shape[1:]))), shape[0])
+            sampled[0] = Part(0, rows, shape[0])
+        if tensor is None or tensor.shape != shape:  # the fingerprint of a part is that of the whole
+            tensor = self._checkpoint.read(name, sampled)
+        sample = tensor[tuple(part.indices for part in sampled)].flatten()[:FINGERPRINT_SAMPLE].cpu()
+        if sample.is_floating_point():  # equal in all dtypes
+            sample = sample.float()
+        content = f"{name} {shape}".encode() + sample.numpy().tobytes()
+        self._taken[name] = hashlib.sha256(content).hexdigest()
         if self._names:
             self._progress("loading weights", len(self._taken) / len(self._names))
 

@@ -78,7 +78,10 @@ class GGUFFormat:
         return f"gguf ({', '.join(self.types)})"
 
     def bytes_per_parameter(self, dtype: torch.dtype) -> float:
-        bits = 4 if any(kind.startswith("Q4") for kind in self.types) else 8
+        packed = UNPACK.keys() & self.types
+        if not packed:
+            return dtype.itemsize
+        bits = 8 if packed == {"Q8_0"} else 4
         return bytes_per_parameter(bits, GROUP, dtype, self.device)
 
     def linear(

@@ -45,7 +45,10 @@ class Int4Format:
     read: Callable[[Weights, str, Part, Part], Groups]
     """Reads rows × columns of a projection; the columns are whole groups."""
     device: torch.device
-    identity = "int4"
+
+    @property
+    def identity(self) -> str:
+        return self.name
 
     def bytes_per_parameter(self, dtype: torch.dtype) -> float:
         return bytes_per_parameter(4, self.size, dtype, self.device)
@@ -86,7 +89,9 @@ def gptq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4
         raise ValueError(f"{source}: quantization_config: checkpoint_format {version!r} is not supported")
     size = _size(settings.get("group_size"), source)
     less = 1 if version == "gptq" else 0
-    return Int4Format(f"gptq int4 in groups of {size}", size, "qweight", partial(_gptq, size, less), device)
+    return Int4Format(
+        f"{version} int4 in groups of {size}", size, "qweight", partial(_gptq, size, less), device
+    )
 
 
 def awq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
@@ -97,8 +102,8 @@ def awq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4F
 
 def compressed_int(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
     """`quant_method` compressed-tensors, `format` pack-quantized."""
-    groups = list((settings.get("config_groups") or {}).values())
-    kept = [group.get("weights") or {} for group in groups]
+    groups = settings["config_groups"].values()
+    kept = [group["weights"] for group in groups]
     sizes = {_size(weights.get("group_size"), source) for weights in kept}
     for group, weights in zip(groups, kept, strict=True):
         if group.get("input_activations"):

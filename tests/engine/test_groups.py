@@ -11,10 +11,19 @@ import torch
 from gguf.quants import dequantize
 
 from engine import EngineConfig, build_engine
-from engine.layers.grouped_linear import MOST_DECODES, TILE, ByRows, PackedLinear, packs
+from engine.layers.grouped_linear import (
+    MOST_DECODES,
+    TILE,
+    ByRows,
+    PackedLinear,
+    bytes_per_parameter,
+    packs,
+)
 from engine.layers.groups import Groups
-from engine.layers.linear import PlainLinear
+from engine.layers.linear import PlainFormat, PlainLinear
+from engine.layers.ranks import Part, Ranks, whole
 from engine.layers.step_rows import StepRows
+from engine.layers.weights import Weights
 from engine.loader import choose_format, open_checkpoint
 from engine.loader.gguf_groups import UNPACK
 from tests.engine.test_disaggregation import Pair
@@ -53,6 +62,15 @@ def test_packed_products_are_those_of_the_values(size: int, bits: int) -> None:
     found = PackedLinear(groups, bias)(x).float()
     expected = x.float() @ groups.values().T + bias.float()
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@needs_packing
+@pytest.mark.parametrize("bits", [4, 8])
+def test_memory_planning_counts_codes_scales_and_the_copy_for_prompts(bits: int) -> None:
+    linear = PackedLinear(random_groups(64, 256, 32, bits), None)
+    packed = sum(tensor.nbytes for half in linear.halves for tensor in half)
+    planned = bytes_per_parameter(bits, 32, torch.bfloat16, torch.device("cpu"))
+    assert planned == packed / (64 * 256) + 2
 
 
 @needs_packing
@@ -106,6 +124,23 @@ def test_the_embedded_model_is_served_packed_by_default(shallow_model_path: Path
     assert engines["packed"].kv_cache[0].dtype is torch.bfloat16
     prints = {name: engine.model_fingerprint for name, engine in engines.items()}
     assert prints["packed"] == prints["asked"] != prints["plain"] == prints["float32"]
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.0.self_attn.q_proj"])
+def test_the_fingerprint_of_a_packed_matrix_is_that_of_its_parts(name: str, shallow_model_path: Path) -> None:
+    """And that of the plain matrix: ranks may cut groups, and a GPU has other products for the logits."""
+    cpu, name = torch.device("cpu"), f"{name}.weight"
+    checkpoint = open_checkpoint(EngineConfig(str(shallow_model_path)), cpu)
+    rows, columns = map(whole, checkpoint.shape(name) or ())
+
+    def digest(read: Callable[[Weights], Any]) -> str:
+        weights = Weights(checkpoint, torch.bfloat16, cpu, lambda *_: None, PlainFormat(), Ranks())
+        assert read(weights) is not None
+        return weights._taken[name]
+
+    packed = digest(lambda weights: weights.groups(name, (rows, columns)))
+    assert packed == digest(lambda weights: weights.groups(name, (Part(64, 128, rows.size), columns)))
+    assert packed == digest(lambda weights: weights.stack([name], [(rows, columns)]))
 
 
 @needs_packing

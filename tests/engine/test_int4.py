@@ -167,6 +167,23 @@ def test_a_rank_reads_its_part(kind: str, tmp_path: Path, save_tiny: Any) -> Non
         weights.linear([name], [whole(128)], Part(48, 96, 192))
 
 
+def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: Path, save_tiny: Any) -> None:
+    save_quantized(tmp_path, "gptq", save_tiny)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.qweight"
+    tensors = load_file(path)
+    prints = set()
+    for change in range(3):
+        tensors[name][0, 7] ^= change  # of the lowest of eight integers
+        save_file(tensors, path)
+        weights = weights_of(tmp_path, torch.float32)
+        weights.stored(name, None, torch.int32)
+        prints.add(weights._taken[name])
+    assert len(prints) == 3
+    identity = weights._format.identity
+    configure(tmp_path, KINDS["gptq"][0] | {"checkpoint_format": "gptq_v2"})
+    assert weights_of(tmp_path, torch.float32)._format.identity != identity
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
