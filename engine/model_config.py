@@ -5,6 +5,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+MOST_HEAD_DIM = 1024
+"""More would be a mistake, for which tables of rotary angles might not fit the memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -147,7 +150,7 @@ class ModelConfig:
 
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2 or self.head_dim > MOST_HEAD_DIM:
             raise ValueError(
                 f"{source}: {self.num_heads} heads of {self.head_dim} on {self.num_kv_heads} KV heads is not "
                 "supported"

@@ -25,6 +25,7 @@ import torch
 
 from cluster.model import reach_hub
 from cluster.sizing.models import MODELS
+from engine.loader.hf import read_config
 from engine.loader.hf_config import model_config_from_hf
 from engine.model_config import ModelConfig
 from engine.models import cache_bytes_per_token, cache_spec
@@ -191,7 +192,7 @@ def _attention_width(model: ModelConfig) -> int:
 def shape(name: str) -> ModelConfig:
     """The configuration of a known shape, a Hugging Face directory, or a name on the hub.
 
-    Reads only config.json. Raises ValueError with the flag.
+    Reads no weights. Raises ValueError with the flag or the file.
     """
     if name in MODELS:
         return model_config_from_hf(MODELS[name], {}, name)
@@ -209,4 +210,4 @@ def shape(name: str) -> ModelConfig:
         raise ValueError(
             f"--model {name}: must be {', '.join(MODELS)}, a directory with config.json, or a name on the hub"
         )
-    return model_config_from_hf(json.loads(file.read_text()), {}, str(file))
+    return read_config(file.parent)

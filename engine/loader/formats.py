@@ -21,12 +21,16 @@ COMPRESSED: dict[str, FromSettings] = {
 
 
 def _compressed(settings: Mapping[str, Any], source: str, device: torch.device) -> WeightFormat:
-    name = settings.get("format")
+    name, groups = str(settings.get("format")), settings.get("config_groups")
     if name not in COMPRESSED:
         raise ValueError(
             f"{source}: quantization_config: the format {name!r} of compressed-tensors is not supported "
             f"({', '.join(COMPRESSED)} are)"
         )
+    if not isinstance(groups, Mapping) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping) for group in groups.values()
+    ):
+        raise ValueError(f"{source}: quantization_config: config_groups {groups!r} are not supported")
     return COMPRESSED[name](settings, source, device)
 
 
@@ -67,7 +71,7 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
         if wanted not in ON_LOAD:
             raise ValueError(f"--quantization {wanted}: {engine.model} has plain weights; leave the flag out")
         return ON_LOAD[wanted](device)
-    method = settings.get("quant_method")
+    method = str(settings.get("quant_method"))
     if method not in STORED:
         raise ValueError(
             f"{engine.model}: quantization_config: the format {method!r} is not supported "

@@ -25,15 +25,14 @@ def fp8(settings: Mapping[str, Any], source: str, device: torch.device) -> Fp8Fo
 
 def compressed_float(settings: Mapping[str, Any], source: str, device: torch.device) -> Fp8Format:
     """`quant_method` compressed-tensors, `format` float-quantized."""
-    groups = list((settings.get("config_groups") or {}).values())
-    weights = [group.get("weights") or {} for group in groups]
+    weights = [group["weights"] for group in settings["config_groups"].values()]
     for kept in weights:
         if (kept.get("num_bits"), kept.get("type"), kept.get("symmetric", True)) != (8, "float", True):
             raise ValueError(f"{source}: quantization_config: weights {kept} are not supported (FP8 is)")
-    strategies = {kept.get("strategy") for kept in weights}
+    strategies = {str(kept.get("strategy")) for kept in weights}
     if len(strategies) != 1 or not strategies <= {"tensor", "channel", "block"}:
         raise ValueError(
-            f"{source}: quantization_config: strategies {sorted(map(str, strategies))} are not supported "
+            f"{source}: quantization_config: strategies {sorted(strategies)} are not supported "
             "(one of tensor, channel and block is)"
         )
     if strategies != {"block"}:
@@ -42,12 +41,11 @@ def compressed_float(settings: Mapping[str, Any], source: str, device: torch.dev
 
 
 def quantizes_activations(device: torch.device) -> bool:
-    """Whether the device multiplies FP8 numbers: Hopper GPUs and later ones."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    """Whether the device multiplies FP8 numbers: Hopper GPUs and later ones. Where there is no GPU, the
+    question is about one of these on another machine (`baton plan`)."""
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _stored(block_scales: str | None, block: Any, source: str, device: torch.device) -> Fp8Format:

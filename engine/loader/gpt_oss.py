@@ -70,6 +70,8 @@ class GptOssCheckpoint:
             shape = (shape[0], shape[2], shape[1])
         turns = len(PROJECTIONS[kind])
         count, rows, *columns = shape
+        if 0 in shape or rows % turns:
+            raise ValueError(f"{self._files.file_of(name)}: tensor {name} is {list(shape)}")
         for expert in range(count):
             for turn, of in enumerate(PROJECTIONS[kind]):
                 to = f"{experts}.{expert}.{of}_proj.{'bias' if suffix == '_bias' else 'weight'}"

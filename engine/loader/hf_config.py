@@ -21,6 +21,10 @@ Integer = Callable[..., int]
 Number = Callable[..., float]
 """Reads a key of the configuration: name and default. Without a default, the key is needed."""
 
+COUNTED = ("num_hidden_layers", "num_experts", "num_local_experts")
+MOST_COUNTED = 4096
+"""Of layers or experts. Lists have an entry for each."""
+
 COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -47,6 +51,8 @@ def model_config_from_hf(
         value = default if value is None else value
         if type(value) is not int or value < 1:
             raise ValueError(f"{source}: {name} must be a positive integer, not {value!r}")
+        if name in COUNTED and value > MOST_COUNTED:
+            raise ValueError(f"{source}: {name} {value} is not supported: it may be {MOST_COUNTED} at most")
         return value
 
     def number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
@@ -66,6 +72,9 @@ def model_config_from_hf(
     rope_scaling = _rope_scaling(rope, partial(number, rope), context, source)
     if isinstance(rope_scaling, YarnScaling):  # the context before scaling may be the one that is named
         context = max(context, round(rope_scaling.factor * rope_scaling.original_context))
+    rope_theta = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
+    if rope_theta <= 1:
+        raise ValueError(f"{source}: rope_theta {rope_theta} is not supported (it must be above 1)")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int for token in eos_ids):
@@ -81,7 +90,7 @@ def model_config_from_hf(
         vocab_size=integer("vocab_size"),
         max_model_len=context,
         rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
-        rope_theta=number(rope, "rope_theta", number(config, "rope_theta", 10000.0)),
+        rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
@@ -122,7 +131,7 @@ def _spans(
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"{source}: layer_types must name the type of each of the {layers} layers")
     for kind in types:
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise ValueError(f"{source}: layer type {kind!r} is not supported ({', '.join(kinds)} are)")
     spans = tuple(kinds[kind] for kind in types)
     return spans if any(span and span.length < context for span in spans) else ()
@@ -231,7 +240,7 @@ def _not_supported(config: Mapping[str, Any], rope: Any) -> Iterator[str]:
         yield "mlp_bias"
     if not isinstance(rope, Mapping):
         yield f"rope scaling {rope!r}"
-    elif config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    elif any(values.get("partial_rotary_factor") not in (None, 1.0) for values in (config, rope)):
         yield "partial_rotary_factor"
 
 
@@ -252,7 +261,7 @@ def _rope_scaling(
                 int(number("original_max_position_embeddings")),
             )
         case "yarn":
-            original = int(number("original_max_position_embeddings", context))
+            original = max(1, int(number("original_max_position_embeddings", context)))
             factor = number("factor", context / original)
             return YarnScaling(
                 factor,

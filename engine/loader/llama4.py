@@ -54,10 +54,10 @@ class Llama4Checkpoint:
     def _split(self, stored: str, experts: str, kind: str) -> Iterator[tuple[str, _Matrix]]:
         """The matrices of a tensor with all experts, by the names that they would have alone."""
         shape = self._files.shape(stored)
-        if shape is None or len(shape) != 3:
+        names = ["gate", "up"] if kind == "gate_up" else ["down"]
+        if shape is None or len(shape) != 3 or 0 in shape or shape[2] % len(names):
             raise ValueError(f"{self._files.file_of(stored)}: tensor {stored} is {shape}, not of experts")
         count, columns, rows = shape
-        names = ["gate", "up"] if kind == "gate_up" else ["down"]
         size = rows // len(names)
         for expert in range(count):
             for i, name in enumerate(names):

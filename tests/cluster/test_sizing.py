@@ -184,6 +184,9 @@ def test_a_shape_from_a_directory(tmp_path: Path) -> None:
     assert shape(str(tmp_path)).num_layers == 16
     with pytest.raises(ValueError, match="--model nothing"):
         shape("nothing")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json: must be a JSON object"):
+        shape(str(tmp_path))
 
 
 def test_the_command() -> None:

@@ -31,6 +31,11 @@ def of_tensor(weight: Tensor) -> Tensor:
     return (weight.abs().max() / 448).reshape(1)
 
 
+def of_scalar(weight: Tensor) -> Tensor:
+    """Without a dimension."""
+    return of_tensor(weight)[0]
+
+
 def of_rows(weight: Tensor) -> Tensor:
     return weight.abs().amax(dim=1, keepdim=True) / 448
 
@@ -72,7 +77,7 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
 BLOCKS = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 KINDS: dict[str, tuple[dict[str, Any], Scales, str, torch.dtype]] = {
     "static": (
-        {"quant_method": "fp8", "activation_scheme": "static"}, of_tensor, "weight_scale", torch.float32,
+        {"quant_method": "fp8", "activation_scheme": "static"}, of_scalar, "weight_scale", torch.float32,
     ),
     "blocks": ({"quant_method": "fp8", **BLOCKS}, of_blocks, "weight_scale_inv", torch.float32),
     "compressed-tensor": (compressed("tensor"), of_tensor, "weight_scale", torch.bfloat16),
@@ -100,7 +105,7 @@ def save_quantized(directory: Path, save_tiny: Any, kind: str, model: str = "Lla
         stem = name.removesuffix("weight")
         tensors[stem + suffix] = scales
         if settings.get("activation_scheme") == "static":
-            tensors[stem + "input_scale"] = torch.ones(1)
+            tensors[stem + "input_scale"] = torch.ones(())
     save_file(tensors, path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
@@ -239,6 +244,19 @@ def test_unsupported_settings_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     with pytest.raises(ValueError, match=message):
         check_model(EngineConfig(str(tmp_path)))
+
+
+def test_plans_for_gpus_elsewhere_know_the_size_of_fp8_weights(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = EngineConfig(str(tiny_path), quantization="fp8")
+    model = open_checkpoint(config, torch.device("cpu")).config
+    sizes = [
+        choose_format(config, model, torch.device(device)).bytes_per_parameter(torch.bfloat16)
+        for device in ("cpu", "cuda")
+    ]
+    assert sizes == [2, 1 + 4 / 128]
 
 
 def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path, save_tiny: Any) -> None:

@@ -114,6 +114,12 @@ def test_dummy_weights_need_no_format(checkpoints: tuple[Path, Path]) -> None:
         ("down_proj_blocks", lambda blocks: blocks[0], r"down_proj_blocks is \[64, 3, 16\]"),
         ("down_proj_blocks", lambda blocks: blocks.float(), r"down_proj_blocks is of torch\.float32"),
         ("down_proj_bias", lambda _: None, r"tensor .*experts\.0\.down_proj\.bias is missing"),
+        ("gate_up_proj_bias", lambda biases: biases.repeat(1, 2)[:, :193], r"bias is \[8, 193\]"),
+        (
+            "gate_up_proj_bias",
+            lambda _: torch.empty(1 << 40, 0),
+            r"_proj_bias is \[1099511627776, 0\]",
+        ),
         ("gate_up_proj_bias", lambda biases: biases[:5], r"tensor .*experts\.5\.gate_proj\.bias is missing"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine, EngineConfig, build_engine
 from engine.layers.ranks import Part, whole
-from engine.loader import check_model
+from engine.loader import check_model, choose_format
 from engine.loader.dummy import DummyCheckpoint
 from engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
 from engine.loader.hf import HFCheckpoint
@@ -282,7 +283,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
         load(copy)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Llama4Text"])
+@pytest.mark.parametrize("kind", ["Llama", "Llama4Text", "GptOss"])
 def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(
     kind: str, tmp_path: Path, save_tiny: Callable[..., Any]
 ) -> None:
@@ -293,16 +294,19 @@ def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "attention_factor": 1.0, "beta_fast": 32,
             "original_max_position_embeddings": 32}  # fmt: skip
-    refused = 0
+    read, refused = 0, 0
     for value in (
         "x",
         "",
         -1,
         0,
+        0.5,
+        1.0,
         1.5,
         True,
         [],
         [None],
+        [[]] * 3,
         {},
         {"rope_type": "linear"},
         None,
@@ -312,8 +316,35 @@ def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(
         changes = [{key: value} for key in config]
         changes += [{"rope_parameters": {**kind, key: value}} for kind in (rope, yarn) for key in kind]
         for change in changes:
-            read = partial(model_config_from_hf, {**config, **change}, {}, "a/config.json")
-            refused += is_refused(read, "a/config.json")
+            read += 1
+            refused += is_refused(
+                partial(model_config_from_hf, {**config, **change}, {}, "a/config.json"), "a/config.json"
+            )
+    assert 100 < refused < read - 100
+
+
+def test_any_value_in_a_quantization_config_is_accepted_or_refused_by_name(tiny_path: Path) -> None:
+    model, refused = HFCheckpoint(tiny_path).config, 0
+    of_float = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    of_int = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": None}
+    configs: list[dict[str, Any]] = [
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq"},
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    ]
+    for name, kept in (("float-quantized", of_float), ("pack-quantized", of_int)):
+        group = {"weights": kept, "input_activations": None}
+        compressed = {"quant_method": "compressed-tensors", "format": name}
+        configs.append({**compressed, "config_groups": {"g": group}})
+        for key in kept:
+            configs.append({**compressed, "config_groups": {"g": {"weights": {**kept, key: [[]]}}}})
+        configs += [{**compressed, "config_groups": {"g": value}} for value in (None, [], {}, {"weights": 1})]
+    for settings in configs:
+        for key in settings:
+            for value in ("x", 1.5, [], [None], {}, {"a": 1}, None, settings[key]):
+                changed = replace(model, quantization={**settings, key: value})
+                read = partial(choose_format, EngineConfig("m"), changed, torch.device("cpu"))
+                refused += is_refused(read, "m")
     assert refused > 100
 
 
@@ -377,15 +408,23 @@ def test_a_llama4_that_does_not_fit_is_refused(
         check_model(EngineConfig(str(copy)))
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "shape"),
+    [
+        ("down_proj", lambda experts: experts.flatten(1), r"\(8, 1536\)"),
+        ("down_proj", lambda experts: torch.empty(1 << 40, 0, 64), r"\(1099511627776, 0, 64\)"),
+        ("gate_up_proj", lambda experts: experts.repeat(1, 1, 2)[:, :, :49].contiguous(), r"\(8, 64, 49\)"),
+    ],
+)
 def test_experts_of_llama4_must_be_in_one_tensor_of_three_dimensions(
-    llama4_path: Path, tmp_path: Path
+    llama4_path: Path, tmp_path: Path, name: str, change: Any, shape: str
 ) -> None:
     copy = shutil.copytree(llama4_path, tmp_path / "copy")
     tensors = load_file(copy / "model.safetensors")
-    name = "model.layers.1.feed_forward.experts.down_proj"
-    tensors[name] = tensors[name].flatten(1)
+    name = f"model.layers.1.feed_forward.experts.{name}"
+    tensors[name] = change(tensors[name])
     save_file(tensors, copy / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {name} is \(8, 1536\), not of exp"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {name} is {shape}, not of exp"):
         check_model(EngineConfig(str(copy)))
 
 
