@@ -69,6 +69,7 @@ class Int4Format:
         parts = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
         groups = stacked(parts)
         assert groups is not None, "all are read with one size"
+        bias = bias or weights.has(f"{names[0]}.bias")  # AutoGPTQ writes biases that the model has not
         return grouped_linear(groups, weights.bias(names, rows, columns) if bias else None, weights)
 
     def experts(

@@ -34,8 +34,9 @@ def words(integers: Tensor, places: tuple[int, ...] = tuple(range(8))) -> Tensor
 
 
 def gptq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """The stored zeros are less by 1."""
+    """The stored zeros are less by 1. AutoGPTQ writes biases for all matrices."""
     return {
+        "bias": torch.zeros(len(codes)),
         "qweight": words(codes).T,
         "qzeros": words(zeros.T - 1),
         "scales": scales.T,
