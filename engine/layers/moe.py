@@ -37,6 +37,8 @@ class MoE:
             [own.here(expert, hidden) for expert in range(len(names))],
             inner,
         )
+        if isinstance(self.gate_up, Tensor) != isinstance(self.down, Tensor):
+            raise ValueError(f"{weights.source}: of the experts of {name} only some matrices are in FP8")
         self.gate_up_bias: Tensor | None = None  # [own experts, 2 * inner]
         self.down_bias: Tensor | None = None  # [own experts, hidden_size]
         if experts.bias:

@@ -269,6 +269,20 @@ def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path, save_tiny: Any
         weights.linear([name], [whole(256)], Part(192, 384, 384))
 
 
+@pytest.mark.usefixtures("quantized_activations")
+def test_experts_with_only_some_matrices_in_fp8_are_refused(tmp_path: Path, save_tiny: Any) -> None:
+    save_quantized(tmp_path, save_tiny, "compressed-channel", "Qwen3Moe", **RANKED, moe_intermediate_size=32)
+    check_model(EngineConfig(str(tmp_path)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if ".1.mlp." in name and "down_proj.weight" in name]:
+        tensors[name] = tensors[name].float()
+        if name.endswith("_scale"):
+            del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"experts of model\.layers\.1\.mlp only some matrices are in FP8"):
+        check_model(EngineConfig(str(tmp_path)))
+
+
 def test_a_checkpoint_without_its_scales_is_refused(tmp_path: Path, save_tiny: Any) -> None:
     save_quantized(tmp_path, save_tiny, "static")
     tensors = load_file(tmp_path / "model.safetensors")
