@@ -109,6 +109,8 @@ class Speeds:
         copies = ranks * model.of_rank(ranks).num_kv_heads // model.num_kv_heads
         self.kv_bytes_per_token = cache_bytes_per_token(cache) * copies
         self._spans = Counter(layer.span for layer in cache)
+        reference_kv = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
+        self._reference_kv_seconds = CONTEXT * reference_kv / gpu.kv_bytes_per_s  # of one request
         self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, self._matrix_bytes)
         # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
         (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
@@ -149,9 +151,7 @@ class Speeds:
 
     def _products(self, batch: int) -> float:
         """Seconds of the matrix products of the reference model: a step without its reading of KV."""
-        kv_bytes = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
-        seconds = interpolated(self._gpu.decode, batch)
-        return seconds - batch * CONTEXT * kv_bytes / self._gpu.kv_bytes_per_s
+        return interpolated(self._gpu.decode, batch) - batch * self._reference_kv_seconds
 
     def kv_room(self, utilization: float) -> int:
         """Bytes for KV, after the weights and 4 GiB of each GPU for activations, graphs and context.

@@ -3,6 +3,7 @@
 The interpreter's bfloat16 products are wrong, so bfloat16 is for the GPU alone.
 """
 
+import itertools
 import os
 import random
 import subprocess
@@ -173,35 +174,36 @@ def test_shuffle_chooses_an_expert_for_any_logits(kernel_device: str) -> None:
     assert counts.tolist() == [4, 4, 0, 0, 0, 0]
 
 
+MIXES = [
+    *itertools.product(
+        LEANINGS,
+        [
+            (1, 1, 64, 32, Scoring.SOFTMAX),
+            (3, 3, 72, 24, Scoring.NORMALIZED_SOFTMAX),
+            (20, 4, 72, 12, Scoring.NORMALIZED_SOFTMAX),
+            (50, 4, 136, 24, Scoring.NORMALIZED_SOFTMAX),
+            (50, 1, 136, 24, Scoring.SIGMOID_ON_INPUT),
+        ],
+    ),
+    ("two-are-empty", (400, 4, 64, 24, Scoring.SOFTMAX)),  # the largest tiles
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("leaning", LEANINGS)
-@pytest.mark.parametrize(
-    ("tokens", "chosen", "size", "inner", "scoring"),
-    [
-        (1, 1, 64, 32, Scoring.SOFTMAX),
-        (3, 3, 72, 24, Scoring.NORMALIZED_SOFTMAX),
-        (20, 4, 72, 12, Scoring.NORMALIZED_SOFTMAX),
-        (50, 4, 136, 24, Scoring.NORMALIZED_SOFTMAX),
-        (400, 4, 64, 24, Scoring.SOFTMAX),
-        (50, 1, 136, 24, Scoring.SIGMOID_ON_INPUT),
-    ],
-)
+@pytest.mark.parametrize(("leaning", "shape"), MIXES)
 def test_mix_experts(
     triton_kernels: Kernels,
     kernel_device: str,
     dtype: torch.dtype,
     leaning: str,
-    tokens: int,
-    chosen: int,
-    size: int,
-    inner: int,
-    scoring: Scoring,
+    shape: tuple[int, int, int, int, Scoring],
 ) -> None:
     """All tilings, tiles that are partly empty in each dimension, rows that the copy engine cannot read, and
-    experts without a token."""
+    experts without a token. `shape`: tokens, experts of each, size, inner, scoring."""
+    tokens, chosen, size, inner, scoring = shape
     x, gate_up, down = (
-        normal(*shape, seed=i).to(dtype)
-        for i, shape in enumerate([(tokens, size), (6, 2 * inner, size), (6, size, inner)])
+        normal(*sizes, seed=i).to(dtype)
+        for i, sizes in enumerate([(tokens, size), (6, 2 * inner, size), (6, size, inner)])
     )
     gate_up /= size**0.5
     logits = expert_logits(tokens, LEANINGS[leaning])
