@@ -346,6 +346,11 @@ def test_a_part_of_the_wire_that_is_not_built_is_refused_by_name(make_prefill: A
     lane.expect(COMMIT)
 
 
+def pin_of(transfer: bytes) -> bytes:
+    """The name that a transfer by content has at the engine."""
+    return b"pin:" + transfer
+
+
 def test_chunks_of_a_prefix_cache_come_after_have(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     names = prefill.cache(3)
@@ -362,7 +367,7 @@ def test_chunks_of_a_prefix_cache_come_after_have(make_prefill: Any, until: Any)
     ]
     lane.say(ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released, "the ACK", prefill.sender)
-    assert prefill.released == {transfer: "acked"}
+    assert prefill.released == {pin_of(transfer): "acked"}
 
 
 def test_at_most_two_prefixes_leave_at_a_time(make_prefill: Any, until: Any) -> None:
@@ -375,7 +380,7 @@ def test_at_most_two_prefixes_leave_at_a_time(make_prefill: Any, until: Any) -> 
     until(lambda: prefill.poll() or len(prefill.held) == 2, "the engine to be asked", prefill.sender)
     lane.say(ABORT, ["cancelled"], ids[0])
     lane.say(FETCH_CONTENT, [[name], 0, 1, 0, 0, 2], ids[3])
-    until(lambda: prefill.poll() or ids[3] in prefill.held, "the fourth", prefill.sender)
+    until(lambda: prefill.poll() or pin_of(ids[3]) in prefill.held, "the fourth", prefill.sender)
     lane.sock.close()
     until(lambda: prefill.poll() or len(prefill.released) == 3, "no pin without its session", prefill.sender)
 
@@ -391,7 +396,7 @@ def test_a_pin_ends_at_its_deadline_also_if_its_peer_takes_a_byte_now_and_then(
     for total in range(1, 6):
         lane.say(CREDIT, [total, False])
     until(lambda: prefill.poll() or prefill.released, "the deadline", prefill.sender)
-    assert prefill.released == {transfer: "deadline"}
+    assert prefill.released == {pin_of(transfer): "deadline"}
     assert prefill.stats().deadlines == {"pin": 1}
 
 
