@@ -5,9 +5,7 @@ others run the rest meanwhile, module by module, and at the end all share it. Te
 with two processes two cores would be idle for a part of the time.
 """
 
-import importlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
@@ -27,11 +25,9 @@ settings.register_profile("baton", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("baton")
 
 if DEVICE == "cpu":
-    # Triton decides when it is imported whether its own functions are compiled or interpreted, and others
-    # (transformers) import it too: so it is imported here, before them.
+    # Triton decides when a module is imported whether its functions are compiled or interpreted, and others
+    # (transformers) import it too: so this is set before them, and for all tests.
     os.environ["TRITON_INTERPRET"] = "1"
-    importlib.import_module("triton.language")
-    del os.environ["TRITON_INTERPRET"]
 
 
 CLUSTERS = frozenset({"system", "worker", "prefill_worker", "decode_worker"})
@@ -53,15 +49,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def kernel_device() -> Iterator[str]:
+def kernel_device() -> str:
     """Where Triton kernels run: compiled on a GPU, or on the CPU in Triton's interpreter. Modules with
     kernels must not be imported outside of tests that use this."""
-    if DEVICE != "cpu":
-        yield DEVICE
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield "cpu"
+    return DEVICE
 
 
 @pytest.fixture(scope="session")
