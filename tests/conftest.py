@@ -50,8 +50,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def kernel_device() -> str:
-    """Where Triton kernels run: compiled on a GPU, or on the CPU in Triton's interpreter. Modules with
-    kernels must not be imported outside of tests that use this."""
+    """Where Triton kernels run: compiled on a GPU, or on the CPU in Triton's interpreter."""
     return DEVICE
 
 
