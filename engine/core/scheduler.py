@@ -314,10 +314,16 @@ class Scheduler:
     @property
     def next_prompt(self) -> int:
         """Tokens that the first prompt of the next step lacks. 0: that step decodes, or has no prompt."""
-        first = [live for live in self.running if not live.ends_with_pending] or self.waiting[:1]
-        if not first or any(live.num_left <= 1 for live in first):
-            return 0
-        return first[0].num_left
+        first = 0
+        for live in self.running:
+            if not live.ends_with_pending:
+                if live.num_left <= 1:
+                    return 0  # mostly the first of hundreds: the loop of the worker asks several times a step
+                first = first or live.num_left
+        if first or not self.waiting:
+            return first
+        left = self.waiting[0].num_left
+        return left if left > 1 else 0
 
     @property
     def has_next(self) -> bool:
