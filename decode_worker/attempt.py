@@ -9,6 +9,7 @@ from worker.messages import Source
 
 class AttemptPhase(Enum):
     FETCHING = auto()  # the receiver may write into the blocks
+    IMPORTING = auto()  # the prefix cache fetches the beginning of the prompt; the attempt has no blocks
     TAKING = (
         auto()
     )  # the KV is, or will be, in a prefill of this worker; the attempt has no blocks of its own

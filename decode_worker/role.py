@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Protocol
 
 from decode_worker.attempt import Attempt, AttemptPhase
-from engine import Engine, Logprobs, Output, StepResult
+from engine import Engine, EngineRequest, Logprobs, Output, StepResult
 from kv_transfer import Closed, FetchFailed, Injected, Receiver
 from worker import messages
 from worker.engine_loop import Parts
@@ -100,27 +100,41 @@ class DecodeRole:
         if source is not None and source.incarnation == self._incarnation:
             self._take(message, source.prefill_id)
             return
-        attempt = Attempt(
+        attempt = self._table[decode_id] = Attempt(
             prompt_tokens=len(request.prompt_ids),
             output_tokens=len(request.output_ids),
             source=source,
             deadline=time.monotonic() + message.work.timeout,
         )
         if source is None:
-            room = self.engine.start(request)
-            attempt.phase = AttemptPhase.RUNNING
+            self._compute(request, attempt, message.content)
         elif reservation := self.engine.reserve(request):
-            room = True
             attempt.block_ids, attempt.cached = reservation
-        else:
-            room = False
-        if not room:
-            self._attempts.fail(decode_id, Code.NO_ROOM, self._no_room())
-            return
-        self._attempts.reserved(decode_id)
-        self._table[decode_id] = attempt
-        if source is not None:
+            self._attempts.reserved(decode_id)
             self._fetch(decode_id)
+        else:
+            self._refuse(decode_id)
+
+    def _compute(
+        self, request: EngineRequest, attempt: Attempt, content: messages.ContentSource | None
+    ) -> None:
+        """Computes a prompt here, without what the prefix cache gets from another worker first."""
+
+        def start() -> None:
+            if self.engine.start(request):
+                attempt.phase = AttemptPhase.RUNNING
+                self._attempts.reserved(request.id)
+            else:
+                self._refuse(request.id)
+
+        if content is not None and self._prefix_fetches.start(request, content, start):
+            attempt.phase = AttemptPhase.IMPORTING
+        else:
+            start()
+
+    def _refuse(self, decode_id: bytes) -> None:
+        del self._table[decode_id]
+        self._attempts.fail(decode_id, Code.NO_ROOM, self._no_room())
 
     def _take(self, message: messages.Decode, prefill_id: bytes) -> None:
         """The KV is in this worker already. The request needs neither blocks nor a transfer.
@@ -161,9 +175,9 @@ class DecodeRole:
                     self._finished(decode_id)
 
     def _retarget(self, message: messages.Retarget) -> None:
-        """Fetches the KV from another prefill. A running request already has its KV, so nothing changes."""
+        """Fetches the KV from another prefill. A request that needs none goes on as it is."""
         attempt = self._table[message.decode_id]
-        if attempt.phase in (AttemptPhase.RUNNING, AttemptPhase.TAKING):
+        if attempt.phase in (AttemptPhase.RUNNING, AttemptPhase.IMPORTING, AttemptPhase.TAKING):
             return
         if message.source.incarnation == self._incarnation:
             self._end(message.decode_id, Code.HANDED_BACK, "the new prefill is on this worker: submit again")
@@ -224,6 +238,7 @@ class DecodeRole:
     def _forget(self, decode_id: bytes) -> None:
         """Removes an attempt when the receiver no longer writes into its blocks."""
         del self._table[decode_id]
+        self._prefix_fetches.cancel(decode_id)
         self.engine.cancel(decode_id)
 
     # ------------------------------------------------------------ KV

@@ -172,14 +172,16 @@ class ContentSource(_message.Message):
     def __init__(self, kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class SubmitDecode(_message.Message):
-    __slots__ = ("decode_id", "request", "source")
+    __slots__ = ("decode_id", "request", "source", "content")
     DECODE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     decode_id: bytes
     request: Request
     source: PrefillSource
-    def __init__(self, decode_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., source: _Optional[_Union[PrefillSource, _Mapping]] = ...) -> None: ...
+    content: ContentSource
+    def __init__(self, decode_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., source: _Optional[_Union[PrefillSource, _Mapping]] = ..., content: _Optional[_Union[ContentSource, _Mapping]] = ...) -> None: ...
 
 class PrefillSource(_message.Message):
     __slots__ = ("prefill_id", "kv_address", "incarnation", "attempt")

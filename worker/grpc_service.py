@@ -167,7 +167,7 @@ class AttachService(WorkerServicer):
         try:
             self._require_accepting()
             work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
-            content = validation.content_source(submit.content) if submit.HasField("content") else None
+            content = validation.content_source(submit)
         except Refused as refusal:
             stream.put(_refused(prefill_id, refusal))
         else:
@@ -182,10 +182,11 @@ class AttachService(WorkerServicer):
             self._require_accepting()
             work = validation.work(decode_id, submit.request, self._limits)
             source = validation.source(submit.source) if submit.HasField("source") else None
+            content = validation.content_source(submit)
         except Refused as refusal:
             stream.put(_refused(decode_id, refusal))
         else:
-            await self._backend.send(messages.Decode(stream.number, work, source))
+            await self._backend.send(messages.Decode(stream.number, work, source, content))
 
     async def _retarget(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         retarget = message.retarget

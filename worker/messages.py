@@ -72,6 +72,7 @@ class Decode(_Message):
     stream: int
     work: Work
     source: Source | None  # None: the decode worker prefills the prompt
+    content: ContentSource | None = None  # only without a source
 
 
 class Retarget(_Message):

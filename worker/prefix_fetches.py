@@ -2,19 +2,22 @@
 
 Life of a fetch:
 
-1. A router names a worker that has more of a prompt cached. The engine reserves blocks for what is missing
-   here, if there is room. Otherwise the prompt is computed.
-2. The receiver asks for these chunks. The other worker pins those that it has, and sends them.
-3. When all of them are verified, they enter the prefix cache. The prompt is then added to the engine.
+1. A router names a worker that has more of a prompt cached. If fetching takes longer than computing, the
+   prompt is computed.
+2. The engine reserves blocks for what is missing here, if there is room. Otherwise the prompt is computed.
+3. The receiver asks for these chunks. The other worker pins those that it has, and sends them.
+4. When all of them are verified, they enter the prefix cache. The prompt then goes to the engine.
 
 If the fetch fails, or takes longer than it should, the prompt is computed. Prompts that begin with the same
-missing chunk wait for one fetch. They hold nothing while they wait.
+missing chunk wait for one fetch. They hold nothing while they wait. Then each of them fetches what is still
+missing, by the same rule.
 """
 
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from content import CHUNK_TOKENS
 from engine import Engine, EngineRequest
@@ -26,11 +29,37 @@ LONGEST = 5.0
 SLACK = 1.0
 """Seconds that a fetch may take beyond twice the time to compute its tokens."""
 MEMORY = 0.7
-"""Weight of the fetches before, against the newest one, in the measured bandwidth. Bytes and seconds are
-added up, so that short fetches hardly count: their time is mostly latency."""
+"""Weight of the fetches before, against the newest one, in a measured bandwidth. Bytes and seconds are added
+up, so that short fetches hardly count: their time is mostly latency."""
 FORGET = 0.97
 """What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
 fetch would be the last one."""
+MOST_PEERS = 1000
+"""Workers with a measured bandwidth. One more replaces the oldest."""
+
+
+@dataclass(slots=True)
+class _Bandwidth:
+    """Of recent fetches from one worker."""
+
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+    def expected(self, size: int) -> float:
+        """Seconds to fetch so many bytes. 0: not known."""
+        return size * self.seconds / self.bytes if self.bytes else 0.0
+
+    def measured(self, size: int, seconds: float) -> None:
+        self.bytes = MEMORY * self.bytes + size
+        self.seconds = MEMORY * self.seconds + seconds
+
+
+class _Waiting(NamedTuple):
+    """A prompt that waits for a fetch. `source` is None if it waits for its own fetch."""
+
+    request: EngineRequest
+    source: ContentSource | None
+    then: Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,14 +67,14 @@ class _Fetch:
     first_chunk: int
     key: bytes  # the name of the first missing chunk
     bytes: int  # of all chunks that are asked for
+    bandwidth: _Bandwidth
     started: float  # time.monotonic()
     until: float
-    waiting: dict[bytes, Callable[[], None]] = field(default_factory=dict)  # by request id
+    waiting: dict[bytes, _Waiting] = field(default_factory=dict)  # by request id
 
 
 class PrefixFetches:
-    """Owns the imports of the engine, and their fetches at the receiver, which it shares with the decode
-    role."""
+    """Owns the imports of the engine, and their fetches at the receiver. Both roles share it."""
 
     def __init__(
         self, engine: Engine, receiver: Receiver, layout: KVLayout, incarnation: int, counts: RequestCounts
@@ -56,55 +85,56 @@ class PrefixFetches:
         self._incarnation = incarnation
         self._counts = counts
         self._fetches: dict[bytes, _Fetch] = {}  # by fetch id, until the receiver writes no more
-        self._open: dict[bytes, bytes] = {}  # key → fetch id, of those that prompts may wait for
-        self._bytes = self._seconds = 0.0  # of recent fetches
+        self._open: dict[bytes, _Fetch] = {}  # by key, those that prompts may wait for
+        self._bandwidths: dict[str, _Bandwidth] = {}  # by address
 
-    def start(self, request: EngineRequest, source: ContentSource, then: Callable[[], None]) -> bool:
+    def start(
+        self, request: EngineRequest, source: ContentSource, then: Callable[[], None], fetched: bytes = b""
+    ) -> bool:
         """Fetches what is missing of a prompt, and calls `then` when this has ended, in any way.
 
-        False: there is nothing to wait for, and `then` will not be called."""
-        fetch_id, exchange = os.urandom(16), self._engine.prefix_exchange
+        False: there is nothing to wait for, and `then` will not be called. `fetched`: a chunk that was
+        fetched just now. If it is still missing, it is not asked for again."""
+        exchange = self._engine.prefix_exchange
         if exchange is None or source.incarnation == self._incarnation:
             return False
-        wanted = exchange.start_import(fetch_id, request)
-        if wanted is None:
+        missing = exchange.missing(request, MAX_CHUNKS)
+        if missing is None or missing.chunks[0] == fetched:
             return False
-        key, chunks = wanted.chunks[0], wanted.chunks[:MAX_CHUNKS]
-        seconds = self._compute_seconds(len(chunks))
-        if key in self._open:
-            exchange.end_import(fetch_id, 0)
-            self._fetches[self._open[key]].waiting[request.id] = then
+        key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
+        size = tokens * self._token_bytes
+        speed = self._engine.prefill_tokens_per_s
+        seconds = tokens / speed if speed else 0.0
+        same = self._open.get(key)
+        bandwidth = same.bandwidth if same is not None else self._bandwidth(source)
+        if seconds and bandwidth.expected(size if same is None else same.bytes) >= seconds:
+            bandwidth.seconds *= FORGET
+            return False
+        if same is not None:
+            same.waiting[request.id] = _Waiting(request, source, then)
             return True
-        if seconds and self._transfer_seconds(len(chunks)) >= seconds:
-            exchange.end_import(fetch_id, 0)
-            self._seconds *= FORGET
+        fetch_id, now = os.urandom(16), time.monotonic()
+        block_ids = exchange.start_import(fetch_id, missing)
+        if block_ids is None:
             return False
-        size, now = len(chunks) * CHUNK_TOKENS * self._token_bytes, time.monotonic()
         until = now + (SLACK + 2 * seconds if seconds else LONGEST)
-        self._fetches[fetch_id] = _Fetch(wanted.first_chunk, key, size, now, until, {request.id: then})
-        self._open[key] = fetch_id
+        fetch = _Fetch(missing.first_chunk, key, size, bandwidth, now, until)
+        fetch.waiting[request.id] = _Waiting(request, None, then)
+        self._fetches[fetch_id] = self._open[key] = fetch
         self._receiver.fetch_content(
             fetch_id,
-            chunks=chunks,
-            first_chunk=wanted.first_chunk,
+            chunks=missing.chunks,
+            first_chunk=missing.first_chunk,
             kv_address=source.kv_address,
             incarnation=source.incarnation,
-            block_ids=wanted.block_ids,
+            block_ids=block_ids,
         )
         return True
 
-    def _compute_seconds(self, chunks: int) -> float:
-        """0: the speed of prefills is not known."""
-        speed = self._engine.prefill_tokens_per_s
-        return chunks * CHUNK_TOKENS / speed if speed else 0.0
-
-    def _transfer_seconds(self, chunks: int) -> float:
-        """0: the bandwidth is not known."""
-        return chunks * CHUNK_TOKENS * self._token_bytes * self._seconds / self._bytes if self._bytes else 0.0
-
-    def _measured(self, size: int, seconds: float) -> None:
-        self._bytes = MEMORY * self._bytes + size
-        self._seconds = MEMORY * self._seconds + seconds
+    def _bandwidth(self, source: ContentSource) -> _Bandwidth:
+        if source.kv_address not in self._bandwidths and len(self._bandwidths) >= MOST_PEERS:
+            del self._bandwidths[next(iter(self._bandwidths))]
+        return self._bandwidths.setdefault(source.kv_address, _Bandwidth())
 
     def cancel(self, request_id: bytes) -> None:
         """The request has ended. Its `then` is not called."""
@@ -116,18 +146,18 @@ class PrefixFetches:
         """Handles an event of the receiver about a fetch from here."""
         fetch, exchange = self._fetches.pop(event.decode_id), self._engine.prefix_exchange
         assert exchange is not None, "it started an import"
-        if self._open.get(fetch.key) == event.decode_id:
-            del self._open[fetch.key]
+        self._close(fetch)
         tokens = 0
         if isinstance(event, Injected):
             stats = event.stats
             fetched = stats.bytes // self._token_bytes
             tokens = fetch.first_chunk * CHUNK_TOKENS + fetched
             self._counts.prefix_fetched_tokens += fetched
-            self._measured(stats.bytes, stats.fetch_seconds)
+            fetch.bandwidth.measured(stats.bytes, stats.fetch_seconds)
         exchange.end_import(event.decode_id, tokens)
-        for then in fetch.waiting.values():
-            then()
+        for request, source, then in fetch.waiting.values():
+            if not tokens or source is None or not self.start(request, source, then, fetch.key):
+                then()
 
     def expire(self) -> None:
         """Computes the prompts that wait for a fetch which takes too long."""
@@ -135,13 +165,18 @@ class PrefixFetches:
         for fetch_id, fetch in self._fetches.items():
             if fetch.waiting and fetch.until <= now:
                 if self._receiver.began(fetch_id):  # else the time says nothing about the bandwidth
-                    self._measured(fetch.bytes, now - fetch.started)
+                    fetch.bandwidth.measured(fetch.bytes, now - fetch.started)
                 waiting, fetch.waiting = fetch.waiting, {}
                 self._give_up(fetch_id, fetch)
-                for then in waiting.values():
+                for _, _, then in waiting.values():
                     then()
 
     def _give_up(self, fetch_id: bytes, fetch: _Fetch) -> None:
         """No prompt waits any more. The blocks come back when the receiver has reported Closed."""
-        self._open.pop(fetch.key, None)
+        self._close(fetch)
         self._receiver.cancel(fetch_id)
+
+    def _close(self, fetch: _Fetch) -> None:
+        """No further prompt may wait for it."""
+        if self._open.get(fetch.key) is fetch:
+            del self._open[fetch.key]

@@ -156,9 +156,11 @@ def source(value: pb.PrefillSource) -> messages.Source:
     return messages.Source(prefill_id, address, value.incarnation, value.attempt)
 
 
-def content_source(value: pb.ContentSource) -> messages.ContentSource:
-    """Checks the source of cached KV. Raises Refused(INVALID)."""
-    return messages.ContentSource(_address(value.kv_address), value.incarnation)
+def content_source(submit: pb.SubmitPrefill | pb.SubmitDecode) -> messages.ContentSource | None:
+    """Checks the source of cached KV, if there is one. Raises Refused(INVALID)."""
+    if not submit.HasField("content"):
+        return None
+    return messages.ContentSource(_address(submit.content.kv_address), submit.content.incarnation)
 
 
 def _address(address: str) -> str:

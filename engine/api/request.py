@@ -117,17 +117,6 @@ class Reservation(NamedTuple):
     write them. It is a multiple of the block size."""
 
 
-class PrefixImport(NamedTuple):
-    """Blocks for a part of a prompt that another worker's prefix cache may have."""
-
-    chunks: Sequence[bytes]
-    """The names of the 64-token chunks to fetch, at least one."""
-    first_chunk: int
-    """Position of the first one in the prompt, in chunks."""
-    block_ids: Sequence[int]
-    """A block table up to the end of the last chunk."""
-
-
 class MixedStep(NamedTuple):
     """A step that both decodes and computes prompt tokens, as expected from recent ones."""
 

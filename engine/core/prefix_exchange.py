@@ -3,6 +3,8 @@
     pinned      cached blocks that another worker reads
     importing   new blocks that get the KV of another worker's cache, beside the cached blocks before them
 
+An import begins with `missing`, which takes no block: the caller may still decide to compute the prompt.
+
 What holds blocks here, and what it waits for:
 
     importing ──▶ pinned, on the other worker ──▶ a transfer into blocks that are reserved
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from content import CHUNK_TOKENS
-from engine.api.request import EngineRequest, PrefixImport
+from engine.api.request import EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_names import PrefixNames
@@ -25,9 +27,21 @@ PINNED_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Import:
+class MissingPrefix:
+    """What the cache lacks of a prompt. It holds no block, so it is true only until the pool changes."""
+
+    chunks: Sequence[bytes]
+    """The names of consecutive 64-token chunks, at least one."""
+    first_chunk: int
+    """Position of the first one in the prompt, in chunks."""
     names: PrefixNames
-    hits: list[int]
+    hits: Sequence[int]
+    """The cached blocks that the prompt begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Import:
+    missing: MissingPrefix
     blocks: list[int]  # the table, with its new blocks from `first` on
     first: int
 
@@ -70,29 +84,36 @@ class PrefixExchange:
         """Nothing reads the pinned blocks any more."""
         self._pool.release(self._pins.pop(pin_id))
 
-    def start_import(self, import_id: bytes, request: EngineRequest) -> PrefixImport | None:
-        """Reserves blocks for what the cache lacks of a prompt, except for its end, before the request is
-        added. The caller writes KV into them. None: nothing is missing, or there is no room."""
+    def missing(self, request: EngineRequest, most: int) -> MissingPrefix | None:
+        """What the cache lacks of a prompt that is not added yet, in at most `most` chunks. The prompt's end
+        does not count. None: nothing is missing."""
         tokens = [*request.prompt_ids, *request.output_ids]
         usable = (len(tokens) - 1) // self._block_size  # as for a prefill
         names = self._cache.names(request)
         names.extend(tokens, usable * self._block_size)
         hits = self._pool.lookup(names.blocks)
         first_chunk = len(hits) * self._block_size // CHUNK_TOKENS
-        chunks = names.chunks[first_chunk:]
+        chunks = names.chunks[first_chunk : first_chunk + most]
+        return MissingPrefix(chunks, first_chunk, names, hits) if chunks else None
+
+    def start_import(self, import_id: bytes, missing: MissingPrefix) -> Sequence[int] | None:
+        """Reserves blocks for what is missing. The caller writes KV into them. Returns a block table up to
+        the end of the last chunk. None: there is no room."""
+        start, stop = missing.first_chunk, missing.first_chunk + len(missing.chunks)
         # A chunk may begin in a cached block, which nothing may write: such a block is fetched again.
-        first = first_chunk * CHUNK_TOKENS // self._block_size
-        last = -(-(first_chunk + len(chunks)) * CHUNK_TOKENS // self._block_size)
-        if not chunks or last - first + self._pool.unreferenced(hits) > self._spare_blocks():
+        first = start * CHUNK_TOKENS // self._block_size
+        last = -(-stop * CHUNK_TOKENS // self._block_size)
+        if last - first + self._pool.unreferenced(missing.hits) > self._spare_blocks():
             return None
-        self._pool.share(hits)
-        blocks = [*hits[:first], *self._pool.allocate(last - first)]
-        self._imports[import_id] = _Import(names, hits, blocks, first)
-        return PrefixImport(chunks, first_chunk, blocks)
+        self._pool.share(missing.hits)
+        blocks = [*missing.hits[:first], *self._pool.allocate(last - first)]
+        self._imports[import_id] = _Import(missing, blocks, first)
+        return blocks
 
     def end_import(self, import_id: bytes, num_tokens: int) -> None:
         """Nothing is written into the blocks of an import any more. The cache gets what is complete among its
         first `num_tokens` positions: their KV is verified. 0: nothing."""
         ended = self._imports.pop(import_id)
-        self._cache.publish(ended.names, ended.blocks, len(ended.hits), num_tokens // self._block_size)
-        self._pool.release([*ended.hits, *ended.blocks[ended.first :]])
+        names, hits = ended.missing.names, ended.missing.hits
+        self._cache.publish(names, ended.blocks, len(hits), num_tokens // self._block_size)
+        self._pool.release([*hits, *ended.blocks[ended.first :]])

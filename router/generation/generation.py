@@ -217,9 +217,14 @@ class Generation:
         decode = self._decode = DecodeAttempt(os.urandom(16), worker, prefills=source is None)
         self._emit.begin_decode(decode.id)
         request = self._request(output_ids, place.within if place else 0.0)
-        submit = pb.SubmitDecode(decode_id=decode.id, request=request, source=source)
-        tokens = len(self._job.prompt_ids) + len(output_ids) + 1
-        worker.submit_decode(submit, self, tokens, None if place is None else place.work)
+        length = len(self._job.prompt_ids) + len(output_ids)
+        submit = pb.SubmitDecode(
+            decode_id=decode.id,
+            request=request,
+            source=source,
+            content=self._pool.prefix_source(worker, self._job.chunks, length) if source is None else None,
+        )
+        worker.submit_decode(submit, self, length + 1, None if place is None else place.work)
 
     def _next_source(self, prefill: PrefillAttempt) -> pb.PrefillSource:
         self._source_count += 1

@@ -11,6 +11,7 @@ from tests.cluster_helpers import (
     WorkerProcess,
     WorkerStream,
     assert_whole,
+    attached,
     metrics,
     paired,
     request,
@@ -88,12 +89,31 @@ def cache_of(worker: WorkerProcess) -> pb.ContentSource:
     return pb.ContentSource(kv_address=worker.ready["kv_address"], incarnation=worker.ready["incarnation"])
 
 
-async def answered(stream: WorkerStream, prompt: list[int], params: pb.SamplingParams) -> list[int]:
+async def answered(
+    stream: WorkerStream,
+    prompt: list[int],
+    params: pb.SamplingParams,
+    content: pb.ContentSource | None = None,
+) -> list[int]:
     """The tokens of a request that one worker computes and decodes."""
+    tokens, _ = await alone(stream, prompt, params, content)
+    return tokens
+
+
+async def alone(
+    stream: WorkerStream,
+    prompt: list[int],
+    params: pb.SamplingParams,
+    content: pb.ContentSource | None = None,
+    salt: bytes = b"",
+) -> tuple[list[int], int]:
+    """As `answered`, and how many positions were cached."""
     here = request(prompt, params)
-    await stream.send(decode=pb.SubmitDecode(decode_id=here.request_id, request=here))
+    here.cache_salt = salt
+    await stream.send(decode=pb.SubmitDecode(decode_id=here.request_id, request=here, content=content))
     await stream.reserved(here.request_id)
-    return [token.token_id for token, _ in await stream.tokens(here.request_id)]
+    events = [token for token, _ in await stream.tokens(here.request_id)]
+    return [token.token_id for token in events], events[0].cached_tokens
 
 
 async def prefilled(stream: WorkerStream, prompt: list[int], content: pb.ContentSource) -> tuple[int, int]:
@@ -123,6 +143,38 @@ async def test_the_kv_of_an_answer_comes_back_for_the_next_turn(caching_workers:
         await assert_whole(*caching_workers)
 
 
+async def test_turns_that_change_workers_compute_little_of_what_is_known(caching_workers: Workers) -> None:
+    """Each worker computes and decodes every second turn alone, and fetches the turns before."""
+    async with paired(*caching_workers) as pair:
+        streams, chat, known, computed = (pair.prefill, pair.decode), text(640, 20), 0, 0
+        for turn in range(10):
+            content = cache_of(caching_workers[1 - turn % 2])
+            tokens, cached = await alone(streams[turn % 2], chat, SHORT, content)
+            assert (tokens, 0) == await alone(streams[turn % 2], chat, SHORT, salt=b"no cache %d" % turn)
+            computed += known - cached
+            known = len(chat) + len(tokens) - 1  # the last token has no KV
+            chat = [*chat, *tokens, *text(120, 21 + turn)]
+        assert computed <= 0.05 * sum(640 + 125 * turn for turn in range(9))
+        await assert_whole(*caching_workers)
+
+
+@pytest.mark.parametrize("left", ["cancelled", "router gone"])
+async def test_a_request_that_ends_while_its_prefix_is_fetched_leaves_nothing(
+    caching_workers: Workers, left: str
+) -> None:
+    prompt = text(1500, 30)
+    async with attached(caching_workers[0]) as prefill, attached(caching_workers[1]) as decode:
+        await answered(decode, prompt, SHORT)
+        here = request([*prompt, 1], SHORT)
+        submit = pb.SubmitDecode(
+            decode_id=here.request_id, request=here, content=cache_of(caching_workers[1])
+        )
+        await prefill.send(decode=submit)
+        if left == "cancelled":
+            await prefill.cancel(here.request_id)
+    await assert_whole(*caching_workers)
+
+
 @pytest.mark.parametrize("wrong", ["nothing cached", "another incarnation", "nobody listens", "itself"])
 async def test_a_stale_hint_costs_time_alone(caching_workers: Workers, wrong: str) -> None:
     prefill, decode = caching_workers
@@ -134,9 +186,13 @@ async def test_a_stale_hint_costs_time_alone(caching_workers: Workers, wrong: st
     }[wrong]
     async with paired(*caching_workers) as pair:
         prompt = text(150, sum(map(ord, wrong)))
-        token, cached = await prefilled(pair.prefill, prompt, content)
-        assert cached == 0
-        assert [token] == await answered(pair.decode, prompt, sampling(max_tokens=1))
+        other, one = [*prompt[1:], 1], sampling(max_tokens=1)
+        (first, cached), (tokens, also_cached) = await asyncio.gather(
+            prefilled(pair.prefill, prompt, content), alone(pair.prefill, other, one, content)
+        )
+        assert cached == also_cached == 0
+        assert [first] == await answered(pair.decode, prompt, one)
+        assert tokens == await answered(pair.decode, other, one)
         await assert_whole(*caching_workers)
 
 

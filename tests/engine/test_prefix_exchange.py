@@ -1,18 +1,26 @@
 """Prefixes travel from one pool to another: pins, imports, the cache, and the owners of the blocks."""
 
 import random
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from content import CHUNK_TOKENS
-from engine.api.request import EngineRequest, PrefixImport
+from engine.api.request import EngineRequest
 from engine.core.block_pool import BlockPool
+from engine.core.prefix_exchange import MissingPrefix
 from engine.core.prefix_names import PrefixNames
 from engine.core.scheduler import Scheduler
 
 ROOT = b"root"
+
+
+class Import(NamedTuple):
+    missing: MissingPrefix
+    blocks: Sequence[int]
 
 
 class Worker:
@@ -50,23 +58,25 @@ class Worker:
         self.scheduler.drop(live)
         return live.num_cached
 
-    def start_import(self, prompt: list[int], salt: bytes = b"") -> PrefixImport | None:
-        request = EngineRequest(b"r", prompt, cache_salt=salt)
-        return self.exchange.start_import(b"i", request)
+    def start_import(self, prompt: list[int], salt: bytes = b"", most: int = 99) -> Import | None:
+        missing = self.exchange.missing(EngineRequest(b"r", prompt, cache_salt=salt), most)
+        blocks = None if missing is None else self.exchange.start_import(b"i", missing)
+        return None if missing is None or blocks is None else Import(missing, blocks)
 
 
 def content(prompt: list[int], position: int, salt: bytes) -> object:
     return position, tuple(prompt[: position + 1]), salt
 
 
-def move(holder: Worker, asker: Worker, wanted: PrefixImport) -> int:
+def move(holder: Worker, asker: Worker, wanted: Import) -> int:
     """Copies what the holder has, into blocks that no request reads. Returns the number of chunks."""
-    count, blocks = holder.exchange.pin(b"p", wanted.chunks, wanted.first_chunk)
-    first = wanted.first_chunk * CHUNK_TOKENS
+    missing = wanted.missing
+    count, blocks = holder.exchange.pin(b"p", missing.chunks, missing.first_chunk)
+    first = missing.first_chunk * CHUNK_TOKENS
     stop = first + count * CHUNK_TOKENS
     for position in range(first, stop):
-        row = asker.row(wanted.block_ids, position)
-        assert wanted.block_ids[position // asker.block_size] in asker.scheduler.pool._private
+        row = asker.row(wanted.blocks, position)
+        assert wanted.blocks[position // asker.block_size] in asker.scheduler.pool._private
         asker.kv[row] = holder.kv[holder.row(blocks, position)]
     asker.exchange.end_import(b"i", stop)
     if count:
@@ -104,10 +114,33 @@ def test_only_what_is_missing_is_asked_for(here: int) -> None:
     known = asker.compute(prompt[:301]) or 301 // here * here
     wanted = asker.start_import(prompt)
     assert wanted is not None
-    assert wanted.first_chunk == known // CHUNK_TOKENS
+    assert wanted.missing.first_chunk == known // CHUNK_TOKENS
     move(holder, asker, wanted)
     assert asker.compute(prompt) >= 512 // here * here
     assert asker.start_import(prompt) is None or here == 16, "a part of a chunk may be left"
+
+
+def test_at_most_so_many_chunks_are_missing_and_take_blocks() -> None:
+    holder, asker = Worker(16), Worker(16)
+    prompt = text(600)
+    holder.compute(prompt)
+    free = asker.scheduler.pool.free
+    wanted = asker.start_import(prompt, most=3)
+    assert wanted is not None
+    assert len(wanted.missing.chunks) == 3
+    assert free - asker.scheduler.pool.free == len(wanted.blocks) == 3 * CHUNK_TOKENS // 16
+    assert move(holder, asker, wanted) == 3
+    assert asker.compute(prompt) == 3 * CHUNK_TOKENS
+    asker.scheduler.assert_whole()
+
+
+def test_what_is_missing_takes_no_block() -> None:
+    worker = Worker(16)
+    missing = worker.exchange.missing(EngineRequest(b"r", text(600)), 99)
+    assert missing is not None
+    assert len(missing.chunks) == 9
+    assert worker.scheduler.pool.free == worker.scheduler.pool.num_blocks
+    worker.scheduler.assert_whole()
 
 
 def test_tenants_do_not_find_the_prefixes_of_others() -> None:
@@ -126,9 +159,9 @@ def test_pins_keep_their_blocks_and_take_a_bounded_share() -> None:
     holder.compute(prompt)
     wanted = asker.start_import(prompt)
     assert wanted is not None
-    count, blocks = holder.exchange.pin(b"p", wanted.chunks, 0)
+    count, blocks = holder.exchange.pin(b"p", wanted.missing.chunks, 0)
     assert (count, len(blocks)) == (2, 8), "a quarter of 40 blocks has room for two chunks"
-    assert holder.exchange.pin(b"q", wanted.chunks, 0)[0] == 0
+    assert holder.exchange.pin(b"q", wanted.missing.chunks, 0)[0] == 0
     pool = holder.scheduler.pool
     taken = pool.allocate(pool.free)
     assert not {*taken} & {*blocks}
@@ -149,9 +182,9 @@ def test_a_pin_needs_room_beside_the_queue() -> None:
     wanted = asker.start_import(prompt)
     assert wanted is not None
     holder.scheduler.add(EngineRequest(b"w", text(600, 1)), handover=True)
-    assert holder.exchange.pin(b"p", wanted.chunks, 0) == (0, [])
+    assert holder.exchange.pin(b"p", wanted.missing.chunks, 0) == (0, [])
     holder.scheduler.drop(holder.scheduler.requests[b"w"])
-    assert holder.exchange.pin(b"p", wanted.chunks, 0)[0] == 2
+    assert holder.exchange.pin(b"p", wanted.missing.chunks, 0)[0] == 2
     holder.exchange.unpin(b"p")
 
 

@@ -12,6 +12,8 @@ from router.text.tokenizer import ModelTokenizer
 from router.workers.cache_sequence import CacheAction, CacheSequence
 from rpc import worker_pb2 as pb
 from tests.router.conftest import Cluster, make_cluster
+from tests.router.test_overflow import offering
+from tests.router.test_recovery import decodes
 from worker.cache_feed import MAX_CHUNKS, CacheFeed
 from worker.streams import MAX_UNREAD_CACHE_BYTES, RouterStream
 
@@ -175,3 +177,22 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     [connection] = [c for c in pool.connections if c.address == decode.address]
     connection.description.kv_address = ""  # a decode worker of an older version may have none
     assert await source() is None
+
+
+async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worker_that_has_it(
+    caching: Cluster,
+):
+    prompt, [decode], holder = list(range(3, 503)), caching.decodes, caching.prefills[0]
+    await caching.complete(prompt=prompt)
+    index = caching.router.services.pool._candidates._loads.index
+    holder.change_cache(prompt_hints(prompt, b"", b""))
+    await caching.until(lambda: len(index) == 7)
+    await caching.complete(prompt=prompt)
+    handed_over = decodes(decode)[-1]
+    assert handed_over.HasField("source")
+    assert not handed_over.HasField("content"), "the prefill worker sends the KV"
+    await offering(caching)
+    await caching.complete(prompt=prompt)
+    computed = decodes(decode)[-1]
+    assert not computed.HasField("source")
+    assert computed.content.incarnation == holder.incarnation

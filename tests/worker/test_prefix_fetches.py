@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from content import CHUNK_TOKENS
-from engine import EngineRequest, PrefixImport
+from engine import EngineRequest
 from kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, KVLayout
 from worker import prefix_fetches
 from worker.messages import ContentSource, RequestCounts
@@ -15,6 +15,7 @@ from worker.prefix_fetches import PrefixFetches
 LAYOUT = KVLayout(2, 1, 16, "float32")
 TOKEN_BYTES = LAYOUT.bytes_per_token
 SOURCE = ContentSource("127.0.0.1:7000", 8)
+OTHER = ContentSource("127.0.0.1:7001", 9)
 CHUNKS = [bytes([i]) * 16 for i in range(4)]
 
 
@@ -24,7 +25,8 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(prefix_fetches, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.chunks: list[bytes] | None = CHUNKS
+        self.missing: dict[bytes, list[bytes]] = {}  # by request id; else CHUNKS
+        self.room = True
         self.imports: dict[bytes, int | None] = {}  # how many positions were complete; None: it goes on
         self.asked: list[bytes] = []  # fetch ids
         self.cancelled: list[bytes] = []
@@ -32,7 +34,7 @@ class World:
         self.counts = RequestCounts()
         engine: Any = SimpleNamespace(
             prefix_exchange=SimpleNamespace(
-                start_import=self.start_import, end_import=self.imports.__setitem__
+                missing=self.find_missing, start_import=self.start_import, end_import=self.imports.__setitem__
             ),
             prefill_tokens_per_s=0.0,
         )
@@ -44,11 +46,15 @@ class World:
         self.began: set[bytes] = set()
         self.fetches = PrefixFetches(engine, receiver, LAYOUT, 7, self.counts)
 
-    def start_import(self, import_id: bytes, request: EngineRequest) -> PrefixImport | None:
-        if self.chunks is None:
+    def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
+        chunks = self.missing.get(request.id, CHUNKS)[:most]
+        return SimpleNamespace(chunks=chunks, first_chunk=1) if chunks else None
+
+    def start_import(self, import_id: bytes, missing: SimpleNamespace) -> range | None:
+        if not self.room:
             return None
         self.imports[import_id] = None
-        return PrefixImport(self.chunks, 1, range(99))
+        return range(99)
 
     def start(self, name: bytes = b"r", source: ContentSource = SOURCE) -> bool:
         return self.fetches.start(EngineRequest(name, [1]), source, lambda: self.added.append(name))
@@ -80,7 +86,10 @@ def test_what_came_enters_the_cache_before_the_prompt_is_added(world: World) -> 
 
 def test_nothing_is_fetched_from_itself_or_without_need_or_room(world: World) -> None:
     assert not world.start(source=ContentSource("127.0.0.1:7000", 7))
-    world.chunks = None
+    world.missing[b"r"] = []
+    assert not world.start()
+    world.missing.clear()
+    world.room = False
     assert not world.start()
     assert world.empty
     assert not world.asked
@@ -162,9 +171,10 @@ def test_prompts_with_the_same_missing_chunk_wait_for_one_fetch(world: World) ->
     [fetch_id] = world.asked
     world.fetches.cancel(b"1")
     assert not world.cancelled
+    world.missing |= {b"2": [], b"3": []}
     world.inject(4, 0.1)
     assert world.added == [b"2", b"3"]
-    assert sorted(world.imports.values(), key=bool) == [0, 0, 5 * CHUNK_TOKENS]
+    assert [*world.imports.values()] == [5 * CHUNK_TOKENS]
     assert world.empty
     for name in (b"4", b"5"):
         world.start(name)
@@ -173,4 +183,62 @@ def test_prompts_with_the_same_missing_chunk_wait_for_one_fetch(world: World) ->
     for fetch_id in world.asked[1:]:
         world.fetches.handle(Closed(fetch_id))
     assert world.added == [b"2", b"3"]
+    assert world.empty
+
+
+def test_a_prompt_fetches_what_the_fetch_before_did_not_bring(world: World) -> None:
+    """It may be the end of another chat with the same beginning."""
+    for name in (b"1", b"2", b"3"):
+        assert world.start(name)
+    world.missing |= {b"2": [b"2" * 16], b"3": CHUNKS}  # the beginning came for 2, and was evicted for 3
+    world.inject(4, 0.1)
+    assert world.added == [b"1", b"3"], "what came and is gone is not fetched again"
+    assert len(world.asked) == 2
+    world.inject(1, 0.1)
+    assert world.added == [b"1", b"3", b"2"]
+    assert world.empty
+
+
+def test_prompts_that_wait_for_a_fetch_that_fails_are_computed(world: World) -> None:
+    for name in (b"1", b"2"):
+        assert world.start(name)
+    world.fetches.handle(FetchFailed(world.asked[0], "busy"))
+    assert world.added == [b"1", b"2"]
+    assert world.empty
+
+
+def test_a_prompt_does_not_wait_longer_than_it_would_compute(world: World) -> None:
+    world.engine.prefill_tokens_per_s = 1000.0
+    world.start()
+    world.inject(4, 0.1)
+    world.missing[b"short"] = CHUNKS[:1]  # takes 0.064 s to compute
+    assert world.start(b"long")
+    assert not world.start(b"short")
+    world.inject(4, 0.1)
+    assert world.empty
+
+
+def test_no_block_is_taken_before_the_fetch_is_known_to_pay(world: World) -> None:
+    world.engine.prefill_tokens_per_s = 1000.0
+    world.start()
+    world.inject(4, 1.0)
+    assert not world.start()
+    world.start(b"1", OTHER)
+    world.start(b"2", OTHER)
+    assert len(world.imports) == len(world.asked) == 2
+
+
+def test_each_worker_has_a_bandwidth_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_fetches, "MOST_PEERS", 2)
+    world.engine.prefill_tokens_per_s = 1000.0
+    assert world.start()
+    world.inject(4, 1.0)  # as many tokens take 0.256 s to compute
+    assert not world.start()
+    assert world.start(source=OTHER)
+    world.inject(4, 0.01)
+    assert not world.start()
+    assert world.start(source=ContentSource("127.0.0.1:7002", 10))
+    world.inject(4, 0.01)
+    assert world.start(), "of many workers the oldest is forgotten"
+    world.inject(4, 0.01)
     assert world.empty
