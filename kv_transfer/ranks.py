@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from kv_transfer import device
@@ -163,7 +164,8 @@ def _of_own(batch: Sequence[_Order]) -> list[Staged]:
 class RankCopier:
     """A rank from 1 on: does the copies that rank 0 orders, in a thread for each direction.
 
-    The threads end when rank 0 closes its channels. If one dies, it closes its channel, which rank 0 sees."""
+    The threads end when rank 0 closes its channels, and close their pools. If one dies, it closes its channel,
+    which rank 0 sees."""
 
     def __init__(self, kv: PagedKV, sending: ArenaEnd, receiving: ArenaEnd) -> None:
         self._layers_ready = 0
@@ -191,7 +193,7 @@ class RankCopier:
         orders: deque[Copy] = deque()
         under_way: deque[tuple[Event, int]] = deque()  # with the number of copies
         watched = [channel.fileno(), self._wake] if is_gather else [channel.fileno()]
-        with channel.sock:
+        with channel.sock, closing(pool):
             pool.enter_thread()
             while True:
                 look = EVENT_POLL if under_way else None

@@ -21,7 +21,7 @@ from engine.kernels import FP8_GROUP, Quantized, overlap
 from engine.kernels.overlap import inputs_ready
 from engine.kernels.split_k import add_parts
 
-MAX_FEW_ROWS = 64
+MAX_FEW_ROWS = 128
 BLOCK_N = 64
 WIDE, NARROW = 512, 256
 """Columns at a time: where a program has a multiprocessor for itself, and where two share one."""
@@ -51,7 +51,7 @@ def tiling(rows: int, inner: int, size: int, multiprocessors: int, *, grouped: b
     padded = max(16, triton.next_power_of_2(rows))
     tiles = triton.cdiv(size, BLOCK_N)
     shared = tiles > multiprocessors  # by two programs
-    columns = FP8_GROUP if grouped else NARROW if shared or padded == MAX_FEW_ROWS else WIDE
+    columns = FP8_GROUP if grouped else NARROW if shared or padded >= 64 else WIDE
     room = SHARED_BYTES // 2 if shared else SHARED_BYTES
     stages = min(MAX_STAGES, room // (columns * (BLOCK_N + padded)))
     splits = min(PROGRAMS_EACH * multiprocessors // tiles, triton.cdiv(inner, columns), MAX_SPLITS)

@@ -119,13 +119,14 @@ def fp8_linear(
 
 def random_weight(inner: int, size: int, grouped: bool) -> tuple[Tensor, Tensor]:
     groups = -(-inner // 128) if grouped else 1
-    return (100 * normal(size, inner, seed=5)).to(FP8), (0.01 + normal(groups, size, seed=6).abs()) / 100
+    values = (100 * normal(size, inner, seed=5)).clamp(-448, 448)  # some versions of torch cast more to NaN
+    return values.to(FP8), (0.01 + normal(groups, size, seed=6).abs()) / 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     ("rows", "inner", "size", "multiprocessors"),
-    [(1, 512, 128, 2), (3, 1008, 200, 16), (20, 528, 64, 4), (64, 512, 300, 12), (130, 256, 200, 4)],
+    [(1, 512, 128, 2), (3, 1008, 200, 16), (20, 528, 64, 4), (100, 512, 300, 12), (130, 256, 200, 4)],
 )
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
@@ -204,7 +205,7 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(bias: bool) -> None:
     from engine.kernels.fp8_linear import Fp8Linear
 
     weight, scales = (tensor.cuda() for tensor in random_weight(14336, 4096, False))
-    x = TorchKernels().quantize(normal(80, 14336), grouped=False)
+    x = TorchKernels().quantize(normal(200, 14336), grouped=False)
     b = normal(4096).to(BF16).cuda() if bias else None
     linear = Fp8Linear(weight, scales, b, BF16, 132)
     many = linear(Quantized(*(tensor.cuda() for tensor in x)))

@@ -52,7 +52,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> tup
 
 
 def config_of(path: Path, **changes: Any) -> EngineConfig:
-    return EngineConfig(str(path), dtype="float32", device=DEVICE, num_blocks=32, **changes)
+    return EngineConfig(str(path), dtype="float32", device=DEVICE, num_blocks=32, block_size=16, **changes)
 
 
 def test_mxfp4_weights_give_the_tokens_and_the_fingerprint_of_plain_ones(
