@@ -177,7 +177,7 @@ def fp8_choices(cases: Fp8Cases) -> Choices:
     from engine.kernels import fp8_linear, silu
     from engine.kernels.fp8_linear import Tiling
 
-    few = {"BLOCK_N": [64, 128], "WIDE": [256, 512], "NARROW": [128, 256], "PROGRAMS_EACH": [1, 2]}
+    few = {"BLOCK_N": [64, 128], "WIDE": [256, 512], "NARROW": [128, 256]}
     many = [
         Tiling(128, 128, 128, 1, 8, 4),
         Tiling(128, 128, 128, 1, 4, 4),

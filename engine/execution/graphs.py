@@ -38,10 +38,11 @@ from engine.kernels.tiles import tile_work
 from engine.layers.ranks import Ranks
 from engine.step import Draws, Step, Variant
 
-LARGEST = 1024
+LARGEST = 2048
 """Most rows of a graph with chunks."""
-LONGER = 1.3
-"""If a step takes the device this many times as long as its launches take the host, it needs no graph."""
+LONGER = 6
+"""If a step takes the device this many times as long as its launches take the host, it needs no graph. Beside
+threads that move KV and hold Python's lock, launches take up to seven times as long as alone."""
 CHUNKS = 16
 """Most chunks of a graph. Each chunk may leave one tile of attention partly empty."""
 
@@ -210,8 +211,8 @@ class StepGraphs:
         self._drop_slow()
 
     def _outlasts_launches(self, rows: int) -> bool:
-        """Whether launches of so many rows hide behind the device. Then a graph would save no time, and its
-        padding would cost some. Rank 0 measures for all ranks."""
+        """Whether launches of so many rows hide behind the device, also beside busy threads. Then a graph would
+        save no time, and its padding would cost some. Rank 0 measures for all ranks."""
         run = partial(self._run_forward, Size(rows, decodes=True, chunks=True), lambda _: None)
         run()  # compiles and chooses kernels
         torch.cuda.synchronize()

@@ -25,8 +25,9 @@ MAX_FEW_ROWS = 128
 BLOCK_N = 64
 WIDE, NARROW = 512, 256
 """Columns at a time: where a program has a multiprocessor for itself, and where two share one."""
-PROGRAMS_EACH = 1  # of a multiprocessor, that splitting the columns aims at
 MAX_SPLITS = 8
+LEAST_OF_PART = 1 << 19
+"""Products of a row of W in one part, for all rows of x: adding up smaller parts costs more than it saves."""
 MAX_STAGES = 8
 SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 
@@ -54,7 +55,7 @@ def tiling(rows: int, inner: int, size: int, multiprocessors: int, *, grouped: b
     columns = FP8_GROUP if grouped else NARROW if shared or padded >= 64 else WIDE
     room = SHARED_BYTES // 2 if shared else SHARED_BYTES
     stages = min(MAX_STAGES, room // (columns * (BLOCK_N + padded)))
-    splits = min(PROGRAMS_EACH * multiprocessors // tiles, triton.cdiv(inner, columns), MAX_SPLITS)
+    splits = min(multiprocessors // tiles, padded * inner // LEAST_OF_PART, MAX_SPLITS)
     return Tiling(padded, BLOCK_N, columns, max(1, splits), 4, stages)
 
 

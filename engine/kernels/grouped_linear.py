@@ -44,7 +44,7 @@ class Tiling(NamedTuple):
 
 
 # By the mean number of pairs of an expert. Measured on an H200 with the experts of Qwen3-30B-A3B.
-LIMITS = (8, 64, 256)
+LIMITS = (12, 64, 256)
 FEW = Tiling(16, 128, 128, 4, 3, True, None)
 SOME = Tiling(64, 128, 64, 4, 4, False, 8)
 MANY = Tiling(128, 256, 64, 8, 4, False, 8)
@@ -55,8 +55,9 @@ SOME_GATED = Tiling(64, 64, 64, 4, 4, False, 8)
 MANY_GATED = Tiling(128, 128, 64, 8, 4, False, 8)
 MOST_GATED = Tiling(128, 128, 64, 8, 3, False, 8)
 FLOAT32 = Tiling(16, 64, 64, 4, 3, False, None)
-FEW_FP8 = Tiling(16, 64, FP8_GROUP, 4, 6, True, None)
-MANY_FP8 = Tiling(64, 128, FP8_GROUP, 4, 4, False, 8)
+FEW_FP8 = Tiling(16, 64, FP8_GROUP, 4, 4, True, None)
+SOME_FP8 = Tiling(32, 64, FP8_GROUP, 4, 4, True, None)
+MANY_FP8 = Tiling(128, 128, FP8_GROUP, 8, 3, False, 8)
 
 
 def tiling(mean: float, dtype: torch.dtype, *, gated: bool) -> Tiling:
@@ -64,8 +65,11 @@ def tiling(mean: float, dtype: torch.dtype, *, gated: bool) -> Tiling:
     if dtype is torch.float32:
         return FLOAT32
     if dtype is FP8:
-        return FEW_FP8 if mean < LIMITS[1] else MANY_FP8
-    tilings = (FEW_GATED, SOME_GATED, MANY_GATED, MOST_GATED) if gated else (FEW, SOME, MANY, MOST)
+        tilings = (FEW_FP8, SOME_FP8, MANY_FP8, MANY_FP8)
+    elif gated:
+        tilings = (FEW_GATED, SOME_GATED, MANY_GATED, MOST_GATED)
+    else:
+        tilings = (FEW, SOME, MANY, MOST)
     return tilings[bisect_right(LIMITS, mean)]
 
 
