@@ -164,8 +164,8 @@ def _of_own(batch: Sequence[_Order]) -> list[Staged]:
 class RankCopier:
     """A rank from 1 on: does the copies that rank 0 orders, in a thread for each direction.
 
-    The threads end when rank 0 closes its channels, and close their pools. If one dies, it closes its channel,
-    which rank 0 sees."""
+    The threads end when rank 0 closes its channels, and close their pools. If one dies, it closes its
+    channel, which rank 0 sees."""
 
     def __init__(self, kv: PagedKV, sending: ArenaEnd, receiving: ArenaEnd) -> None:
         self._layers_ready = 0

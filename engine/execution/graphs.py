@@ -211,8 +211,8 @@ class StepGraphs:
         self._drop_slow()
 
     def _outlasts_launches(self, rows: int) -> bool:
-        """Whether launches of so many rows hide behind the device, also beside busy threads. Then a graph would
-        save no time, and its padding would cost some. Rank 0 measures for all ranks."""
+        """Whether launches of so many rows hide behind the device, also beside busy threads. Then a graph
+        would save no time, and its padding would cost some. Rank 0 measures for all ranks."""
         run = partial(self._run_forward, Size(rows, decodes=True, chunks=True), lambda _: None)
         run()  # compiles and chooses kernels
         torch.cuda.synchronize()
