@@ -41,7 +41,7 @@ from engine.models.cache_spec import AttentionCache
 from engine.step import NO_CHOICE, NOT_FINITE, RowLogprobs
 
 if TYPE_CHECKING:
-    import torch
+    from engine.kernels import KV
 
 GRAMMAR_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for a grammar."""
@@ -51,9 +51,9 @@ class Engine:
     """One model and its KV cache; `engine.build.build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
 
-    `kv_cache` has one tensor [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] per layer, with the
-    KV heads of this rank. The engine owns it. KV transfer may read the blocks of a request that is prefilled
-    or held, and write those of a reserved one. Position p of a request is in slot
+    `kv_cache` has one cache per layer, [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] with the KV
+    heads of this rank, plain or in FP8. The engine owns it. KV transfer may read the blocks of a request that
+    is prefilled or held, and write those of a reserved one. Position p of a request is in slot
     block_table[p // block_size] * block_size + p % block_size.
     """
 
@@ -376,7 +376,7 @@ class Engine:
     # State
 
     @property
-    def kv_cache(self) -> "list[torch.Tensor]":
+    def kv_cache(self) -> "list[KV]":
         return self._runner.kv_cache
 
     @property

@@ -35,6 +35,8 @@ class PagedKV:
     layers_ready: Callable[[], int] = lambda: 0
     """With several ranks: how many layers are ready so far, over all steps that hand over KV. All ranks count
     the same layers."""
+    scales: Sequence[torch.Tensor] = ()
+    """Of each layer, if the layout has scales: [2, num_blocks, KV heads of this rank, block_size] float32."""
 
     @property
     def heads(self) -> Range:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from engine import Engine
 from engine.execution.rank import Follower
+from engine.kernels import parts
 from kv_transfer import KVLayout, PagedKV
 
 
@@ -13,9 +14,17 @@ def paged_kv(engine: Engine | Follower, layers_ready: Callable[[], int] = lambda
 
     A sender of several ranks needs `layers_ready`, as in `PagedKV`.
     """
-    ranks, device = engine.ranks, str(engine.kv_cache[0].device)
+    values, scales = zip(*map(parts, engine.kv_cache), strict=True)
+    ranks, device = engine.ranks, str(values[0].device)
     return PagedKV(
-        engine.kv_cache, engine.block_size, kv_layout(engine), device, ranks.rank, ranks.size, layers_ready
+        values,
+        engine.block_size,
+        kv_layout(engine),
+        device,
+        ranks.rank,
+        ranks.size,
+        layers_ready,
+        [scale for scale in scales if scale is not None],
     )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -15,8 +16,10 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
     dtype: str = "auto"
-    """Type of weights and KV. `auto`: the checkpoint's; for GGUF, bfloat16 on CUDA and on a CPU that
+    """Type of weights and activations. `auto`: the checkpoint's; for GGUF, bfloat16 on CUDA and on a CPU that
     reads packed weights, else float32."""
+    kv_cache_dtype: str = "auto"
+    """Type of the KV cache. `auto`: as `dtype`. `fp8`: with a scale for each token and head."""
     device: str = "cpu"
     load_format: str = "auto"
     """`dummy`: random weights that depend on `seed`. Only the model's configuration is read."""
@@ -63,6 +66,12 @@ class EngineConfig:
 
         require("model", self.model, bool(self.model), "give a directory, a GGUF file or a hub name")
         require("dtype", self.dtype, self.dtype in DTYPES, f"choose one of {', '.join(DTYPES)}")
+        require(
+            "kv-cache-dtype",
+            self.kv_cache_dtype,
+            self.kv_cache_dtype in KV_CACHE_DTYPES,
+            f"choose one of {', '.join(KV_CACHE_DTYPES)}",
+        )
         require(
             "device",
             self.device,

@@ -12,6 +12,7 @@ import torch
 
 from engine.api.config import EngineConfig
 from engine.execution.host_memory import host_memory
+from engine.kernels import FP8
 from engine.layers.ranks import Ranks
 from engine.layers.weights import WeightFormat
 from engine.model_config import ModelConfig
@@ -33,7 +34,7 @@ class CacheLimits:
     """What of the KV cache is decided before the weights are loaded."""
 
     dtype: torch.dtype
-    """Of the weights and the KV cache."""
+    """Of the weights and activations."""
     block_size: int
     max_model_len: int
     """The configured context length. Default: the model's, or what the largest possible pool here holds."""
@@ -96,7 +97,7 @@ def choose_limits(
         raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}")
     if config.enable_expert_parallel:
         model.check_expert_parallel(ranks.size)
-    cache = cache_spec(model.of_rank(ranks.size), dtype)
+    cache = cache_spec(model.of_rank(ranks.size), choose_kv_dtype(config, dtype, device))
     most = CPU_POOL_BYTES // ranks.size
     weights = model.weight_bytes(dtype.itemsize, weight_format.bytes_per_parameter(dtype))
     if device.type == "cuda":
@@ -110,7 +111,7 @@ def choose_limits(
         )
     log.info(
         "weights: %s, %s, %s; KV: %s, %d bytes a token",
-        weight_format.name, dtype, gib(weights // ranks.size), dtype, cache_bytes_per_token(cache),
+        weight_format.name, dtype, gib(weights // ranks.size), cache[0].dtype, cache_bytes_per_token(cache),
     )  # fmt: skip
     capacity = config.num_blocks * block_size if config.num_blocks else most // cache_bytes_per_token(cache)
     return CacheLimits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity), cache)
@@ -126,6 +127,18 @@ def choose_dtype(
     if model.dtype in ("float32", "bfloat16", "float16") and not slow:
         return getattr(torch, model.dtype)
     return torch.bfloat16 if device.type == "cuda" or weight_format.identity else torch.float32
+
+
+def choose_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of the KV cache of a model that computes in `dtype`."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise ValueError(
+            f"--kv-cache-dtype fp8: GPUs of compute capability {capability[0]}.{capability[1]} cannot read "
+            "FP8, those from 8.9 on can; leave the flag out"
+        )
+    return FP8
 
 
 def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int) -> None:

@@ -21,7 +21,7 @@ from engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from engine.execution.moments import Moment, moment
 from engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
 from engine.execution.upload import upload
-from engine.kernels import HeadNorm, Kernels
+from engine.kernels import KV, HeadNorm, Kernels
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.tiles import SHORT
 from engine.layers.ranks import Ranks
@@ -68,7 +68,7 @@ class Launched:
 class ModelRunner:
     """Owns the model, its KV cache and its graphs on one device.
 
-    `kv_cache` has one tensor for each layer, as its `AttentionCache` lays it out."""
+    `kv_cache` has one cache for each layer, as its `AttentionCache` lays it out."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ModelRunner:
         self.device = device
         self.followers = Followers()
         """Set on rank 0 when all ranks have started: the other ranks then follow its calls."""
-        self.kv_cache: list[Tensor] = []
+        self.kv_cache: list[KV] = []
         self._kernels = kernels
         self._config = config
         self._cache = cache

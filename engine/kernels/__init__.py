@@ -23,18 +23,22 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention import AttentionMetadata
+from engine.kernels.kv_cache import KV, Fp8KV, parts
 from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 __all__ = [
     "FP8",
     "FP8_GROUP",
+    "KV",
     "SMALLEST_TEMPERATURE",
     "AttentionMetadata",
     "Fp8Experts",
+    "Fp8KV",
     "HeadNorm",
     "Kernels",
     "Quantized",
     "kernels_for",
+    "parts",
 ]
 
 
@@ -136,12 +140,13 @@ class Kernels(Protocol):
         ...
 
     def rope_and_write(
-        self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor
+        self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, slots: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotates query and key heads, and writes key and value heads to the cache.
 
         The heads are those of qkv [tokens, num_heads + 2 * num_kv_heads, head_dim]. `norm` applies first,
-        then rotary, which is `Rotary.at(positions)`. `kv` is the layer's cache; slots [tokens] int64. Returns
+        then rotary, which is `Rotary.at(positions)`. `kv` is the layer's cache; slots [tokens] int64. A cache
+        in FP8 gets the same keys and values, quantized. Returns
         q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim]: strided views of qkv or of
         new memory. The rest of qkv is undefined afterwards."""
         ...
@@ -158,7 +163,7 @@ class Kernels(Protocol):
         ...
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: Any, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, kv: KV, plan: Any, sinks: Tensor | None = None
     ) -> Tensor:
         """Every query attends to the positions of its request up to its own, from the first in the plan's
         span. q, k and v are as `rope_and_write` returns them, and kv holds this step's keys and values. sinks

@@ -1,7 +1,8 @@
 """Paged attention: its metadata, and plain torch that defines it and runs on a CPU.
 
-KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]. Position p of a request is in
-slot block_table[p // block_size] * block_size + p % block_size of the same tensor seen as [2, slots, …].
+KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], plain or in FP8 (`kv_cache`).
+Position p of a request is in slot block_table[p // block_size] * block_size + p % block_size of the same
+tensor seen as [2, slots, …].
 Slots outside a request's context are never multiplied, not even by zero: they may hold NaN.
 
 A layer may have a span (`engine.model_config.Span`), which hides the first keys of a request: kernels skip
@@ -16,6 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from engine.kernels.kv_cache import KV, gathered
 from engine.model_config import Span
 
 KEYS = 16
@@ -149,7 +151,7 @@ def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf"))
 
 
-def paged_attention(q: Tensor, kv: Tensor, plan: TorchPlan, sinks: Tensor | None) -> Tensor:
+def paged_attention(q: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None) -> Tensor:
     """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request that it sees.
     The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. Returns
     [tokens, num_heads, head_dim]."""
@@ -158,23 +160,23 @@ def paged_attention(q: Tensor, kv: Tensor, plan: TorchPlan, sinks: Tensor | None
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(q: Tensor, kv: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
+def _decode(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
     requests, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[3]
-    gathered = kv.index_select(1, group.blocks).view(2, -1, num_kv_heads, head_dim)
+    seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)
+    num_kv_heads = seen.shape[2]
     if len(group.hidden):
-        gathered.index_fill_(1, group.hidden, 0)
-    keys, values = gathered.view(2, requests, -1, num_kv_heads, head_dim).transpose(2, 3)
+        seen.index_fill_(1, group.hidden, 0)
+    keys, values = seen.view(2, requests, -1, num_kv_heads, head_dim).transpose(2, 3)
     # The query heads that share a KV head become several queries of one head.
     grouped = q.reshape(requests, num_kv_heads, -1, head_dim)
     of_query = None if sinks is None else sinks.view(num_kv_heads, -1)
     return _attend(grouped, keys, values, group.mask, of_query).reshape(requests, num_heads, head_dim)
 
 
-def _prefill(q: Tensor, kv: Tensor, group: PrefillGroup, sinks: Tensor | None) -> Tensor:
-    gathered = kv.index_select(1, group.blocks).flatten(1, 2)[:, : group.padded]
-    gathered[:, group.length :] = 0
-    keys, values = gathered.transpose(1, 2)
+def _prefill(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None) -> Tensor:
+    seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)[:, : group.padded]
+    seen[:, group.length :] = 0
+    keys, values = seen.transpose(1, 2)
     of_query = None if sinks is None else sinks[:, None]
     return _attend(q.transpose(0, 1)[None], keys[None], values[None], group.mask, of_query)[0].transpose(0, 1)
 

@@ -25,13 +25,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
+from engine.kernels import KV, overlap, parts
 from engine.kernels.online_softmax import (
+    LEAST_UNIT,
     LOG2_E,
     any_tile,
     attend,
     cache_tiles,
     first_seen,
+    normalized,
     span_options,
     whole_tile,
 )
@@ -81,7 +83,7 @@ def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int, span: S
 
 def decode_attention(
     q: Tensor,
-    kv: Tensor,
+    kv: KV,
     block_tables: Tensor,
     pieces: Pieces,
     out: Tensor,
@@ -91,7 +93,8 @@ def decode_attention(
     """Writes out. q and out [requests, num_heads, head_dim] have dense heads; block_tables [requests, blocks]
     int32; `span` is that of `pieces`; sinks [num_heads]."""
     requests, num_heads, head_dim = q.shape
-    _, num_blocks, block_size, num_kv_heads, _ = kv.shape
+    cache, scales = parts(kv)
+    _, num_blocks, block_size, num_kv_heads, _ = cache.shape
     group = num_heads // num_kv_heads
     count = len(pieces.work)
     partial = torch.empty((count, num_heads, head_dim), dtype=torch.float32, device=q.device)
@@ -99,8 +102,9 @@ def decode_attention(
     whole = block_size % BLOCK_N == 0
     _split[(count, num_kv_heads)](
         q,
-        kv,
-        cache_tiles(kv, BLOCK_N) if whole else kv,
+        cache,
+        cache_tiles(cache, BLOCK_N) if whole else cache,
+        cache if scales is None else scales,
         block_tables,
         pieces.work,
         pieces.first,
@@ -120,9 +124,10 @@ def decode_attention(
         ROWS=max(ROWS, triton.next_power_of_2(group)),
         BLOCK_N=BLOCK_N,
         WHOLE=whole,
+        FP8=scales is not None,
         SPAN=span is not None,
         SINKS=sinks is not None,
-        num_warps=max(1, head_dim * kv.itemsize // BYTES_PER_WARP),
+        num_warps=max(1, head_dim * cache.itemsize // BYTES_PER_WARP),
         num_stages=STAGES,
         **overlap.options(),
     )
@@ -191,7 +196,8 @@ def _partition(
 def _split(
     q,
     kv,
-    cache,
+    tiles_of_kv,
+    kv_scales,
     block_tables,
     work,
     first,
@@ -211,6 +217,7 @@ def _split(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr,
+    FP8: tl.constexpr,
     SPAN: tl.constexpr,
     SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -236,6 +243,8 @@ def _split(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    unit = LEAST_UNIT if FP8 else 1.0
+    queries, scale = normalized(queries, scale, FP8)
     if SINKS:
         sink = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
         m = tl.where(piece == first_piece, sink, m)
@@ -243,27 +252,39 @@ def _split(
     if SPAN:
         unaligned = begin % BLOCK_N
         if unaligned != 0:
-            k, v, inside = any_tile(
-                kv, table, begin - unaligned, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
-            )
+            k, v, k_scale, v_scale, inside = any_tile(
+                kv, kv_scales, table, begin - unaligned, stop, slots, kv_head,
+                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+            )  # fmt: skip
             seen = inside & (tl.arange(0, BLOCK_N) >= unaligned)
-            m, total, acc = attend(queries, k, v, seen[None, :], m, total, acc, scale, True)
+            m, total, acc, unit = attend(
+                queries, k, v, k_scale, v_scale, seen[None, :], m, total, acc, unit, scale, True, FP8
+            )
             begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
     last = begin + (stop - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, last, BLOCK_N):
         if WHOLE:
-            k, v = whole_tile(cache, table, start, slots, kv_head, BLOCK_SIZE, HEAD_DIM)
+            k, v, k_scale, v_scale = whole_tile(
+                tiles_of_kv, kv_scales, table, start, slots, kv_head,
+                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+            )  # fmt: skip
         else:
-            k, v, _ = any_tile(
-                kv, table, start, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
-            )
-        m, total, acc = attend(queries, k, v, None, m, total, acc, scale, False)
-    if last < stop:
-        k, v, inside = any_tile(
-            kv, table, last, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
+            k, v, k_scale, v_scale, _ = any_tile(
+                kv, kv_scales, table, start, stop, slots, kv_head,
+                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+            )  # fmt: skip
+        m, total, acc, unit = attend(
+            queries, k, v, k_scale, v_scale, None, m, total, acc, unit, scale, False, FP8
         )
-        m, total, acc = attend(queries, k, v, inside[None, :], m, total, acc, scale, True)
-    result = acc / total[:, None]
+    if last < stop:
+        k, v, k_scale, v_scale, inside = any_tile(
+            kv, kv_scales, table, last, stop, slots, kv_head,
+            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+        )  # fmt: skip
+        m, total, acc, unit = attend(
+            queries, k, v, k_scale, v_scale, inside[None, :], m, total, acc, unit, scale, True, FP8
+        )
+    result = acc * unit / total[:, None]
     if alone:
         to_out = out + request * out_stride + in_row
         tl.store(to_out, result.to(out.dtype.element_ty), mask=used[:, None])

@@ -60,10 +60,16 @@ def _quantize(x, values, scales, size, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 
 
 @triton.jit
+def scale_of(largest):
+    """The scale of values with this largest magnitude."""
+    return tl.maximum(largest, LEAST) / LARGEST
+
+
+@triton.jit
 def store_quantized(y, values, scales, row, first, size, GROUP: tl.constexpr):
     """Quantizes and stores y, float32: the columns of a row from `first` on, and zeros after its end."""
     groups = tl.reshape(y, (y.shape[0] // GROUP, GROUP))
-    scale = tl.maximum(tl.max(tl.abs(groups), axis=1), LEAST) / LARGEST
+    scale = scale_of(tl.max(tl.abs(groups), axis=1))
     quotients = tl.reshape(groups / scale[:, None], (y.shape[0],)).to(values.dtype.element_ty)
     column = first + tl.arange(0, y.shape[0])
     tl.store(values + row * size + column, quotients, mask=column < size)

@@ -23,12 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels import KV, parts
 from engine.kernels.online_softmax import (
+    LEAST_UNIT,
     LOG2_E,
     any_tile,
     attend,
     cache_tiles,
     first_seen,
+    normalized,
     span_options,
     whole_tile,
 )
@@ -51,7 +54,7 @@ class Tiles:
 
 def prefill_attention(
     q: Tensor,
-    kv: Tensor,
+    kv: KV,
     block_tables: Tensor,
     tiles: Tiles,
     out: Tensor,
@@ -61,15 +64,17 @@ def prefill_attention(
     """Writes the rows of the chunks in `tiles` to out. q and out [rows, num_heads, head_dim] have dense
     heads; block_tables [requests, blocks] int32; sinks [num_heads]."""
     _, num_heads, head_dim = q.shape
-    _, num_blocks, block_size, num_kv_heads, _ = kv.shape
+    cache, scales = parts(kv)
+    _, num_blocks, block_size, num_kv_heads, _ = cache.shape
     (block_m, block_n, warps), stages = tiles.shape, STAGES
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
         block_n, stages = SHORT.block_n, 1
     whole = block_size % block_n == 0
     _prefill[(len(tiles.work), num_kv_heads)](
         q,
-        kv,
-        cache_tiles(kv, block_n) if whole else kv,
+        cache,
+        cache_tiles(cache, block_n) if whole else cache,
+        cache if scales is None else scales,
         block_tables,
         tiles.work,
         out,
@@ -87,6 +92,7 @@ def prefill_attention(
         BLOCK_N=block_n,
         MASKED_N=MASKED_N,
         WHOLE=whole,
+        FP8=scales is not None,
         SINKS=sinks is not None,
         **span_options(span),
         num_warps=warps,
@@ -98,7 +104,8 @@ def prefill_attention(
 def _prefill(
     q,
     kv,
-    cache,
+    tiles_of_kv,
+    kv_scales,
     block_tables,
     tiles,
     out,
@@ -116,6 +123,7 @@ def _prefill(
     BLOCK_N: tl.constexpr,
     MASKED_N: tl.constexpr,
     WHOLE: tl.constexpr,
+    FP8: tl.constexpr,
     SINKS: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -147,6 +155,8 @@ def _prefill(
     m = tl.full([BLOCK_M], LEAST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    unit = LEAST_UNIT if FP8 else 1.0
+    queries, scale = normalized(queries, scale, FP8)
     if SINKS:
         m = tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
@@ -154,27 +164,39 @@ def _prefill(
         skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
         begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
         for start in tl.range(skipped, begin, BLOCK_N):
-            k, v, _ = any_tile(
-                kv, table, start, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
-            )
+            k, v, k_scale, v_scale, _ = any_tile(
+                kv, kv_scales, table, start, stop, slots, kv_head,
+                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+            )  # fmt: skip
             seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
-            m, total, acc = attend(queries, k, v, seen, m, total, acc, scale, True)
+            m, total, acc, unit = attend(
+                queries, k, v, k_scale, v_scale, seen, m, total, acc, unit, scale, True, FP8
+            )
     for start in tl.range(begin, whole, BLOCK_N):
         if WHOLE:
-            k, v = whole_tile(cache, table, start, slots, kv_head, BLOCK_SIZE, HEAD_DIM)
+            k, v, k_scale, v_scale = whole_tile(
+                tiles_of_kv, kv_scales, table, start, slots, kv_head,
+                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+            )  # fmt: skip
         else:
-            k, v, _ = any_tile(
-                kv, table, start, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N
-            )
-        m, total, acc = attend(queries, k, v, None, m, total, acc, scale, False)
-    for start in tl.range(whole, stop, MASKED_N):
-        k, v, inside = any_tile(
-            kv, table, start, stop, slots, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, MASKED_N
+            k, v, k_scale, v_scale, _ = any_tile(
+                kv, kv_scales, table, start, stop, slots, kv_head,
+                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+            )  # fmt: skip
+        m, total, acc, unit = attend(
+            queries, k, v, k_scale, v_scale, None, m, total, acc, unit, scale, False, FP8
         )
+    for start in tl.range(whole, stop, MASKED_N):
+        k, v, k_scale, v_scale, inside = any_tile(
+            kv, kv_scales, table, start, stop, slots, kv_head,
+            BLOCK_SIZE, KV_HEADS, HEAD_DIM, MASKED_N, FP8,
+        )  # fmt: skip
         positions = start + tl.arange(0, MASKED_N)
         seen = (positions[None, :] <= query_positions[:, None]) & inside[None, :]
         if SPAN:
             seen &= positions[None, :] >= first_keys
-        m, total, acc = attend(queries, k, v, seen, m, total, acc, scale, True)
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
+        m, total, acc, unit = attend(
+            queries, k, v, k_scale, v_scale, seen, m, total, acc, unit, scale, True, FP8
+        )
+    result = (acc * unit / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + row_of * out_stride + in_row, result, mask=used)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import FP8, FP8_GROUP, SMALLEST_TEMPERATURE, Fp8Experts, HeadNorm, Quantized
+from engine.kernels import FP8, FP8_GROUP, KV, SMALLEST_TEMPERATURE, Fp8Experts, HeadNorm, Quantized, parts
 from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
 from engine.kernels.experts import mix, route
 from engine.model_config import ClampedSwiGLU, Scoring, Span
@@ -93,17 +93,25 @@ class TorchKernels:
         ).to(x.dtype)
 
     def rope_and_write(
-        self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor
+        self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, slots: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_kv_heads = kv.shape[3]
+        cache, scales = parts(kv)
+        num_kv_heads, head_dim = cache.shape[3:]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         if norm is not None:
             qk = F.rms_norm(qk, qk.shape[-1:], eps=norm.eps) * norm.scale
         q, k = _rotated(qk, rotary.to(qk.dtype)).split((num_heads, num_kv_heads), dim=1)
-        keys, values = kv.flatten(1, 2)
-        keys.index_copy_(0, slots, k)
-        values.index_copy_(0, slots, v)
+        if scales is None:
+            keys, values = cache.flatten(1, 2)
+            keys.index_copy_(0, slots, k)
+            values.index_copy_(0, slots, v)
+        else:
+            quantized = self.quantize(torch.stack((k, v)).view(-1, head_dim), grouped=False)
+            shape, block_size = (2, *k.shape), cache.shape[2]
+            cache.flatten(1, 2)[:, slots] = quantized.values.view(shape)
+            places = scales.transpose(2, 3)
+            places[:, slots // block_size, slots % block_size] = quantized.scales.view(shape[:-1])
         return q, k, v
 
     def plan(
@@ -117,7 +125,7 @@ class TorchKernels:
         return plan_attention(metadata, span, dtype)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TorchPlan, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None = None
     ) -> Tensor:
         return paged_attention(q, kv, plan, sinks)
 

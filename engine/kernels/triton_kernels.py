@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels import Fp8Experts, HeadNorm, Quantized, fp8, norm, rope, sampling, silu
+from engine.kernels import KV, Fp8Experts, HeadNorm, Quantized, fp8, norm, parts, rope, sampling, silu
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.combine import combine
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
@@ -107,9 +107,9 @@ class TritonKernels:
         return combine(y, shuffled.weights, weighted=not on_input)
 
     def rope_and_write(
-        self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: Tensor, slots: Tensor
+        self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, slots: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_kv_heads = kv.shape[3]
+        num_kv_heads = parts(kv)[0].shape[3]
         rope.rope_and_write(qkv, rotary, norm, kv, slots)
         q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         return q, k, v
@@ -136,7 +136,7 @@ class TritonKernels:
         return TritonPlan(decodes, metadata.block_tables, pieces, tiles, span)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, plan: TritonPlan, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, kv: KV, plan: TritonPlan, sinks: Tensor | None = None
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.pieces is not None:

@@ -4,7 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kernels import FP8, KV, Fp8KV
 from engine.model_config import Span
+
+SCALE_BYTES = 4
+"""Of each K and V vector in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +20,21 @@ class AttentionCache:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    """Type of the cache. The weights may have another."""
+    """Type of the cache, which may be FP8. The weights may have another."""
     span: Span | None = None
     """The keys that a query sees. None: all up to its own."""
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        scale = SCALE_BYTES if self.dtype is FP8 else 0
+        return 2 * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KV:
         """Returns [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], not initialised. No kernel
         reads a slot before it is written, and the system maps a page only when it is first written."""
-        shape = (2, num_blocks, block_size, self.num_kv_heads, self.head_dim)
-        return torch.empty(shape, dtype=self.dtype, device=device)
+        heads = self.num_kv_heads
+        shape = (2, num_blocks, block_size, heads, self.head_dim)
+        values = torch.empty(shape, dtype=self.dtype, device=device)
+        if self.dtype is not FP8:
+            return values
+        return Fp8KV(values, torch.empty((2, num_blocks, heads, block_size), device=device))

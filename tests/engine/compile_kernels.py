@@ -40,7 +40,7 @@ def main() -> None:
     triton.runtime.driver.set_active(NoDriver())
     JITFunction.__getitem__ = compile_instead
 
-    from engine.kernels import FP8, AttentionMetadata, Fp8Experts, HeadNorm, sampling
+    from engine.kernels import FP8, KV, AttentionMetadata, Fp8Experts, Fp8KV, HeadNorm, parts, sampling
     from engine.kernels.fp8_linear import Fp8Linear
     from engine.kernels.int4_linear import Int4Linear
     from engine.kernels.skinny_linear import SkinnyLinear
@@ -59,14 +59,14 @@ def main() -> None:
         *,
         norm: bool,
         span: Span | None = None,
+        fp8_kv: bool = False,
     ) -> None:
         print(f"-- {dtype}, {heads} heads on {kv_heads}, {head_dim} each, block {block_size}")
         kernels = TritonKernels(torch.device("cpu"), head_dim)
         rows, hidden = 80, heads * head_dim
-        x, kv = (
-            torch.zeros(rows, hidden, dtype=dtype),
-            torch.zeros(2, 4, block_size, kv_heads, head_dim, dtype=dtype),
-        )
+        x = torch.zeros(rows, hidden, dtype=dtype)
+        plain = torch.zeros(2, 4, block_size, kv_heads, head_dim, dtype=dtype)
+        kv: KV = Fp8KV(plain.to(FP8), torch.zeros(2, 4, kv_heads, block_size)) if fp8_kv else plain
         kernels.add_rms_norm(x, None, x[0], 1e-5)
         kernels.add_rms_norm(x, x, x[0], 1e-5)
         kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype))
@@ -96,7 +96,7 @@ def main() -> None:
                     linear(kernels.quantize(x[:tokens], grouped=grouped))
         table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
         for into_pool in (False, True):
-            copy_kernels.launch(table, kv, 3, kv_heads, into_pool=into_pool)
+            copy_kernels.launch(table, parts(kv)[0], 3, kv_heads, into_pool=into_pool)
 
     step(torch.bfloat16, 32, 8, 128, 128, norm=False)  # Llama 3.1 8B
     step(torch.bfloat16, 32, 8, 128, 16, norm=True)  # Qwen3 8B
@@ -106,6 +106,12 @@ def main() -> None:
     step(torch.bfloat16, 8, 4, 256, 128, norm=True)  # the largest head
     step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128))  # gpt-oss
     step(torch.bfloat16, 40, 8, 128, 128, norm=False, span=Span(8192, chunked=True))  # Llama 4
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        step(dtype, 32, 8, 128, 128, norm=False, fp8_kv=True)
+    step(torch.bfloat16, 32, 8, 128, 16, norm=True, fp8_kv=True)
+    step(torch.bfloat16, 8, 4, 256, 128, norm=True, fp8_kv=True)
+    step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128), fp8_kv=True)
 
     print("-- INT4 weights")
     for size, dtype in ((32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)):

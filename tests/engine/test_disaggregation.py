@@ -22,6 +22,7 @@ from engine import (
     StructuredOutput,
     build_engine,
 )
+from engine.kernels import parts
 from tests.device import DEVICE
 
 
@@ -103,7 +104,7 @@ def copy_kv(
     there, here = slots(source_blocks, source.block_size), slots(reserved.block_ids, target.block_size)
     if len(there):
         for source_kv, target_kv in zip(source.kv_cache, target.kv_cache, strict=True):
-            target_kv.flatten(1, 2)[:, here] = source_kv.flatten(1, 2)[:, there]
+            parts(target_kv)[0].flatten(1, 2)[:, here] = parts(source_kv)[0].flatten(1, 2)[:, there]
 
 
 def mixed_requests(
@@ -290,7 +291,7 @@ def test_a_join_waits_for_short_steps_only(
     reserved = engine.reserve(joining)
     assert reserved is not None
     for kv in engine.kv_cache:
-        kv[:, list(reserved.block_ids)] = 0
+        parts(kv)[0][:, list(reserved.block_ids)] = 0
     engine.add(request_of(2, range(3, 190)))
     engine.step()
     engine.joins_soon = True

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import Engine, PrefillChunk, SamplingParams, check_request
+from engine.kernels import parts
 
 PROMPT = [5, 9, 17, 33, 65, 129, 3, 4, 11]
 
@@ -293,7 +294,7 @@ def slots(blocks: Sequence[int], block_size: int, count: int) -> torch.Tensor:
 def read(engine: Engine, blocks: Sequence[int], count: int) -> list[torch.Tensor]:
     """K and V of positions [0, count): one [2, count, heads, head_dim] per layer."""
     index = slots(blocks, engine.block_size, count)
-    return [cache.flatten(1, 2)[:, index].clone() for cache in engine.kv_cache]
+    return [parts(cache)[0].flatten(1, 2)[:, index].clone() for cache in engine.kv_cache]
 
 
 def _noted(function: Callable[..., Any], order: list[str]) -> Callable[..., Any]:
@@ -406,7 +407,7 @@ def test_cancel_in_every_phase(tiny_engine: Callable[..., Engine], request_of: A
     reservation = engine.reserve(joined)
     assert reservation is not None
     for cache in engine.kv_cache:
-        cache[:, list(reservation.block_ids)] = 0.5  # in place of the KV that a prefill would send
+        parts(cache)[0][:, list(reservation.block_ids)] = 0.5  # in place of the KV that a prefill would send
     engine.join(joined.id, 3)
     engine.add(chunked)
     engine.step()  # only decodes

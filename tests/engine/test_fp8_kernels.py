@@ -1,10 +1,9 @@
 """FP8 kernels against the torch kernels that define them: compiled on a GPU, else in Triton's interpreter."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,38 +14,14 @@ from engine.model_config import Scoring
 from tests.device import DEVICE
 from tests.engine.test_fp8 import SIZES, save_quantized
 
+pytestmark = pytest.mark.usefixtures("exact_casts")
+
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
 CLOSE = {F32: 2e-5, F16: 4e-3, BF16: 8e-3}
 """Largest error of a product, relative to its size, if both sides multiply the same FP8 numbers."""
 FAST = 2e-2
 """The same for a product of 14,336 columns: the tensor cores of Hopper keep 14 bits of a sum."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_casts(kernel_device: str) -> Iterator[None]:
-    """Triton's interpreter rounds to FP8 wrongly, and reads its NaN as 480."""
-    if kernel_device != "cpu":
-        yield
-        return
-    from triton.runtime import interpreter
-
-    convert: Any = interpreter._convert_float
-
-    def exact(values: np.ndarray, of: Any, to: Any, rounding: Any) -> np.ndarray:
-        if str(to) == "fp8e4nv":
-            limited = torch.from_numpy(values.copy()).float().clamp(-448, 448)  # as the hardware does
-            return limited.to(FP8).view(torch.uint8).numpy()
-        if str(of) == "fp8e4nv":
-            exactly = (
-                torch.from_numpy(values.copy()).view(FP8).to(getattr(torch, f"float{to.primitive_bitwidth}"))
-            )
-            return exactly.numpy().view(f"uint{to.primitive_bitwidth}")
-        return convert(values, of, to, rounding)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", exact)
-        yield
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -236,7 +211,7 @@ def test_an_engine_on_these_kernels(
     monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
     if kind == "on-load":
         save_tiny(tmp_path, "Llama", num_hidden_layers=1)
-        check_tokens_of_kernels(tmp_path, "fp8")
+        check_tokens_of_kernels(tmp_path, quantization="fp8")
     else:
         save_quantized(tmp_path, save_tiny, kind, **SIZES, num_key_value_heads=1)
         check_tokens_of_kernels(tmp_path)

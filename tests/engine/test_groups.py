@@ -121,7 +121,7 @@ def test_the_embedded_model_is_served_packed_by_default(shallow_model_path: Path
         "plain": engine(quantization="none", dtype="bfloat16"),
         "float32": engine(dtype="float32"),
     }
-    assert engines["packed"].kv_cache[0].dtype is torch.bfloat16
+    assert engines["packed"].cache_spec[0].dtype is torch.bfloat16
     prints = {name: engine.model_fingerprint for name, engine in engines.items()}
     assert prints["packed"] == prints["asked"] != prints["plain"] == prints["float32"]
 

@@ -17,6 +17,7 @@ from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, EngineConfig, build_engine
+from engine.kernels import parts
 from engine.layers.ranks import Part, whole
 from engine.loader import check_model, choose_format
 from engine.loader.dummy import DummyCheckpoint
@@ -80,7 +81,7 @@ def test_dtype_auto_is_that_of_the_checkpoint(tiny_path: Path, tmp_path: Path) -
     copy = edited_copy(tiny_path, tmp_path, dtype="bfloat16")
     engine = load(copy, dtype="auto")
     assert engine._runner.model.embedding.weight.dtype is torch.bfloat16
-    assert {cache.dtype for cache in engine.kv_cache} == {torch.bfloat16}
+    assert {parts(cache)[0].dtype for cache in engine.kv_cache} == {torch.bfloat16}
     assert load(copy, dtype="float32").cache_spec[0].dtype is torch.float32
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from engine import Engine, EngineRequest, Output, Reservation, StructuredOutput
 from engine.execution.runner import Launched, ModelRunner
+from engine.kernels import parts
 from engine.step import Step
 from tests.engine.conftest import LateMoment
 from tests.engine.test_disaggregation import copy_kv
@@ -196,7 +197,7 @@ class Lives:
         free = engine._scheduler.pool._free
         assert self.under_way(engine).isdisjoint(free)
         for kv in engine.kv_cache:
-            kv[:, free] = 1e4
+            parts(kv)[0][:, free] = 1e4
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from engine.core.live_request import LiveRequest, Phase
 from engine.core.scheduler import Chunk
 from engine.core.step_builder import build_step
 from engine.execution.graphs import CHUNKS, Size, batch_sizes, chunk_sizes, size_for
+from engine.kernels import parts
 from tests.device import DEVICE
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 2, 15, 16, 17, 40, 70, 100)]
@@ -83,7 +84,7 @@ class LayersSeen:
             table = self.tables[chunk.request_id]
             slots = [table[p // size] * size + p % size for p in range(chunk.start, chunk.stop)]
             index = torch.tensor(slots, device=DEVICE)
-            seen = self.engine.kv_cache[layer].flatten(1, 2)[:, index]
+            seen = parts(self.engine.kv_cache[layer])[0].flatten(1, 2)[:, index]
             for position, value in zip(range(chunk.start, chunk.stop), seen.unbind(1), strict=True):
                 self.kv[chunk.request_id, layer, position] = value
 

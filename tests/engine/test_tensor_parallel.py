@@ -26,7 +26,7 @@ from engine.execution import host_ranks
 from engine.execution.commands import SLOTS, Commands, Sample
 from engine.execution.host_ranks import HostRanks
 from engine.execution.rank_files import RankFiles
-from engine.kernels import Fp8Experts
+from engine.kernels import Fp8Experts, parts
 from engine.loader import check_model
 from engine.step import Draws, Step, Variant, arrange
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
@@ -174,7 +174,9 @@ def test_a_size_that_does_not_divide_the_heads_is_refused(tiny_path: Path) -> No
 def test_each_rank_holds_its_share_of_the_memory(tiny_path: Path, ranks: Callable[..., Engine]) -> None:
     one, two = (ranks(tiny_path, size, num_blocks=None, max_num_seqs=4) for size in (1, 2))
     assert two.num_blocks == one.num_blocks
-    assert [cache.nbytes for cache in two.kv_cache] == [cache.nbytes // 2 for cache in one.kv_cache]
+    assert [parts(cache)[0].nbytes * 2 for cache in two.kv_cache] == [
+        parts(cache)[0].nbytes for cache in one.kv_cache
+    ]
     embedding = two._runner.model.embedding.weight
     assert embedding.shape == (100, 64), "of 199 tokens"
 

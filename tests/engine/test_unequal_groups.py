@@ -21,6 +21,7 @@ from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
 from engine.api.request import Reservation
 from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
+from engine.kernels import parts
 from kv_transfer.layout import heads_of
 from kv_transfer.ranks import RankCopier
 from prefill_worker.sink import SenderSink
@@ -112,7 +113,7 @@ class Side:
     def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
         """[2, stop − start, heads, head_dim] of all ranks."""
         index = positions(blocks, self.engine.block_size, start, stop)
-        return rows_of([cache[layer] for cache in self.caches], self._heads, index)
+        return rows_of([parts(cache[layer])[0] for cache in self.caches], self._heads, index)
 
     def close(self) -> None:
         self.sender.shutdown()

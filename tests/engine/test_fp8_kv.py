@@ -1,0 +1,174 @@
+"""A KV cache in FP8: kernels against attention over the numbers that the cache stands for, and engines."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import Engine
+from engine.kernels import FP8, Fp8KV, Kernels
+from engine.kernels.torch_kernels import TorchKernels
+from engine.model_config import Span
+from tests.engine.test_kernels import RAGGED, Step, close
+
+pytestmark = pytest.mark.usefixtures("exact_casts")
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def quantized(kv: Tensor) -> Fp8KV:
+    """The cache with these numbers. Slots with NaN stay NaN, and so do their scales."""
+    scales = kv.float().abs().amax(dim=-1).clamp_min(2.0**-100) / 448
+    values = (kv.float() / scales[..., None]).to(FP8)
+    return Fp8KV(values, scales.transpose(2, 3).contiguous())
+
+
+def exact(kv: Fp8KV) -> Tensor:
+    return kv.values.double() * kv.scales.transpose(2, 3)[..., None].double()
+
+
+def check(step: Step, kernels: Kernels, device: str) -> None:
+    """Compares the cache with the rounded keys and values, and the result with attention over the cache."""
+    m = step.metadata
+    metadata = replace(
+        m, slots=m.slots.to(device), block_tables=m.block_tables.to(device), contexts=m.contexts.to(device)
+    )
+    kv = Fp8KV(*(part.to(device) for part in quantized(step.kv)))
+    sinks = None if step.sinks is None else step.sinks.to(device)
+    qkv, rotary = step.qkv.to(device, copy=True), step.rotary.to(device)
+    q, k, v = kernels.rope_and_write(qkv, rotary, None, kv, metadata.slots)
+    out = kernels.attention(q, k, v, kv, kernels.plan(metadata, *step.heads, step.dtype, step.span), sinks)
+    kv = Fp8KV(*(part.cpu() for part in kv))
+
+    plain = step.kv.double()
+    q64, k64, v64 = TorchKernels().rope_and_write(
+        step.qkv.double(), step.rotary.double(), None, plain, m.slots
+    )
+    close(q, q64)
+    written = plain.isfinite()
+    assert torch.equal(exact(kv).isfinite(), written), "each position is in its slot, and nothing else is"
+    error = (exact(kv) - plain).abs().amax(dim=-1)
+    assert (error <= 0.045 * plain.abs().amax(dim=-1))[written.all(dim=-1)].all(), "half a step of FP8"
+    plan = TorchKernels().plan(m, *step.heads, torch.float64, step.span)
+    of_queries = None if step.sinks is None else step.sinks.double()
+    close(out, TorchKernels().attention(q64, k64, v64, exact(kv), plan, of_queries))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_torch_kernels(seed: int) -> None:
+    for dtype, span in ((F32, None), (BF16, Span(24, chunked=True))):
+        check(Step(RAGGED, (4, 2), 16, 16, dtype, seed, span=span), TorchKernels(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype", "span", "with_sinks"),
+    [
+        (64, 16, F32, None, False),
+        (64, 24, F16, None, True),
+        (128, 128, BF16, None, False),
+        (64, 128, F16, Span(70), True),
+        (16, 16, BF16, Span(24, chunked=True), True),
+    ],
+)
+def test_triton_kernels(
+    triton_kernels: Kernels, kernel_device: str, head_dim: int, block_size: int, dtype: torch.dtype,
+    span: Span | None, with_sinks: bool,
+) -> None:  # fmt: skip
+    """Products of FP8 are in float16, so the interpreter computes bfloat16, too."""
+    step = Step([*RAGGED, (150, 190)], (6, 2), head_dim, block_size, dtype, span=span, with_sinks=with_sinks)
+    check(step, triton_kernels, kernel_device)
+
+
+def test_scales_may_be_very_different(triton_kernels: Kernels, kernel_device: str) -> None:
+    """Float16 does not hold these values. The largest are in the last tile of keys."""
+    step = Step([(90, 91), (10, 60)], (4, 2), 64, 16, BF16)
+    step.kv[1] *= 1e-6
+    step.qkv[:, 4:6] *= 1e-3
+    step.qkv[:, :4] *= 1e3
+    step.qkv[-1, 6:] *= 1e6
+    check(step, triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", [slice(4, 5), slice(6, 7)], ids=["key", "value"])
+def test_numbers_that_are_not_finite_spoil_their_request_alone(
+    triton_kernels: Kernels, kernel_device: str, broken: float, part: slice
+) -> None:
+    step = Step([(20, 21), (40, 41), (0, 9), (5, 20)], (4, 2), 64, 16, F32)
+    rows = {0: slice(0, 1), 1: slice(1, 2), 2: slice(2, 11), 3: slice(11, 26)}
+
+    def run(kernels: Kernels, device: str) -> Tensor:
+        kv = Fp8KV(*(part.to(device) for part in quantized(step.kv)))
+        m = step.metadata
+        metadata = replace(
+            m, slots=m.slots.to(device), block_tables=m.block_tables.to(device),
+            contexts=m.contexts.to(device),
+        )  # fmt: skip
+        q, k, v = kernels.rope_and_write(
+            step.qkv.to(device, copy=True), step.rotary.to(device), None, kv, metadata.slots
+        )
+        return kernels.attention(q, k, v, kv, kernels.plan(metadata, 4, 2, F32)).cpu()
+
+    for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
+        before = run(kernels, device)
+        sound = step.qkv.clone()
+        for request in (0, 3):
+            step.qkv[rows[request].stop - 1, part, 5] = broken
+        after = run(kernels, device)
+        step.qkv = sound
+        for request, its in rows.items():
+            if request in (0, 3):
+                assert not after[its][-1, :2].isfinite().all(dim=-1).any(), "both query heads of the KV head"
+            else:
+                assert torch.equal(after[its], before[its])
+
+
+def test_rows_that_pad_a_graph_write_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
+    step = Step([(8, 9), (40, 41), (41, 42)], (2, 1), 64, 16)
+    step.metadata.slots[1] = -1
+    kv = Fp8KV(*(part.to(kernel_device) for part in quantized(step.kv)))
+    qkv, rotary, slots = (x.to(kernel_device) for x in (step.qkv, step.rotary, step.metadata.slots))
+    triton_kernels.rope_and_write(qkv, rotary, None, kv, slots)
+    written = exact(Fp8KV(*(part.cpu() for part in kv))).isfinite().all(dim=-1).all(dim=0)
+    assert int(written.sum()) == 9 + 40 + 42
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GptOss"])
+def test_an_engine_on_these_kernels(
+    kind: str, tmp_path: Path, save_tiny: Any, check_tokens_of_kernels: Callable[..., None]
+) -> None:
+    save_tiny(tmp_path, kind, num_hidden_layers=1)
+    check_tokens_of_kernels(tmp_path, kv_cache_dtype="fp8")
+
+
+def test_a_token_does_not_depend_on_chunks_blocks_and_other_requests(
+    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    requests = [request_of(i, range(3, 7 + 19 * i), max_tokens=12, ignore_eos=True) for i in range(4)]
+    alone = [
+        run(tiny_engine(kv_cache_dtype="fp8", num_blocks=64), [request])[request.id].tokens
+        for request in requests
+    ]
+    engine = tiny_engine(
+        kv_cache_dtype="fp8", num_blocks=200, block_size=8, max_num_batched_tokens=13, max_num_seqs=4
+    )
+    together = run(engine, requests)
+    assert [together[request.id].tokens for request in requests] == alone
+    assert isinstance(engine.kv_cache[0], Fp8KV)
+    assert engine.cache_spec[0].bytes_per_token == 2 * 2 * (16 + 4)
+    plain = tiny_engine(num_blocks=64)
+    assert engine.content_root != plain.content_root
+    assert engine.model_fingerprint == plain.model_fingerprint
+
+
+def test_a_scale_of_zeros_is_not_zero() -> None:
+    qkv = torch.zeros(1, 4, 16)
+    kv = quantized(torch.full((2, 1, 16, 1, 16), torch.nan))
+    rotary = torch.stack((torch.ones(1, 16), torch.zeros(1, 16)), dim=1)
+    TorchKernels().rope_and_write(qkv, rotary, None, kv, torch.tensor([3]))
+    assert (kv.scales[:, 0, 0, 3] > 0).all()
+    assert not exact(kv)[:, 0, 3].any()
