@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import kv_transfer as kv
+from kv_transfer.wait import wait
 from tests.device import DEVICE
 
 from .ranks import Ranks, as_bytes, positions
@@ -27,7 +27,7 @@ def until(condition: Callable[[], Any], what: str, *waiting: Any, seconds: float
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        select.select(waiting, [], [], 0.02)
+        wait([item.fileno() for item in waiting], 0.02)
     return value
 
 

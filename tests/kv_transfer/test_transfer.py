@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import select
 import time
 from collections import Counter
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 import kv_transfer as kv
+from kv_transfer.wait import wait
 
 from .conftest import until
 
@@ -294,7 +294,7 @@ def test_cancel_at_random_moments(
     cancel_at: dict[bytes, float] = {}
     ended = 0
     while ended < count:
-        select.select([pair.prefill.sender, pair.decode.receiver], [], [], 0.001)
+        wait([pair.prefill.sender.fileno(), pair.decode.receiver.fileno()], 0.001)
         pair.poll()
         if len(running) < 6 and len(pair.decode.free) > 8 and len(pair.prefill.free) > 8:
             n = rng.randrange(1, 120)
