@@ -3,7 +3,7 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine fp8 moe kv overlap disagg flip ranks (default: all, in this order; the last three where there are two GPUs),
+# STEP: tests kernels engine fp8 moe kv overlap disagg flip reuse ranks (default: all, in this order; the last four where there are two GPUs),
 # overlap_8000, sweep, fp8_sweep, groups (three GPUs or more), disagg_70b (four). DIR of --wheels holds the Python packages that the
 # machine lacks. One GPU or two: with two, prefill has the first and decode the second. A step that fails does not stop the others; the
 # exit status says how many did.
@@ -20,7 +20,7 @@ while (($#)); do
 done
 if ! ((${#steps[@]})); then
     steps=(tests kernels engine fp8 moe kv overlap)
-    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip ranks)
+    (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip reuse ranks)
 fi
 mkdir -p "$out"
 if [[ $wheels ]]; then
@@ -75,6 +75,10 @@ groups() { # a handover between workers with several GPUs
 disagg_70b() { # on four GPUs
     python3 -m bench.disagg --device cuda --model-shape llama-3.1-70b --tensor-parallel-size 2 --loads 2000/150 \
         --rates 1,2 --seconds 40 --logs "$out/disagg_70b" --html "$out/disagg_70b.html" --json "$out/disagg_70b.json"
+}
+reuse() {
+    python3 -m bench.reuse --device cuda --json "$out/reuse.json"
+    python3 -m bench.reuse --device cuda --trace default --json "$out/reuse_trace.json"
 }
 flip() { python3 -m bench.flip --device cuda --logs "$out/flip" --json "$out/flip.json"; }
 

@@ -137,6 +137,7 @@ def run_router(given: options.RouterRole) -> int:
             request_timeout=given.front.request_timeout,
             worker_wait=given.front.worker_wait,
             overflow=not given.front.no_overflow,
+            prefix_fetches=not given.front.no_prefix_fetches,
             decode_only=members.decode_only,
             routing_policy=given.front.routing_policy,
             drain_timeout=given.drain.drain_timeout,

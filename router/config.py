@@ -59,6 +59,8 @@ class RouterConfig:
     """Seconds for running requests to finish after SIGTERM."""
     overflow: bool = True
     """A decode worker prefills when the second token is expected earlier that way."""
+    prefix_fetches: bool = True
+    """A worker fetches what another worker has cached of a prompt, where that is faster than computing it."""
     decode_only: bool = False
     """The cluster has no prefill workers. The router is ready with a decode worker."""
     routing_policy: str = "sticky"

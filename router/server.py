@@ -111,6 +111,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
         model,
         config.cluster_tls,
         overflow=config.overflow,
+        prefix_fetches=config.prefix_fetches,
         decode_only=config.decode_only,
     )
     services = Services(

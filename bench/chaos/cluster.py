@@ -48,6 +48,7 @@ class Worker:
     Attributes:
         lives: the report of each process when it was ready.
         exits: the exit code of each process that ended.
+        flags: of the next process.
     """
 
     def __init__(self, cluster: LocalCluster, role: str, index: int, flags: Sequence[str]) -> None:
@@ -58,7 +59,7 @@ class Worker:
         self.exits: list[int] = []
         self.ready = False
         self._cluster = cluster
-        self._flags = flags
+        self.flags = flags
         self._may_start = threading.Event()
         self._may_start.set()
         self._popen: subprocess.Popen[bytes] | None = None
@@ -144,7 +145,7 @@ class Worker:
             self._live()
 
     def _live(self) -> None:
-        popen, pipe = self._cluster.spawn(self.role, "--index", str(self.index), *self._flags, log=self.log)
+        popen, pipe = self._cluster.spawn(self.role, "--index", str(self.index), *self.flags, log=self.log)
         self._popen = popen
         with pipe:
             for line in pipe:
@@ -187,7 +188,7 @@ class LocalCluster:
         self.workers: list[Worker] = []
         self._counts = {"prefill": prefill, "decode": decode}
         self._flags = {"prefill": [*worker_flags], "decode": [*worker_flags, *decode_flags]}
-        self._router_flags = router_flags
+        self._router_flags = tuple(router_flags)
         self._devices = devices
         self._router: Worker | None = None
         self._file = directory / "workers"
@@ -212,7 +213,8 @@ class LocalCluster:
             port = str(free_port())  # the same for all of its lives
             # With a model name the router can start while all workers are down.
             flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
-            self._router = Worker(self, "router", 0, (*flags, *self._router_flags))
+            self._router_flags = (*flags, *self._router_flags)
+            self._router = Worker(self, "router", 0, self._router_flags)
             self._router.wait_first_life()
             self.url = self._router.lives[0]["url"]
             for worker in self.workers:
@@ -233,6 +235,15 @@ class LocalCluster:
             end.start()
         for end in ends:
             end.join()
+
+    def restart_router(self, *flags: str) -> None:
+        """Starts the router again, with these flags besides those of the cluster."""
+        [router] = self.of("router")
+        lives = len(router.lives)
+        router.flags = (*self._router_flags, *flags)
+        router.terminate()
+        router.wait_life(lives + 1)
+        self.wait_serving(len(self.workers))
 
     # ------------------------------------------------------------ what the router sees
 

@@ -69,6 +69,7 @@ class Stream:
     text: str = ""
     logprobs: list[float] = field(default_factory=list)  # of each token, if asked for
     arrivals: list[float] = field(default_factory=list)  # of each token
+    cached_tokens: int = 0  # of the prompt, if the usage was asked for
     keepalives: int = 0
     status: int = 0
     error: str = ""
@@ -134,6 +135,9 @@ def _take(stream: Stream, line: bytes, on_token: Callable[[Stream], None]) -> No
         event = json.loads(line[6:])
         if "error" in event:
             stream.error = json.dumps(event["error"])
+            return
+        if not event["choices"]:
+            stream.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
             return
         [choice] = event["choices"]
         new = choice["token_ids"]

@@ -77,6 +77,9 @@ class FrontOptions:
     no_overflow: Annotated[bool, opt("Only handovers: no worker both prefills and decodes a request.")] = (
         False
     )
+    no_prefix_fetches: Annotated[
+        bool, opt("Workers compute what only another worker has in its prefix cache.")
+    ] = False
     routing_policy: Annotated[
         Literal["sticky", "round-robin"], opt("How the router chooses a prefill worker.", "POLICY")
     ] = "sticky"

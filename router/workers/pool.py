@@ -64,6 +64,7 @@ class WorkerPool:
         tls: TlsFiles | None = None,
         *,
         overflow: bool = True,
+        prefix_fetches: bool = True,
         decode_only: bool = False,
     ) -> None:
         self.changed = asyncio.Event()
@@ -74,6 +75,7 @@ class WorkerPool:
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
         self._may_overflow = overflow
+        self._may_fetch_prefixes = prefix_fetches
         self._decode_only = decode_only
         self._model = model
         self._secret = secret
@@ -189,6 +191,8 @@ class WorkerPool:
         self, worker: WorkerConnection, chunks: list[int], tokens: int
     ) -> pb.ContentSource | None:
         """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere."""
+        if not self._may_fetch_prefixes:
+            return None
         source = self._candidates.prefix_source(worker, chunks, tokens, self._rng)
         if source is None or not source.description.kv_address:
             return None  # a worker of an older version may serve no KV

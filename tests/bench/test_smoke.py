@@ -411,10 +411,11 @@ def test_runs_flip(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["disagg", "engine", "flip"])
-def test_the_short_form_runs_with_real_processes(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "reuse --trace default"])
+def test_the_short_form_runs_with_real_processes(bench: str, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    command = [sys.executable, "-m", f"bench.{name}", "--short", "--json", str(out)]
+    name, *flags = bench.split()
+    command = [sys.executable, "-m", f"bench.{name}", *flags, "--short", "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text())["results"]

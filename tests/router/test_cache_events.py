@@ -149,7 +149,9 @@ async def test_a_worker_that_reports_more_chunks_than_blocks_is_refused(caching:
     assert "more cached chunks" in refused.reason
 
 
-async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_prompt(caching: Cluster):
+async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_prompt(
+    caching: Cluster, monkeypatch: pytest.MonkeyPatch
+):
     prompt, [decode] = list(range(3, 503)), caching.decodes
     home = caching.prefills[await went_to(caching, prompt, "a")]
 
@@ -175,6 +177,9 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     assert await source() == decode.incarnation
     pool = caching.router.services.pool
     [connection] = [c for c in pool.connections if c.address == decode.address]
+    monkeypatch.setattr(pool, "_may_fetch_prefixes", False)
+    assert await source() is None
+    monkeypatch.undo()
     connection.description.kv_address = ""  # a decode worker of an older version may have none
     assert await source() is None
 

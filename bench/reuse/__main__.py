@@ -1,6 +1,8 @@
 """How much sooner the second turn of a chat begins if KV is reused, and how many bytes travel for it.
 
-    python -m bench.reuse [--json PATH] [--device cpu|cuda] [--short]
+    python -m bench.reuse [--json PATH] [--device cpu|cuda] [--short] [--trace FILE|default]
+
+With `--trace` it replays chats through a cluster (`bench.reuse.replay`).
 
 A prefill and a decode worker run as real processes. The bench submits to both as a router does. Rounds of
 three second turns alternate; each has a history, an answer, and a few new tokens:
@@ -33,6 +35,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import bench.contract as contract
 from bench.contract import Report, Row
 from bench.overlap.streams import prompt_of
+from bench.reuse import replay
 from bench.roles import Driver, Roles, request
 from bench.shapes import DENSE, write_shape
 from cluster.gpus import visible_gpus
@@ -147,16 +150,22 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
     runs.computed.append(seconds)
 
 
+def require_gpus(args: argparse.Namespace) -> list[str]:
+    """The GPUs of this machine. Exits if the bench needs more."""
+    gpus = visible_gpus()
+    if args.device == "cuda" and len(gpus) < 2:
+        print(f"bench.reuse needs 2 GPUs, and there are {len(gpus)}", file=sys.stderr)
+        sys.exit(contract.EXIT_CANNOT_MEASURE)
+    return gpus
+
+
 def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], list[dict[str, str]]]:
     """The flags of both workers, and the environment of each. Exits if there are too few GPUs."""
     if args.device == "cpu":
         # One thread each: otherwise two engines would compete for the cores of a small machine.
         model = ["--model", args.model] if args.model else []
         return ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", *model], [{}, {}]
-    gpus = visible_gpus()
-    if len(gpus) < 2:
-        print(f"bench.reuse needs 2 GPUs, and there are {len(gpus)}", file=sys.stderr)
-        sys.exit(contract.EXIT_CANNOT_MEASURE)
+    gpus = require_gpus(args)
     model = args.model or str(write_shape(DENSE, directory))
     common = ["--device", "cuda", "--model", model, "--load-format", "dummy", "--max-model-len", "16384"]
     return [*common, "--kv-lanes", "8", "--kv-slots", "256"], [
@@ -210,7 +219,16 @@ def main() -> int:
         "--answer", type=int, help=f"tokens (default: {ON_CPU.answer} on a CPU, {ON_CUDA.answer} on a GPU)"
     )
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
+    trace = p.add_argument_group("a trace of chats")
+    trace.add_argument("--trace", metavar=f"FILE|{replay.DEFAULT}", help="in Mooncake's format, or made up")
+    trace.add_argument("--requests", type=int, metavar="N", help="the first of the trace")
+    trace.add_argument("--length-scale", type=float, metavar="X", help="of prompts, answers and blocks")
+    trace.add_argument("--time-scale", type=float, metavar="X", help="2: twice as fast as the trace says")
     args = p.parse_args()
+    if args.trace is not None:
+        require_gpus(args)
+        replay.measure(args).finish()
+        return 0
     default = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
     turns = Turns(args.history or default.history, args.answer or default.answer)
     if args.short:
