@@ -3,8 +3,8 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine fp8 moe kv overlap disagg flip reuse ranks (default: all, in this order; the last four where there are two GPUs),
-# overlap_8000, sweep, fp8_sweep, groups (three GPUs or more), disagg_70b (four). DIR of --wheels holds the Python packages that the
+# STEP: tests kernels engine fp8 int4 moe kv overlap disagg flip reuse ranks (default: all, in this order; the last four where there are two GPUs),
+# overlap_8000, sweep, fp8_sweep, int4_sweep, groups (three GPUs or more), disagg_70b (four). DIR of --wheels holds the Python packages that the
 # machine lacks. One GPU or two: with two, prefill has the first and decode the second. A step that fails does not stop the others; the
 # exit status says how many did.
 set -uo pipefail
@@ -19,7 +19,7 @@ while (($#)); do
     esac
 done
 if ! ((${#steps[@]})); then
-    steps=(tests kernels engine fp8 moe kv overlap)
+    steps=(tests kernels engine fp8 int4 moe kv overlap)
     (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip reuse ranks)
 fi
 mkdir -p "$out"
@@ -43,11 +43,17 @@ sweep() { python3 -m bench.kernels --device cuda --sweep --json "$out/sweep.json
 fp8_sweep() {
     python3 -m bench.kernels --device cuda --quantization fp8 --sweep --json "$out/fp8_sweep.json"
 }
+int4_sweep() {
+    python3 -m bench.kernels --device cuda --quantization int4 --sweep --json "$out/int4_sweep.json"
+}
 engine() { python3 -m bench.engine --device cuda --json "$out/engine.json"; }
 fp8() {
     python3 -m bench.engine --device cuda --quantization fp8 --json "$out/fp8.json"
     python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --quantization fp8 --json "$out/fp8_moe.json"
     python3 -m bench.kernels --device cuda --quantization fp8 --json "$out/fp8_kernels.json"
+}
+int4() {
+    python3 -m bench.kernels --device cuda --quantization int4 --json "$out/int4_kernels.json"
 }
 moe() { python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }
 kv() { python3 -m bench.kv --json "$out/kv.json"; }

@@ -8,7 +8,17 @@ from bench import kernels
 from bench.contract import Report, parser
 from bench.kernels.cases import Cases, Shape
 from bench.kernels.fp8 import Fp8Cases
-from bench.kernels.measure import choices, fp8_choices, graph_seconds, limits, measure, moe_choices, sweep
+from bench.kernels.int4 import Int4Cases
+from bench.kernels.measure import (
+    choices,
+    fp8_choices,
+    graph_seconds,
+    int4_choices,
+    limits,
+    measure,
+    moe_choices,
+    sweep,
+)
 from bench.kernels.moe import MoeCases, MoeShape
 from bench.shapes import DENSE, MOE
 from engine.kernels import kernels_for
@@ -18,7 +28,7 @@ def main() -> int:
     arguments = parser(kernels.__doc__ or "", devices=("cuda",))
     arguments.add_argument("--sweep", action="store_true", help="time some kernels by their constants")
     arguments.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE, help="default: %(default)s")
-    arguments.add_argument("--quantization", choices=("fp8",), help="the kernels of quantized weights")
+    arguments.add_argument("--quantization", choices=("fp8", "int4"), help="the kernels of quantized weights")
     args = arguments.parse_args()
     device = torch.device("cuda")
     parameters = {"shape": args.model_shape, "dtype": "bfloat16"}
@@ -28,12 +38,17 @@ def main() -> int:
     else:
         shape = Shape(batches=(1, 64), prompts=(2000,)) if args.short else Shape()
         parameters["block_size"] = shape.block_size
-        if args.quantization == "fp8":
-            cases = Fp8Cases(shape, kernels_for(device, shape.head_dim), device)
-            swept = fp8_choices(cases)
+        on = shape, kernels_for(device, shape.head_dim), device
+        if args.quantization:
             parameters["quantization"] = args.quantization
+        if args.quantization == "fp8":
+            cases = Fp8Cases(*on)
+            swept = fp8_choices(cases)
+        elif args.quantization == "int4":
+            cases = Int4Cases(*on)
+            swept = int4_choices(cases)
         else:
-            cases = Cases(shape, kernels_for(device, shape.head_dim), device)
+            cases = Cases(*on)
             swept = choices(cases)
     report = Report("kernels", parameters, args.json)
     with torch.inference_mode():

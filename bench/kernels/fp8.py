@@ -11,26 +11,15 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-from torch import Tensor
-
-from bench.kernels.cases import Case, Make, Shape, nbytes
-from engine.kernels import Kernels, Quantized
+from bench.kernels.cases import Case, Make, nbytes
+from bench.kernels.layer import EPS, LayerCases
+from engine.kernels import Quantized
 from engine.kernels.fp8_linear import MAX_FEW_ROWS, Fp8Linear
 from engine.kernels.torch_kernels import TorchKernels
-from engine.layers.linear import PlainLinear
-
-EPS = 1e-5
 
 
-class Fp8Cases:
+class Fp8Cases(LayerCases):
     """All cases of a shape on a device."""
-
-    def __init__(self, shape: Shape, kernels: Kernels, device: torch.device) -> None:
-        self.shape, self.kernels, self.device = shape, kernels, device
-        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        self.sizes = {"qkv": (shape.hidden, qkv), "out": (shape.hidden, shape.hidden)}
-        self.sizes |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
 
     def __iter__(self) -> Iterator[Make]:
         rows = (*self.shape.batches, self.shape.prompts[0])
@@ -43,9 +32,6 @@ class Fp8Cases:
             yield partial(self.add_rms_norm, count)
             yield partial(self.silu_mul, count)
             yield partial(self.quantize, count)
-
-    def normal(self, *size: int) -> Tensor:
-        return torch.randn(size, device=self.device).to(self.shape.dtype)
 
     def linear(self, columns: int, out: int) -> Fp8Linear:
         weight = TorchKernels().quantize(self.normal(out, columns), grouped=False)
@@ -94,7 +80,6 @@ class Fp8Cases:
             self.normal(shape.hidden),
         )
         attended = self.normal(rows, shape.hidden)
-        plain = [PlainLinear(self.normal(o, i)) for i, o in self.sizes.values()]
 
         def norm() -> Quantized:
             return kernels.add_rms_norm_quantized(residual, delta, weight, EPS, grouped=False)
@@ -104,12 +89,8 @@ class Fp8Cases:
             out(kernels.quantize(attended, grouped=False))
             return down(kernels.silu_mul_quantized(gate_up(norm()), grouped=False))
 
-        def theirs() -> object:
-            plain[0](kernels.add_rms_norm(residual, delta, weight, EPS))
-            plain[1](attended)
-            return plain[3](kernels.silu_mul(plain[2](kernels.add_rms_norm(residual, delta, weight, EPS))))
-
         parameters = sum(i * o for i, o in self.sizes.values())
+        theirs = self.chain(rows, self.plain)
         return Case(
             f"fp8_layer.t{rows}", parameters, rows * parameters, ours, theirs, "the layer in bfloat16"
         )

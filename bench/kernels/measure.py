@@ -19,6 +19,7 @@ from bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S, Cases, Make, nbytes
 
 if TYPE_CHECKING:
     from bench.kernels.fp8 import Fp8Cases
+    from bench.kernels.int4 import Int4Cases
     from bench.kernels.moe import MoeCases  # imports kernels
 
 BEYOND_CACHE = 256 << 20  # least bytes of all input sets of a case together
@@ -193,6 +194,21 @@ def fp8_choices(cases: Fp8Cases) -> Choices:
         *(
             (silu, {"MAX_WARPS": [4, 8, 16, 32]}, partial(cases.silu_mul, rows))
             for rows in (batches[0], prompt)
+        ),
+    ]
+
+
+def int4_choices(cases: Int4Cases) -> Choices:
+    from engine.kernels import int4_linear
+
+    programs = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 1), (128, 8, 2)]
+    few, some, many = 1, 64, 256
+    return [
+        (int4_linear, {"NARROW": programs, "MAX_WORDS": [64, 128]}, partial(cases.layer, few)),
+        (int4_linear, {"WIDE": programs, "MAX_WORDS": [32, 64]}, partial(cases.layer, some)),
+        *(
+            (int4_linear, {"MAX_FEW_ROWS": [0, rows], "MAX_BLOCK_M": [64, 128]}, partial(cases.layer, rows))
+            for rows in (some, 2 * some, many)
         ),
     ]
 

@@ -202,6 +202,14 @@ class Kernels(Protocol):
         ...
 
 
+def from_hopper_on(device: torch.device) -> bool:
+    """Whether the device is a Hopper GPU or a later one: it multiplies FP8 numbers, and its copy engine loads
+    tiles. Where there is no GPU, the question is about one of these on another machine (`baton plan`)."""
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def kernels_for(device: torch.device, head_dim: int) -> Kernels:
     """The kernels for this device. Raises `ValueError` if CUDA has no kernel for this head_dim, or if Triton
     is not installed; the message then names the extra."""

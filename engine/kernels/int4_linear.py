@@ -1,183 +1,275 @@
 """y = x Wᵀ + b with W in 4 bits, in groups of columns that share a scale: w = (code − 8) · scale + zero.
 
-    few rows    The kernel below. It multiplies the codes as exact numbers of x's dtype, group by group, and
-                scales each group's product in float32. The zero of a group multiplies the sum of x.
-    many rows   W is written in x's dtype, and cuBLAS multiplies.
+    few rows    The kernel below writes W into registers, in x's dtype, and multiplies it with tensor cores.
+    many rows   W is written to memory in x's dtype, and cuBLAS multiplies.
 
-A byte holds the codes of columns c and c + in / 2, so that both are next to their neighbours in x. A program
-handles BLOCK_N rows of W, and one of SPLITS parts of their groups, as in `skinny_linear`.
+Both multiply the same numbers, rounded once to x's dtype, so the number of rows changes only the order of the
+sum. Scales and zeros are in x's dtype, too.
+
+A word of 16 bits holds the codes of four columns: i, i + WORDS, i + 2 WORDS and i + 3 WORDS of a block of
+4 WORDS columns. So one shift and one mask give a *plane*, the codes of WORDS adjacent columns, and a register
+of 32 bits holds two of them (as in Marlin, https://github.com/IST-DASLab/marlin). The code is the lowest bits
+of the mantissa of 2ⁿ + code, which needs no conversion.
+
+As in `skinny_linear`, the rows of W are the large side of the tensor core product (yᵀ = W xᵀ), and a program
+handles a tile of y and one of SPLITS parts of the columns.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import overlap
 from engine.kernels.overlap import inputs_ready
 from engine.kernels.split_k import add_parts
 
 MAX_FEW_ROWS = 64
-BLOCK_N = 64
+MAX_BLOCK_M = 64
+MAX_WORDS = 64  # and at most a group, so that a plane of codes has one scale
+NARROW, WIDE = (64, 4, 2), (128, 8, 1)
+"""Rows of W of a program, its warps, and programs that share a multiprocessor. The first for up to
+NARROW_ROWS rows of x."""
+NARROW_ROWS = 16
 MAX_SPLITS = 8
-PROGRAMS_EACH = 4  # of a multiprocessor, that splitting the groups aims at
-STAGES = 4  # groups loaded ahead
+MAX_STAGES = 6
+SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
+
+
+class Tiling(NamedTuple):
+    block_m: int  # rows of x
+    block_n: int  # rows of W
+    splits: int  # parts of the columns
+    warps: int
+    stages: int  # blocks loaded ahead
+
+
+def tiling(rows: int, blocks: int, words: int, size: int, multiprocessors: int) -> Tiling:
+    """The tiling for x of these rows and W of `size` rows, with `blocks` blocks of columns."""
+    block_m = max(16, triton.next_power_of_2(min(rows, MAX_BLOCK_M)))
+    block_n, warps, each = NARROW if block_m <= NARROW_ROWS else WIDE
+    tiles = triton.cdiv(rows, block_m) * triton.cdiv(size, block_n)
+    splits = max(1, min(each * multiprocessors // tiles, blocks, MAX_SPLITS))
+    sharing = min(each, triton.cdiv(tiles * splits, multiprocessors))
+    stages = SHARED_BYTES // sharing // (2 * words * (block_n + 4 * block_m))
+    return Tiling(block_m, block_n, splits, warps, max(2, min(MAX_STAGES, stages)))
 
 
 class Int4Linear:
     """A linear product with INT4 weights. Its calls must be in one stream."""
 
     def __init__(
-        self, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, multiprocessors: int
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        multiprocessors: int,
     ) -> None:
-        """codes [out, in] uint8 of 0 to 15; scales and zeros [out, groups] float32; bias [out]."""
-        half = codes.shape[1] // 2
-        self._packed = codes[:, :half] | (codes[:, half:] << 4)
-        self._scales, self._zeros = scales.T.contiguous(), zeros.T.contiguous()
+        """codes [out, in] uint8 of 0 to 15; scales and zeros [out, groups]; bias [out]. dtype: of x and y."""
+        self._size, self._inner = codes.shape
+        self._group = self._inner // scales.shape[1]
+        self._words = min(self._group, MAX_WORDS)
+        self._packed = _packed(codes, self._words)
+        self._scales = _by_group(scales.to(dtype))
+        self._zeros = _by_group(zeros.to(dtype)) if zeros.any() else None
         self._bias, self._multiprocessors = bias, multiprocessors
-        self._group = codes.shape[1] // scales.shape[1]
-        tiles = triton.cdiv(len(codes), BLOCK_N)
+        tiles = triton.cdiv(self._size, min(NARROW[0], WIDE[0])) * triton.cdiv(MAX_FEW_ROWS, MAX_BLOCK_M)
         self._finished = torch.zeros(tiles, dtype=torch.int32, device=codes.device)  # 0 between calls
 
     @staticmethod
     def suits(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the kernel supports these groups: each half of the columns must have whole ones."""
-        return (
-            dtype in (torch.float16, torch.bfloat16)
-            and scales.shape[1] % 2 == 0
-            and codes.shape[1] // scales.shape[1] in (32, 64, 128)
-        )
+        """Whether the kernel supports these groups."""
+        return dtype in (torch.float16, torch.bfloat16) and codes.shape[1] // scales.shape[1] in (32, 64, 128)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in], contiguous. Returns [rows, out]."""
         if len(x) <= MAX_FEW_ROWS:
             return self.triton(x)
-        return F.linear(x, self.dequantized(x.dtype), self._bias)
+        return F.linear(x, self.dequantized(), self._bias)
 
     def triton(self, x: Tensor) -> Tensor:
-        """The product by the kernel: of 1 to 64 rows."""
+        """The product by the kernel alone."""
         assert x.is_contiguous(), "the kernel assumes dense rows"
-        (rows, inner), size = x.shape, len(self._packed)
-        tiles, block_m = len(self._finished), max(16, triton.next_power_of_2(rows))
-        groups = inner // 2 // self._group
-        splits = max(1, min(PROGRAMS_EACH * self._multiprocessors // tiles, groups, MAX_SPLITS))
-        out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+        rows, words = len(x), self._words
+        blocks = self._packed.shape[1] // words
+        shape = tiling(rows, blocks, words, self._size, self._multiprocessors)
+        row_tiles, tiles = triton.cdiv(rows, shape.block_m), triton.cdiv(self._size, shape.block_n)
+        out = torch.empty(rows, self._size, dtype=x.dtype, device=x.device)
         parts = out
-        if splits > 1:
-            parts = torch.empty(splits, tiles, BLOCK_N, block_m, dtype=torch.float32, device=x.device)
-        _int4_linear[(tiles, splits)](
-            x,
-            self._packed,
-            self._scales,
-            self._zeros,
+        if shape.splits > 1:
+            tile = shape.block_n, shape.block_m
+            parts = torch.empty(shape.splits, row_tiles * tiles, *tile, dtype=torch.float32, device=x.device)
+        _int4_linear[(row_tiles, tiles, shape.splits)](
+            TensorDescriptor.from_tensor(x, [shape.block_m, words]),
+            TensorDescriptor.from_tensor(self._packed, [shape.block_n, words]),
+            TensorDescriptor.from_tensor(self._scales, [1, shape.block_n]),
+            None if self._zeros is None else TensorDescriptor.from_tensor(self._zeros, [1, shape.block_n]),
             self._bias,
             parts,
             self._finished,
             out,
             rows,
-            size,
-            inner,
+            self._size,
+            blocks,
             GROUP=self._group,
-            BLOCK_M=block_m,
-            BLOCK_N=BLOCK_N,
-            SPLITS=splits,
-            num_warps=4,
-            num_stages=STAGES,
+            BLOCK_M=shape.block_m,
+            BLOCK_N=shape.block_n,
+            WORDS=words,
+            SPLITS=shape.splits,
+            COMPILED=isinstance(_int4_linear, JITFunction),
+            num_warps=shape.warps,
+            num_stages=shape.stages,
             **overlap.options(),
         )
         return out
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self) -> Tensor:
         """W [out, in]."""
-        size, half = self._packed.shape
-        out = torch.empty(size, 2 * half, dtype=dtype, device=self._packed.device)
-        grid = (triton.cdiv(size, BLOCK_N), half // self._group)
+        out = torch.empty(self._size, self._inner, dtype=self._scales.dtype, device=self._packed.device)
+        grid = (triton.cdiv(self._size, NARROW[0]), self._packed.shape[1] // self._words)
         _dequantize[grid](
-            self._packed, self._scales, self._zeros, out, size, half, GROUP=self._group, BLOCK_N=BLOCK_N
+            self._packed,
+            self._scales,
+            self._zeros,
+            out,
+            self._size,
+            self._inner,
+            self._scales.stride(0),
+            GROUP=self._group,
+            BLOCK_N=NARROW[0],
+            WORDS=self._words,
+            COMPILED=isinstance(_dequantize, JITFunction),
         )
         return out
 
 
-@triton.jit
-def _codes(packed):
-    """Codes less 8: those of the first half of the columns, and those of the second half."""
-    return (packed & 15).to(tl.int8) - 8, (packed >> 4).to(tl.int8) - 8
+def _packed(codes: Tensor, words: int) -> Tensor:
+    """[out, in] uint8 → [out, blocks · words] int16."""
+    padded = F.pad(codes, (0, -codes.shape[1] % (4 * words)))
+    planes = padded.unflatten(1, (-1, 4, words)).to(torch.int16).unbind(2)
+    return (planes[0] | planes[1] << 4 | planes[2] << 8 | planes[3] << 12).flatten(1)
+
+
+def _by_group(values: Tensor) -> Tensor:
+    """[out, groups] → [groups, out], in rows of a multiple of 16 bytes, as the copy engine needs them."""
+    return F.pad(values.T, (0, -len(values) % 8)).clone(memory_format=torch.contiguous_format)
+
+
+@triton.constexpr_function
+def _to_float(plane: int, base: int) -> str:
+    """PTX that takes the codes of a plane from two words, and makes them the lowest bits of two numbers."""
+    return (
+        f"{{ .reg .b32 t; shr.b32 t, $1, {4 * plane}; lop3.b32 $0, t, 0xF000F, {base << 16 | base}, 0xEA; }}"
+    )
 
 
 @triton.jit
-def _scaled(codes, x, scale, zero):
-    """The product [rows of W, rows of x] of one group, float32."""
-    product = tl.dot(codes.to(x.dtype), tl.trans(x))
-    return product * scale[:, None] + tl.sum(x.to(tl.float32), axis=1)[None, :] * zero[:, None]
+def _plane(words, scale, zero, PLANE: tl.constexpr, COMPILED: tl.constexpr):
+    """The values of a plane of codes, in the dtype of the scales. The compiler would shift each word for
+    itself, and the interpreter has no PTX."""
+    # As integers these are 2ⁿ, of which the last bit of the mantissa is 1.
+    BASE: tl.constexpr = 0x4300 if scale.dtype == tl.bfloat16 else 0x6400
+    MIDDLE: tl.constexpr = 136.0 if scale.dtype == tl.bfloat16 else 1032.0
+    if COMPILED:
+        numbers = tl.inline_asm_elementwise(
+            _to_float(PLANE, BASE), "=r,r", [words], dtype=scale.dtype, is_pure=True, pack=2
+        )
+    else:
+        numbers = ((words >> 4 * PLANE) & 15 | BASE).to(scale.dtype, bitcast=True)
+    numbers -= MIDDLE
+    if zero is None:
+        numbers *= scale[:, None]
+    else:
+        numbers = tl.fma(numbers, scale[:, None], zero[:, None])
+    return numbers
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _int4_linear(
-    x,
-    packed,
-    scales,
-    zeros,
+    x_tiles,
+    word_tiles,
+    scale_tiles,
+    zero_tiles,
     bias,
     parts,
     finished,
     out,
     rows,
     size,
-    inner,
+    blocks,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
     SPLITS: tl.constexpr,
+    COMPILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    tile, split = tl.program_id(0), tl.program_id(1)
-    half = inner // 2
-    groups = half // GROUP
-    m, k = tl.arange(0, BLOCK_M), tl.arange(0, GROUP)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_w, in_x = n < size, (m < rows)[:, None]
-    of_w = packed + n[:, None].to(tl.int64) * half + k[None, :]
-    of_x = x + m[:, None] * inner + k[None, :]
-    second = groups * size  # where the scales of the second half begin
+    # Programs of the same rows of W are neighbours, so that W is read once.
+    first_m, first_n, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for group in tl.range(split * groups // SPLITS, (split + 1) * groups // SPLITS):
-        low, high = _codes(tl.load(of_w + group * GROUP, mask=in_w[:, None], other=0))
-        scale, zero = scales + group * size + n, zeros + group * size + n
-        x_low = tl.load(of_x + group * GROUP, mask=in_x, other=0.0)
-        x_high = tl.load(of_x + half + group * GROUP, mask=in_x, other=0.0)
-        acc += _scaled(low, x_low, tl.load(scale, mask=in_w, other=0.0), tl.load(zero, mask=in_w, other=0.0))
-        acc += _scaled(
-            high,
-            x_high,
-            tl.load(scale + second, mask=in_w, other=0.0),
-            tl.load(zero + second, mask=in_w, other=0.0),
-        )
+    for block in tl.range(split * blocks // SPLITS, (split + 1) * blocks // SPLITS):
+        words = word_tiles.load([first_n, block * WORDS])  # past the end: zeros
+        scale, zero = None, None
+        # With `acc` as its operand, each instruction would wait for the one before it.
+        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for i in tl.static_range(4):
+            column = (4 * block + i) * WORDS
+            if i * WORDS % GROUP == 0:
+                scale = tl.reshape(scale_tiles.load([column // GROUP, first_n]), (BLOCK_N,))
+                if zero_tiles is not None:
+                    zero = tl.reshape(zero_tiles.load([column // GROUP, first_n]), (BLOCK_N,))
+            x = x_tiles.load([first_m, column])
+            product = tl.dot(_plane(words, scale, zero, i, COMPILED), tl.trans(x), product)
+        acc += product
     is_last = True
     if SPLITS > 1:
-        acc, is_last = add_parts(acc, parts, finished, tile, tl.num_programs(0), split, SPLITS)
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        acc, is_last = add_parts(
+            acc, parts, finished, tile, tl.num_programs(0) * tl.num_programs(1), split, SPLITS
+        )
     if is_last:
+        m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
         if bias is not None:
-            acc += tl.load(bias + n, mask=in_w, other=0.0).to(tl.float32)[:, None]
+            acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[:, None]
         y = tl.trans(acc).to(out.dtype.element_ty)
-        tl.store(out + m[:, None] * size + n[None, :], y, mask=in_x & in_w[None, :])
+        to = out + m[:, None].to(tl.int64) * size + n[None, :]
+        tl.store(to, y, mask=(m < rows)[:, None] & (n < size)[None, :])
 
 
 @triton.jit
-def _dequantize(packed, scales, zeros, out, size, half, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
-    tile, group = tl.program_id(0), tl.program_id(1)
-    n, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, GROUP)
-    in_w = n < size
-    column = group * GROUP + k[None, :]
-    row = n[:, None].to(tl.int64)
-    low, high = _codes(tl.load(packed + row * half + column, mask=in_w[:, None], other=0))
-    scale, zero = scales + group * size + n, zeros + group * size + n
-    second = tl.num_programs(1) * size
-    first_half = out + row * 2 * half + column
-    w = low.to(tl.float32) * tl.load(scale, mask=in_w, other=0.0)[:, None]
-    w += tl.load(zero, mask=in_w, other=0.0)[:, None]
-    tl.store(first_half, w.to(out.dtype.element_ty), mask=in_w[:, None])
-    w = high.to(tl.float32) * tl.load(scale + second, mask=in_w, other=0.0)[:, None]
-    w += tl.load(zero + second, mask=in_w, other=0.0)[:, None]
-    tl.store(first_half + half, w.to(out.dtype.element_ty), mask=in_w[:, None])
+def _dequantize(
+    packed,
+    scales,
+    zeros,
+    out,
+    size,
+    inner,
+    stride,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    block = tl.program_id(1)
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, WORDS)
+    in_w, row = n < size, n[:, None].to(tl.int64)
+    of_words = packed + row * (tl.num_programs(1) * WORDS) + block * WORDS + k[None, :]
+    words = tl.load(of_words, mask=in_w[:, None], other=0)
+    zero = None
+    for i in tl.static_range(4):
+        column = (4 * block + i) * WORDS
+        in_group = in_w & (column < inner)
+        scale = tl.load(scales + column // GROUP * stride + n, mask=in_group, other=0.0)
+        if zeros is not None:
+            zero = tl.load(zeros + column // GROUP * stride + n, mask=in_group, other=0.0)
+        w = _plane(words, scale, zero, i, COMPILED)
+        tl.store(out + row * inner + column + k[None, :], w, mask=in_group[:, None])

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels import overlap
+from engine.kernels import from_hopper_on, overlap
 from engine.kernels.overlap import inputs_ready
 from engine.kernels.split_k import add_parts
 
@@ -61,8 +61,7 @@ class SkinnyLinear:
         """Whether the kernel supports this weight and device. Hopper's copy engine needs rows of a multiple
         of 16 bytes."""
         return (
-            weight.is_cuda
-            and torch.cuda.get_device_capability(weight.device) >= (9, 0)
+            from_hopper_on(weight.device)
             and weight.dtype in (torch.float16, torch.bfloat16)
             and weight.is_contiguous()
             and weight.shape[1] % 8 == 0

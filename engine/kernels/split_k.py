@@ -4,8 +4,19 @@ Each program stores its part. The program that finishes last for a tile adds up 
 fixed order, so timing never changes the sum.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+INTERPRETED_MULTIPROCESSORS = 4
+"""Assumed when Triton's interpreter runs the kernels, in tests."""
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once, if one has a multiprocessor for itself."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -14,13 +14,12 @@ from engine.kernels.fp8_linear import Fp8Linear
 from engine.kernels.grouped_linear import grouped_linear
 from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.shuffle import shuffle
+from engine.kernels.split_k import multiprocessors
 from engine.kernels.thresholds import thresholds
 from engine.kernels.tiles import SHORT, shape_for, tile_work
 from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-INTERPRETED_MULTIPROCESSORS = 4
-"""Assumed when Triton's interpreter runs the kernels, in tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,9 @@ class TritonKernels:
             raise ValueError(
                 f"a model with head_dim {head_dim} cannot run on CUDA ({HEAD_DIMS} can); use --device cpu"
             )
-        self._multiprocessors = INTERPRETED_MULTIPROCESSORS
-        if device.type == "cuda":
-            if device.index is not None:
-                torch.cuda.set_device(device)  # Triton launches on the current device
-            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # Triton launches on the current device
+        self._multiprocessors = multiprocessors(device)
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return norm.add_rms_norm(residual, delta, weight, eps)

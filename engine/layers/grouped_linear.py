@@ -2,7 +2,7 @@
 
 CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in the same way among any rows
                   prompts    oneDNN, from a copy in bfloat16, in tiles of equally many rows
-GPU, 16 bits      few rows   a kernel that reads the codes (`engine.kernels.int4_linear`)
+GPU, 16 bits      few rows   a kernel that reads the codes, from Hopper on (`engine.kernels.int4_linear`)
                   many rows  dequantized for each product
 other             dequantized at load
 """
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import from_hopper_on
 from engine.layers.groups import Groups
 from engine.layers.linear import PlainLinear
 from engine.layers.step_rows import StepRows
@@ -34,8 +35,8 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 def bytes_per_parameter(bits: int, size: int, dtype: torch.dtype, device: torch.device) -> float:
     """Bytes of one parameter in memory, the copy for prompts included."""
-    if device.type == "cuda" and bits == 4 and dtype is not torch.float32:
-        return 1 / 2 + 8 / size
+    if from_hopper_on(device) and bits == 4 and dtype is not torch.float32:
+        return 1 / 2 + 4 / size
     if not packs(dtype, device):
         return dtype.itemsize
     return bits / 4 * (1 / 2 + 4 / size) + dtype.itemsize  # each half of 8 bits has scales
@@ -56,12 +57,12 @@ def grouped_linear(
 
 def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMethod:
     from engine.kernels.int4_linear import Int4Linear
+    from engine.kernels.split_k import multiprocessors
 
     codes, scales, zeros, bits = groups
-    if bits != 4 or not Int4Linear.suits(codes, scales, weights.dtype):
+    if not from_hopper_on(weights.device) or bits != 4 or not Int4Linear.suits(codes, scales, weights.dtype):
         return PlainLinear(groups.values().to(weights.dtype), bias)
-    device = torch.cuda.get_device_properties(weights.device)
-    return Int4Linear(codes, scales, zeros, bias, device.multi_processor_count)
+    return Int4Linear(codes, scales, zeros, bias, weights.dtype, multiprocessors(weights.device))
 
 
 class PackedLinear:

@@ -71,10 +71,11 @@ def _packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _skinny(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
     from engine.kernels.skinny_linear import SkinnyLinear
+    from engine.kernels.split_k import multiprocessors
 
     if not SkinnyLinear.suits(weight):
         return None
-    return SkinnyLinear(weight, bias, torch.cuda.get_device_properties(weight.device).multi_processor_count)
+    return SkinnyLinear(weight, bias, multiprocessors(weight.device))
 
 
 MAX_SKINNY_ROWS = 64

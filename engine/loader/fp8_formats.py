@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 
-from engine.kernels import FP8_GROUP
+from engine.kernels import FP8_GROUP, from_hopper_on
 from engine.layers.fp8_linear import Fp8Format, block_reader, quantize_on_load, read_rows
 
 
 def fp8_on_load(device: torch.device) -> Fp8Format:
-    return Fp8Format(
-        _name("fp8 by row, quantized on load", device), quantize_on_load, quantizes_activations(device)
-    )
+    return Fp8Format(_name("fp8 by row, quantized on load", device), quantize_on_load, from_hopper_on(device))
 
 
 def fp8(settings: Mapping[str, Any], source: str, device: torch.device) -> Fp8Format:
@@ -40,16 +38,8 @@ def compressed_float(settings: Mapping[str, Any], source: str, device: torch.dev
     return _stored("weight_scale", weights[0].get("block_structure"), source, device)
 
 
-def quantizes_activations(device: torch.device) -> bool:
-    """Whether the device multiplies FP8 numbers: Hopper GPUs and later ones. Where there is no GPU, the
-    question is about one of these on another machine (`baton plan`)."""
-    if device.type != "cuda":
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _stored(block_scales: str | None, block: Any, source: str, device: torch.device) -> Fp8Format:
-    native = quantizes_activations(device)
+    native = from_hopper_on(device)
     if block_scales is None:
         return Fp8Format(_name("fp8 by row or tensor", device), read_rows, native)
     if block != [FP8_GROUP, FP8_GROUP]:
@@ -61,4 +51,4 @@ def _stored(block_scales: str | None, block: Any, source: str, device: torch.dev
 
 
 def _name(stored: str, device: torch.device) -> str:
-    return stored if quantizes_activations(device) else f"{stored}, dequantized at load on this device"
+    return stored if from_hopper_on(device) else f"{stored}, dequantized at load on this device"

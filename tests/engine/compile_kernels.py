@@ -114,11 +114,13 @@ def main() -> None:
     step(torch.bfloat16, 64, 8, 64, 128, norm=False, span=Span(128), fp8_kv=True)
 
     print("-- INT4 weights")
+    codes = torch.zeros(4096, 4096, dtype=torch.uint8)
     for size, dtype in ((32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)):
         scales = torch.zeros(4096, 4096 // size)
-        int4 = Int4Linear(torch.zeros(4096, 4096, dtype=torch.uint8), scales, scales, None, 132)
-        for tokens in (1, 20, 64, 80):
-            int4(torch.zeros(tokens, 4096, dtype=dtype))
+        for zeros in (scales, scales + 1):
+            int4 = Int4Linear(codes, scales, zeros, None, dtype, 132)
+            for tokens in (1, 20, 64, 80):
+                int4(torch.zeros(tokens, 4096, dtype=dtype))
 
     print("-- sums over ranks")
     for ranks, rank in ((2, 0), (2, 1), (4, 3)):

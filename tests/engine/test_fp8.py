@@ -186,7 +186,7 @@ def test_two_ranks_compute_the_tokens_of_one(
 @pytest.fixture
 def quantized_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU computes as a GPU does."""
-    monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
+    monkeypatch.setattr("engine.loader.fp8_formats.from_hopper_on", lambda device: True)
 
 
 @pytest.mark.usefixtures("quantized_activations")

@@ -208,7 +208,7 @@ def test_an_engine_on_these_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The torch kernels quantize activations, too."""
-    monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
+    monkeypatch.setattr("engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     if kind == "on-load":
         save_tiny(tmp_path, "Llama", num_hidden_layers=1)
         check_tokens_of_kernels(tmp_path, quantization="fp8")

@@ -38,7 +38,7 @@ def test_fp8_weights_and_activations(
 ) -> None:
     on_gpu = DEVICE != "cpu"
     if not on_gpu:
-        monkeypatch.setattr("engine.loader.fp8_formats.quantizes_activations", lambda device: True)
+        monkeypatch.setattr("engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     engine = engine_of(quantization="fp8", device=DEVICE, dtype="bfloat16" if on_gpu else "float32")
     exact = quality(reference, reference)
     # On a GPU: cuBLAS, then the kernel for few rows.
