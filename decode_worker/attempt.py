@@ -27,6 +27,7 @@ class Attempt:
     phase: AttemptPhase = AttemptPhase.FETCHING
     block_ids: Sequence[int] = ()  # of a reservation
     cached: int = 0  # positions from the start on, with their KV in the prefix cache already
+    fetched: int = 0  # tokens of a prompt that is computed here, with KV from another worker's prefix cache
     joined_at: float = 0.0  # time.monotonic() at which the request joined the batch with its prompt computed
     first_token_at: float | None = None  # when COMMIT named the first token; None after the second token
     tokens: int = 0  # number of tokens that this worker sampled

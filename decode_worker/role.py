@@ -120,7 +120,8 @@ class DecodeRole:
     ) -> None:
         """Computes a prompt here, without what the prefix cache gets from another worker first."""
 
-        def start() -> None:
+        def start(fetched: int) -> None:
+            attempt.fetched = fetched
             if self.engine.start(request):
                 attempt.phase = AttemptPhase.RUNNING
                 self._attempts.reserved(request.id)
@@ -130,7 +131,7 @@ class DecodeRole:
         if content is not None and self._prefix_fetches.start(request, content, start):
             attempt.phase = AttemptPhase.IMPORTING
         else:
-            start()
+            start(0)
 
     def _refuse(self, decode_id: bytes) -> None:
         del self._table[decode_id]
@@ -354,7 +355,7 @@ class DecodeRole:
         """Reports the prefill of a prompt that this worker computed."""
         attempt.joined_at = now = time.monotonic()
         tokens = attempt.prompt_tokens + attempt.output_tokens
-        self._counts.prompt_tokens += tokens
+        self._counts.count_prompt(tokens, output.cached_tokens, attempt.fetched)
         began = now - output.prefill_seconds
         self._link.send(
             messages.Prefilled(

@@ -25,6 +25,7 @@ class PrefillAttempt:
 
     tokens: int  # number of tokens of the prompt and of the output so far
     handover: bool
+    fetched: int = 0  # tokens whose KV came from another worker's prefix cache
     held: bool = False  # computed and its first token sent; the blocks stay for the decode worker
     closed: bool = False  # ended; the blocks are released when no transfer reads them
     taken: bool = False  # a decode on this worker will go on with it
@@ -82,15 +83,16 @@ class PrefillRole:
             self._sender.expect(prefill_id)
             if message.report_start:
                 self._sink.awaited.add(prefill_id)
-        self._prefills[prefill_id] = PrefillAttempt(
+        prefill = self._prefills[prefill_id] = PrefillAttempt(
             len(request.prompt_ids) + len(request.output_ids), message.handover
         )
 
-        def add() -> None:
+        def add(fetched: int) -> None:
+            prefill.fetched = fetched
             self.engine.add(request, handover=message.handover)
 
         if message.content is None or not self._prefix_fetches.start(request, message.content, add):
-            add()
+            add(0)
 
     def cancel(self, prefill_id: bytes) -> None:
         self._attempts.end(prefill_id)
@@ -232,7 +234,7 @@ class PrefillRole:
     def _first_token(self, output: Output) -> None:
         prefill = self._prefills[output.id]
         self._trace.instant("first token", prefill=output.id.hex())
-        self._counts.prompt_tokens += prefill.tokens
+        self._counts.count_prompt(prefill.tokens, output.cached_tokens, prefill.fetched)
         self._counts.count(output)
         now = time.monotonic()
         began = now - output.prefill_seconds

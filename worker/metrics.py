@@ -30,8 +30,8 @@ _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
 # These label values are exported from the start with 0, so that rates and alerts see the first event.
 _CHECKSUMS = ("header", "payload", "control")
 _REFUSED = ("hello", "secret", "version", "limits", "transfer_id")
-_DEADLINES = ("handshake", "fetch_wait", "hold", "unreachable", "progress", "peer_dead", "engine_dead")
-_TRANSFERS = ("acked", "injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost")
+_DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
+_TRANSFERS = ("acked", "busy", "injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost")
 _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
@@ -201,6 +201,17 @@ class Metrics(Collector):
         yield self._counter(
             "vllm:prompt_tokens", "Prompt tokens that this worker prefilled.", counts.prompt_tokens
         )
+        cached, fetched = counts.prompt_tokens_cached, counts.prompt_tokens_fetched
+        yield self._by_label(
+            "vllm:prompt_tokens_by_source",
+            "Where the KV of the prompts that this worker prefilled comes from.",
+            "source",
+            {
+                "local_compute": counts.prompt_tokens - cached - fetched,
+                "local_cache_hit": cached,
+                "external_kv_transfer": fetched,
+            },
+        )
         yield self._counter("vllm:generation_tokens", "Tokens sampled.", counts.generation_tokens)
         yield self._counter("vllm:num_preemptions", "Requests that were preempted.", stats.preemptions)
         yield self._counter(
@@ -215,6 +226,11 @@ class Metrics(Collector):
             "baton:prefix_fetched_tokens",
             "Prompt tokens with KV from the prefix caches of other workers.",
             counts.prefix_fetched_tokens,
+        )
+        yield self._counter(
+            "baton:prefix_fetched_bytes",
+            "KV from the prefix caches of other workers.",
+            counts.prefix_fetched_bytes,
         )
         yield self._by_label(
             "vllm:request_success",

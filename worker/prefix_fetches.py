@@ -59,7 +59,7 @@ class _Waiting(NamedTuple):
 
     request: EngineRequest
     source: ContentSource | None
-    then: Callable[[], None]
+    then: Callable[[int], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -89,9 +89,10 @@ class PrefixFetches:
         self._bandwidths: dict[str, _Bandwidth] = {}  # by address
 
     def start(
-        self, request: EngineRequest, source: ContentSource, then: Callable[[], None], fetched: bytes = b""
+        self, request: EngineRequest, source: ContentSource, then: Callable[[int], None], fetched: bytes = b""
     ) -> bool:
-        """Fetches what is missing of a prompt, and calls `then` when this has ended, in any way.
+        """Fetches what is missing of a prompt. Calls `then` when this has ended, in any way, with the number
+        of tokens that came for it.
 
         False: there is nothing to wait for, and `then` will not be called. `fetched`: a chunk that was
         fetched just now. If it is still missing, it is not asked for again."""
@@ -147,17 +148,19 @@ class PrefixFetches:
         fetch, exchange = self._fetches.pop(event.decode_id), self._engine.prefix_exchange
         assert exchange is not None, "it started an import"
         self._close(fetch)
-        tokens = 0
+        fetched = 0
         if isinstance(event, Injected):
             stats = event.stats
             fetched = stats.bytes // self._token_bytes
-            tokens = fetch.first_chunk * CHUNK_TOKENS + fetched
             self._counts.prefix_fetched_tokens += fetched
+            self._counts.prefix_fetched_bytes += stats.bytes
             fetch.bandwidth.measured(stats.bytes, stats.fetch_seconds)
-        exchange.end_import(event.decode_id, tokens)
+        exchange.end_import(event.decode_id, fetched and fetch.first_chunk * CHUNK_TOKENS + fetched)
         for request, source, then in fetch.waiting.values():
-            if not tokens or source is None or not self.start(request, source, then, fetch.key):
-                then()
+            if source is None:
+                then(fetched)
+            elif not fetched or not self.start(request, source, then, fetch.key):
+                then(0)
 
     def expire(self) -> None:
         """Computes the prompts that wait for a fetch which takes too long."""
@@ -169,7 +172,7 @@ class PrefixFetches:
                 waiting, fetch.waiting = fetch.waiting, {}
                 self._give_up(fetch_id, fetch)
                 for _, _, then in waiting.values():
-                    then()
+                    then(0)
 
     def _give_up(self, fetch_id: bytes, fetch: _Fetch) -> None:
         """No prompt waits any more. The blocks come back when the receiver has reported Closed."""

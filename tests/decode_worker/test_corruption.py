@@ -9,9 +9,10 @@ import pytest
 
 from rpc import worker_pb2 as pb
 from tests.bad_network import BadNetwork
-from tests.cluster_helpers import Pair, assert_whole, attached, metrics, request, sampling
+from tests.cluster_helpers import Pair, assert_whole, attached, metrics, paired, request, sampling
 
 from .conftest import Workers, prompt, retarget
+from .test_reuse import alone, answered
 
 PROMPT = prompt(200)
 PARAMS = sampling(max_tokens=12, ignore_eos=True)
@@ -50,6 +51,26 @@ async def test_corrupt_bytes_are_detected_and_fetched_again(
         assert network.hits == 0
         await assert_whole(*workers)
         assert metrics(decode)[counter] == before + 1
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("corrupt", "payload"), ("header", "header")])
+async def test_corrupt_bytes_of_a_prefix_are_never_cached(
+    caching_workers: Workers, fault: str, kind: str
+) -> None:
+    """A worker that fetches a prefix from the other one computes it instead."""
+    asker, holder = caching_workers
+    counter = f'baton:kv_checksum_failures_total{{kind="{kind}"}}'
+    with contextlib.closing(BadNetwork(int(holder.ready["kv_address"].rpartition(":")[2]))) as bad:
+        content = pb.ContentSource(kv_address=bad.address, incarnation=holder.ready["incarnation"])
+        async with paired(*caching_workers) as pair:
+            text = prompt(300 + len(kind))
+            right = await answered(pair.decode, text, PARAMS)
+            before = metrics(asker)[counter]
+            bad.fault, bad.hits = fault, 1
+            assert await alone(pair.prefill, text, PARAMS, content) == (right, 0)
+            assert bad.hits == 0
+            await assert_whole(*caching_workers)
+            assert metrics(asker)[counter] == before + 1
 
 
 @pytest.mark.parametrize(

@@ -125,17 +125,29 @@ async def prefilled(stream: WorkerStream, prompt: list[int], content: pb.Content
     return token.token_id, token.cached_tokens
 
 
+async def by_source(worker: WorkerProcess, stream: WorkerStream) -> dict[str, float]:
+    """Prompt tokens that a worker prefilled, by the source of their KV."""
+    await status(stream)  # the metrics follow it
+    found, name = metrics(worker), "vllm:prompt_tokens_by_source_total"
+    sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+    return {source: found[f'{name}{{source="{source}"}}'] for source in sources}
+
+
 async def test_the_kv_of_an_answer_comes_back_for_the_next_turn(caching_workers: Workers) -> None:
     _, decode = caching_workers
     async with paired(*caching_workers) as pair:
         first = text(200, 7)
         answer = await answered(pair.decode, first, sampling(max_tokens=100, ignore_eos=True))
         second = [*first, *answer, *text(20, 8)]
+        known = await by_source(caching_workers[0], pair.prefill)
         token, cached = await prefilled(pair.prefill, second, cache_of(decode))
         assert cached == 288 // 64 * 64, "full blocks of 299 positions, in chunks"
         assert [token] == await answered(pair.decode, second, sampling(max_tokens=1))
-        await status(pair.prefill)
-        assert metrics(caching_workers[0])["baton:prefix_fetched_tokens_total"] == cached
+        assert await by_source(caching_workers[0], pair.prefill) == {
+            "local_compute": known["local_compute"] + len(second) - cached,
+            "local_cache_hit": known["local_cache_hit"],
+            "external_kv_transfer": known["external_kv_transfer"] + cached,
+        }
         longer = [*second, *text(400, 9)]
         token, cached = await prefilled(pair.prefill, longer, cache_of(decode))
         assert cached == len(second) // 16 * 16, "what it computed itself"

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from content import CHUNK_TOKENS
 from engine.api.request import EngineRequest
 from engine.core.live_request import LiveRequest, Phase
+from engine.core.prefix_exchange import PrefixExchange
 from engine.core.scheduler import Scheduler
 from tests.engine.test_scheduler import BLOCK, make, step
 
@@ -30,9 +32,12 @@ class Answer:
     """Tokens that it had before its prefill."""
     prefill: LiveRequest | None = None
     decode: LiveRequest | None = None
+    imports: bool = False
+    """It waits for KV from the other worker's prefix cache."""
 
     def request(self, kind: bytes) -> EngineRequest:
-        return EngineRequest(kind + self.number.to_bytes(2), [1] * self.prompt, [7] * self.base)
+        tokens = [self.number % 2] * self.prompt
+        return EngineRequest(kind + self.number.to_bytes(2), tokens, [7] * self.base)
 
     def forget_the_gone(self) -> None:
         if self.prefill is not None and self.prefill.phase is Phase.GONE:
@@ -44,30 +49,40 @@ class Answer:
 class TwoWorkers:
     """The work of two workers and a router, in random order."""
 
-    def __init__(self, seed: int, num_blocks: int, seats: int) -> None:
+    def __init__(
+        self, seed: int, num_blocks: int, seats: int, *, budget: int = 8, cached: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
-        self.workers = [make(num_blocks=num_blocks, seqs=seats, budget=8) for _ in range(2)]
+        self.pause = 5 if cached else 0  # rounds between two requests
+        self.workers = [
+            make(num_blocks=num_blocks, seqs=seats, budget=budget, prefix_cache=cached) for _ in range(2)
+        ]
+        self.imports: list[tuple[Answer, PrefixExchange, PrefixExchange | None, bytes, int]] = []
         self.answers: list[Answer] = []
         for number in range(14):
-            prompt = self.rng.randrange(1, (num_blocks - 1) * BLOCK)
-            left = self.rng.randrange(1, num_blocks * BLOCK - prompt + 1)
+            most = (num_blocks - 1) * BLOCK
+            prompt = self.rng.randrange(CHUNK_TOKENS, most // 2) if cached else self.rng.randrange(1, most)
+            left = self.rng.randrange(1, 40 if cached else num_blocks * BLOCK - prompt + 1)
             near, far = self.rng.sample(self.workers, 2)
             self.answers.append(Answer(number, prompt, left, near, far))
         self.seen = Counter[str]()
 
     def serve(self) -> None:
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             self.rng.shuffle(self.answers)
             for answer in self.answers:
-                if answer.left:
+                if answer.left and not answer.imports and answer.number * self.pause <= number:
                     answer.forget_the_gone()
                     self.route(answer)
+            self.end_imports()
             for worker in self.workers:
                 self.make_room(worker)
                 self.step(worker)
                 worker.pool.assert_consistent()
             if not any(answer.left for answer in self.answers):
                 break
+        while self.imports:
+            self.end_imports()
         for worker in self.workers:
             worker.assert_whole()
         assert not any(answer.left for answer in self.answers), "they wait for each other"
@@ -79,6 +94,8 @@ class TwoWorkers:
             return
         if prefill is None:
             answer.base = answer.given
+            if decode is None and rng.random() < 0.5 and self.start_import(answer):
+                return
         if decode is None and prefill is None and rng.random() < 0.2:
             answer.decode = far.start(answer.request(b"s"))
             self.seen["started"] += answer.decode is not None
@@ -101,6 +118,32 @@ class TwoWorkers:
         elif rng.random() < 0.3 and near.resume(prefill, answer.request(b"d").id):
             answer.decode, answer.prefill = prefill, None
             self.seen["resumed"] += 1
+
+    def start_import(self, answer: Answer) -> bool:
+        """The answer then holds nothing until the import ends."""
+        near, far = answer.prefills.prefix_exchange, answer.decodes.prefix_exchange
+        if near is None or far is None:
+            return False
+        missing = near.missing(answer.request(b"i"), 99)
+        import_id = self.rng.randbytes(8)
+        if missing is None or near.start_import(import_id, missing) is None:
+            return False
+        count, _ = far.pin(import_id, missing.chunks, missing.first_chunk)
+        tokens = count and (missing.first_chunk + count) * CHUNK_TOKENS
+        self.seen["imported" if count else "not pinned"] += 1
+        self.imports.append((answer, near, far if count else None, import_id, tokens))
+        answer.imports = True
+        return True
+
+    def end_imports(self) -> None:
+        """A transfer into reserved blocks waits for nothing, but may take its time."""
+        for ended in [one for one in self.imports if self.rng.random() < 0.3]:
+            self.imports.remove(ended)
+            answer, near, far, import_id, tokens = ended
+            near.end_import(import_id, tokens)
+            if far is not None:
+                far.unpin(import_id)
+            answer.imports = False
 
     def make_room(self, worker: Scheduler) -> None:
         """As workers do, with the prefills that a decode worker fetches."""
@@ -146,3 +189,13 @@ def test_every_request_ends(num_blocks: int, seats: int) -> None:
         seen += workers.seen
     events = {"joined", "resumed", "started", "handed back", "HELD dropped", "RESERVED dropped"}
     assert seen.keys() == events, seen
+
+
+def test_every_request_ends_with_prefixes_on_their_way() -> None:
+    """Prompts begin alike, so that each worker has what the other one lacks. Pins take a bounded share."""
+    seen = Counter[str]()
+    for seed in range(20):
+        workers = TwoWorkers(seed, num_blocks=100, seats=3, budget=32, cached=True)
+        workers.serve()
+        seen += workers.seen
+    assert {"imported", "not pinned", "joined", "started", "HELD dropped"} <= seen.keys(), seen

@@ -31,6 +31,7 @@ class World:
         self.asked: list[bytes] = []  # fetch ids
         self.cancelled: list[bytes] = []
         self.added: list[bytes] = []
+        self.fetched: list[int] = []  # as it was told to each of them
         self.counts = RequestCounts()
         engine: Any = SimpleNamespace(
             prefix_exchange=SimpleNamespace(
@@ -57,7 +58,11 @@ class World:
         return range(99)
 
     def start(self, name: bytes = b"r", source: ContentSource = SOURCE) -> bool:
-        return self.fetches.start(EngineRequest(name, [1]), source, lambda: self.added.append(name))
+        def then(fetched: int) -> None:
+            self.added.append(name)
+            self.fetched.append(fetched)
+
+        return self.fetches.start(EngineRequest(name, [1]), source, then)
 
     def inject(self, chunks: int, seconds: float) -> None:
         size = chunks * CHUNK_TOKENS * TOKEN_BYTES
@@ -80,7 +85,9 @@ def test_what_came_enters_the_cache_before_the_prompt_is_added(world: World) -> 
     world.inject(3, 0.1)
     assert [*world.imports.values()] == [4 * CHUNK_TOKENS], "one chunk was there, and three of four came"
     assert world.added == [b"r"]
+    assert world.fetched == [3 * CHUNK_TOKENS]
     assert world.counts.prefix_fetched_tokens == 3 * CHUNK_TOKENS
+    assert world.counts.prefix_fetched_bytes == 3 * CHUNK_TOKENS * TOKEN_BYTES
     assert world.empty
 
 
@@ -196,6 +203,7 @@ def test_a_prompt_fetches_what_the_fetch_before_did_not_bring(world: World) -> N
     assert len(world.asked) == 2
     world.inject(1, 0.1)
     assert world.added == [b"1", b"3", b"2"]
+    assert world.fetched == [4 * CHUNK_TOKENS, 0, CHUNK_TOKENS], "what came for each of them"
     assert world.empty
 
 
