@@ -53,6 +53,7 @@ fp8() {
     python3 -m bench.kernels --device cuda --quantization fp8 --json "$out/fp8_kernels.json"
 }
 int4() {
+    python3 -m bench.engine --device cuda --quantization int4 --json "$out/int4.json"
     python3 -m bench.kernels --device cuda --quantization int4 --json "$out/int4_kernels.json"
 }
 moe() { python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }

@@ -1,5 +1,5 @@
 """`python -m bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]
-[--model-shape NAME] [--quantization fp8]`."""
+[--model-shape NAME] [--quantization fp8|int4]`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def main() -> int:
                    help="compare an engine over N devices with the same on one")  # fmt: skip
     p.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE,
                    help="what runs on GPUs (default: %(default)s)")  # fmt: skip
-    p.add_argument("--quantization", choices=("fp8",), help="quantize the weights on load, on one GPU")
+    p.add_argument("--quantization", choices=("fp8", "int4"), help="quantize the weights on load, on one GPU")
     args = p.parse_args()
+    if (args.model_shape, args.quantization) == (MOE, "int4"):
+        p.error("--quantization int4: experts have no such weights")
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)
     if args.tensor_parallel_size > 1:
@@ -25,7 +27,7 @@ def main() -> int:
     elif args.device == "cuda" and args.model_shape == MOE:
         from bench.engine.on_moe import measure
     elif args.device == "cuda" and args.quantization:
-        from bench.engine.on_fp8 import measure
+        from bench.engine.on_quantized import measure
     elif args.device == "cuda":
         from bench.engine.on_cuda import measure
     else:

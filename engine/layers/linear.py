@@ -42,7 +42,7 @@ class PlainFormat:
 
     def linear(
         self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> PlainLinear:
+    ) -> LinearMethod:
         weight = weights.stack(
             [f"{name}.weight" for name in names],
             [(part, columns) for part in rows],
