@@ -419,9 +419,9 @@ class Engine:
         self._scheduler.assert_whole()
 
     @property
-    def prefill_tokens_per_s(self) -> float:
-        """As in `stats`, which looks at each waiting request."""
-        return self._meters.prefill_tokens_per_s
+    def prompt_tokens_per_s(self) -> float:
+        """Speed at which a prompt is computed now, alone or beside decodes. 0: not known."""
+        return self._meters.prompt_tokens_per_s(self._scheduler, self._chunk_limit)
 
     def stats(self) -> EngineStats:
         experts = None if self._expert_meter is None else self._expert_meter.read()

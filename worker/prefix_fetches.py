@@ -104,7 +104,7 @@ class PrefixFetches:
             return False
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
         size = tokens * self._token_bytes
-        speed = self._engine.prefill_tokens_per_s
+        speed = self._engine.prompt_tokens_per_s
         seconds = tokens / speed if speed else 0.0
         same = self._open.get(key)
         bandwidth = same.bandwidth if same is not None else self._bandwidth(source)

@@ -38,6 +38,12 @@ class Meters:
     def prefill_tokens_per_s(self) -> float:
         return self._prefilled / self._prefill_seconds if self._prefilled else 0.0
 
+    def prompt_tokens_per_s(self, scheduler: Scheduler, chunk_limit: ChunkLimit) -> float:
+        """Speed at which a prompt is computed now. Beside decodes it is that of long steps. 0: not known."""
+        alone = self.prefill_tokens_per_s
+        step = chunk_limit.mixed_step(chunk_limit.long_seconds)
+        return min(alone, step.tokens / step.seconds) if step.tokens and scheduler.decodes else alone
+
     @property
     def step_seconds(self) -> float:
         return self._seconds / self._steps if self._steps else 0.0

@@ -326,6 +326,11 @@ class Scheduler:
         return left if left > 1 else 0
 
     @property
+    def decodes(self) -> bool:
+        """Whether some request decodes."""
+        return any(live.num_left <= 1 for live in self.running)
+
+    @property
     def has_next(self) -> bool:
         """Whether there is anything to compute beyond the steps under way."""
         return self.can_admit or any(not live.ends_with_pending for live in self.running)

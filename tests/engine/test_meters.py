@@ -1,6 +1,10 @@
 """The averages that an engine reports of its steps."""
 
+import pytest
+
+from engine.core.chunk_limit import ChunkLimit
 from engine.core.meters import LARGE, Meters
+from tests.engine.test_scheduler import add, make, step
 
 
 def test_short_prompts_do_not_lower_the_speed_of_long_ones() -> None:
@@ -23,3 +27,19 @@ def test_without_long_prompts_the_longest_seen_count() -> None:
     meters.record(100, 0.005)
     meters.record(20, 0.005)
     assert meters.prefill_tokens_per_s > 10_000
+
+
+def test_a_prompt_beside_decodes_is_as_fast_as_long_steps_allow() -> None:
+    meters, limit, scheduler = Meters(8192, 0.2048), ChunkLimit(0.020, 8192), make()
+    assert meters.prompt_tokens_per_s(scheduler, limit) == 40_000
+    live = add(scheduler, 1, 8)
+    for _ in range(2):
+        step(scheduler)
+    assert live in scheduler.running
+    assert meters.prompt_tokens_per_s(scheduler, limit) == 40_000, "nothing is known yet"
+    for _ in range(50):
+        limit.record(True, 0, 0.010)
+        limit.record(True, 100, 0.020)
+    assert meters.prompt_tokens_per_s(scheduler, limit) == pytest.approx(100 / 0.020, rel=0.02)
+    scheduler.drop(live)
+    assert meters.prompt_tokens_per_s(scheduler, limit) == 40_000

@@ -37,7 +37,7 @@ class World:
             prefix_exchange=SimpleNamespace(
                 missing=self.find_missing, start_import=self.start_import, end_import=self.imports.__setitem__
             ),
-            prefill_tokens_per_s=0.0,
+            prompt_tokens_per_s=0.0,
         )
         self.engine = engine
         receiver: Any = SimpleNamespace(
@@ -103,14 +103,14 @@ def test_nothing_is_fetched_from_itself_or_without_need_or_room(world: World) ->
 
 
 def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world: World) -> None:
-    world.engine.prefill_tokens_per_s = 1000.0
+    world.engine.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, seconds=0.3)  # as many tokens take 0.256 s to compute
     assert not world.start()
-    world.engine.prefill_tokens_per_s = 800.0
+    world.engine.prompt_tokens_per_s = 800.0
     assert world.start()
     world.inject(4, seconds=0.01)
-    world.engine.prefill_tokens_per_s = 1000.0
+    world.engine.prompt_tokens_per_s = 1000.0
     assert world.start(), "the bandwidth follows what is measured"
     world.inject(1, seconds=0.2)
     assert world.start(), "which short fetches say little about"
@@ -120,7 +120,7 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world:
 
 
 def test_a_worker_that_does_not_answer_says_nothing_about_the_bandwidth(world: World) -> None:
-    world.engine.prefill_tokens_per_s = 256.0
+    world.engine.prompt_tokens_per_s = 256.0
     world.start()
     world.now = 3.0
     world.fetches.expire()
@@ -128,7 +128,7 @@ def test_a_worker_that_does_not_answer_says_nothing_about_the_bandwidth(world: W
 
 
 def test_a_slow_fetch_is_not_the_last_one(world: World) -> None:
-    world.engine.prefill_tokens_per_s = 1000.0
+    world.engine.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, seconds=1.0)  # as many tokens take 0.256 s to compute
     refused = 0
@@ -152,7 +152,7 @@ def test_a_prompt_is_computed_if_the_fetch_fails(world: World, outcome: Any) -> 
 
 
 def test_a_fetch_that_takes_too_long_is_given_up(world: World) -> None:
-    world.engine.prefill_tokens_per_s = 256.0  # a second
+    world.engine.prompt_tokens_per_s = 256.0  # a second
     world.start()
     world.began = {*world.asked}
     world.now = 2.9
@@ -163,7 +163,7 @@ def test_a_fetch_that_takes_too_long_is_given_up(world: World) -> None:
     assert world.added == [b"r"]
     assert world.cancelled == world.asked
     assert not world.start(b"early"), "it would take 3 s again, and to compute it takes one"
-    world.engine.prefill_tokens_per_s = 64.0
+    world.engine.prompt_tokens_per_s = 64.0
     assert world.start(b"next"), "not the fetch that was given up"
     world.inject(4, 0.1)
     assert None in world.imports.values(), "the receiver may still write into the blocks"
@@ -216,7 +216,7 @@ def test_prompts_that_wait_for_a_fetch_that_fails_are_computed(world: World) -> 
 
 
 def test_a_prompt_does_not_wait_longer_than_it_would_compute(world: World) -> None:
-    world.engine.prefill_tokens_per_s = 1000.0
+    world.engine.prompt_tokens_per_s = 1000.0
     world.start()
     world.inject(4, 0.1)
     world.missing[b"short"] = CHUNKS[:1]  # takes 0.064 s to compute
@@ -227,7 +227,7 @@ def test_a_prompt_does_not_wait_longer_than_it_would_compute(world: World) -> No
 
 
 def test_no_block_is_taken_before_the_fetch_is_known_to_pay(world: World) -> None:
-    world.engine.prefill_tokens_per_s = 1000.0
+    world.engine.prompt_tokens_per_s = 1000.0
     world.start()
     world.inject(4, 1.0)
     assert not world.start()
@@ -238,7 +238,7 @@ def test_no_block_is_taken_before_the_fetch_is_known_to_pay(world: World) -> Non
 
 def test_each_worker_has_a_bandwidth_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_fetches, "MOST_PEERS", 2)
-    world.engine.prefill_tokens_per_s = 1000.0
+    world.engine.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, 1.0)  # as many tokens take 0.256 s to compute
     assert not world.start()
