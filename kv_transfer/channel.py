@@ -192,6 +192,7 @@ class Arrived(Local):
     token_start: int
     token_count: int
     length: int
+    dtype: str  # of the KV in the slot: the sender's
 
 
 class Complete(Local):
@@ -226,6 +227,7 @@ class Copy(Local):
     token_count: int
     block_ids: Sequence[int]
     layers_ready: int  # gather only when the rank has counted so many layers
+    dtype: str | None  # as in `device.Staged`
 
 
 class Copied(Local):

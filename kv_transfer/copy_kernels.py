@@ -1,25 +1,32 @@
-"""Slices between a paged pool and dense memory, any number in one launch, as a Triton kernel: for `CudaPool`.
+"""Slices between a paged pool and dense memory, any number in one launch, as Triton kernels: for `CudaPool`.
 
     gather    dense[h, t, :] = pool[h, row of position start + t, heads, :]
     scatter   pool[h, row of position start + t, heads, :] = dense[h, t, :]        h = 0 (keys), 1 (values)
+    convert   scatter, from another dtype than that of the pool: as in `convert`
 
 What differs between the slices of a batch is in a table on the device, a line for each: addresses of the
 layer's pool, of the request's block table and of the dense memory. The heads of a slice are neighbours, so
 each row is one run of bytes, moved as 32-bit words whatever the dtype: read once, written once, and no value
-is ever looked at. In torch: `index_select`, `index_copy_`.
+is ever looked at. In torch: `index_select`, `index_copy_`. The scales of FP8 are a pool of their own, where
+the positions of a head are neighbours; dense they are like values of one word.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kv_transfer import convert
 from kv_transfer.layout import Range, Slice
 
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread
 WARPS = 4
 FIELDS = 8  # of a line: see `line`
+CONVERTED_FIELDS = 10
+CONVERTED_HEADS = 32  # of one program
+LARGEST, LEAST = tl.constexpr(convert.LARGEST), tl.constexpr(convert.LEAST)
 
 
 def line(
@@ -27,10 +34,10 @@ def line(
 ) -> list[int]:
     """A line of the table: `heads` of a slice, which are all heads of the slice or a part of them.
 
-    pool [2, blocks, block size, heads from `first_head` on, head_dim], blocks [blocks of the request] int64:
-    both must live until the launch is over, as must the dense [2, tokens, heads of the slice, head_dim] at
-    that address."""
-    words = pool.shape[4] * pool.itemsize // 4  # of a head
+    pool [2, blocks, block size, heads from `first_head` on, head_dim], or scales [2, blocks, heads, block
+    size]; blocks [blocks of the request] int64: both must live until the launch is over, as must the dense
+    [2, tokens, heads of the slice, head_dim] at that address."""
+    words = _words(pool)
     dense = dense_address + 4 * words * (heads[0] - piece.head_start)
     return [
         pool.data_ptr(), blocks.data_ptr(), dense, piece.token_start, piece.token_count,
@@ -41,23 +48,73 @@ def line(
 def launch(table: Tensor, pool: Tensor, most_tokens: int, most_heads: int, *, into_pool: bool) -> None:
     """Move every line of `table` [lines, FIELDS] int64, on the device. `pool`: any of the layers, they are
     alike. `most_tokens`, `most_heads`: of any line. Scatter: no row may be named twice in a batch."""
-    _, _, block_size, all_heads, head_dim = pool.shape
+    scales = pool.dim() == 4
+    block_size, all_heads = (pool.shape[3], pool.shape[2]) if scales else pool.shape[2:4]
     assert pool.is_contiguous(), "rows are runs of bytes"
-    assert head_dim * pool.itemsize % 4 == 0, "moved as 32-bit words"
-    words = head_dim * pool.itemsize // 4
+    assert pool.shape[-1] * pool.itemsize % 4 == 0, "moved as 32-bit words"
+    words = _words(pool)
     columns = triton.next_power_of_2(most_heads * words)
     per_program = max(1, WORDS // columns)
     _copy[(triton.cdiv(most_tokens, per_program), 2, len(table))](
         table,
         all_heads * words,
-        pool.stride(0) // head_dim * words,
+        pool.stride(0) * pool.itemsize // 4,
         LINE=FIELDS,
         BLOCK=block_size,
         TOKENS=per_program,
         COLUMNS=columns,
         INTO_POOL=into_pool,
+        SCALES=scales,
         num_warps=WARPS,
     )
+
+
+def line_to_convert(
+    pool: Tensor,
+    scales: Tensor | None,
+    blocks: Tensor,
+    dense_address: int,
+    piece: Slice,
+    heads: Range,
+    first_head: int,
+) -> list[int]:
+    """As `line`, for `launch_converting`. `scales`: of a pool in FP8."""
+    return [
+        pool.data_ptr(), 0 if scales is None else scales.data_ptr(), blocks.data_ptr(), dense_address,
+        piece.token_start, piece.token_count, heads[0] - first_head, heads[1] - heads[0],
+        heads[0] - piece.head_start, piece.head_count,
+    ]  # fmt: skip
+
+
+def launch_converting(table: Tensor, pool: Tensor, dtype: torch.dtype, most: int) -> None:
+    """Scatters every line of `table` [lines, CONVERTED_FIELDS] from dense memory of `dtype`. `most`: heads of
+    all positions, of any line."""
+    _, _, block_size, all_heads, head_dim = pool.shape
+    _convert[(triton.cdiv(most, CONVERTED_HEADS), 2, len(table))](
+        table,
+        pool.stride(0),
+        LINE=CONVERTED_FIELDS,
+        FROM=_ELEMENTS[dtype],
+        TO=_ELEMENTS[pool.dtype],
+        BLOCK=block_size,
+        POOL_HEADS=all_heads,
+        HEAD_DIM=head_dim,
+        HEADS=CONVERTED_HEADS,
+        num_warps=WARPS,
+    )
+
+
+_ELEMENTS = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+
+
+def _words(pool: Tensor) -> int:
+    """32-bit words of a head of one position."""
+    return 1 if pool.dim() == 4 else pool.shape[4] * pool.itemsize // 4
 
 
 @triton.jit
@@ -70,6 +127,7 @@ def _copy(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTO_POOL: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     half = tl.program_id(1).to(tl.int64)
     entry = table + tl.program_id(2) * LINE
@@ -86,10 +144,59 @@ def _copy(
     inside = (token < tokens)[:, None] & (column < width)[None, :]
     position = start + token
     block = tl.load(blocks + position // BLOCK, mask=token < tokens, other=0)
-    row = block * BLOCK + position % BLOCK
-    paged = pool + half * pool_half + row[:, None] * pool_width + first + column[None, :]
+    if SCALES:
+        in_block = (first + column) * BLOCK
+        paged = block[:, None] * (pool_width * BLOCK) + in_block[None, :] + (position % BLOCK)[:, None]
+        paged = pool + half * pool_half + paged
+    else:
+        row = block * BLOCK + position % BLOCK
+        paged = pool + half * pool_half + row[:, None] * pool_width + first + column[None, :]
     packed = dense + (half * tokens + token.to(tl.int64)[:, None]) * dense_width + column[None, :]
     if INTO_POOL:
         tl.store(paged, tl.load(packed, mask=inside), mask=inside)
     else:
         tl.store(packed, tl.load(paged, mask=inside), mask=inside)
+
+
+@triton.jit
+def _convert(
+    table,
+    pool_half,  # elements of the pool's keys
+    LINE: tl.constexpr,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    POOL_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    half = tl.program_id(1).to(tl.int64)
+    entry = table + tl.program_id(2) * LINE
+    pool = tl.load(entry).to(tl.pointer_type(TO))
+    blocks = tl.load(entry + 2).to(tl.pointer_type(tl.int64))
+    address = tl.load(entry + 3)
+    start = tl.load(entry + 4)
+    tokens = tl.load(entry + 5)
+    heads = tl.load(entry + 7)
+    dense_heads = tl.load(entry + 9)
+    number = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    token, head = number // heads, number % heads
+    inside = token < tokens
+    from_head = (half * tokens + token) * dense_heads + tl.load(entry + 8) + head
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    dense = address.to(tl.pointer_type(FROM)) + from_head[:, None] * HEAD_DIM + dims
+    x = tl.load(dense, mask=inside[:, None]).to(tl.float32)
+    if tl.float8e4nv == FROM:
+        scales = (address + 2 * tokens * dense_heads * HEAD_DIM).to(tl.pointer_type(tl.float32))
+        x *= tl.load(scales + from_head, mask=inside)[:, None]
+    position = start + token
+    block = tl.load(blocks + position // BLOCK, mask=inside, other=0)
+    to_head = tl.load(entry + 6) + head
+    if tl.float8e4nv == TO:
+        scale = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST) / LARGEST
+        x /= scale[:, None]
+        place = half * (pool_half // HEAD_DIM) + (block * POOL_HEADS + to_head) * BLOCK + position % BLOCK
+        tl.store(tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + place, scale, mask=inside)
+    row = block * BLOCK + position % BLOCK
+    paged = pool + half * pool_half + ((row * POOL_HEADS + to_head) * HEAD_DIM)[:, None] + dims
+    tl.store(paged, x.to(TO), mask=inside[:, None])

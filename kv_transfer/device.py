@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from kv_transfer.arena import Arena
-from kv_transfer.layout import Range, Slice, runs, slice_bytes
+from kv_transfer.convert import Dense
+from kv_transfer.layout import FP8, ITEM_BYTES, Range, Slice, convertible, runs, slice_bytes
 from kv_transfer.transport import PagedKV
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
@@ -27,6 +29,7 @@ class Staged:
     piece: Slice
     slot: int
     table: Any
+    dtype: str | None = None  # of the slot; None: that of the pool. `scatter` converts
 
 
 class Pool(Protocol):
@@ -69,6 +72,12 @@ def open_pool(kv: PagedKV, arena: Arena) -> Pool:
         f"{len(kv.layers)} layers of KV, layout has {layout.num_layers}"
     )
     first, last = kv.heads
+    assert len(kv.scales) == (layout.num_layers if layout.dtype == FP8 else 0), "FP8 has scales"
+    for scales, tensor in zip(kv.scales, kv.layers, strict=False):
+        shape = (2, tensor.shape[1], last - first, kv.block_size)
+        assert tuple(scales.shape) == shape, f"{tuple(scales.shape)} is not {shape}"
+        assert scales.is_contiguous(), "scales must be contiguous"
+        assert scales.dtype is torch.float32, f"scales are {scales.dtype}"
     for tensor in kv.layers:
         shape = (2, tensor.shape[1], kv.block_size, last - first, layout.head_dim)
         assert tensor.is_contiguous(), "KV must be contiguous"
@@ -85,19 +94,27 @@ def open_pool(kv: PagedKV, arena: Arena) -> Pool:
             return HostPool(kv, arena)
 
 
+def _heads(piece: Slice) -> int:
+    """Of all positions of a slice."""
+    return piece.token_count * piece.head_count
+
+
 def _held(piece: Slice, heads: Range) -> Range:
     """The heads of a slice that are among `heads`."""
     return max(piece.head_start, heads[0]), min(piece.head_start + piece.head_count, heads[1])
 
 
 class HostPool:
-    """Bytes are bytes: numpy views of the pool and the arena, no dtype involved."""
+    """Bytes are bytes: numpy views of the pool and the arena. Only a conversion looks at numbers."""
 
     gather_most = 1  # while the next is gathered, this one is on its way
 
     def __init__(self, kv: PagedKV, arena: Arena) -> None:
-        # layer → [2, rows, heads, bytes of a head]
+        # layer → [2, rows, heads, bytes of a head], and [2, blocks, block_size, heads]
         self._rows = [t.flatten(1, 2).view(torch.uint8).numpy() for t in kv.layers]
+        self._scales = [
+            t.transpose(2, 3).numpy() for t in kv.scales
+        ]  # layer → [2, blocks, block_size, heads]
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._heads = kv.heads
@@ -118,30 +135,51 @@ class HostPool:
 
     def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         for item in batch:
-            for pool, staged in self._rows_of(item):
+            dense = Dense.of(self._arena.slot(item.slot), item.piece, self._layout)
+            for pool, staged in self._rows_of(item, dense.values):
                 staged[:] = pool
+            if dense.scales is not None:
+                for places, staged in self._scales_of(item, dense.scales):
+                    staged[:] = self._scales[item.piece.layer][places]
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         for item in batch:
-            for pool, staged in self._rows_of(item):
+            dtype = item.dtype or self._layout.dtype
+            dense = Dense.of(self._arena.slot(item.slot), item.piece, replace(self._layout, dtype=dtype))
+            if dtype != self._layout.dtype:
+                dense = dense.converted(dtype, self._layout.dtype)
+            for pool, staged in self._rows_of(item, dense.values):
                 pool[:] = staged
+            if dense.scales is not None:
+                for places, staged in self._scales_of(item, dense.scales):
+                    self._scales[item.piece.layer][places] = staged
         return None, None
 
     def close(self) -> None:
         self._rows.clear()
+        self._scales.clear()
 
-    def _rows_of(self, item: Staged) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Neighbouring rows of the pool, and where they are in the slot."""
+    def _rows_of(self, item: Staged, staged: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Neighbouring rows of the pool, and where they are in `staged` [2, tokens, heads, …]."""
+        for row, heads, part in self._runs(item, staged):
+            yield self._rows[item.piece.layer][:, row : row + part.shape[1], heads], part
+
+    def _scales_of(self, item: Staged, staged: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
+        """Places in the scales of the layer, and where they are in `staged` [2, tokens, heads]."""
+        for row, heads, part in self._runs(item, staged):
+            rows = np.arange(row, row + part.shape[1])
+            yield (slice(None), rows // self._block_size, rows % self._block_size, heads), part
+
+    def _runs(self, item: Staged, staged: np.ndarray) -> Iterator[tuple[int, slice, np.ndarray]]:
+        """The first of neighbouring rows of the pool, the heads there, and the same part of `staged`."""
         piece = item.piece
-        staged = np.frombuffer(self._arena.slot(item.slot), np.uint8, slice_bytes(self._layout, piece))
-        staged = staged.reshape(2, piece.token_count, piece.head_count, self._layout.head_bytes // 2)
         first, last = _held(piece, self._heads)
         staged = staged[:, :, first - piece.head_start : last - piece.head_start]
         heads = slice(first - self._heads[0], last - self._heads[0])
         start, stop = piece.token_start, piece.token_start + piece.token_count
         for position, row, count in runs(item.table, self._block_size, start, stop):
             at = position - start
-            yield self._rows[piece.layer][:, row : row + count, heads], staged[:, at : at + count]
+            yield row, heads, staged[:, at : at + count]
 
 
 class NoPool:
@@ -188,6 +226,7 @@ class CudaPool:
         self._kernels = copy_kernels
         layout = kv.layout
         self._layers = list(kv.layers)
+        self._scales = list(kv.scales)
         self._device = kv.layers[0].device
         self._block_size = kv.block_size
         self._layout = layout
@@ -200,12 +239,17 @@ class CudaPool:
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
-        # Compiles both kernels now, not during the first transfer: one position of block 0, there and back.
+        # Compiles all kernels now, not during the first transfer: one position of block 0, there and back.
         row = Staged(Slice(0, 0, layout.num_kv_heads, 0, 1), 0, self.table([0], 1))
+        own = layout.dtype
+        foreign = [dtype for dtype in ITEM_BYTES if dtype != own and convertible(dtype, own)]
+        most = max(replace(layout, dtype=dtype).bytes_per_token_layer for dtype in ITEM_BYTES)
         with torch.cuda.stream(self._stream):
-            dense = torch.empty(layout.bytes_per_token_layer, dtype=torch.uint8, device=self._device)
+            dense = torch.zeros(most, dtype=torch.uint8, device=self._device)
             for into_pool in (False, True):
-                self._launch([row], [dense.data_ptr()], into_pool=into_pool)
+                self._copy([(row, dense.data_ptr())], into_pool=into_pool)
+            for dtype in foreign:
+                self._convert([(row, dense.data_ptr())], dtype)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
@@ -229,7 +273,7 @@ class CudaPool:
             batch, dense, addresses, copies = self._stage(batch)
             for event in {id(event): event for event in after}.values():
                 self._stream.wait_event(event)
-            self._launch(batch, addresses, into_pool=False)
+            self._copy(list(zip(batch, addresses, strict=True)), into_pool=False)
             for slot, at, size in copies:
                 self._arena[slot : slot + size].copy_(dense[at : at + size], non_blocking=True)
             return self.record()
@@ -240,13 +284,21 @@ class CudaPool:
             for slot, at, size in copies:
                 dense[at : at + size].copy_(self._arena[slot : slot + size], non_blocking=True)
             copied = self.record()
-            self._launch(batch, addresses, into_pool=True)
+            by_dtype: dict[str, list[tuple[Staged, int]]] = {}
+            for item, address in zip(batch, addresses, strict=True):
+                by_dtype.setdefault(item.dtype or self._layout.dtype, []).append((item, address))
+            for dtype, items in by_dtype.items():
+                if dtype == self._layout.dtype:
+                    self._copy(items, into_pool=True)
+                else:
+                    self._convert(items, dtype)
             return copied, self.record()
 
     def close(self) -> None:
         self._stream.synchronize()
         _unpin(self._arena)
         self._layers.clear()
+        self._scales.clear()
         self._arena = torch.empty(0)
 
     def _stage(
@@ -256,24 +308,45 @@ class CudaPool:
         byte of that memory, size)."""
         batch = sorted(batch, key=lambda x: x.slot)
         copies, offsets = coalesce(
-            [(x.slot, slice_bytes(self._layout, x.piece)) for x in batch], self._slot_bytes
+            [
+                (x.slot, slice_bytes(replace(self._layout, dtype=x.dtype or self._layout.dtype), x.piece))
+                for x in batch
+            ],
+            self._slot_bytes,
         )
         dense = torch.empty(copies[-1][1] + copies[-1][2], dtype=torch.uint8, device=self._device)
         base = dense.data_ptr()
         return batch, dense, [base + at for at in offsets], copies
 
-    def _launch(self, batch: Sequence[Staged], addresses: Sequence[int], *, into_pool: bool) -> None:
+    def _copy(self, items: Sequence[tuple[Staged, int]], *, into_pool: bool) -> None:
+        """Each item with the address of its dense memory."""
+        pools = [self._layers, self._scales] if self._scales else [self._layers]
+        values = 2 * self._layout.head_dim * ITEM_BYTES[self._layout.dtype]  # bytes of a head; scales follow
         lines = [
             self._kernels.line(
-                self._layers[x.piece.layer], x.table, address, x.piece, _held(x.piece, self._heads),
-                self._heads[0],
+                pool[x.piece.layer], x.table, address + (pool is self._scales) * values * _heads(x.piece),
+                x.piece, _held(x.piece, self._heads), self._heads[0],
             )
-            for x, address in zip(batch, addresses, strict=True)
+            for pool in pools for x, address in items
+        ]  # fmt: skip
+        tables = self._upload([field for line in lines for field in line]).view(len(pools), len(items), -1)
+        tokens = max(x.piece.token_count for x, _ in items)
+        heads = max(x.piece.head_count for x, _ in items)
+        for pool, table in zip(pools, tables, strict=True):
+            self._kernels.launch(table, pool[0], tokens, heads, into_pool=into_pool)
+
+    def _convert(self, items: Sequence[tuple[Staged, int]], dtype: str) -> None:
+        """As `_copy`, into the pool, from memory in another dtype."""
+        lines = [
+            self._kernels.line_to_convert(
+                self._layers[x.piece.layer], self._scales[x.piece.layer] if self._scales else None, x.table,
+                address, x.piece, _held(x.piece, self._heads), self._heads[0],
+            )
+            for x, address in items
         ]  # fmt: skip
         table = self._upload([field for line in lines for field in line]).view(len(lines), -1)
-        tokens = max(x.piece.token_count for x in batch)
-        heads = max(x.piece.head_count for x in batch)
-        self._kernels.launch(table, self._layers[0], tokens, heads, into_pool=into_pool)
+        most = max(_heads(x.piece) for x, _ in items)
+        self._kernels.launch_converting(table, self._layers[0], getattr(torch, dtype), most)
 
     def _upload(self, numbers: list[int]) -> torch.Tensor:
         """int64, on the device once the current stream gets there."""

@@ -1,8 +1,8 @@
 """The canonical layout: how KV is cut into slices, whatever block size and parallelism either side has.
 
 On the wire a slice is a dense ``[2 (K, V), tokens, heads, head_dim]`` of one layer, for one range of
-positions and one range of KV heads. Both sides map positions to their own block tables; a block size never
-travels.
+positions and one range of KV heads. In FP8 the scales follow: ``[2, tokens, heads]`` float32. Both sides map
+positions to their own block tables; a block size never travels.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from dataclasses import dataclass
 import msgspec
 
 WIRE_VERSION = 3
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8 = "float8_e4m3fn"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
+SCALE_BYTES = 4  # of each K and each V head of a position in FP8
 
 
 class KVLayout(msgspec.Struct, frozen=True):
     """What both sides must agree on before a byte of KV travels: the shape of a model's whole KV cache.
 
-    Never the block size, nor how many ranks share the heads: these may differ.
+    Never the block size, nor how many ranks share the heads: these may differ. So may the dtypes of two sides
+    that are `convertible`: KV travels in the dtype of the sender.
     """
 
     num_layers: int
     num_kv_heads: int  # of the model, over all ranks
     head_dim: int
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # a key of ITEM_BYTES
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
@@ -43,8 +46,9 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of K and V of one position and one head in one layer."""
-        return 2 * self.head_dim * ITEM_BYTES[self.dtype]
+        """Bytes of K and V of one position and one head in one layer, with their scales."""
+        scale = SCALE_BYTES if self.dtype == FP8 else 0
+        return 2 * (self.head_dim * ITEM_BYTES[self.dtype] + scale)
 
     @property
     def bytes_per_token_layer(self) -> int:
@@ -53,6 +57,17 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def bytes_per_token(self) -> int:
         return self.num_layers * self.bytes_per_token_layer
+
+
+def scales_of(dtype: str) -> str:
+    """The name in HELLO of the scales that KV of this dtype has."""
+    return "token_head" if dtype == FP8 else "none"
+
+
+def convertible(sent: str, kept: str) -> bool:
+    """Whether a receiver that keeps KV in one dtype takes KV in the other. Models that compute in different
+    dtypes do not exchange plain KV."""
+    return sent == kept or (sent == FP8) != (kept == FP8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kv_transfer import device
@@ -150,7 +151,7 @@ class RankedPool:
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
         return Copy(
             item.slot, piece.layer, piece.head_start, piece.head_count, start, piece.token_count, blocks,
-            ready.layers_ready,
+            ready.layers_ready, item.dtype,
         )  # fmt: skip
 
     def _copies(self, own: Event | None) -> _Copies:
@@ -158,7 +159,7 @@ class RankedPool:
 
 
 def _of_own(batch: Sequence[_Order]) -> list[Staged]:
-    return [Staged(item.piece, item.slot, item.table.own) for item, _ in batch]
+    return [replace(item, table=item.table.own) for item, _ in batch]
 
 
 class RankCopier:
@@ -231,4 +232,5 @@ class RankCopier:
 
 def _staged(pool: Pool, order: Copy) -> Staged:
     piece = Slice(order.layer, order.head_start, order.head_count, order.token_start, order.token_count)
-    return Staged(piece, order.slot, pool.table(order.block_ids, order.token_start + order.token_count))
+    table = pool.table(order.block_ids, order.token_start + order.token_count)
+    return Staged(piece, order.slot, table, order.dtype)

@@ -54,6 +54,7 @@ class _Fetch:
     refetches: int = 0
     frames: int = 0  # taken from the channel
     bytes: int = 0
+    heads: int = 0  # of K and V, over all positions and layers
     nearly: bool = False  # most layers of the last tokens are there
     scatter_at: float = 0.0  # the first one
     complete: Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
@@ -217,10 +218,11 @@ class ArenaReceiver:
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
         fetch.bytes += m.length
+        fetch.heads += piece.token_count * piece.head_count
         at_end = piece.token_start + piece.token_count == stop and not fetch.request.chunks
         if at_end and m.layer + 1 >= NEARLY * self._layout.num_layers:
             fetch.nearly = True
-        return Staged(piece, m.slot, fetch.table)
+        return Staged(piece, m.slot, fetch.table, m.dtype)
 
     def _inject(self, batch: list[Staged]) -> None:
         now = time.monotonic()
@@ -237,7 +239,7 @@ class ArenaReceiver:
         del self._by_transfer[fetch.request.transfer_id]
         if retry and not fetch.request.chunks and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
-            fetch.frames = fetch.bytes = 0
+            fetch.frames = fetch.bytes = fetch.heads = 0
             fetch.nearly = False
             fetch.scatter_at = 0.0
             fetch.request = msgspec.structs.replace(fetch.request, transfer_id=os.urandom(16))
@@ -289,6 +291,7 @@ class ArenaReceiver:
         now = time.monotonic()
         stats = InjectStats(
             done.size,
+            fetch.heads // (self._layout.num_layers * self._layout.num_kv_heads),
             done.frames,
             fetch_at=fetch.started,
             first_frame_at=done.first_frame_at or now,

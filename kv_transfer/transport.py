@@ -66,7 +66,8 @@ class ContentWanted:
 class InjectStats:
     """Times are time.monotonic(), which all processes of a host share."""
 
-    bytes: int
+    bytes: int  # as they came
+    tokens: int
     frames: int
     fetch_at: float  # fetch()
     first_frame_at: float  # its header seen; with no frame this and the next two are injected_at

@@ -6,6 +6,7 @@ with two processes two cores would be idle for a part of the time.
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
@@ -52,6 +53,35 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def kernel_device() -> str:
     """Where Triton kernels run: compiled on a GPU, or on the CPU in Triton's interpreter."""
     return DEVICE
+
+
+@pytest.fixture(scope="module")
+def exact_casts(kernel_device: str) -> Iterator[None]:
+    """Triton's interpreter rounds to FP8 wrongly, and reads its NaN as 480."""
+    if kernel_device != "cpu":
+        yield
+        return
+    import torch
+    from triton.runtime import interpreter
+
+    convert: Any = interpreter._convert_float
+
+    def exact(values: Any, of: Any, to: Any, rounding: Any) -> Any:
+        if str(to) == "fp8e4nv":
+            limited = torch.from_numpy(values.copy()).float().clamp(-448, 448)  # as the hardware does
+            return limited.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if str(of) == "fp8e4nv":
+            exactly = (
+                torch.from_numpy(values.copy())
+                .view(torch.float8_e4m3fn)
+                .to(getattr(torch, f"float{to.primitive_bitwidth}"))
+            )
+            return exactly.numpy().view(f"uint{to.primitive_bitwidth}")
+        return convert(values, of, to, rounding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", exact)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -151,7 +151,7 @@ class PrefixFetches:
         fetched = 0
         if isinstance(event, Injected):
             stats = event.stats
-            fetched = stats.bytes // self._token_bytes
+            fetched = stats.tokens
             self._counts.prefix_fetched_tokens += fetched
             self._counts.prefix_fetched_bytes += stats.bytes
             fetch.bandwidth.measured(stats.bytes, stats.fetch_seconds)

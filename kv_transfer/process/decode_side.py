@@ -122,7 +122,8 @@ class DecodeSide:
     def session_up(self, session: Session) -> None:
         self._slots.open(session.number)
         peer = self._peers.session_up(session, time.monotonic())
-        self._apply(self._fetches.session_up(peer.key, session.number))
+        assert session.peer is not None
+        self._apply(self._fetches.session_up(peer.key, session.number, session.peer.kv_dtype))
         self.settle()
 
     def session_down(self, session: Session, reason: str, detail: str) -> None:
@@ -195,7 +196,7 @@ class DecodeSide:
         self._channel.hold(
             Arrived(
                 transfer.id, ticket.slot, header.seq, header.layer, header.head_start, header.head_count,
-                header.token_start, header.token_count, header.length,
+                header.token_start, header.token_count, header.length, transfer.incoming.layout.dtype,
             )
         )  # fmt: skip
         if complete:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from content import CHUNK_TOKENS
 from kv_transfer.config import TransferDeadlines
 from kv_transfer.layout import KVLayout, Range
@@ -32,6 +34,7 @@ class _Source:
     """A prefill worker that transfers come from."""
 
     peer: PeerKey
+    layout: KVLayout  # of the KV that it sends, once a session was up
     session: int | None = None  # the one that is up
     moved: float = 0.0  # when a frame of any of its transfers last came
     transfers: dict[bytes, Transfer] = field(default_factory=dict)
@@ -140,7 +143,7 @@ class Fetches:
     ) -> list[Effect]:  # fmt: skip
         """With `chunks`, those of the one range: a FETCH_CONTENT."""
         source = self._source(peer)
-        incoming = Incoming(self._layout, ranges, heads, slot_bytes=self._slot_bytes)
+        incoming = Incoming(source.layout, ranges, heads, slot_bytes=self._slot_bytes)
         transfer = Transfer(transfer_id, prefill_id, attempt, source, incoming, now, now, chunks)
         self.open[transfer_id] = source.transfers[transfer_id] = transfer
         return self._ask(source, transfer)
@@ -163,10 +166,15 @@ class Fetches:
 
     # ------------------------------------------------------------ from sessions
 
-    def session_up(self, peer: PeerKey, session: int) -> list[Effect]:
+    def session_up(self, peer: PeerKey, session: int, dtype: str) -> list[Effect]:
+        """`dtype`: of the KV that the peer sends."""
         source = self._source(peer)
         source.session = session
-        return [e for t in source.transfers.values() if t.incoming.live for e in self._ask(source, t)]
+        source.layout = replace(self._layout, dtype=dtype)
+        live = [transfer for transfer in source.transfers.values() if transfer.incoming.live]
+        for transfer in live:
+            transfer.incoming.sent_as(source.layout)
+        return [effect for transfer in live for effect in self._ask(source, transfer)]
 
     def session_down(self, peer: PeerKey, reason: str, now: float) -> list[Effect]:
         """The peer's session ended, or never came up. The engine still injects what is COMPLETE."""
@@ -294,7 +302,7 @@ class Fetches:
     def _source(self, peer: PeerKey) -> _Source:
         source = self._sources.get(peer)
         if source is None:
-            source = self._sources[peer] = _Source(peer)
+            source = self._sources[peer] = _Source(peer, self._layout)
         return source
 
     def _drop_unused(self, source: _Source) -> None:

@@ -16,7 +16,7 @@ import hmac
 import os
 
 from kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
-from kv_transfer.layout import WIRE_VERSION
+from kv_transfer.layout import ITEM_BYTES, WIRE_VERSION, convertible, scales_of
 from kv_transfer.protocol.messages import (
     HelloOpen,
     HelloProof,
@@ -123,12 +123,16 @@ def _check(mine: Identity, theirs: Identity) -> None:
         raise LaneRefused(
             "version", f"{theirs.name} speaks wire versions {low} to {high}, not {WIRE_VERSION}"
         )
-    # A wire field that is described but not built yet has one value, and another value is refused by name.
     fields = {"model": "model_fingerprint", "layout": "layout_fingerprint", "dtype": "kv_dtype"}
-    for reason, field in {**fields, "scales": "kv_scales", "ranks": "ranks"}.items():
+    for reason, field in {**fields, "ranks": "ranks"}.items():
         a, b = getattr(mine, field), getattr(theirs, field)
-        if a != b:
+        if not (a == b or (field == "kv_dtype" and b in ITEM_BYTES and convertible(a, b))):
             raise LaneRefused(reason, f"{field}: {mine.name} has {a!r}, {theirs.name} has {b!r}")
+    if theirs.kv_scales != (known := scales_of(theirs.kv_dtype)):
+        raise LaneRefused(
+            "scales",
+            f"kv_scales: {theirs.name} has {theirs.kv_scales!r}, {theirs.kv_dtype} must have {known!r}",
+        )
     if theirs.rank >= theirs.ranks:
         raise LaneRefused("ranks", f"{theirs.name} has rank {theirs.rank} of {theirs.ranks}")
     if not PAGE <= theirs.slot_bytes <= MAX_SLOT_BYTES:

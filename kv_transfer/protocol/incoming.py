@@ -47,22 +47,28 @@ class Incoming:
         self, layout: KVLayout, ranges: Sequence[Range], heads: Range, *, slot_bytes: int,
         rank: int = 0, sender_ranks: int = 1,
     ) -> None:  # fmt: skip
-        """Positions `ranges` (ascending, disjoint) of KV heads `heads`, for receiver rank `rank`."""
+        """Positions `ranges` (ascending, disjoint) of KV heads `heads`, for receiver rank `rank`. `layout` is
+        that of the sender, as far as it is known: see `sent_as`."""
         self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
         self.heads = heads
         self.frames = 0  # verified
         self.bytes = 0
-        self._layout = layout
         self._rank = rank
         self._slot_bytes = slot_bytes
         self._ranks = {i: _Rank() for i in range(sender_ranks)}
-        tokens = sum(stop - start for start, stop in ranges)
-        self._layer_bytes = tokens * (heads[1] - heads[0]) * layout.head_bytes
-        self._missing = [self._layer_bytes] * layout.num_layers
-        self._missing_frames = layout.num_layers * -(-self._layer_bytes // slot_bytes)
+        self.sent_as(layout)
         # Of each layer: heads of a frame → disjoint positions that so came, ascending, neighbours joined.
         self._covered: list[dict[Range, list[Range]]] = [{} for _ in range(layout.num_layers)]
+
+    def sent_as(self, layout: KVLayout) -> None:
+        """The session is up, so the layout of the sender is known. No frame has come yet."""
+        assert self.state is TransferState.RESERVED
+        self.layout = layout
+        tokens = sum(stop - start for start, stop in self.ranges)
+        self._layer_bytes = tokens * (self.heads[1] - self.heads[0]) * layout.head_bytes
+        self._missing = [self._layer_bytes] * layout.num_layers
+        self._missing_frames = layout.num_layers * -(-self._layer_bytes // self._slot_bytes)
 
     @property
     def live(self) -> bool:
@@ -95,12 +101,12 @@ class Incoming:
             or h.receiver_rank != self._rank
             or h.kind != KIND_KV
             or h.state_type
-            or h.layer >= self._layout.num_layers
+            or h.layer >= self.layout.num_layers
         ):
             raise Fault("frame_fields", f"no such rank, kind or layer: {h}")
         start, stop = h.token_start, h.token_start + h.token_count
         first, last = h.head_start, h.head_start + h.head_count
-        if h.length != h.token_count * h.head_count * self._layout.head_bytes or h.length == 0:
+        if h.length != h.token_count * h.head_count * self.layout.head_bytes or h.length == 0:
             raise Fault("frame_length", f"length {h.length} for {h.token_count} × {h.head_count}")
         if not self.heads[0] <= first < last <= self.heads[1]:
             raise Fault("frame_range", f"heads {first}–{last} were not asked for")
@@ -147,7 +153,7 @@ class Incoming:
             raise Fault("frame_range", f"a frame came of positions beyond {stop}")
         less = self._layer_bytes
         self.ranges = ((start, stop),)
-        self._layer_bytes = (stop - start) * (self.heads[1] - self.heads[0]) * self._layout.head_bytes
+        self._layer_bytes = (stop - start) * (self.heads[1] - self.heads[0]) * self.layout.head_bytes
         less -= self._layer_bytes
         self._missing = [missing - less for missing in self._missing]
         self._missing_frames = sum(-(-missing // self._slot_bytes) for missing in self._missing)
@@ -164,14 +170,14 @@ class Incoming:
             if rank.commit is None or rank.verified < rank.commit.frames:
                 return False
         committed = sum(r.commit.bytes for r in self._ranks.values() if r.commit)
-        if not committed == self.bytes == self._layer_bytes * self._layout.num_layers:
+        if not committed == self.bytes == self._layer_bytes * self.layout.num_layers:
             raise Fault("commit", f"COMMIT counts {committed} bytes, {self.bytes} came")
         self.state = TransferState.COMPLETE
         return True
 
     def _mark(self, seen: bytearray, seq: int) -> None:
         # Every frame carries at least one position of one head of one layer, which bounds the bitmap.
-        if seq >= self._layer_bytes // self._layout.head_bytes * self._layout.num_layers:
+        if seq >= self._layer_bytes // self.layout.head_bytes * self.layout.num_layers:
             raise Fault("sequence", f"sequence number {seq} is beyond any possible frame")
         byte, bit = divmod(seq, 8)
         if byte >= len(seen):

@@ -69,7 +69,7 @@ class Identity(Message):
     model_fingerprint: Text
     layout_fingerprint: Text
     kv_dtype: Text
-    kv_scales: Text  # "none", "head" or "token_head"
+    kv_scales: Text  # "none" or "token_head"
     slot_bytes: U32
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,7 +11,7 @@ from engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, 
 from engine.execution.moments import moment
 from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
-from engine.kernels import FP8, Kernels
+from engine.kernels import Kernels
 from tests.device import DEVICE
 
 torch.set_num_threads(1)
@@ -81,32 +80,6 @@ def triton_kernels(kernel_device: str) -> Kernels:
     from engine.kernels.triton_kernels import TritonKernels
 
     return TritonKernels(torch.device(kernel_device), 64)
-
-
-@pytest.fixture(scope="module")
-def exact_casts(kernel_device: str) -> Iterator[None]:
-    """Triton's interpreter rounds to FP8 wrongly, and reads its NaN as 480."""
-    if kernel_device != "cpu":
-        yield
-        return
-    from triton.runtime import interpreter
-
-    convert: Any = interpreter._convert_float
-
-    def exact(values: np.ndarray, of: Any, to: Any, rounding: Any) -> np.ndarray:
-        if str(to) == "fp8e4nv":
-            limited = torch.from_numpy(values.copy()).float().clamp(-448, 448)  # as the hardware does
-            return limited.to(FP8).view(torch.uint8).numpy()
-        if str(of) == "fp8e4nv":
-            exactly = (
-                torch.from_numpy(values.copy()).view(FP8).to(getattr(torch, f"float{to.primitive_bitwidth}"))
-            )
-            return exactly.numpy().view(f"uint{to.primitive_bitwidth}")
-        return convert(values, of, to, rounding)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", exact)
-        yield
 
 
 @pytest.fixture

@@ -25,18 +25,20 @@ class Quality(NamedTuple):
 
 
 @torch.inference_mode()
-def logits(engine: Engine, chunk: int = len(TEXT), decoded: int = 0) -> Tensor:
+def logits(
+    engine: Engine, chunk: int = len(TEXT), decoded: int = 0, first: int = 0, stop: int = len(TEXT)
+) -> Tensor:
     """[positions, vocabulary] float32 on the host: for each position of TEXT, in chunks; the last `decoded`
-    positions are decoded one by one."""
-    runner, prompt, found = engine._runner, len(TEXT) - decoded, []
+    positions are decoded one by one. With `first`, the KV of the positions before is in the cache."""
+    runner, prompt, found = engine._runner, stop - decoded, []
     blocks = torch.arange(-(-len(TEXT) // runner.block_size), dtype=torch.int32, device=runner.device)
-    for start in (*range(0, prompt, chunk), *range(prompt, len(TEXT))):
-        stop = min(start + chunk, prompt) if start < prompt else start + 1
-        positions = torch.arange(start, stop, device=runner.device)
-        contexts = torch.tensor([stop], dtype=torch.int32, device=runner.device)
-        decodes, chunks = (0, [(start, stop)]) if start < prompt else (1, [])
+    for start in (*range(first, prompt, chunk), *range(prompt, stop)):
+        end = min(start + chunk, prompt) if start < prompt else start + 1
+        positions = torch.arange(start, end, device=runner.device)
+        contexts = torch.tensor([end], dtype=torch.int32, device=runner.device)
+        decodes, chunks = (0, [(start, end)]) if start < prompt else (1, [])
         step = AttentionMetadata(runner.block_size, positions, blocks[None], contexts, decodes, chunks)
-        ids = torch.tensor(TEXT[start:stop], device=runner.device)
+        ids = torch.tensor(TEXT[start:end], device=runner.device)
         hidden = runner.forward(ids, positions, step, lambda layer: None)
         found.append(runner.logits(hidden).float().cpu())
     return torch.cat(found)

@@ -42,14 +42,18 @@ class Worker(TransferProcess):
         super().__init__(layout, **settings)
         self.block_size = block_size
         shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
-        empty = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
-        layers = [self.filled(empty.clone()) for _ in range(layout.num_layers)]
-        self.ranks = Ranks(layers, block_size, layout, ranks, self.sending, self.receiving)
+        dtype, each = getattr(torch, layout.dtype), range(layout.num_layers)
+        layers = [self.filled(torch.zeros(shape, device=device)).to(dtype) for _ in each]
+        scales: list[torch.Tensor] = []
+        if layout.dtype == "float8_e4m3fn":
+            shape = (2, blocks, layout.num_kv_heads, block_size)
+            scales = [self.filled(torch.zeros(shape, device=device)).abs() for _ in each]
+        self.ranks = Ranks(layers, scales, block_size, layout, ranks, self.sending, self.receiving)
         self.free = list(range(blocks))
         random.shuffle(self.free)
 
     def filled(self, layer: torch.Tensor) -> torch.Tensor:
-        """A layer of the cache at the start."""
+        """A layer of the cache at the start, or its scales, from zeros."""
         return layer
 
     @property
@@ -72,6 +76,10 @@ class Worker(TransferProcess):
     def rows(self, blocks: list[int], layer: int, start: int, stop: int) -> torch.Tensor:
         """[2, stop − start, heads, head_dim] of these positions, on the CPU."""
         return self.ranks.rows(layer, positions(blocks, self.block_size, start, stop))
+
+    def exact_rows(self, blocks: list[int], layer: int, start: int, stop: int) -> torch.Tensor:
+        """The same, as the numbers that FP8 stands for, float32."""
+        return self.ranks.exact_rows(layer, positions(blocks, self.block_size, start, stop))
 
 
 class Prefill(Worker):

@@ -20,22 +20,25 @@ class Ranks:
     def __init__(
         self,
         layers: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
         block_size: int,
         layout: KVLayout,
         size: int,
         sending: ArenaEnd,
         receiving: ArenaEnd,
     ) -> None:
-        """`layers`: the cache with all heads, [2, blocks, block_size, heads, head_dim] each."""
+        """`layers`: the cache with all heads, [2, blocks, block_size, heads, head_dim] each. `scales`: in FP8
+        of each layer [2, blocks, heads, block_size]."""
         device = str(layers[0].device)
         self._layers_ready = 0
         self.heads: list[Range] = [heads_of(layout, rank, size) for rank in range(size)]
         self.caches = [[x[..., first:last, :].contiguous() for x in layers] for first, last in self.heads]
+        self.scales = [[x[:, :, first:last].contiguous() for x in scales] for first, last in self.heads]
         if device.startswith("cuda"):
             torch.cuda.synchronize()  # copies run on streams of their own
         kv = [
-            PagedKV(cache, block_size, layout, device, rank, size, lambda: self._layers_ready)
-            for rank, cache in enumerate(self.caches)
+            PagedKV(cache, block_size, layout, device, rank, size, lambda: self._layers_ready, scales)
+            for rank, (cache, scales) in enumerate(zip(self.caches, self.scales, strict=True))
         ]
         self.kv = kv[0]
         self.sending, out = sending.of_ranks(size)
@@ -63,6 +66,14 @@ class Ranks:
     def rows(self, layer: int, rows: Sequence[int]) -> torch.Tensor:
         """As the function `rows_of`."""
         return rows_of([cache[layer] for cache in self.caches], self.heads, rows)
+
+    def exact_rows(self, layer: int, rows: Sequence[int]) -> torch.Tensor:
+        """As `rows`, but the numbers that FP8 stands for, float32."""
+        values = rows_of([cache[layer].float() for cache in self.caches], self.heads, rows)
+        if not self.scales[0]:
+            return values
+        scales = [scales[layer].transpose(2, 3)[..., None] for scales in self.scales]
+        return values * rows_of(scales, self.heads, rows)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -106,8 +106,8 @@ def mac(secret: bytes, label: bytes, opened: bytes, nonce: bytes, identity: byte
     return hmac.digest(secret, b"".join(struct.pack("<I", len(p)) + p for p in parts), hashlib.sha256)
 
 
-def identity(side: str, incarnation: int = 5) -> bytes:
-    about = ["model of the tests", LAYOUT, "float32", "none", 4096]
+def identity(side: str, incarnation: int = 5, dtype: str = "float32", scales: str = "none") -> bytes:
+    about = ["model of the tests", LAYOUT, dtype, scales, 4096]
     return pack([side, [3, 3], f"fake {side}", incarnation, 0, 1, *about])
 
 
@@ -118,11 +118,14 @@ def connect(
     number: int = 0,
     lanes: int = 1,
     behind: bytes = b"",
+    **about: Any,
 ) -> Lane:
     """As a decode worker, one lane, up to the listener's verdict; `behind` its last word, in one piece."""
     lane = Lane(socket.create_connection(("127.0.0.1", port)))
     lane.answers = False
-    opened = pack(["open", session or os.urandom(16), number, lanes, os.urandom(32), identity("receiver")])
+    opened = pack(
+        ["open", session or os.urandom(16), number, lanes, os.urandom(32), identity("receiver", **about)]
+    )
     lane.send(HELLO, opened)
     kind, _, _, payload = lane.read()
     tag, nonce, theirs, proof = unpack(payload)
@@ -137,7 +140,8 @@ def connect(
 class FakePrefill:
     """As a prefill worker: accepts the lanes of one session."""
 
-    def __init__(self) -> None:
+    def __init__(self, **about: Any) -> None:
+        self.about = about
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
 
@@ -146,7 +150,7 @@ class FakePrefill:
         lane = Lane(self.listener.accept()[0])
         _, _, _, opened = lane.read()
         lane.number = unpack(opened)[2]
-        nonce, mine = os.urandom(32), identity("sender")
+        nonce, mine = os.urandom(32), identity("sender", **self.about)
         lane.say(HELLO, ["reply", nonce, mine, mac(SECRET, b"listener", opened, nonce, mine)])
         tag, proof = unpack(lane.read()[3])
         assert (tag, proof) == ("proof", mac(SECRET, b"initiator", opened, nonce, mine))

@@ -23,6 +23,7 @@ class Peer:
     """The session that `Network` makes."""
 
     slot_bytes, lane_count = 4096, 4
+    peer = SimpleNamespace(kv_dtype="float32")
 
     def __init__(self, number: int) -> None:
         self.kv_moved = 0.0

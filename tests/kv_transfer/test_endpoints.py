@@ -315,7 +315,7 @@ def fetch(bench: Bench, until: Any) -> bytes:
 def arrive(bench: Bench, transfer_id: bytes, slot: int, layer: int) -> bytes:
     data = os.urandom(20 * 64)
     bench.arena.slot(slot)[: len(data)] = data
-    bench.channel.send(ch.Arrived(transfer_id, slot, layer, layer, 0, 1, 0, 20, len(data)))
+    bench.channel.send(ch.Arrived(transfer_id, slot, layer, layer, 0, 1, 0, 20, len(data), "float32"))
     return data
 
 
@@ -354,10 +354,10 @@ def test_a_fetch_is_nearly_injected_with_most_layers_of_its_last_tokens(
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
     arrive(bench, transfer_id, 4, 0)
-    bench.channel.send(ch.Arrived(transfer_id, 2, 1, 1, 0, 1, 0, 12, 12 * 64))
+    bench.channel.send(ch.Arrived(transfer_id, 2, 1, 1, 0, 1, 0, 12, 12 * 64, "float32"))
     receiver.poll()
     assert not receiver.nearly_injected, "one of two layers, and the first tokens of the other"
-    bench.channel.send(ch.Arrived(transfer_id, 3, 2, 1, 0, 1, 12, 8, 8 * 64))
+    bench.channel.send(ch.Arrived(transfer_id, 3, 2, 1, 0, 1, 12, 8, 8 * 64, "float32"))
     receiver.poll()
     assert receiver.nearly_injected
     if how == "injected":

@@ -38,6 +38,15 @@ def test_both_sides_learn_who_the_other_is() -> None:
     assert (peer, opened.session_id, opened.lane, opened.lanes) == (DECODE, b"s" * 16, 2, 4)
 
 
+def test_kv_in_fp8_and_plain_kv_are_converted() -> None:
+    fp8 = {"kv_dtype": "float8_e4m3fn", "kv_scales": "token_head"}
+    for ours, theirs in ((PREFILL, replace(DECODE, **fp8)), (replace(PREFILL, **fp8), DECODE)):
+        a, b = initiator(theirs), Listener(SECRET, ours)
+        assert a.reply(answer(b, a)) == ours
+        assert a.proof is not None
+        assert b.check(a.proof)[1] == theirs
+
+
 def test_neither_accepts_another_secret() -> None:
     a, b = initiator(secret=b"another secret!!"), Listener(SECRET, PREFILL)
     reply = answer(b, a)
@@ -77,8 +86,11 @@ def test_every_word_is_signed() -> None:
     [
         ({"model_fingerprint": "n"}, "model"),
         ({"layout_fingerprint": "layout b"}, "layout"),
-        ({"kv_dtype": "float8_e4m3fn"}, "dtype"),
+        ({"kv_dtype": "float16"}, "dtype"),
+        ({"kv_dtype": "int8"}, "dtype"),
         ({"kv_scales": "head"}, "scales"),
+        ({"kv_dtype": "float8_e4m3fn", "kv_scales": "head"}, "scales"),
+        ({"kv_dtype": "float8_e4m3fn"}, "scales"),
         ({"ranks": 2}, "ranks"),
         ({"rank": 1}, "ranks"),
         ({"versions": (4, 5)}, "version"),
@@ -97,7 +109,7 @@ def test_mismatch_names_both_sides(changed: dict[str, object], reason: str) -> N
     with pytest.raises(LaneRefused, match=r"decode 3|prefill 0") as refused:
         b.check(a.proof)
     assert refused.value.reason == reason
-    if reason in ("model", "layout", "dtype", "scales"):
+    if reason in ("model", "layout", "dtype"):
         [(field, value)] = changed.items()
         ours = getattr(PREFILL, field)
         assert refused.value.detail == f"{field}: prefill 0 has {ours!r}, decode 3 has {value!r}"

@@ -58,6 +58,9 @@ def test_intersect() -> None:
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
     assert LAYOUT.fingerprint == "kv3 layers=4 kv_heads=8 head_dim=64"
     assert LAYOUT.bytes_per_token_layer == 2 * 8 * 64 * 2
+    fp8 = KVLayout(4, 8, 64, "float8_e4m3fn")
+    assert fp8.fingerprint == LAYOUT.fingerprint
+    assert fp8.bytes_per_token_layer == 2 * 8 * (64 + 4), "with scales"
 
 
 @pytest.mark.parametrize("bad", [(0, 8, 64, "float32"), (4, 70000, 64, "float32"), (4, 8, 64, "int8")])

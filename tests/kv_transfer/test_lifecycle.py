@@ -63,7 +63,7 @@ class World:
         self.left: dict[bytes, int] = {}  # frames that really left, by transfer
         self.now = 0.0
         self.kv_moved = 0.0
-        self.fetches.session_up(PEER, self.session)
+        self.fetches.session_up(PEER, self.session, LAYOUT.dtype)
 
     @property
     def live(self) -> list[Transfer]:
@@ -251,7 +251,7 @@ class World:
         """ACKs that may be lost are said again, those that came, too; then what was asked for meanwhile."""
         self.up = True
         self.acknowledge()
-        self.apply_decode(self.fetches.session_up(PEER, self.session))
+        self.apply_decode(self.fetches.session_up(PEER, self.session, LAYOUT.dtype))
 
     # ------------------------------------------------------------ what must hold
 

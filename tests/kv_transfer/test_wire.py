@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 import kv_transfer as kv
 
@@ -50,8 +51,10 @@ def slices(n: int) -> list[tuple[dict[str, int], bytes]]:
 def fetching(make_decode: Any) -> Any:
     """A decode worker (one lane) that has asked a fake prefill worker for 10 positions."""
 
-    def make(ranks: int = 1, **deadlines: float) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
-        fake = FakePrefill()
+    def make(
+        ranks: int = 1, about: dict[str, Any] | None = None, **deadlines: float
+    ) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
+        fake = FakePrefill(**(about or {}))
         decode = make_decode(lanes=1, ranks=ranks, deadlines=kv.TransferDeadlines(**deadlines))
         blocks = decode.reserved[b"d"] = decode.allocate(10)
         decode.receiver.fetch(
@@ -147,6 +150,57 @@ def test_as_a_prefill_worker(fetching: Any, until: Any) -> None:
     assert said == {ACK: (transfer, []), CREDIT: (bytes(16), [4, True])}
     lane.say(CREDIT, [4, 3])
     until(lambda: decode.stats().receiver_slots_free == 16, "the slots to come home")
+
+
+def fp8_numbers(payload: bytes, positions: int) -> torch.Tensor:
+    """The numbers that a payload of two heads of 16 stands for: values, and then their scales."""
+    count = 2 * positions * 2
+    assert len(payload) == count * (16 + 4)
+    values = torch.frombuffer(bytearray(payload[: count * 16]), dtype=torch.float8_e4m3fn)
+    scales = torch.frombuffer(bytearray(payload[count * 16 :]), dtype=torch.float32)
+    return values.float().view(2, positions, 2, 16) * scales.view(2, positions, 2, 1)
+
+
+def test_as_a_decode_worker_of_a_prefill_worker_with_fp8(make_prefill: Any) -> None:
+    """The peer converts, so what it keeps is not asked."""
+    prefill = make_prefill(layout=kv.KVLayout(3, 2, 16, "float8_e4m3fn"))
+    prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
+    expected = [prefill.exact_rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
+    lane = connect(prefill.port)
+    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
+    assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 3, 3 * 800])
+    lane.say(CREDIT, [3, False])
+    for _ in range(3):
+        kind, _, head, payload = lane.read()
+        assert (kind, head["token_count"], head["head_count"]) == (KV, 10, 2)
+        assert torch.equal(fp8_numbers(payload, 10), expected[head["layer"]])
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_as_a_prefill_worker_with_fp8(fetching: Any, until: Any, damaged: bool) -> None:
+    """The checksum covers the scales."""
+    about = {"dtype": "float8_e4m3fn", "scales": "token_head"}
+    decode, _, lane, transfer, blocks = fetching(about=about)
+    bodies = []
+    for layer in range(3):
+        values = torch.randn(2 * 10 * 2 * 16).to(torch.float8_e4m3fn).view(torch.uint8)
+        scales = (torch.rand(2 * 10 * 2) + 0.1) * 10**layer
+        bodies.append(values.numpy().tobytes() + scales.numpy().tobytes())
+    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 800], transfer)
+    for layer, body in enumerate(bodies):
+        while lane.sent == lane.granted:
+            assert lane.read()[0] == CREDIT
+        head = {"layer": layer, "head_count": 2, "token_count": 10, "seq": layer}
+        if damaged and layer == 2:
+            head["checksum"] = xxhash.xxh3_64_intdigest(body)
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        lane.send(KV, body, transfer, **head)
+    if damaged:
+        assert lane.expect(ABORT) == (transfer, ["integrity"])
+        return
+    assert ended(decode, until).first_token == kv.FirstToken(77)
+    for layer, body in enumerate(bodies):
+        assert torch.equal(decode.rows(blocks, layer, 0, 10), fp8_numbers(body, 10))
 
 
 def test_frames_of_a_group_have_the_heads_of_one_rank_each(make_prefill: Any, until: Any) -> None:

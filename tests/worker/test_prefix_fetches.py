@@ -65,8 +65,8 @@ class World:
         return self.fetches.start(EngineRequest(name, [1]), source, then)
 
     def inject(self, chunks: int, seconds: float) -> None:
-        size = chunks * CHUNK_TOKENS * TOKEN_BYTES
-        stats = InjectStats(size, 1, self.now - seconds, 0, 0, 0, 0, self.now)
+        tokens = chunks * CHUNK_TOKENS
+        stats = InjectStats(tokens * TOKEN_BYTES, tokens, 1, self.now - seconds, 0, 0, 0, 0, self.now)
         self.fetches.handle(Injected(self.asked[-1], FirstToken(0), stats))
 
     @property
