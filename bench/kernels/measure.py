@@ -206,6 +206,7 @@ def int4_choices(cases: Int4Cases) -> Choices:
     return [
         (int4_linear, {"NARROW": programs, "MAX_WORDS": [64, 128]}, partial(cases.layer, few)),
         (int4_linear, {"WIDE": programs, "MAX_WORDS": [32, 64]}, partial(cases.layer, some)),
+        *((int4_linear, {"MAX_SPLITS": [1, 2, 4]}, partial(cases.layer, rows)) for rows in (few, some)),
         *(
             (int4_linear, {"MAX_FEW_ROWS": [0, rows], "MAX_BLOCK_M": [64, 128]}, partial(cases.layer, rows))
             for rows in (some, 2 * some, many)

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import FP8_GROUP, Quantized, overlap
 from engine.kernels.overlap import inputs_ready
-from engine.kernels.split_k import add_parts
+from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
 
 MAX_FEW_ROWS = 128
 BLOCK_N = 64
@@ -29,7 +29,6 @@ MAX_SPLITS = 8
 LEAST_OF_PART = 1 << 19
 """Products of a row of W in one part, for all rows of x: adding up smaller parts costs more than it saves."""
 MAX_STAGES = 8
-SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 
 
 class Tiling(NamedTuple):
@@ -69,8 +68,7 @@ class Fp8Linear:
         assert weight.shape[1] % 16 == 0, "the copy engine needs rows of a multiple of 16 bytes"
         self._weight, self._scales, self._bias, self._dtype = weight, scales, bias, dtype
         self._multiprocessors = multiprocessors
-        tiles = triton.cdiv(len(weight), BLOCK_N)
-        self._finished = torch.zeros(tiles, dtype=torch.int32, device=weight.device)  # 0 between calls
+        self._finished = counters(triton.cdiv(len(weight), BLOCK_N), weight.device)
 
     def __call__(self, x: Quantized) -> Tensor:
         """x [rows, in]. Returns [rows, out]."""
@@ -96,11 +94,7 @@ class Fp8Linear:
         shape = tiling(rows, inner, size, self._multiprocessors, grouped=grouped)
         tiles = triton.cdiv(size, shape.block_n)
         out = torch.empty(rows, size, dtype=self._dtype, device=x.values.device)
-        parts = out
-        if shape.splits > 1:
-            parts = torch.empty(
-                shape.splits, tiles, shape.block_n, shape.block_m, dtype=torch.float32, device=out.device
-            )
+        parts = parts_of(out, shape.splits, tiles, shape.block_n, shape.block_m)
         _fp8_linear[(triton.cdiv(rows, shape.block_m), tiles, shape.splits)](
             TensorDescriptor.from_tensor(x.values, [shape.block_m, shape.block_k]),
             x.scales,
@@ -170,8 +164,4 @@ def _fp8_linear(
             of_w = tl.load(weight_scales + column, mask=is_column, other=0.0)
             of_x = tl.load(x_scales + row, mask=is_row, other=0.0)
             acc *= of_w[:, None] * of_x[None, :]
-        if bias is not None:
-            acc += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
-        y = tl.trans(acc).to(out.dtype.element_ty)
-        to = out + row[:, None].to(tl.int64) * size + column[None, :]
-        tl.store(to, y, mask=is_row[:, None] & is_column[None, :])
+        store_transposed(acc, bias, out, first_row, tile * BLOCK_N, rows, size)

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import overlap
 from engine.kernels.overlap import inputs_ready
-from engine.kernels.split_k import add_parts
+from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
 
 MAX_FEW_ROWS = 64
 MAX_BLOCK_M = 64
@@ -38,7 +38,6 @@ NARROW_ROWS rows of x."""
 NARROW_ROWS = 16
 MAX_SPLITS = 8
 MAX_STAGES = 6
-SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 
 
 class Tiling(NamedTuple):
@@ -81,7 +80,7 @@ class Int4Linear:
         self._zeros = _by_group(zeros.to(dtype)) if zeros.any() else None
         self._bias, self._multiprocessors = bias, multiprocessors
         tiles = triton.cdiv(self._size, min(NARROW[0], WIDE[0])) * triton.cdiv(MAX_FEW_ROWS, MAX_BLOCK_M)
-        self._finished = torch.zeros(tiles, dtype=torch.int32, device=codes.device)  # 0 between calls
+        self._finished = counters(tiles, codes.device)
 
     @staticmethod
     def suits(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
@@ -102,10 +101,7 @@ class Int4Linear:
         shape = tiling(rows, blocks, words, self._size, self._multiprocessors)
         row_tiles, tiles = triton.cdiv(rows, shape.block_m), triton.cdiv(self._size, shape.block_n)
         out = torch.empty(rows, self._size, dtype=x.dtype, device=x.device)
-        parts = out
-        if shape.splits > 1:
-            tile = shape.block_n, shape.block_m
-            parts = torch.empty(shape.splits, row_tiles * tiles, *tile, dtype=torch.float32, device=x.device)
+        parts = parts_of(out, shape.splits, row_tiles * tiles, shape.block_n, shape.block_m)
         _int4_linear[(row_tiles, tiles, shape.splits)](
             TensorDescriptor.from_tensor(x, [shape.block_m, words]),
             TensorDescriptor.from_tensor(self._packed, [shape.block_n, words]),
@@ -237,12 +233,7 @@ def _int4_linear(
             acc, parts, finished, tile, tl.num_programs(0) * tl.num_programs(1), split, SPLITS
         )
     if is_last:
-        m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-        if bias is not None:
-            acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[:, None]
-        y = tl.trans(acc).to(out.dtype.element_ty)
-        to = out + m[:, None].to(tl.int64) * size + n[None, :]
-        tl.store(to, y, mask=(m < rows)[:, None] & (n < size)[None, :])
+        store_transposed(acc, bias, out, first_m, first_n, rows, size)
 
 
 @triton.jit

@@ -20,10 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import from_hopper_on, overlap
 from engine.kernels.overlap import inputs_ready
-from engine.kernels.split_k import add_parts
+from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
 
 BLOCK_N = 64
-SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 MAX_STAGES = 8
 MAX_SPLITS = 8
 
@@ -53,8 +52,7 @@ class SkinnyLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, multiprocessors: int) -> None:
         """weight [out, in] float16 or bfloat16, bias [out]. Neither is copied."""
         self._weight, self._bias, self._multiprocessors = weight, bias, multiprocessors
-        tiles = triton.cdiv(len(weight), BLOCK_N)
-        self._finished = torch.zeros(tiles, dtype=torch.int32, device=weight.device)  # 0 between calls
+        self._finished = counters(triton.cdiv(len(weight), BLOCK_N), weight.device)
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
@@ -74,9 +72,7 @@ class SkinnyLinear:
         block_m, block_k, splits, stages = tiling(rows, inner, size, self._multiprocessors)
         tiles = len(self._finished)
         out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-        parts = out
-        if splits > 1:
-            parts = torch.empty(splits, tiles, BLOCK_N, block_m, dtype=torch.float32, device=x.device)
+        parts = parts_of(out, splits, tiles, BLOCK_N, block_m)
         _skinny_linear[(tiles, splits)](
             TensorDescriptor.from_tensor(x, [block_m, block_k]),
             TensorDescriptor.from_tensor(self._weight, [BLOCK_N, block_k]),
@@ -123,14 +119,8 @@ def _skinny_linear(
         w = weight_tiles.load([tile * BLOCK_N, step * BLOCK_K])  # past the end: zeros
         x = x_tiles.load([0, step * BLOCK_K])
         acc = tl.dot(w, tl.trans(x), acc)
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     is_last = True
     if SPLITS > 1:
         acc, is_last = add_parts(acc, parts, finished, tile, tl.num_programs(0), split, SPLITS)
     if is_last:
-        column = tile * BLOCK_N + n
-        if bias is not None:
-            acc += tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)[:, None]
-        y = tl.trans(acc).to(out.dtype.element_ty)
-        to = out + m[:, None] * size + column[None, :]
-        tl.store(to, y, mask=(m < rows)[:, None] & (column < size)[None, :])
+        store_transposed(acc, bias, out, 0, tile * BLOCK_N, rows, size)

@@ -1,12 +1,16 @@
-"""Adds up the parts of a product, if several programs share its inner dimension.
+"""What the products y = x Wᵀ + b of few rows share.
 
-Each program stores its part. The program that finishes last for a tile adds up all parts. It adds them in a
-fixed order, so timing never changes the sum.
+A program handles a tile of yᵀ = W xᵀ, and one of several parts of its inner dimension, so that there are as
+many programs as the GPU runs at once. Each program stores its part. The program that finishes last for a tile
+adds up all parts. It adds them in a fixed order, so timing never changes the sum.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 
 INTERPRETED_MULTIPROCESSORS = 4
 """Assumed when Triton's interpreter runs the kernels, in tests."""
@@ -17,6 +21,18 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def parts_of(out: Tensor, splits: int, tiles: int, block_n: int, block_m: int) -> Tensor:
+    """Scratch memory for the parts. Without splits the kernel has no use for it."""
+    if splits == 1:
+        return out
+    return torch.empty(splits, tiles, block_n, block_m, dtype=torch.float32, device=out.device)
+
+
+def counters(tiles: int, device: torch.device) -> Tensor:
+    """How many parts of each tile are finished: 0 between calls."""
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -37,3 +53,14 @@ def add_parts(acc, parts, finished, tile, tiles, split, SPLITS: tl.constexpr):
         for i in tl.static_range(SPLITS):
             acc += tl.load(own + i * part, cache_modifier=".cg")
     return acc, is_last
+
+
+@triton.jit
+def store_transposed(acc, bias, out, first_m, first_n, rows, size):
+    """Adds the bias to a tile [n, m] of yᵀ, and stores it in out [rows, size]."""
+    n, m = first_n + tl.arange(0, acc.shape[0]), first_m + tl.arange(0, acc.shape[1])
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[:, None]
+    y = tl.trans(acc).to(out.dtype.element_ty)
+    to = out + m[:, None].to(tl.int64) * size + n[None, :]
+    tl.store(to, y, mask=(m < rows)[:, None] & (n < size)[None, :])
