@@ -19,15 +19,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import FP8_GROUP, Quantized, overlap
 from engine.kernels.overlap import inputs_ready
-from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
+from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
 
 MAX_FEW_ROWS = 128
 BLOCK_N = 64
 WIDE, NARROW = 512, 256
 """Columns at a time: where a program has a multiprocessor for itself, and where two share one."""
-MAX_SPLITS = 8
-LEAST_OF_PART = 1 << 19
-"""Products of a row of W in one part, for all rows of x: adding up smaller parts costs more than it saves."""
 MAX_STAGES = 8
 
 
@@ -54,8 +51,10 @@ def tiling(rows: int, inner: int, size: int, multiprocessors: int, *, grouped: b
     columns = FP8_GROUP if grouped else NARROW if shared or padded >= 64 else WIDE
     room = SHARED_BYTES // 2 if shared else SHARED_BYTES
     stages = min(MAX_STAGES, room // (columns * (BLOCK_N + padded)))
-    splits = min(multiprocessors // tiles, padded * inner // LEAST_OF_PART, MAX_SPLITS)
-    return Tiling(padded, BLOCK_N, columns, max(1, splits), 4, stages)
+    # With so many rows, multiplying bounds the time, which takes all multiprocessors.
+    spread = tiles if padded < MAX_FEW_ROWS else triton.cdiv(tiles, 2)
+    parts = splits(spread, triton.cdiv(inner, columns), multiprocessors)
+    return Tiling(padded, BLOCK_N, columns, parts, 4, stages)
 
 
 class Fp8Linear:

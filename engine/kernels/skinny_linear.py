@@ -3,8 +3,8 @@
     y[m, n] = b[n] + Σ x[m, k] W[n, k]
 
 The rows of W are the large side of the tensor core product (yᵀ = W xᵀ), so few rows of x waste little of it.
-A program handles BLOCK_N rows of W and one of SPLITS parts of their columns. So there are as many programs as
-the GPU runs at once, and each loads several tiles ahead. `split_k` adds up the parts.
+A program handles BLOCK_N rows of W and one of SPLITS parts of their columns, so that enough programs read at
+once, and each loads several tiles ahead. `split_k` adds up the parts.
 
 Compared with cuBLAS, the products of a layer take 3 % less time up to 64 rows, and 6 % less with launches
 that overlap (`overlap`). Both read W at over 4 TB/s and lose some 4 µs around it (docs/lab/engine.md).
@@ -20,11 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import from_hopper_on, overlap
 from engine.kernels.overlap import inputs_ready
-from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
+from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
 
 BLOCK_N = 64
 MAX_STAGES = 8
-MAX_SPLITS = 8
 
 
 class Tiling(NamedTuple):
@@ -36,14 +35,13 @@ class Tiling(NamedTuple):
 
 def tiling(rows: int, inner: int, size: int, multiprocessors: int) -> Tiling:
     """The best tiling for x [rows, inner] and W [size, inner], measured on an H200. With more tiles than
-    multiprocessors, two programs share one. With fewer, splitting makes more programs."""
+    multiprocessors, two programs share one."""
     padded = max(16, triton.next_power_of_2(rows))
     tiles = triton.cdiv(size, BLOCK_N)
     columns = 128 if padded == 64 or tiles > multiprocessors else 256
     room = SHARED_BYTES // 2 if tiles > multiprocessors else SHARED_BYTES
     stages = min(MAX_STAGES, room // (2 * columns * (BLOCK_N + padded)))
-    splits = min(multiprocessors // tiles, triton.cdiv(inner, columns), MAX_SPLITS)
-    return Tiling(padded, columns, max(1, splits), stages)
+    return Tiling(padded, columns, splits(tiles, triton.cdiv(inner, columns), multiprocessors), stages)
 
 
 class SkinnyLinear:
@@ -69,11 +67,11 @@ class SkinnyLinear:
         """x [rows, in], contiguous, 1 to 64 rows. Returns [rows, out]."""
         assert x.is_contiguous(), "the kernel assumes dense rows"
         (rows, inner), size = x.shape, len(self._weight)
-        block_m, block_k, splits, stages = tiling(rows, inner, size, self._multiprocessors)
+        block_m, block_k, count, stages = tiling(rows, inner, size, self._multiprocessors)
         tiles = len(self._finished)
         out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-        parts = parts_of(out, splits, tiles, BLOCK_N, block_m)
-        _skinny_linear[(tiles, splits)](
+        parts = parts_of(out, count, tiles, BLOCK_N, block_m)
+        _skinny_linear[(tiles, count)](
             TensorDescriptor.from_tensor(x, [block_m, block_k]),
             TensorDescriptor.from_tensor(self._weight, [BLOCK_N, block_k]),
             self._bias,
@@ -86,7 +84,7 @@ class SkinnyLinear:
             BLOCK_M=block_m,
             BLOCK_N=BLOCK_N,
             BLOCK_K=block_k,
-            SPLITS=splits,
+            SPLITS=count,
             num_warps=4,
             num_stages=stages,
             **overlap.options(),

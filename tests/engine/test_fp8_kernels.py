@@ -101,12 +101,11 @@ def random_weight(inner: int, size: int, grouped: bool) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     ("rows", "inner", "size", "multiprocessors"),
-    [(1, 512, 128, 2), (3, 1008, 200, 16), (20, 528, 64, 4), (100, 512, 300, 12), (130, 256, 200, 4)],
+    [(1, 512, 128, 4), (3, 1008, 200, 32), (20, 528, 64, 8), (100, 512, 300, 12), (130, 256, 200, 4)],
 )
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_linear(
-    monkeypatch: pytest.MonkeyPatch,
     kernel_device: str,
     dtype: torch.dtype,
     rows: int,
@@ -117,10 +116,7 @@ def test_linear(
     grouped: bool,
 ) -> None:
     """With tiles that W does not fill, with one part and with several. The counters are 0 afterwards."""
-    from engine.kernels import fp8_linear
     from engine.kernels.fp8_linear import Fp8Linear
-
-    monkeypatch.setattr(fp8_linear, "LEAST_OF_PART", 1 << 12)
 
     weight, scales = random_weight(inner, size, grouped)
     b = normal(size, seed=2) if bias else None
@@ -186,7 +182,7 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(bias: bool) -> None:
     weight, scales = (tensor.cuda() for tensor in random_weight(14336, 4096, False))
     x = TorchKernels().quantize(normal(200, 14336), grouped=False)
     b = normal(4096).to(BF16).cuda() if bias else None
-    linear = Fp8Linear(weight, scales, b, BF16, 132)
+    linear = Fp8Linear(weight, scales, b, BF16, 264)  # with two parts
     many = linear(Quantized(*(tensor.cuda() for tensor in x)))
     few = linear(Quantized(*(tensor[:64].cuda() for tensor in x)))
     close(few, many[:64].cpu(), FAST)

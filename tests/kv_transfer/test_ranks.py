@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -163,8 +164,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
         return gated
 
-    for name in ("gather", "scatter"):
-        monkeypatch.setattr(device.HostPool, name, behind_gate(getattr(device.HostPool, name)))
+    for pool, name in itertools.product((device.HostPool, device.CudaPool), ("gather", "scatter")):
+        monkeypatch.setattr(pool, name, behind_gate(getattr(pool, name)))
     yield gate
     gate.set()
 
