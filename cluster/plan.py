@@ -138,16 +138,22 @@ class Plan:
         return [*workers, router]
 
     def engine_of(self, pool: Pool) -> options.EngineOptions:
-        """The options of the engines of a pool, which may have a group size of its own. If only the other
-        pool has several ranks, expert parallelism is for that one."""
+        """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If
+        only the other pool has several ranks, expert parallelism is for that one."""
         size = self.engine.tensor_parallel_size
         sizes = {
             "prefill": self.pool.prefill_tensor_parallel_size or size,
             "decode": self.pool.decode_tensor_parallel_size or size,
         }
+        dtypes = {"prefill": self.pool.prefill_kv_cache_dtype, "decode": self.pool.decode_kv_cache_dtype}
         alone = sizes[pool] == 1 < max(sizes.values())
         expert_parallel = self.engine.enable_expert_parallel and not alone
-        return replace(self.engine, tensor_parallel_size=sizes[pool], enable_expert_parallel=expert_parallel)
+        return replace(
+            self.engine,
+            tensor_parallel_size=sizes[pool],
+            kv_cache_dtype=dtypes[pool] or self.engine.kv_cache_dtype,
+            enable_expert_parallel=expert_parallel,
+        )
 
     def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
         """The GPUs of this machine. Raises ValueError if the pools could need more of them."""

@@ -13,7 +13,6 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "lora_modules": (True, _LORA),
     "max_loras": (True, _LORA),
     "max_lora_rank": (True, _LORA),
-    "kv_cache_dtype": (True, "KV has the type of the activations; choose it with --dtype."),
     "trust_remote_code": (False, "Baton never runs code from a model repository; use a supported model."),
     "pipeline_parallel_size": (True, _PARALLEL),
     "data_parallel_size": (True, _PARALLEL),

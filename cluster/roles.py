@@ -42,6 +42,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 revision=given.model.revision,
                 device=device,
                 dtype=given.engine.dtype,
+                kv_cache_dtype=given.engine.kv_cache_dtype,
                 load_format=given.engine.load_format,
                 quantization=given.engine.quantization,
                 block_size=given.engine.block_size,

@@ -354,6 +354,7 @@ class Service:
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
             dtype=engine.layout.dtype,
+            kv_token_bytes=engine.layout.bytes_per_token,
             device=config.engine.device,
             tensor_parallel_size=config.engine.tensor_parallel_size,
             pid=os.getpid(),

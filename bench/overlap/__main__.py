@@ -22,6 +22,7 @@ order A B B A …, since contexts grow. Two more streams decode in B, so that th
 
 --prefill-ranks and --decode-ranks spread the two workers over several GPUs each. Then names of rows say so:
 `overlap.tcp.2to1.n2000.hidden` is from two ranks to one. On a CPU the embedded model has 1 or 3.
+So do --prefill-kv-cache-dtype and --decode-kv-cache-dtype: `overlap.tcp.autotofp8.n2000.hidden`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,11 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
 def groups(args: argparse.Namespace) -> tuple[Group, Group]:
     """The ranks of both workers, and where they run. Exits if there are too few GPUs."""
     prefill, decode = args.prefill_ranks, args.decode_ranks
-    sizes = [["--tensor-parallel-size", str(size)] for size in (prefill, decode)]
+    dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
+    sizes = [
+        ["--tensor-parallel-size", str(size), "--kv-cache-dtype", dtype]
+        for size, dtype in zip((prefill, decode), dtypes, strict=True)
+    ]
     if args.device == "cpu":
         return Group(sizes[0], {}), Group(sizes[1], {})
     gpus = visible_gpus()
@@ -184,6 +189,8 @@ async def _gaps(background: Background, tokens: int, number: int) -> tuple[list[
 def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Trace) -> None:
     sizes, on_cpu = (args.prefill_ranks, args.decode_ranks), args.device == "cpu"
     transport = "overlap.tcp" if sizes == (1, 1) else "overlap.tcp.{}to{}".format(*sizes)
+    dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
+    transport += "" if dtypes == ("auto", "auto") else ".{}to{}".format(*dtypes)
     prefix = f"{transport}.n{args.tokens}"
     idle = runs.streamed[0]
     alones = [trace.joined[i].fetch_seconds for i in runs.alones]
@@ -222,6 +229,8 @@ def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Tra
                     ratio_to="while no KV is injected", goal=goal, better="lower" if goal else None,
                 )
             )  # fmt: skip
+    per_token = trace.joined[runs.alones[0]].size / args.tokens
+    report.add(Row(f"{prefix}.wire", per_token, "bytes a token"))
     report.add(Row(f"{prefix}.exposed", _median_ms(exposed), "ms", p99=max(exposed) * 1e3))
     ratio, spread = contract.paired_ratio(runs.raws, alones)
     report.add(
@@ -250,6 +259,10 @@ def main() -> int:
         p.add_argument(
             f"--{side}-ranks", type=int, default=1, metavar="N",
             help=f"GPUs of the {side} worker, or its processes on a CPU (default: %(default)s)",
+        )  # fmt: skip
+        p.add_argument(
+            f"--{side}-kv-cache-dtype", choices=("auto", "fp8"), default="auto",
+            help=f"of the {side} worker (default: %(default)s)",
         )  # fmt: skip
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
     p.add_argument(

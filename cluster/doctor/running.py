@@ -21,7 +21,8 @@ ADMIN = (
     "--admin-url."
 )
 TIMEOUT = aiohttp.ClientTimeout(total=120)
-MUST_AGREE = ("model_fingerprint", "layout_fingerprint", "dtype")
+MUST_AGREE = ("model_fingerprint", "layout_fingerprint")
+FP8 = "float8_e4m3fn"
 NEARLY_FULL = 0.95
 
 
@@ -63,9 +64,11 @@ def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]
                 values[value].append(f"{worker['role']} {worker['index']}")
         if len(values) > 1:
             told = "; ".join(f"{value[:16]}: {', '.join(names)}" for value, names in values.items())
-            yield bad(field, told, "Give every worker the same --model, --revision and --dtype.")
+            yield bad(field, told, "Give every worker the same --model and --revision.")
         elif values:
             yield good(field, f"the same at all workers: {next(iter(values))[:16]}")
+    if any((worker.get("description") or {}).get("dtype") for worker in found):
+        yield _kv(found)
     for worker in found:
         load = worker.get("status") or {}
         total = load.get("blocks_total")
@@ -74,6 +77,20 @@ def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]
                 name_of(worker), f"{1 - load['blocks_free'] / total:.0%} of its KV blocks in use",
                 "Add decode workers, or raise --gpu-memory-utilization.",
             )  # fmt: skip
+
+
+def _kv(found: list[dict[str, Any]]) -> Finding:
+    """The dtype of each worker's KV cache. FP8 and one other dtype are converted into each other."""
+    kinds: defaultdict[str, list[str]] = defaultdict(list)
+    for worker in found:
+        described = worker.get("description") or {}
+        if dtype := described.get("dtype"):
+            size = described.get("kv_token_bytes")
+            kinds[dtype + (f", {size:,} bytes a token" if size else "")].append(name_of(worker))
+    told = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
+    if len({kind.partition(",")[0] for kind in kinds} - {FP8}) > 1:
+        return bad("KV cache", told, "Give every worker the same --dtype.")
+    return good("KV cache", told if len(kinds) > 1 else f"{next(iter(kinds))} at all workers")
 
 
 def _pools(found: list[dict[str, Any]], complete: bool) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from cluster.options.declare import NO_ARGV, OLD_FILE, PORT, between, opt
+from cluster.options.engine import KVCacheDtype
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class SizingOptions:
         int, opt("GPUs of one prefill worker.", "N", check=between(1))
     ] = 1
     decode_tensor_parallel_size: Annotated[int, opt("GPUs of one decode worker.", "N", check=between(1))] = 1
+    kv_cache_dtype: KVCacheDtype = "auto"
     gpu: Annotated[Literal["h200"], opt("GPU whose measured speeds are used.", "GPU")] = "h200"
     measured: Annotated[
         Path | None,

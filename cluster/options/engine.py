@@ -48,6 +48,12 @@ class RouterModelOptions(ModelOptions):
     ] = None
 
 
+KVCacheDtype = Annotated[
+    Literal["auto", "fp8"],
+    opt("Type of the KV cache: auto (as --dtype), or fp8, which takes about half the bytes.", "TYPE"),
+]
+
+
 Optimize = Literal["latency", "balanced", "throughput"]
 
 
@@ -61,8 +67,9 @@ class EngineOptions:
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        opt("Type of weights, activations and KV: auto (the model's), float32, bfloat16 or float16.", "TYPE"),
+        opt("Type of weights and activations: auto (the model's), float32, bfloat16 or float16.", "TYPE"),
     ] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], opt("auto, or dummy for random weights (benchmarks).", "FORMAT")
     ] = "auto"  # fmt: skip

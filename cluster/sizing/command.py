@@ -13,7 +13,9 @@ from cluster.options import SizingOptions
 from cluster.sizing.answer import Answer, Load, answer
 from cluster.sizing.speeds import GPUS, Speeds, measured, shape
 from engine.api.config import EngineConfig
+from engine.kernels import FP8
 from engine.loader import choose_format
+from engine.models import cache_bytes_per_token, cache_spec
 
 
 def run(sizing: SizingOptions) -> int:
@@ -36,8 +38,11 @@ def run(sizing: SizingOptions) -> int:
     weight_format = choose_format(EngineConfig(sizing.model), model, torch.device("cuda"))
     element = weight_format.bytes_per_parameter(torch.bfloat16)
     sizes = sizing.prefill_tensor_parallel_size, sizing.decode_tensor_parallel_size
-    of_prefill, of_decode = (Speeds(gpu, model, element, ranks) for ranks in sizes)
+    kv_dtype = FP8 if sizing.kv_cache_dtype == "fp8" else torch.bfloat16
+    of_prefill, of_decode = (Speeds(gpu, model, element, ranks, kv_dtype) for ranks in sizes)
     show(answer(of_prefill, of_decode, load), sizes, gpu.source)
+    per_token = cache_bytes_per_token(cache_spec(model, kv_dtype))
+    print(f"KV: {str(kv_dtype).removeprefix('torch.')}, {per_token:,} bytes a token")
     return 0
 
 

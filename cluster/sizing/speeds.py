@@ -92,7 +92,12 @@ class Speeds:
     """The speeds of one worker with one model. `ranks` is the number of its GPUs."""
 
     def __init__(
-        self, gpu: Gpu, model: ModelConfig, matrix_bytes: float = ELEMENT_BYTES, ranks: int = 1
+        self,
+        gpu: Gpu,
+        model: ModelConfig,
+        matrix_bytes: float = ELEMENT_BYTES,
+        ranks: int = 1,
+        kv_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """`matrix_bytes`: of one parameter of a matrix, which depends on the format of the weights.
 
@@ -104,7 +109,7 @@ class Speeds:
         self._matrix_bytes = matrix_bytes
         self._active = gemm_parameters(model, 1) / gemm_parameters(REFERENCE, 1)
         self._attention = _attention_width(model) / _attention_width(REFERENCE)
-        cache = cache_spec(model, torch.bfloat16)
+        cache = cache_spec(model, kv_dtype)
         # Of all ranks. With fewer KV heads than ranks, each head is there several times.
         copies = ranks * model.of_rank(ranks).num_kv_heads // model.num_kv_heads
         self.kv_bytes_per_token = cache_bytes_per_token(cache) * copies

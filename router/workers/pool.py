@@ -274,8 +274,9 @@ class WorkerPool:
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._max_positions = min(sizes, default=None)
         roots = Counter(d.content_root for d in described if d.num_blocks)
-        # Of two formats in one cluster, requests find the cached prefixes of the larger part.
-        self._content_root = max(roots, key=lambda root: (roots[root], root), default=b"")
+        computing = Counter(c.description.content_root for c in self.ready(pb.POOL_PREFILL))
+        # Of two formats in one cluster, requests find the cached prefixes of most prefill workers.
+        self._content_root = max(roots, key=lambda root: (computing[root], roots[root], root), default=b"")
         # Before `_apply_breakers`, which calls `on_capacity`.
         self._budgets = [c.description.max_num_batched_tokens for c in self.ready(pb.POOL_PREFILL)]
         self._window_until = 0.0

@@ -327,6 +327,18 @@ def test_pools_may_have_workers_of_different_sizes(
         flips.gpus(flips.roles())
 
 
+def test_pools_may_have_different_kv_dtypes(served: list[Plan]) -> None:
+    flag = "--kv-cache-dtype"
+    for flags, expected in (
+        (("--kv-cache-dtype", "fp8"), ["fp8", "fp8"]),
+        (("--decode-kv-cache-dtype", "fp8"), [None, "fp8"]),
+        (("--kv-cache-dtype", "fp8", "--prefill-kv-cache-dtype", "auto"), [None, "fp8"]),
+    ):
+        baton("serve", "--device", "cpu", *flags)
+        args = [role.args for role in served[-1].roles()[:-1]]
+        assert [given[given.index(flag) + 1] if flag in given else None for given in args] == expected
+
+
 def test_only_the_prefill_pool_may_be_left_out(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     routers: list[RouterRole] = []
     monkeypatch.setattr(cluster.roles, "run_router", lambda given: routers.append(given) or 0)

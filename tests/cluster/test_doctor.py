@@ -202,6 +202,29 @@ def test_workers_that_do_not(second: dict[str, Any], check: str) -> None:
     assert level(workers([worker("prefill", 0), second], complete=False), check) == "bad"
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (("bfloat16", "bfloat16"), "good: bfloat16, 512 bytes a token at all workers"),
+        (
+            ("bfloat16", "float8_e4m3fn"),
+            "good: bfloat16, 512 bytes a token: prefill 0; float8_e4m3fn, 512 bytes a token: decode 0",
+        ),
+        (
+            ("float32", "bfloat16"),
+            "bad: float32, 512 bytes a token: prefill 0; bfloat16, 512 bytes a token: decode 0",
+        ),
+    ],
+)
+def test_the_kv_of_workers_may_be_converted(dtypes: tuple[str, str], expected: str) -> None:
+    both = [
+        worker(role, 0, description={"dtype": dtype, "kv_token_bytes": 512})
+        for role, dtype in zip(("prefill", "decode"), dtypes, strict=True)
+    ]
+    [found] = [finding for finding in workers(both, complete=True) if finding.check == "KV cache"]
+    assert f"{found.level}: {found.found}" == expected
+
+
 def test_a_decode_pool_that_is_nearly_full() -> None:
     full = worker("decode", 3, status={"blocks_total": 100, "blocks_free": 2})
     assert level(workers([worker("prefill", 0), full], complete=True), "decode 3") == "warning"

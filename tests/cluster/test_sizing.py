@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cluster.cli import app
@@ -72,6 +73,13 @@ def test_windows_bound_the_kv_that_a_layer_reads() -> None:
     reading = plain.step(8, 8 * 128_000) - plain.step(8, 0)
     assert speeds.step(8, 8 * 128_000) - speeds.step(8, 0) == pytest.approx(reading / 2, rel=0.01)
     assert speeds.prefill(30_000) < plain.prefill(30_000)
+
+
+def test_kv_in_fp8_is_read_in_half_the_time() -> None:
+    plain, fp8 = Speeds(H200, REFERENCE), Speeds(H200, REFERENCE, kv_dtype=torch.float8_e4m3fn)
+    assert fp8.kv_bytes_per_token == plain.kv_bytes_per_token * (128 + 4) / (2 * 128)
+    reading = [speeds.step(256, 256 * 1064) - speeds.step(256, 0) for speeds in (plain, fp8)]
+    assert reading[1] == pytest.approx(reading[0] * (128 + 4) / (2 * 128))
 
 
 def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
@@ -196,6 +204,9 @@ def test_the_command() -> None:
     gpus = ["--prefill-tensor-parallel-size", "4", "--decode-tensor-parallel-size", "2"]
     printed = CliRunner().invoke(app, ["plan", "--rate", "2", *gpus])
     assert [line.split()[2:4] for line in printed.output.splitlines()[1:3]] == [["1", "4"], ["1", "2"]]
+    assert "KV: bfloat16, 131,072 bytes a token" in printed.output
+    printed = CliRunner().invoke(app, ["plan", "--rate", "2", "--kv-cache-dtype", "fp8"])
+    assert "KV: float8_e4m3fn, 67,584 bytes a token" in printed.output
     refused = CliRunner().invoke(app, ["plan", "--slo", "ttft=500"])
     assert refused.exit_code == 2
     assert "ttft=1000,ttit=50" in refused.output

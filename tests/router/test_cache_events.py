@@ -102,6 +102,18 @@ async def went_to(cluster: Cluster, prompt: list[int], session: str) -> int:
     return index
 
 
+async def test_chunks_have_the_names_of_the_prefill_workers(tokenizer: ModelTokenizer, tmp_path: Path):
+    """Two decode workers keep KV in another dtype, and so have another root."""
+    async with make_cluster(tokenizer, tmp_path, decode=2) as made:
+        pool = made.router.services.pool
+        for connection in pool.ready(pb.POOL_DECODE):
+            connection.description.content_root = b"fp8"
+        [prefill] = pool.ready(pb.POOL_PREFILL)
+        prefill.description.content_root = b"plain"
+        pool.availability_changed(prefill)
+        assert pool.content_root == b"plain"
+
+
 async def test_requests_go_to_the_worker_that_reported_their_prefix(caching: Cluster):
     prompt = list(range(3, 503))
     home = await went_to(caching, prompt, "a")
