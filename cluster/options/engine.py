@@ -144,7 +144,7 @@ TtitTarget = Annotated[
     opt(
         "Target time between tokens. It limits prompt tokens in a decode step, and decode grows to meet it.",
         "MS",
-        shown="3.2 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
+        shown="3.5 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
         "100 to grow the pool",
         check=between(0.1),
     ),

@@ -43,7 +43,7 @@ class EngineConfig:
     ttit_target: float | None = None
     """Seconds that a step may take if it both decodes and prefills. None: `ttit_target_steps` decides.
     Steps use this time only if a prompt would otherwise be late."""
-    ttit_target_steps: float = 3.2
+    ttit_target_steps: float = 3.5
     """As `ttit_target`, in times of the fastest step that only decodes."""
     seed: int = 0
     """Seed of dummy weights."""
