@@ -26,9 +26,8 @@ def run(config: EngineProcessConfig) -> int:
     def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
         sink = SenderSink(parts.trace, parts.attempts)
         engine = parts.start_engine(sink)
-        kv = paged_kv(engine)
-        receiver = parts.transport.receiver(kv)
-        fetches = PrefixFetches(engine, receiver, kv.layout, parts.config.incarnation, parts.counts)
+        receiver = parts.transport.receiver(paged_kv(engine))
+        fetches = PrefixFetches(engine, receiver, parts.config.incarnation, parts.counts)
         prefill = PrefillRole(parts, engine, sink, fetches)
         return engine, (prefill, DecodeRole(parts, engine, receiver, prefill, fetches))
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from content import CHUNK_TOKENS
 from engine import Engine, EngineRequest
-from kv_transfer import MAX_CHUNKS, Closed, FetchFailed, Injected, KVLayout, Receiver
+from kv_transfer import MAX_CHUNKS, Closed, FetchFailed, Injected, Receiver
 from worker.messages import ContentSource, RequestCounts
 
 LONGEST = 5.0
@@ -29,29 +29,36 @@ LONGEST = 5.0
 SLACK = 1.0
 """Seconds that a fetch may take beyond twice the time to compute its tokens."""
 MEMORY = 0.7
-"""Weight of the fetches before, against the newest one, in a measured bandwidth. Bytes and seconds are added
-up, so that short fetches hardly count: their time is mostly latency."""
+"""Weight of the fetches before, against the newest one, in what is measured."""
 FORGET = 0.97
 """What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
 fetch would be the last one."""
 MOST_PEERS = 1000
-"""Workers with a measured bandwidth. One more replaces the oldest."""
+"""Workers with measured fetches. One more replaces the oldest."""
 
 
 @dataclass(slots=True)
-class _Bandwidth:
-    """Of recent fetches from one worker."""
+class _Link:
+    """What recent fetches from one worker took. All values are sums, in which older fetches weigh less."""
 
-    bytes: float = 0.0
-    seconds: float = 0.0
+    fetches: float = 0.0
+    waited: float = 0.0  # seconds until the first frame
+    seconds: float = 0.0  # from then on
+    tokens: float = 0.0
 
-    def expected(self, size: int) -> float:
-        """Seconds to fetch so many bytes. 0: not known."""
-        return size * self.seconds / self.bytes if self.bytes else 0.0
+    def expected(self, tokens: int) -> float:
+        """Seconds to fetch so many tokens. 0: not known."""
+        return self.waited / self.fetches + tokens * self.seconds / self.tokens if self.tokens else 0.0
 
-    def measured(self, size: int, seconds: float) -> None:
-        self.bytes = MEMORY * self.bytes + size
+    def measured(self, tokens: int, waited: float, seconds: float) -> None:
+        self.fetches = MEMORY * self.fetches + 1
+        self.waited = MEMORY * self.waited + waited
         self.seconds = MEMORY * self.seconds + seconds
+        self.tokens = MEMORY * self.tokens + tokens
+
+    def forget(self) -> None:
+        self.waited *= FORGET
+        self.seconds *= FORGET
 
 
 class _Waiting(NamedTuple):
@@ -66,8 +73,8 @@ class _Waiting(NamedTuple):
 class _Fetch:
     first_chunk: int
     key: bytes  # the name of the first missing chunk
-    bytes: int  # of all chunks that are asked for
-    bandwidth: _Bandwidth
+    tokens: int  # that are asked for
+    link: _Link
     started: float  # time.monotonic()
     until: float
     waiting: dict[bytes, _Waiting] = field(default_factory=dict)  # by request id
@@ -76,17 +83,14 @@ class _Fetch:
 class PrefixFetches:
     """Owns the imports of the engine, and their fetches at the receiver. Both roles share it."""
 
-    def __init__(
-        self, engine: Engine, receiver: Receiver, layout: KVLayout, incarnation: int, counts: RequestCounts
-    ) -> None:
+    def __init__(self, engine: Engine, receiver: Receiver, incarnation: int, counts: RequestCounts) -> None:
         self._engine = engine
         self._receiver = receiver
-        self._token_bytes = layout.bytes_per_token
         self._incarnation = incarnation
         self._counts = counts
         self._fetches: dict[bytes, _Fetch] = {}  # by fetch id, until the receiver writes no more
         self._open: dict[bytes, _Fetch] = {}  # by key, those that prompts may wait for
-        self._bandwidths: dict[str, _Bandwidth] = {}  # by address
+        self._links: dict[str, _Link] = {}  # by address
 
     def start(
         self, request: EngineRequest, source: ContentSource, then: Callable[[int], None], fetched: bytes = b""
@@ -103,13 +107,12 @@ class PrefixFetches:
         if missing is None or missing.chunks[0] == fetched:
             return False
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
-        size = tokens * self._token_bytes
         speed = self._engine.prompt_tokens_per_s
         seconds = tokens / speed if speed else 0.0
         same = self._open.get(key)
-        bandwidth = same.bandwidth if same is not None else self._bandwidth(source)
-        if seconds and bandwidth.expected(size if same is None else same.bytes) >= seconds:
-            bandwidth.seconds *= FORGET
+        link = same.link if same is not None else self._link(source)
+        if seconds and link.expected(tokens if same is None else same.tokens) >= seconds:
+            link.forget()
             return False
         if same is not None:
             same.waiting[request.id] = _Waiting(request, source, then)
@@ -119,7 +122,7 @@ class PrefixFetches:
         if block_ids is None:
             return False
         until = now + (SLACK + 2 * seconds if seconds else LONGEST)
-        fetch = _Fetch(missing.first_chunk, key, size, bandwidth, now, until)
+        fetch = _Fetch(missing.first_chunk, key, tokens, link, now, until)
         fetch.waiting[request.id] = _Waiting(request, None, then)
         self._fetches[fetch_id] = self._open[key] = fetch
         self._receiver.fetch_content(
@@ -132,10 +135,10 @@ class PrefixFetches:
         )
         return True
 
-    def _bandwidth(self, source: ContentSource) -> _Bandwidth:
-        if source.kv_address not in self._bandwidths and len(self._bandwidths) >= MOST_PEERS:
-            del self._bandwidths[next(iter(self._bandwidths))]
-        return self._bandwidths.setdefault(source.kv_address, _Bandwidth())
+    def _link(self, source: ContentSource) -> _Link:
+        if source.kv_address not in self._links and len(self._links) >= MOST_PEERS:
+            del self._links[next(iter(self._links))]
+        return self._links.setdefault(source.kv_address, _Link())
 
     def cancel(self, request_id: bytes) -> None:
         """The request has ended. Its `then` is not called."""
@@ -154,7 +157,8 @@ class PrefixFetches:
             fetched = stats.tokens
             self._counts.prefix_fetched_tokens += fetched
             self._counts.prefix_fetched_bytes += stats.bytes
-            fetch.bandwidth.measured(stats.bytes, stats.fetch_seconds)
+            waited = stats.first_frame_at - stats.fetch_at
+            fetch.link.measured(stats.tokens, waited, stats.fetch_seconds - waited)
         exchange.end_import(event.decode_id, fetched and fetch.first_chunk * CHUNK_TOKENS + fetched)
         for request, source, then in fetch.waiting.values():
             if source is None:
@@ -167,8 +171,8 @@ class PrefixFetches:
         now = time.monotonic()
         for fetch_id, fetch in self._fetches.items():
             if fetch.waiting and fetch.until <= now:
-                if self._receiver.began(fetch_id):  # else the time says nothing about the bandwidth
-                    fetch.bandwidth.measured(fetch.bytes, now - fetch.started)
+                if self._receiver.began(fetch_id):  # else the time says nothing about the link
+                    fetch.link.measured(fetch.tokens, 0.0, now - fetch.started)
                 waiting, fetch.waiting = fetch.waiting, {}
                 self._give_up(fetch_id, fetch)
                 for _, _, then in waiting.values():

@@ -7,13 +7,12 @@ import pytest
 
 from content import CHUNK_TOKENS
 from engine import EngineRequest
-from kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, KVLayout
+from kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats
 from worker import prefix_fetches
 from worker.messages import ContentSource, RequestCounts
 from worker.prefix_fetches import PrefixFetches
 
-LAYOUT = KVLayout(2, 1, 16, "float32")
-TOKEN_BYTES = LAYOUT.bytes_per_token
+TOKEN_BYTES = 100
 SOURCE = ContentSource("127.0.0.1:7000", 8)
 OTHER = ContentSource("127.0.0.1:7001", 9)
 CHUNKS = [bytes([i]) * 16 for i in range(4)]
@@ -45,7 +44,7 @@ class World:
             began=lambda fetch_id: fetch_id in self.began,
         )  # fmt: skip
         self.began: set[bytes] = set()
-        self.fetches = PrefixFetches(engine, receiver, LAYOUT, 7, self.counts)
+        self.fetches = PrefixFetches(engine, receiver, 7, self.counts)
 
     def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
@@ -64,9 +63,10 @@ class World:
 
         return self.fetches.start(EngineRequest(name, [1]), source, then)
 
-    def inject(self, chunks: int, seconds: float) -> None:
-        tokens = chunks * CHUNK_TOKENS
-        stats = InjectStats(tokens * TOKEN_BYTES, tokens, 1, self.now - seconds, 0, 0, 0, 0, self.now)
+    def inject(self, chunks: int, seconds: float, waited: float = 0.0) -> None:
+        """The newest fetch has taken `seconds`, of which it `waited` for the first frame."""
+        tokens, began = chunks * CHUNK_TOKENS, self.now - seconds
+        stats = InjectStats(tokens * TOKEN_BYTES, tokens, 1, began, began + waited, 0, 0, 0, self.now)
         self.fetches.handle(Injected(self.asked[-1], FirstToken(0), stats))
 
     @property
@@ -112,11 +112,24 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world:
     world.inject(4, seconds=0.01)
     world.engine.prompt_tokens_per_s = 1000.0
     assert world.start(), "the bandwidth follows what is measured"
-    world.inject(1, seconds=0.2)
+    world.inject(1, seconds=0.2, waited=0.199)
     assert world.start(), "which short fetches say little about"
     world.inject(4, seconds=0.1)
     assert world.empty
     assert len(world.added) == 4
+
+
+def test_a_short_prefix_is_computed_if_the_first_frame_takes_longer(world: World) -> None:
+    world.engine.prompt_tokens_per_s = 1000.0
+    world.missing |= {b"short": CHUNKS[:1], b"long": CHUNKS}
+    assert world.start()
+    world.inject(4, seconds=0.1, waited=0.08)
+    assert not world.start(b"short"), "it takes 0.085 s to fetch and 0.064 s to compute"
+    assert world.start(b"long"), "0.1 s and 0.256 s"
+    world.inject(4, seconds=0.06, waited=0.02)
+    assert world.start(b"short")
+    world.inject(1, seconds=0.03, waited=0.02)
+    assert world.empty
 
 
 def test_a_worker_that_does_not_answer_says_nothing_about_the_bandwidth(world: World) -> None:
