@@ -3,7 +3,7 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine fp8 int4 moe kv overlap disagg flip reuse ranks (default: all, in this order; the last four where there are two GPUs),
+# STEP: tests kernels engine fp8 fp8_kv int4 moe kv overlap disagg flip reuse ranks (default: all, in this order; the last four where there are two GPUs),
 # overlap_8000, sweep, fp8_sweep, int4_sweep, groups (three GPUs or more), disagg_70b (four). DIR of --wheels holds the Python packages that the
 # machine lacks. One GPU or two: with two, prefill has the first and decode the second. A step that fails does not stop the others; the
 # exit status says how many did.
@@ -19,7 +19,7 @@ while (($#)); do
     esac
 done
 if ! ((${#steps[@]})); then
-    steps=(tests kernels engine fp8 int4 moe kv overlap)
+    steps=(tests kernels engine fp8 fp8_kv int4 moe kv overlap)
     (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip reuse ranks)
 fi
 mkdir -p "$out"
@@ -51,6 +51,15 @@ fp8() {
     python3 -m bench.engine --device cuda --quantization fp8 --json "$out/fp8.json"
     python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --quantization fp8 --json "$out/fp8_moe.json"
     python3 -m bench.kernels --device cuda --quantization fp8 --json "$out/fp8_kernels.json"
+}
+fp8_kv() {
+    python3 -m bench.kernels --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv_kernels.json"
+    python3 -m bench.engine --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv.json"
+    python3 -m bench.engine --device cuda --quantization fp8 --kv-cache-dtype fp8 --json "$out/fp8_fp8_kv.json"
+    for prefill in auto fp8; do
+        python3 -m bench.overlap --device cuda --prefill-kv-cache-dtype $prefill --decode-kv-cache-dtype fp8 \
+            --json "$out/overlap_$prefill-to-fp8.json"
+    done
 }
 int4() {
     python3 -m bench.engine --device cuda --quantization int4 --json "$out/int4.json"

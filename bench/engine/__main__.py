@@ -1,5 +1,5 @@
 """`python -m bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]
-[--model-shape NAME] [--quantization fp8|int4]`."""
+[--model-shape NAME] [--quantization fp8|int4] [--kv-cache-dtype fp8]`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ def main() -> int:
     p.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE,
                    help="what runs on GPUs (default: %(default)s)")  # fmt: skip
     p.add_argument("--quantization", choices=("fp8", "int4"), help="quantize the weights on load, on one GPU")
+    p.add_argument("--kv-cache-dtype", choices=("fp8",), help="of the dense shape on one GPU")
     args = p.parse_args()
     if (args.model_shape, args.quantization) == (MOE, "int4"):
         p.error("--quantization int4: experts have no such weights")
+    if args.kv_cache_dtype and (args.model_shape, args.quantization) not in ((DENSE, None), (DENSE, "fp8")):
+        p.error("--kv-cache-dtype fp8: measured with the dense shape, alone or with --quantization fp8")
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)
     if args.tensor_parallel_size > 1:
         from bench.engine.on_ranks import measure
     elif args.device == "cuda" and args.model_shape == MOE:
         from bench.engine.on_moe import measure
-    elif args.device == "cuda" and args.quantization:
+    elif args.device == "cuda" and (args.quantization or args.kv_cache_dtype):
         from bench.engine.on_quantized import measure
     elif args.device == "cuda":
         from bench.engine.on_cuda import measure

@@ -30,6 +30,7 @@ class Shape:
     head_dim: int
     feed_forward: int
     vocab: int
+    kv_bytes_per_vector: int  # of K or V of a head
 
     @property
     def linears(self) -> list[tuple[int, int]]:
@@ -50,8 +51,8 @@ class Shape:
         return self.layers * sum(i * o for i, o in self.linears)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of K and V in all layers, in bfloat16."""
-        return 2 * 2 * tokens * self.layers * self.kv_heads * self.head_dim
+        """Bytes of K and V in all layers."""
+        return 2 * tokens * self.layers * self.kv_heads * self.kv_bytes_per_vector
 
 
 class Inputs(NamedTuple):

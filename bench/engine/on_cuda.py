@@ -62,7 +62,13 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def dummy_engine(
-    model: str, directory: Path, running: int, chunk: int, *, quantization: str = "auto"
+    model: str,
+    directory: Path,
+    running: int,
+    chunk: int,
+    *,
+    quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> Engine:
     """An engine with random weights in the shape `model` and no limit on the chunks of prompts."""
     return build_engine(
@@ -72,6 +78,7 @@ def dummy_engine(
             device="cuda",
             load_format="dummy",
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             max_model_len=16384,
             max_num_seqs=running,
             max_num_batched_tokens=chunk,
@@ -148,13 +155,15 @@ def _throughput_floor(floor: Floor, running: int, budget: int) -> float:
     return OUTPUT / seconds
 
 
-def dense_shape() -> Shape:
+def dense_shape(*, fp8_kv: bool = False) -> Shape:
     c = SHAPES[DENSE]
     heads = c["num_attention_heads"]
+    head_dim = c["hidden_size"] // heads
     return Shape(
         layers=c["num_hidden_layers"], hidden=c["hidden_size"], heads=heads,
-        kv_heads=c["num_key_value_heads"], head_dim=c["hidden_size"] // heads,
+        kv_heads=c["num_key_value_heads"], head_dim=head_dim,
         feed_forward=c["intermediate_size"], vocab=c["vocab_size"],
+        kv_bytes_per_vector=head_dim + 4 if fp8_kv else 2 * head_dim,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""The 8B Llama shape with quantized weights on a GPU: random weights, quantized on load.
+"""The 8B Llama shape with quantized weights or KV on a GPU: random weights, quantized on load.
 
-Rows are those of `on_cuda`, with two bounds where there are any: the goal of a row is its *must*, and `.goal`
-is the time to aim at. The floor is that of cuBLAS, with FP8 products for FP8 weights, else in bfloat16.
+`fp8_kv` in names of rows says that KV is in FP8. Rows are those of `on_cuda`, with two bounds where there are
+any: the goal of a row is its *must*, and `.goal` is the time to aim at. The floor is that of cuBLAS, with FP8
+products for FP8 weights, else in bfloat16.
 """
 
 from __future__ import annotations
@@ -53,6 +54,20 @@ FORMATS = {
         "cuBLAS FP8 floor, same run",
         1,
     ),
+    "fp8_kv": Format(
+        dict.fromkeys((1, 8, 32, 64, 128, 256)),
+        dict.fromkeys([(1, 2000), (1, 8000), (4, 2000)]),
+        Floor,
+        "cuBLAS bfloat16 floor, same run",
+        2,
+    ),
+    "fp8_fp8_kv": Format(
+        {**dict.fromkeys((1, 8, 32, 64, 128)), 256: (10.5, 9.0)},
+        dict.fromkeys([(1, 2000), (1, 8000), (4, 2000)]),
+        Fp8Floor,
+        "cuBLAS FP8 floor, same run",
+        1,
+    ),
     "int4": Format(
         {1: (2.2, 1.7)} | dict.fromkeys((8, 32, 64, 128, 256)),
         dict.fromkeys([(1, 2000), (1, 8000), (4, 2000)]),
@@ -88,7 +103,9 @@ class Int4OnLoad(PlainFormat):
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    chosen, shape = FORMATS[args.quantization], dense_shape()
+    fp8_kv = args.kv_cache_dtype == "fp8"
+    kind = "_".join(filter(None, (args.quantization, "fp8_kv" if fp8_kv else None)))
+    chosen, shape = FORMATS[kind], dense_shape(fp8_kv=fp8_kv)
     floor = chosen.floor(shape)
     decode_floor = {batch: floor.decode_ms(batch, CONTEXT) for batch in chosen.decode}
     prefill_floor = {work: floor.prefill_ms(*work) for work in chosen.prefill}
@@ -97,18 +114,21 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     torch.cuda.empty_cache()
     ON_LOAD.setdefault("int4", lambda device: Int4OnLoad())
     with tempfile.TemporaryDirectory() as directory:
-        engine = dummy_engine(DENSE, Path(directory), 256, 16384, quantization=args.quantization)
+        engine = dummy_engine(
+            DENSE, Path(directory), 256, 16384, quantization=args.quantization or "auto",
+            kv_cache_dtype=args.kv_cache_dtype or "auto",
+        )  # fmt: skip
         for (sequences, tokens), bounds in chosen.prefill.items():
             times = [
                 prefill_seconds(engine, [prompt(tokens, 100 * r + n + tokens) for n in range(sequences)])
                 for r in range(4 if args.short else 10)
             ][1:]
-            name, took = f"engine.{args.quantization}.prefill.{sequences}x{tokens}", median_ms(times)
+            name, took = f"engine.{kind}.prefill.{sequences}x{tokens}", median_ms(times)
             _add(report, name, took, max(times) * 1e3, bounds)
             _add_floor(report, name, took, prefill_floor[sequences, tokens], chosen)
         for batch, bounds in chosen.decode.items():
             times = decode_step_seconds(engine, batch, CONTEXT, 32 if args.short else 128)
-            name, took = f"engine.{args.quantization}.decode.b{batch}", median_ms(times)
+            name, took = f"engine.{kind}.decode.b{batch}", median_ms(times)
             _add(report, name, took, contract.percentile(times, 0.99) * 1e3, bounds)
             _add_floor(report, name, took, decode_floor[batch], chosen)
             head = 2 * shape.hidden * shape.vocab

@@ -8,10 +8,12 @@ from bench import kernels
 from bench.contract import Report, parser
 from bench.kernels.cases import Cases, Shape
 from bench.kernels.fp8 import Fp8Cases
+from bench.kernels.fp8_kv import Fp8KVCases
 from bench.kernels.int4 import Int4Cases
 from bench.kernels.measure import (
     choices,
     fp8_choices,
+    fp8_kv_choices,
     graph_seconds,
     int4_choices,
     limits,
@@ -29,6 +31,7 @@ def main() -> int:
     arguments.add_argument("--sweep", action="store_true", help="time some kernels by their constants")
     arguments.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE, help="default: %(default)s")
     arguments.add_argument("--quantization", choices=("fp8", "int4"), help="the kernels of quantized weights")
+    arguments.add_argument("--kv-cache-dtype", choices=("fp8",), help="the kernels of a KV cache in FP8")
     args = arguments.parse_args()
     device = torch.device("cuda")
     parameters = {"shape": args.model_shape, "dtype": "bfloat16"}
@@ -39,9 +42,13 @@ def main() -> int:
         shape = Shape(batches=(1, 64), prompts=(2000,)) if args.short else Shape()
         parameters["block_size"] = shape.block_size
         on = shape, kernels_for(device, shape.head_dim), device
-        if args.quantization:
-            parameters["quantization"] = args.quantization
-        if args.quantization == "fp8":
+        for name in ("quantization", "kv_cache_dtype"):
+            if given := getattr(args, name):
+                parameters[name] = given
+        if args.kv_cache_dtype:
+            cases = Fp8KVCases(*on)
+            swept = fp8_kv_choices(cases)
+        elif args.quantization == "fp8":
             cases = Fp8Cases(*on)
             swept = fp8_choices(cases)
         elif args.quantization == "int4":

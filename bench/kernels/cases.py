@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.kernels import AttentionMetadata, Kernels
+from engine.kernels import KV, AttentionMetadata, Kernels, parts
 from engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
@@ -123,7 +123,7 @@ class Cases:
             lambda: self.kernels.rope_and_write(qkv, rotary, None, kv, slots),
         )
 
-    def cache(self, contexts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def cache(self, contexts: Sequence[int]) -> tuple[KV, Tensor]:
         """The cache of a layer with these requests in shuffled blocks, and their block tables."""
         shape = self.shape
         blocks = [-(-context // shape.block_size) for context in contexts]
@@ -193,7 +193,8 @@ class Cases:
         from kv_transfer.layout import Slice
 
         tokens, shape = self.shape.prompts[0], self.shape
-        kv, tables = self.cache([tokens] * 4)
+        cache, tables = self.cache([tokens] * 4)
+        kv, _ = parts(cache)
         blocks = tables[1].long()
         rows = (
             blocks[:, None] * shape.block_size + torch.arange(shape.block_size, device=self.device)

@@ -19,6 +19,7 @@ from bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S, Cases, Make, nbytes
 
 if TYPE_CHECKING:
     from bench.kernels.fp8 import Fp8Cases
+    from bench.kernels.fp8_kv import Fp8KVCases
     from bench.kernels.int4 import Int4Cases
     from bench.kernels.moe import MoeCases  # imports kernels
 
@@ -211,6 +212,24 @@ def int4_choices(cases: Int4Cases) -> Choices:
             (int4_linear, {"MAX_FEW_ROWS": [0, rows], "MAX_BLOCK_M": [64, 128]}, partial(cases.layer, rows))
             for rows in (some, 2 * some, many)
         ),
+    ]
+
+
+def fp8_kv_choices(cases: Fp8KVCases) -> Choices:
+    from engine.kernels import decode_attention, prefill_attention, tiles
+    from engine.kernels.tiles import Shape as Tile
+
+    shape = cases.shape
+    few = {"FEW_PIECES_PER_SM": [2, 4, 8], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7]}
+    many = {"PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64, 128], "STAGES": [3, 5, 7]}
+    many |= {"BYTES_PER_WARP": [32, 64, 128]}
+    shapes = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]
+    decode = [partial(cases.decode, f"b{batch}", [shape.context] * batch) for batch in shape.batches]
+    return [
+        (decode_attention, few, decode[0]),
+        (decode_attention, many, decode[-1]),
+        (tiles, {"LONG": shapes}, partial(cases.prefill, 0, shape.prompts[-1])),
+        (prefill_attention, {"STAGES": [2, 3, 4, 5]}, partial(cases.prefill, 0, shape.prompts[-1])),
     ]
 
 

@@ -99,6 +99,21 @@ def test_every_case_of_fp8_runs(cases: Cases) -> None:
     assert all(hasattr(module, name) for module, name in tried)
 
 
+def test_every_case_of_fp8_kv_runs(cases: Cases) -> None:
+    from bench.kernels.fp8_kv import Fp8KVCases
+
+    kv_cases = Fp8KVCases(replace(TINY, batches=(2,), prompts=(17,)), cases.kernels, cases.device)
+    rows = {row.name: row for make in kv_cases for row in bench.measure(make, one_second_each, PLAIN)}
+    for name in ("decode_attention.b2", "prefill_attention.17", "rope_and_write.t2", "convert.t17"):
+        assert rows[f"kernels.fp8_kv.{name}.time"].value == 1e6
+        assert rows[f"kernels.fp8_kv.{name}"].ratio == 1.0
+    # q and out of two rows, and three positions of two requests: K and V of two heads with their scales
+    read = 2 * 2 * 4 * 16 * 2 + 2 * 3 * 2 * 2 * (16 + 4)
+    assert rows["kernels.fp8_kv.decode_attention.b2"].value == pytest.approx(read / 1e9)
+    tried = [(module, name) for module, values, _ in bench.fp8_kv_choices(kv_cases) for name in values]
+    assert all(hasattr(module, name) for module, name in tried)
+
+
 def test_every_case_of_int4_runs(cases: Cases) -> None:
     from bench.kernels.int4 import Int4Cases
 

@@ -308,10 +308,10 @@ def test_runs_overlap(
     monkeypatch.setattr(overlap, "CONTEXT", 100)
     rows = run(
         "overlap", "--short", "--tokens", "100", "--batch", "3", "--growth", "16", "--lanes", "1",
-        "--model", str(checkpoint), "--prefill-ranks", "2",
+        "--model", str(checkpoint), "--prefill-ranks", "2", "--decode-kv-cache-dtype", "fp8",
     )  # fmt: skip
-    of = "overlap.tcp.2to1"
-    assert {f"{of}.n100.hidden", f"{of}.n100.ttit.b3", f"{of}.growth.n16"} <= {*rows}
+    of = "overlap.tcp.2to1.autotofp8"
+    assert {f"{of}.n100.hidden", f"{of}.n100.wire", f"{of}.n100.ttit.b3", f"{of}.growth.n16"} <= {*rows}
 
 
 def test_runs_reuse(
@@ -331,7 +331,10 @@ def test_overlap_gives_each_rank_a_gpu(
     monkeypatch.setattr(overlap, "visible_gpus", lambda: present)
 
     def devices(prefill: int, decode: int) -> list[str | None]:
-        args = SimpleNamespace(device="cuda", prefill_ranks=prefill, decode_ranks=decode)
+        args = SimpleNamespace(
+            device="cuda", prefill_ranks=prefill, decode_ranks=decode, prefill_kv_cache_dtype="auto",
+            decode_kv_cache_dtype="fp8",
+        )  # fmt: skip
         return [group.environment.get("CUDA_VISIBLE_DEVICES") for group in overlap.groups(args)]
 
     assert devices(2, 1) == ["0,1", "2"]
