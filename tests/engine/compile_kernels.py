@@ -96,7 +96,11 @@ def main() -> None:
                     linear(kernels.quantize(x[:tokens], grouped=grouped))
         table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
         for into_pool in (False, True):
-            copy_kernels.launch(table, parts(kv)[0], 3, kv_heads, into_pool=into_pool)
+            for pool in parts(kv):
+                if pool is not None:
+                    copy_kernels.launch(table, pool, 3, kv_heads, into_pool=into_pool)
+        table = torch.zeros(2, copy_kernels.CONVERTED_FIELDS, dtype=torch.int64)
+        copy_kernels.launch_converting(table, parts(kv)[0], dtype if fp8_kv else FP8, 3 * kv_heads)
 
     step(torch.bfloat16, 32, 8, 128, 128, norm=False)  # Llama 3.1 8B
     step(torch.bfloat16, 32, 8, 128, 16, norm=True)  # Qwen3 8B
